@@ -1,0 +1,46 @@
+# make serve    set up and serve the default model on http://127.0.0.1:8080
+# make test     set up and run the tests
+# make lint     ruff and mypy
+# make bench    the EFIM rounds load on this machine
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: serve test lint bench format clean
+.DEFAULT_GOAL := serve
+
+serve: $(VENV)/.installed
+	$(BIN)/midfill serve $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/midfill pull
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/midfill bench rounds $(ARGS)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix src tests
+	$(BIN)/ruff format src tests
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info

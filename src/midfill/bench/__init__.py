@@ -1,0 +1,1 @@
+"""Speed: loads, measurements, tables and plots."""

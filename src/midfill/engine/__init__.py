@@ -1,0 +1,1 @@
+"""Continuous batching: requests, scheduling, sampling, the step loop and its process."""

@@ -1,0 +1,1 @@
+"""Text requests to engine requests, engine outputs back to text; pure and synchronous."""

@@ -1,0 +1,1 @@
+"""Documents, edits and prompt layouts. Text and numbers only: no torch, no I/O."""

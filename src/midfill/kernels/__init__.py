@@ -1,0 +1,1 @@
+"""Numeric kernels; each has a naive reference in the tests."""

@@ -1,0 +1,310 @@
+"""The forward pass of a decoder on the CPU: one compiled call a step.
+
+``forward`` runs on every thread of the team. It goes from any layer to any layer, so that a
+method may stop between layers, look at the hidden rows or drop some, and go on; the usual step
+is one call for all layers.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from midfill.kernels.cpu.attention import attend, merge_partials
+from midfill.kernels.cpu.jit import entry_point, kernel
+from midfill.kernels.cpu.linear import DIRECT_ROWS, embed, gated_linear, linear
+from midfill.kernels.cpu.rows import norm, rotate
+from midfill.kernels.cpu.team import barrier
+
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
+Uint8 = npt.NDArray[np.uint8]
+
+
+class Shape(NamedTuple):
+    """Sizes and switches of the model; the fields of ModelConfig as numbers."""
+
+    layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    norm_kind: int
+    activation: int
+    gated: bool
+    qk_norm: bool
+    norm_epsilon: float
+    score_scale: float
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_multiplier: float
+
+
+class Formats(NamedTuple):
+    """WeightFormat of each matrix."""
+
+    embed: int
+    head: int
+    qkv: int
+    o: int
+    gate: int
+    up: int
+    down: int
+
+
+class Weights(NamedTuple):
+    """All weights. Matrices: packed bytes, the layers' one after the other; the rest float32.
+
+    Vectors of a layer lie one layer after the other too; absent biases are zeros.
+    """
+
+    embed: Uint8
+    head: Uint8
+    qkv: Uint8
+    o: Uint8
+    gate: Uint8
+    up: Uint8
+    down: Uint8
+    qkv_bias: Float32
+    o_bias: Float32
+    gate_bias: Float32
+    up_bias: Float32
+    down_bias: Float32
+    head_bias: Float32
+    attn_norm: Float32
+    attn_norm_bias: Float32
+    mlp_norm: Float32
+    mlp_norm_bias: Float32
+    final_norm: Float32
+    final_norm_bias: Float32
+    q_norm: Float32
+    k_norm: Float32
+    cos: Float32
+    sin: Float32
+    windows: Int32
+
+
+class Cells(NamedTuple):
+    """KV of all slots: float32 [layers * slots * kv_heads * head_dim] each."""
+
+    keys: Float32
+    values: Float32
+
+
+class Batch(NamedTuple):
+    """The arrays of a ForwardBatch and the attention plan made for it."""
+
+    token_ids: Int32
+    positions: Int32
+    write_slots: Int32
+    query_indptr: Int32
+    kv_indptr: Int32
+    kv_slots: Int32
+    logit_rows: Int32
+    items: Int32
+    tiles: int
+    partials: int
+
+
+class Workspace(NamedTuple):
+    """Activations of a step. [rows, width] float32 flat, but for the last four.
+
+    ``normed`` has one part a thread, each as large as ``hidden``. ``floats``, ``tiles`` and
+    ``attention`` are [threads, size]; ``partial_state`` and ``partial_sums`` see attention.py.
+    """
+
+    hidden: Float32
+    normed: Float32
+    qkv: Float32
+    attended: Float32
+    gated: Float32
+    logits: Float32
+    floats: npt.NDArray[np.float32]
+    tiles: npt.NDArray[np.float32]
+    attention: npt.NDArray[np.float32]
+    partial_state: Float32
+    partial_sums: Float32
+
+
+@kernel
+def _norm_rows(
+    thread: int, threads: int, sync: Any, shape: Any, rows: int, x: Any, weight: Any, bias: Any,
+    weight_at: int, out: Any,
+) -> int:  # fmt: skip
+    """Norm of all rows; returns where in ``out`` this thread finds them.
+
+    A few rows are normed by every thread for itself, which is cheaper than a barrier.
+    """
+    width = shape.hidden
+    if rows <= DIRECT_ROWS:
+        start = thread * rows * width
+        for row in range(rows):
+            norm(
+                shape.norm_kind, x, row * width, width, shape.norm_epsilon, weight, bias,
+                weight_at, out, start + row * width,
+            )  # fmt: skip
+        return start
+    for row in range(thread, rows, threads):
+        norm(
+            shape.norm_kind, x, row * width, width, shape.norm_epsilon, weight, bias, weight_at,
+            out, row * width,
+        )  # fmt: skip
+    barrier(sync, threads)
+    return 0
+
+
+@kernel
+def _rotate_and_store(
+    thread: int, threads: int, shape: Any, weights: Any, cells: Any, layer: int, layer_at: int,
+    batch: Any, qkv: Any,
+) -> None:  # fmt: skip
+    """Rotate queries in place; rotate keys into their slots and copy values there."""
+    dim, heads, kv_heads = shape.head_dim, shape.query_heads, shape.kv_heads
+    half = dim // 2
+    width = (heads + 2 * kv_heads) * dim
+    for row in range(thread, len(batch.token_ids), threads):
+        position = batch.positions[row]
+        start = row * width
+        for head in range(heads):
+            at = start + head * dim
+            if shape.qk_norm:
+                norm(0, qkv, at, dim, shape.norm_epsilon, weights.q_norm, weights.q_norm,
+                     layer * dim, qkv, at)  # fmt: skip
+            rotate(qkv, at, half, weights.cos, weights.sin, position, qkv, at)
+        slot = layer_at + batch.write_slots[row] * kv_heads * dim
+        keys = start + heads * dim
+        values = keys + kv_heads * dim
+        for head in range(kv_heads):
+            at = keys + head * dim
+            if shape.qk_norm:
+                norm(0, qkv, at, dim, shape.norm_epsilon, weights.k_norm, weights.k_norm,
+                     layer * dim, qkv, at)  # fmt: skip
+            rotate(qkv, at, half, weights.cos, weights.sin, position, cells.keys, slot + head * dim)
+        for i in range(kv_heads * dim):
+            cells.values[slot + i] = qkv[values + i]
+
+
+@kernel
+def _attention_block(
+    thread: int, threads: int, sync: Any, shape: Any, formats: Any, weights: Any, cells: Any,
+    layer: int, batch: Any, work: Any,
+) -> None:  # fmt: skip
+    """hidden += o(attention(norm(hidden)))."""
+    rows = len(batch.token_ids)
+    heads, kv_heads, dim = shape.query_heads, shape.kv_heads, shape.head_dim
+    attended = heads * dim
+    width = attended + 2 * kv_heads * dim
+    floats, tile = work.floats[thread], work.tiles[thread]
+    layer_at = layer * (len(cells.keys) // shape.layers)
+    normed = _norm_rows(
+        thread, threads, sync, shape, rows, work.hidden, weights.attn_norm,
+        weights.attn_norm_bias, layer * shape.hidden, work.normed,
+    )  # fmt: skip
+    linear(
+        sync, threads, work.normed, normed, rows, shape.hidden, weights.qkv,
+        layer * (len(weights.qkv) // shape.layers), formats.qkv, width, weights.qkv_bias,
+        layer * width, work.qkv, width, False, 1.0, floats, tile,
+    )  # fmt: skip
+    barrier(sync, threads)
+    _rotate_and_store(thread, threads, shape, weights, cells, layer, layer_at, batch, work.qkv)
+    barrier(sync, threads)
+    attend(
+        sync, batch.items, batch.tiles, batch.partials, batch.query_indptr, batch.kv_indptr,
+        batch.kv_slots, work.qkv, width, cells.keys, cells.values, layer_at, heads, kv_heads, dim,
+        shape.score_scale, weights.windows[layer], work.attended, work.attention[thread],
+        work.partial_state, work.partial_sums,
+    )  # fmt: skip
+    barrier(sync, threads)
+    if batch.partials > 0:
+        merge_partials(
+            sync, batch.items, batch.tiles, batch.partials, heads, kv_heads, dim, work.attended,
+            work.attention[thread], work.partial_state, work.partial_sums,
+        )  # fmt: skip
+        barrier(sync, threads)
+    linear(
+        sync, threads, work.attended, 0, rows, attended, weights.o,
+        layer * (len(weights.o) // shape.layers), formats.o, shape.hidden, weights.o_bias,
+        layer * shape.hidden, work.hidden, shape.hidden, True,
+        shape.residual_multiplier, floats, tile,
+    )  # fmt: skip
+    barrier(sync, threads)
+
+
+@kernel
+def _mlp_block(
+    thread: int, threads: int, sync: Any, shape: Any, formats: Any, weights: Any, layer: int,
+    rows: int, work: Any,
+) -> None:  # fmt: skip
+    """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
+    floats, tile = work.floats[thread], work.tiles[thread]
+    normed = _norm_rows(
+        thread, threads, sync, shape, rows, work.hidden, weights.mlp_norm, weights.mlp_norm_bias,
+        layer * shape.hidden, work.normed,
+    )  # fmt: skip
+    gated_linear(
+        sync, threads, work.normed, normed, rows, shape.hidden, weights.gate, weights.up,
+        layer * (len(weights.gate) // shape.layers), layer * (len(weights.up) // shape.layers),
+        formats.gate, formats.up, shape.ffn, shape.gated, weights.gate_bias, weights.up_bias,
+        layer * shape.ffn, shape.activation, work.gated, shape.ffn, floats, tile,
+    )  # fmt: skip
+    barrier(sync, threads)
+    linear(
+        sync, threads, work.gated, 0, rows, shape.ffn, weights.down,
+        layer * (len(weights.down) // shape.layers), formats.down, shape.hidden,
+        weights.down_bias, layer * shape.hidden, work.hidden, shape.hidden, True,
+        shape.residual_multiplier, floats, tile,
+    )  # fmt: skip
+    barrier(sync, threads)
+
+
+@kernel
+def _head(
+    thread: int, threads: int, sync: Any, shape: Any, formats: Any, weights: Any, batch: Any,
+    work: Any,
+) -> None:  # fmt: skip
+    """logits of the wanted rows: [outputs, vocab padded to whole panels]."""
+    outputs = len(batch.logit_rows)
+    width = shape.hidden
+    for i in range(thread, outputs, threads):
+        norm(
+            shape.norm_kind, work.hidden, batch.logit_rows[i] * width, width, shape.norm_epsilon,
+            weights.final_norm, weights.final_norm_bias, 0, work.normed, i * width,
+        )  # fmt: skip
+        if shape.logits_multiplier != 1.0:
+            for k in range(width):
+                work.normed[i * width + k] *= np.float32(shape.logits_multiplier)
+    barrier(sync, threads)
+    padded = len(weights.head_bias)
+    linear(
+        sync, threads, work.normed, 0, outputs, width, weights.head, 0, formats.head, shape.vocab,
+        weights.head_bias, 0, work.logits, padded, False, 1.0, work.floats[thread],
+        work.tiles[thread],
+    )  # fmt: skip
+    barrier(sync, threads)
+
+
+@entry_point
+def forward(
+    thread: int, threads: int, sync: Any, shape: Any, formats: Any, weights: Any, cells: Any,
+    batch: Any, work: Any, first_layer: int, end_layer: int,
+) -> None:  # fmt: skip
+    """Layers first_layer <= i < end_layer over the rows in ``work.hidden``.
+
+    Starting at layer 0 looks up the embeddings first; ending at the last layer fills
+    ``work.logits`` where rows want logits.
+    """
+    rows = len(batch.token_ids)
+    if first_layer == 0:
+        for row in range(thread, rows, threads):
+            embed(
+                batch.token_ids[row], weights.embed, formats.embed, shape.hidden,
+                shape.embedding_multiplier, work.hidden, row * shape.hidden,
+            )  # fmt: skip
+        barrier(sync, threads)
+    for layer in range(first_layer, end_layer):
+        _attention_block(thread, threads, sync, shape, formats, weights, cells, layer, batch, work)
+        _mlp_block(thread, threads, sync, shape, formats, weights, layer, rows, work)
+    if end_layer == shape.layers and len(batch.logit_rows) > 0:
+        _head(thread, threads, sync, shape, formats, weights, batch, work)

@@ -1,0 +1,384 @@
+"""Vectors of 16 float32 lanes inside Numba functions.
+
+Numba has no vector type, and a loop that LLVM vectorises by itself may change its order of
+summation with the shape of the loop. Here a vector is a value of its own (``F32x16``), each
+operation is one LLVM vector instruction, and the order of every sum is written down. LLVM
+splits the 16 lanes into whatever the chip has (one AVX-512 register, two AVX ones, four of
+NEON or SSE), with the same result on each that has fused multiply-add.
+
+Offsets are in elements of the array they go with.
+"""
+
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+
+I1 = ir.IntType(1)
+I8 = ir.IntType(8)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F16 = ir.HalfType()
+F32 = ir.FloatType()
+I32_VECTOR = ir.VectorType(I32, LANES)
+F32_VECTOR = ir.VectorType(F32, LANES)
+
+Codegen = Callable[..., Any]
+
+
+class F32x16(types.Type):  # type: ignore[misc]
+    """Numba type of a vector of 16 float32."""
+
+    def __init__(self) -> None:
+        super().__init__(name="F32x16")
+
+
+f32x16 = F32x16()
+
+
+@register_model(F32x16)
+class _F32x16Model(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, data_model_manager: Any, front_end_type: Any) -> None:
+        super().__init__(data_model_manager, front_end_type, F32_VECTOR)
+
+
+# ---- building blocks for code generation; also used by the matrix kernels --------------------
+
+
+def constant(value: float) -> ir.Constant:
+    """A vector with the same float32 in every lane."""
+    return ir.Constant(F32_VECTOR, [value] * LANES)
+
+
+def address(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, offset: Any) -> Any:
+    """Pointer to element ``offset`` of a one-dimensional contiguous array."""
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
+
+
+def load_unaligned(builder: ir.IRBuilder, pointer: Any, vector: ir.VectorType) -> Any:
+    """Load a vector from a pointer of any type, aligned to a byte."""
+    value = builder.load(builder.bitcast(pointer, vector.as_pointer()))
+    value.align = 1
+    return value
+
+
+def store_unaligned(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
+    """Store a vector to a pointer of any type, aligned to a byte."""
+    instruction = builder.store(value, builder.bitcast(pointer, value.type.as_pointer()))
+    instruction.align = 1
+
+
+def broadcast(builder: ir.IRBuilder, scalar: Any) -> Any:
+    """A vector with a float32 scalar in every lane."""
+    undefined = ir.Constant(F32_VECTOR, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(I32_VECTOR, [0] * LANES))
+
+
+def llvm_call(builder: ir.IRBuilder, name: str, arguments: Sequence[Any], result: Any) -> Any:
+    """Call an LLVM intrinsic by its full name."""
+    function_type = ir.FunctionType(result, [argument.type for argument in arguments])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    return builder.call(function, list(arguments))
+
+
+def fused_multiply_add(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return llvm_call(builder, "llvm.fma.v16f32", [a, b, c], F32_VECTOR)
+
+
+def tree_reduce(builder: ir.IRBuilder, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    """Combine lanes i and i + 8, then i and i + 4, ...: a fixed order on every chip."""
+    undefined = ir.Constant(F32_VECTOR, ir.Undefined)
+    width = LANES // 2
+    while width:
+        lanes = [(lane + width) % LANES for lane in range(LANES)]
+        moved = builder.shuffle_vector(value, undefined, ir.Constant(I32_VECTOR, lanes))
+        value = combine(value, moved)
+        width //= 2
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+def exponential(builder: ir.IRBuilder, x: Any) -> Any:
+    """exp(x) to about 2 units in the last place; exactly 1 at 0 and 0 below -87.3.
+
+    exp(x) = 2^n * exp(r) with n = round(x / ln 2) and a degree-6 polynomial for |r| <= ln 2 / 2
+    (Cephes' coefficients for single precision).
+    """
+    low, high = constant(-87.336), constant(88.37)
+    clamped = llvm_call(builder, "llvm.minnum.v16f32", [x, high], F32_VECTOR)
+    clamped = llvm_call(builder, "llvm.maxnum.v16f32", [clamped, low], F32_VECTOR)
+    scaled = builder.fmul(clamped, constant(1.44269504088896341))
+    n = llvm_call(builder, "llvm.rint.v16f32", [scaled], F32_VECTOR)
+    r = fused_multiply_add(builder, n, constant(-0.693359375), clamped)
+    r = fused_multiply_add(builder, n, constant(2.12194440e-4), r)
+    polynomial = constant(1.9875691500e-4)
+    for coefficient in (
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+    ):
+        polynomial = fused_multiply_add(builder, polynomial, r, constant(coefficient))
+    squared = builder.fmul(r, r)
+    result = fused_multiply_add(builder, polynomial, squared, r)
+    result = builder.fadd(result, constant(1.0))
+    exponent = builder.add(builder.fptosi(n, I32_VECTOR), ir.Constant(I32_VECTOR, [127] * LANES))
+    bits = builder.shl(exponent, ir.Constant(I32_VECTOR, [23] * LANES))
+    result = builder.fmul(result, builder.bitcast(bits, F32_VECTOR))
+    return builder.select(builder.fcmp_ordered("<", x, low), constant(0.0), result)
+
+
+# ---- vector operations to call from Numba functions -----------------------------------------
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def splat(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+    """A vector with ``value`` in every lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return broadcast(builder, arguments[0])
+
+    return f32x16(types.float32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
+    """Lanes 0..15 from array[offset:offset + 16] (float32)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        return load_unaligned(builder, pointer, F32_VECTOR)
+
+    return f32x16(array, types.intp), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store(typing_context: Any, array: Any, offset: Any, value: Any) -> tuple[Any, Codegen]:
+    """array[offset:offset + 16] = value (float32)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        store_unaligned(builder, arguments[2], pointer)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+def _binary(emit: Callable[[ir.IRBuilder, Any, Any], Any], doc: str) -> Any:
+    def operation(typing_context: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return emit(builder, arguments[0], arguments[1])
+
+        return f32x16(f32x16, f32x16), codegen
+
+    operation.__doc__ = doc
+    return intrinsic(operation)
+
+
+def _maximum(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
+    return llvm_call(builder, "llvm.maxnum.v16f32", [a, b], F32_VECTOR)
+
+
+add = _binary(lambda builder, a, b: builder.fadd(a, b), "a + b, lane by lane.")
+subtract = _binary(lambda builder, a, b: builder.fsub(a, b), "a - b, lane by lane.")
+multiply = _binary(lambda builder, a, b: builder.fmul(a, b), "a * b, lane by lane.")
+divide = _binary(lambda builder, a, b: builder.fdiv(a, b), "a / b, lane by lane.")
+maximum = _binary(_maximum, "The larger of a and b, lane by lane.")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def fma(typing_context: Any, a: Any, b: Any, c: Any) -> tuple[Any, Codegen]:
+    """a * b + c, rounded once, lane by lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return fused_multiply_add(builder, *arguments)
+
+    return f32x16(f32x16, f32x16, f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def exp(typing_context: Any, x: Any) -> tuple[Any, Codegen]:
+    """exp(x), lane by lane; see ``exponential``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return exponential(builder, arguments[0])
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sum_lanes(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+    """Sum of the 16 lanes as a balanced tree."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return tree_reduce(builder, arguments[0], builder.fadd)
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def max_lanes(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+    """The largest of the 16 lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return tree_reduce(builder, arguments[0], lambda a, b: _maximum(builder, a, b))
+
+    return types.float32(f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def keep_lanes(
+    typing_context: Any, value: Any, first: Any, end: Any, other: Any
+) -> tuple[Any, Codegen]:
+    """Lanes first <= i < end of ``value``, and ``other`` elsewhere."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value, first, end, other = arguments
+        indices = ir.Constant(I32_VECTOR, list(range(LANES)))
+
+        def splat_int(bound: Any) -> Any:
+            undefined = ir.Constant(I32_VECTOR, ir.Undefined)
+            vector = builder.insert_element(
+                undefined, builder.trunc(bound, I32), ir.Constant(I32, 0)
+            )
+            return builder.shuffle_vector(vector, undefined, ir.Constant(I32_VECTOR, [0] * LANES))
+
+        inside = builder.and_(
+            builder.icmp_signed(">=", indices, splat_int(first)),
+            builder.icmp_signed("<", indices, splat_int(end)),
+        )
+        return builder.select(inside, value, broadcast(builder, other))
+
+    return f32x16(f32x16, types.intp, types.intp, types.float32), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def half_to_float(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
+    """The IEEE half at byte ``offset`` of a uint8 array, as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        half = builder.load(builder.bitcast(pointer, F16.as_pointer()))
+        half.align = 1
+        return builder.fpext(half, F32)
+
+    return types.float32(array, types.intp), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float_at(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
+    """The float32 at byte ``offset`` of a uint8 array."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        value = builder.load(builder.bitcast(pointer, F32.as_pointer()))
+        value.align = 1
+        return value
+
+    return types.float32(array, types.intp), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def transpose16(
+    typing_context: Any, source: Any, rows: Any, target: Any, at: Any, stride: Any
+) -> tuple[Any, Codegen]:
+    """Write 16 rows of 16 float32 as 16 columns.
+
+    Row i is source[rows[i]:rows[i] + 16]; ``rows`` is a tuple of 16 offsets. Its element j goes
+    to target[at + j * stride + i].
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        source, rows, target, at, stride = arguments
+        vectors = []
+        for i in range(LANES):
+            offset = builder.extract_value(rows, i)
+            pointer = address(context, builder, signature.args[0], source, offset)
+            vectors.append(load_unaligned(builder, pointer, F32_VECTOR))
+        # Four rounds of a butterfly: in round w, blocks of w lanes change places between the
+        # vectors i and i + w.
+        width = 1
+        while width < LANES:
+            low = [lane if lane & width == 0 else LANES + lane - width for lane in range(LANES)]
+            high = [lane + width if lane & width == 0 else LANES + lane for lane in range(LANES)]
+            for i in range(LANES):
+                if i & width == 0:
+                    a, b = vectors[i], vectors[i + width]
+                    vectors[i] = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, low))
+                    vectors[i + width] = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, high))
+            width *= 2
+        for j in range(LANES):
+            offset = builder.add(at, builder.mul(stride, ir.Constant(I64, j)))
+            pointer = address(context, builder, signature.args[2], target, offset)
+            store_unaligned(builder, vectors[j], pointer)
+        return context.get_dummy_value()
+
+    signature = types.void(
+        source, types.UniTuple(types.intp, LANES), target, types.intp, types.intp
+    )
+    return signature, codegen
+
+
+# ---- atomics and waiting ----------------------------------------------------------------------
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def atomic_add(typing_context: Any, array: Any, index: Any, value: Any) -> tuple[Any, Codegen]:
+    """array[index] += value (int64); returns the value before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        return builder.atomic_rmw("add", pointer, arguments[2], "acq_rel")
+
+    return types.int64(array, types.intp, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def atomic_load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]:
+    """array[index] (int64), ordered after what its writer did before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    return types.int64(array, types.intp), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def atomic_store(typing_context: Any, array: Any, index: Any, value: Any) -> tuple[Any, Codegen]:
+    """array[index] = value (int64), after all that this thread did before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        builder.store_atomic(arguments[2], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def spin_pause(typing_context: Any) -> tuple[Any, Codegen]:
+    """Tell the core that this is a waiting loop."""
+    machine = platform.machine()
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if machine in ("x86_64", "AMD64"):
+            llvm_call(builder, "llvm.x86.sse2.pause", [], ir.VoidType())
+        elif machine in ("aarch64", "arm64"):
+            llvm_call(builder, "llvm.aarch64.hint", [ir.Constant(I32, 1)], ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+sched_yield = types.ExternalFunction("sched_yield", types.int32())
+"""Give the core to another thread (POSIX)."""

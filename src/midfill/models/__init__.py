@@ -1,0 +1,1 @@
+"""Models on disk and as forward passes."""

@@ -1,0 +1,100 @@
+"""ModelConfig: the shape of a decoder-only transformer, for every family midfill serves."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+NormKind = Literal["rms", "layer"]
+RopeScalingKind = Literal["none", "linear", "dynamic", "yarn", "llama3", "factors"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary position scaling; field names follow transformers' ``rope_scaling``.
+
+    Attributes:
+        kind: the rule.
+        factor: how much longer the context gets.
+        original_context: positions the model was trained on (yarn, llama3, dynamic).
+        low_freq_factor, high_freq_factor: llama3.
+        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: yarn
+            (None: the rule's default).
+        frequency_factors: factors: what each of the head_dim / 2 frequencies is divided by (GGUF
+            files state llama3 scaling this way).
+    """
+
+    kind: RopeScalingKind = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    frequency_factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A pre-norm decoder with grouped-query attention and rotary positions.
+
+    Attributes:
+        family: "llama", "qwen2", "qwen3", "starcoder2", "mistral", "granite", ...
+        layers, hidden, query_heads, kv_heads, head_dim, ffn, vocab: sizes. The rotary embedding
+            turns the whole head_dim, halves rotated against each other (NEOX order).
+        context: longest sequence the model may see, in tokens.
+        norm, norm_epsilon: RMSNorm or LayerNorm (with bias).
+        activation: of the MLP; ``gated_mlp`` tells down(act(gate) * up) from down(act(up)).
+        qkv_bias, output_bias, mlp_bias: which projections carry a bias.
+        qk_norm: RMSNorm of each query and key head before the rotary embedding (Qwen3).
+        tied_embeddings: the LM head is the embedding.
+        rope_theta, rope_scaling: rotary embedding.
+        sliding_window: keys a query sees in windowed layers, itself included; None is all.
+        windowed_layers: which layers use the window; None is every layer when there is one.
+        embedding_multiplier, residual_multiplier, logits_divisor: Granite's scalars.
+        attention_scale: multiplies q.k; None is head_dim ** -0.5.
+        eos_token_ids, bos_token_id: as the checkpoint says.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    norm: NormKind = "rms"
+    norm_epsilon: float = 1e-5
+    activation: Activation = "silu"
+    gated_mlp: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    sliding_window: int | None = None
+    windowed_layers: tuple[int, ...] | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    attention_scale: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def score_scale(self) -> float:
+        """What q.k is multiplied with before the softmax."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def window_of(self, layer: int) -> int | None:
+        """The sliding window of one layer, or None where it sees everything."""
+        if self.windowed_layers is not None and layer not in self.windowed_layers:
+            return None
+        return self.sliding_window

@@ -1,0 +1,166 @@
+"""CpuRunner: the model on the CPU, through the compiled kernels."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from midfill.engine.batch import ForwardBatch
+from midfill.kernels.cpu.attention import ITEM_FIELDS, TILE_ROWS, plan_attention, scratch_size
+from midfill.kernels.cpu.decoder import Batch, Cells, Workspace, forward
+from midfill.kernels.cpu.linear import DIRECT_ROWS, MAX_TILE_ROWS
+from midfill.kernels.cpu.packing import PANEL, panel_count
+from midfill.kernels.cpu.team import Team, available_threads
+from midfill.models.checkpoint import Checkpoint
+from midfill.models.config import ModelConfig
+from midfill.models.packed_model import PackedModel, Progress, WeightsOption, load_packed
+
+
+def slot_bytes(config: ModelConfig) -> int:
+    """Bytes of one token's K and V in all layers, float32."""
+    return config.layers * config.kv_heads * config.head_dim * 2 * 4
+
+
+class CpuRunner:
+    """Implements ``engine.runner.Runner``.
+
+    Logits of a row are the same bit for bit whatever else is in the batch and however many
+    threads work on it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        slots: int,
+        threads: int | None = None,
+        weights: WeightsOption = "auto",
+        progress: Progress | None = None,
+    ) -> None:
+        """Load the weights, take the memory for ``slots`` slots and compile the kernels.
+
+        Raises:
+            CheckpointError: see ``load_packed``.
+        """
+        self.config = checkpoint.config
+        self._model: PackedModel = load_packed(checkpoint, weights, progress)
+        self._team = Team(threads or available_threads())
+        cells = self.config.layers * slots * self.config.kv_heads * self.config.head_dim
+        self._cells = Cells(np.zeros(cells, np.float32), np.zeros(cells, np.float32))
+        self._slots = slots
+        self._rows = 0
+        self._outputs = 0
+        self._partials = 0
+        self._work = self._workspace(rows=DIRECT_ROWS, outputs=1, partials=1)
+        if progress is not None:
+            progress("compiling kernels", 0, 1)
+        self._compile()
+        if progress is not None:
+            progress("compiling kernels", 1, 1)
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._cells.keys.nbytes + self._cells.values.nbytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._model.weight_bytes
+
+    @property
+    def threads(self) -> int:
+        """Threads that a step runs on."""
+        return self._team.threads
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See ``Runner.forward``."""
+        return torch.from_numpy(self.run_layers(batch, 0, self.config.layers))
+
+    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> npt.NDArray[np.float32]:
+        """Run layers first <= i < end; see ``kernels.cpu.decoder.forward``.
+
+        Returns logits [outputs, vocab], which mean something only after the last layer. The
+        hidden rows stay in place for the next call.
+        """
+        packed = self._plan(batch)
+        outputs = len(batch.logit_rows)
+        self._reserve(batch.rows, outputs, packed.partials)
+        model = self._model
+        self._team.run(
+            forward, model.shape, model.formats, model.weights, self._cells, packed, self._work,
+            first, end,
+        )  # fmt: skip
+        padded = panel_count(self.config.vocab) * PANEL
+        logits = self._work.logits[: outputs * padded].reshape(outputs, padded)
+        return logits[:, : self.config.vocab]
+
+    def hidden(self, rows: int) -> npt.NDArray[np.float32]:
+        """The hidden rows [rows, hidden] as the last call left them; a view."""
+        return self._work.hidden[: rows * self.config.hidden].reshape(rows, self.config.hidden)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._team.close()
+
+    def _plan(self, batch: ForwardBatch) -> Batch:
+        group = self.config.query_heads // self.config.kv_heads
+        items = np.zeros((batch.rows + 1, ITEM_FIELDS), np.int32)
+        tiles, partials = plan_attention(
+            batch.query_indptr, batch.kv_indptr, group, self.config.kv_heads, self._team.threads,
+            items,
+        )  # fmt: skip
+        return Batch(
+            batch.token_ids, batch.positions, batch.write_slots, batch.query_indptr,
+            batch.kv_indptr, batch.kv_slots, batch.logit_rows, items, tiles, partials,
+        )  # fmt: skip
+
+    def _reserve(self, rows: int, outputs: int, partials: int) -> None:
+        """Grow the workspace to hold a step of this size."""
+        if rows <= self._rows and outputs <= self._outputs and partials <= self._partials:
+            return
+        hidden = self.hidden(self._rows).copy()
+        self._work = self._workspace(
+            max(rows, self._rows), max(outputs, self._outputs), max(partials, self._partials)
+        )
+        self._work.hidden[: hidden.size] = hidden.reshape(-1)
+
+    def _workspace(self, rows: int, outputs: int, partials: int) -> Workspace:
+        config, threads = self.config, self._team.threads
+        self._rows, self._outputs, self._partials = rows, outputs, partials
+        attended = config.query_heads * config.head_dim
+        group = config.query_heads // config.kv_heads
+        widest = max(config.hidden, config.ffn, attended)
+        entries = partials * config.kv_heads * max(TILE_ROWS, group)
+        normed = max(rows, outputs, threads * DIRECT_ROWS) * config.hidden
+
+        def floats(*shape: int) -> npt.NDArray[np.float32]:
+            return np.zeros(shape, np.float32)
+
+        return Workspace(
+            hidden=floats(rows * config.hidden),
+            normed=floats(normed),
+            qkv=floats(rows * (attended + 2 * config.kv_heads * config.head_dim)),
+            attended=floats(rows * attended),
+            gated=floats(rows * config.ffn),
+            logits=floats(outputs * panel_count(config.vocab) * PANEL),
+            floats=floats(threads, 2 * widest * PANEL),
+            tiles=floats(threads, 2 * MAX_TILE_ROWS * PANEL),
+            attention=floats(threads, scratch_size(group, config.head_dim)),
+            partial_state=floats(entries * 2),
+            partial_sums=floats(entries * config.head_dim),
+        )
+
+    def _compile(self) -> None:
+        """Run an empty step on this thread, so that the team never compiles."""
+        nothing = np.zeros(0, np.int32)
+        batch = ForwardBatch(
+            nothing, nothing, nothing, np.zeros(1, np.int32), np.zeros(1, np.int32), nothing,
+            nothing,
+        )  # fmt: skip
+        model = self._model
+        forward(
+            0, 1, self._team.sync, model.shape, model.formats, model.weights, self._cells,
+            self._plan(batch), self._work, 0, 0,
+        )  # fmt: skip

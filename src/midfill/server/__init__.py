@@ -1,0 +1,1 @@
+"""HTTP: the dialects clients speak."""
