@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS, multiply_floats
 from midfill.kernels.cpu.packing import PANEL
 from midfill.kernels.cpu.simd import (
@@ -50,7 +50,7 @@ ITEM_FIELDS = 4
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
-@kernel
+@entry_point
 def plan_attention(
     query_indptr: Any, kv_indptr: Any, group: int, kv_heads: int, threads: int, items: Any
 ) -> tuple[int, int]:

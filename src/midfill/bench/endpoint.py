@@ -1,0 +1,103 @@
+"""An OpenAI-style completions endpoint as a load generator sees it."""
+
+import json
+import time
+from typing import Any
+
+import httpx
+import msgspec
+
+from midfill.errors import MidfillError
+
+
+class Measurement(msgspec.Struct, frozen=True):
+    """One request, measured from outside.
+
+    Attributes:
+        ttft_seconds: from sending to the first token.
+        total_seconds: from sending to the end.
+        prompt_tokens, cached_tokens, completion_tokens: as the server's usage says.
+        text: the completion.
+    """
+
+    ttft_seconds: float
+    total_seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    text: str
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were not in the cache."""
+        return self.prompt_tokens - self.cached_tokens
+
+
+class Endpoint:
+    """Sends streaming completion requests to ``base_url`` (which ends in ``/v1``)."""
+
+    def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.base_url = base_url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers=headers,
+            timeout=timeout,
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    async def __aenter__(self) -> "Endpoint":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def model(self) -> str:
+        """Name of the first model served.
+
+        Raises:
+            MidfillError: nobody answers there.
+        """
+        try:
+            response = await self._client.get("/models")
+            response.raise_for_status()
+            return str(response.json()["data"][0]["id"])
+        except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+            raise MidfillError(f"no OpenAI-style server at {self.base_url}: {error}") from error
+
+    async def complete(self, payload: dict[str, Any]) -> Measurement:
+        """POST /completions as a stream and time it.
+
+        Raises:
+            MidfillError: the server refused the request or broke off.
+        """
+        body = {**payload, "stream": True, "stream_options": {"include_usage": True}}
+        started = time.perf_counter()
+        first: float | None = None
+        pieces: list[str] = []
+        usage: dict[str, Any] = {}
+        try:
+            async with self._client.stream("POST", "/completions", json=body) as response:
+                if response.status_code != 200:
+                    detail = (await response.aread()).decode(errors="replace")
+                    raise MidfillError(f"{self.base_url} answered {response.status_code}: {detail}")
+                async for line in response.aiter_lines():
+                    if not line.startswith("data:") or line == "data: [DONE]":
+                        continue
+                    event = json.loads(line[5:])
+                    if event.get("choices"):
+                        first = first or time.perf_counter()
+                        pieces.append(event["choices"][0].get("text") or "")
+                    usage = event.get("usage") or usage
+        except httpx.HTTPError as error:
+            raise MidfillError(f"{self.base_url} broke off: {error!r}") from error
+        ended = time.perf_counter()
+        details = usage.get("prompt_tokens_details") or {}
+        return Measurement(
+            ttft_seconds=(first or ended) - started,
+            total_seconds=ended - started,
+            prompt_tokens=int(usage.get("prompt_tokens", 0)),
+            cached_tokens=int(details.get("cached_tokens") or 0),
+            completion_tokens=int(usage.get("completion_tokens", 0)),
+            text="".join(pieces),
+        )

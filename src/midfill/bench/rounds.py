@@ -1,0 +1,188 @@
+"""EFIM's rounds load: users whose document grows at the caret, round after round.
+
+Source: "EFIM: Efficient Serving of LLMs for Infilling Tasks with Improved KV Cache Reuse"
+(Guo et al., Euro-Par 2025, arXiv 2505.21889), its serving experiment: the suffix is a file's
+second half; the prefix starts with a seventh of the first half and grows by a seventh a round;
+all users work at once. Here with fewer users and shorter answers, on files of the standard
+library. Three ways to ask:
+
+    fim     the client sends PRE prefix SUF suffix MID
+    efim    the client sends PRE head SUF suffix MID rest, head being the first round's prefix
+    native  the client sends prefix and suffix; the server chooses the layout
+
+Every run puts a first line of its own into its documents, so that no run finds another's KV.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Literal
+
+import msgspec
+
+from midfill.bench.documents import standard_library_documents
+from midfill.bench.endpoint import Endpoint, Measurement
+from midfill.bench.machine import Machine, describe_machine
+
+Layout = Literal["fim", "efim", "native"]
+LAYOUTS: tuple[Layout, ...] = ("fim", "efim", "native")
+STEPS = 7
+"""The prefix grows by this part of the document's first half."""
+
+
+class RoundsOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The load.
+
+    Attributes:
+        layouts: which ways of asking to measure.
+        users: documents edited at once.
+        rounds: requests a user sends, one after the other; at most 7.
+        output_tokens: tokens of each answer, end-of-text ignored.
+        repeats: runs of each layout, in turn; figures are medians.
+        sentinels: texts of the PRE, SUF and MID tokens for ``fim`` and ``efim``.
+        seed: which files.
+    """
+
+    layouts: tuple[Layout, ...] = LAYOUTS
+    users: int = 4
+    rounds: int = 5
+    output_tokens: int = 16
+    repeats: int = 3
+    sentinels: tuple[str, str, str] = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    seed: int = 0
+
+
+class LayoutResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout's figures; seconds are medians over repeats (and users, for TTFT).
+
+    Attributes:
+        wall_seconds: first request sent to last answer whole.
+        requests_per_second: users * rounds / wall_seconds.
+        first_ttft_seconds, later_ttft_seconds: of round 1, of the rounds after it.
+        first_computed, later_computed: prompt tokens computed a request.
+        increment: tokens by which a later round's prompt is longer than the one before.
+        most_over_increment: worst later round's computed tokens less its increment.
+        ttft_by_round: seconds, for the plot.
+        runs: wall seconds of every run.
+    """
+
+    wall_seconds: float
+    requests_per_second: float
+    first_ttft_seconds: float
+    later_ttft_seconds: float
+    first_computed: float
+    later_computed: float
+    increment: float
+    most_over_increment: int
+    ttft_by_round: list[float]
+    runs: list[float]
+
+
+class RoundsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one call measured."""
+
+    model: str
+    machine: Machine
+    options: RoundsOptions
+    layouts: dict[str, LayoutResult]
+
+
+def round_texts(document: str, number: int) -> tuple[str, str, str]:
+    """(head, prefix, suffix) of round ``number`` (from 1); head is round 1's prefix."""
+    middle = len(document) // 2
+    step = middle // STEPS
+    return document[:step], document[: step * number], document[middle:]
+
+
+def payload(
+    layout: Layout, document: str, number: int, options: RoundsOptions, model: str
+) -> dict[str, Any]:
+    """The body of one request."""
+    head, prefix, suffix = round_texts(document, number)
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": options.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0.2,
+        "top_p": 0.95,
+        "top_k": 20,
+        "seed": options.seed,
+    }
+    if layout == "native":
+        return {**body, "prompt": prefix, "suffix": suffix}
+    pre, suf, mid = options.sentinels
+    rest = "" if layout == "fim" else prefix[len(head) :]
+    before = prefix if layout == "fim" else head
+    prompt = f"{pre}{before}{suf}{suffix}{mid}{rest}"
+    return {**body, "prompt": prompt, "midfill": {"layout": "verbatim"}}
+
+
+async def run_once(
+    endpoint: Endpoint, layout: Layout, options: RoundsOptions, model: str
+) -> tuple[float, list[list[Measurement]]]:
+    """All users through all rounds; returns wall seconds and measurements [user][round]."""
+    mark = f"# {uuid.uuid4()}\n"
+    documents = standard_library_documents(options.users, seed=options.seed)
+
+    async def user(document: str) -> list[Measurement]:
+        return [
+            await endpoint.complete(payload(layout, mark + document, number, options, model))
+            for number in range(1, options.rounds + 1)
+        ]
+
+    started = time.perf_counter()
+    answers = await asyncio.gather(*(user(document) for document in documents))
+    return time.perf_counter() - started, list(answers)
+
+
+def summarise(runs: list[tuple[float, list[list[Measurement]]]]) -> LayoutResult:
+    """Medians over the runs of one layout."""
+    users = [user for _, answers in runs for user in answers]
+    rounds = len(users[0])
+    pairs = [(user[i - 1], user[i]) for user in users for i in range(1, rounds)]
+    increments = [after.prompt_tokens - before.prompt_tokens for before, after in pairs]
+    computed = [after.computed_tokens for _, after in pairs]
+    walls = [wall for wall, _ in runs]
+    later_ttfts = [after.ttft_seconds for _, after in pairs]
+    wall = median(walls)
+    return LayoutResult(
+        wall_seconds=wall,
+        requests_per_second=len(runs[0][1]) * rounds / wall,
+        first_ttft_seconds=median(user[0].ttft_seconds for user in users),
+        later_ttft_seconds=median(later_ttfts) if pairs else 0.0,
+        first_computed=median(user[0].computed_tokens for user in users),
+        later_computed=median(computed) if pairs else 0.0,
+        increment=median(increments) if pairs else 0.0,
+        most_over_increment=max(
+            (done - grown for done, grown in zip(computed, increments, strict=True)), default=0
+        ),
+        ttft_by_round=[median(user[i].ttft_seconds for user in users) for i in range(rounds)],
+        runs=walls,
+    )
+
+
+async def measure_rounds(
+    endpoint: Endpoint,
+    options: RoundsOptions,
+    progress: Callable[[str], None] = lambda _: None,
+) -> RoundsReport:
+    """Run every layout ``repeats`` times, in turn, after one small request to warm up.
+
+    Raises:
+        MidfillError: the endpoint is missing or refuses a request.
+    """
+    model = await endpoint.model()
+    await endpoint.complete({"model": model, "prompt": "def", "max_tokens": 4})
+    runs: dict[str, list[tuple[float, list[list[Measurement]]]]] = {}
+    for repeat in range(options.repeats):
+        for layout in options.layouts:
+            progress(f"{layout}, run {repeat + 1} of {options.repeats}")
+            runs.setdefault(layout, []).append(await run_once(endpoint, layout, options, model))
+    return RoundsReport(
+        model=model,
+        machine=describe_machine(),
+        options=options,
+        layouts={layout: summarise(results) for layout, results in runs.items()},
+    )

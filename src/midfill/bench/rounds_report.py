@@ -1,0 +1,92 @@
+"""The rounds load's figures as a table, as Markdown and as a plot."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from midfill.bench.rounds import LayoutResult, RoundsReport
+
+_COLUMNS = (
+    "layout",
+    "wall s",
+    "requests/s",
+    "speed-up",
+    "TTFT round 1 ms",
+    "TTFT later ms",
+    "increment tokens",
+    "computed later",
+    "most over increment",
+)
+
+
+def _cells(name: str, result: LayoutResult, report: RoundsReport) -> list[str]:
+    base = report.layouts.get("fim")
+    speed_up = result.requests_per_second / base.requests_per_second if base else None
+    return [
+        name,
+        f"{result.wall_seconds:.2f}",
+        f"{result.requests_per_second:.2f}",
+        "-" if speed_up is None else f"{speed_up:.2f}x",
+        f"{result.first_ttft_seconds * 1000:.0f}",
+        f"{result.later_ttft_seconds * 1000:.0f}",
+        f"{result.increment:.0f}",
+        f"{result.later_computed:.0f}",
+        f"{result.most_over_increment:+d}",
+    ]
+
+
+def _caption(report: RoundsReport) -> str:
+    options = report.options
+    return (
+        f"{report.model}, {options.users} users x {options.rounds} rounds, "
+        f"{options.output_tokens} tokens out, median of {options.repeats} runs a layout; "
+        f"{report.machine}"
+    )
+
+
+def rounds_table(report: RoundsReport) -> Table:
+    """For the terminal."""
+    table = Table(title="EFIM rounds load", caption=_caption(report))
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for name, result in report.layouts.items():
+        table.add_row(*_cells(name, result, report))
+    return table
+
+
+def rounds_markdown(report: RoundsReport) -> str:
+    """For docs/benchmarks.md."""
+    lines = [
+        "| " + " | ".join(_COLUMNS) + " |",
+        "|" + " --- |" * len(_COLUMNS),
+        *(
+            "| " + " | ".join(_cells(name, result, report)) + " |"
+            for name, result in report.layouts.items()
+        ),
+        "",
+        _caption(report) + ".",
+    ]
+    return "\n".join(lines)
+
+
+def plot_rounds(report: RoundsReport, path: Path) -> None:
+    """Time to first token by round, one line a layout; the file's ending chooses the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, result in report.layouts.items():
+        rounds = range(1, len(result.ttft_by_round) + 1)
+        axes.plot(rounds, [t * 1000 for t in result.ttft_by_round], marker="o", label=name)
+    axes.set_xlabel("round")
+    axes.set_ylabel("time to first token, ms (median)")
+    axes.set_xticks(range(1, report.options.rounds + 1))
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"EFIM rounds load, {report.options.users} users, {report.model}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

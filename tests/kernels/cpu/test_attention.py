@@ -1,0 +1,115 @@
+"""Attention over scattered slots against numpy, and independent of how work is cut."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from midfill.kernels.cpu import attention
+from midfill.kernels.cpu.team import SYNC_CELLS
+
+QUERY_HEADS, KV_HEADS, DIM = 6, 2, 32
+GROUP = QUERY_HEADS // KV_HEADS
+WIDTH = (QUERY_HEADS + 2 * KV_HEADS) * DIM
+
+
+class Pool:
+    """K and V of some slots, filled with noise."""
+
+    def __init__(self, slots: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.keys = rng.normal(size=(slots, KV_HEADS, DIM)).astype(np.float32)
+        self.values = rng.normal(size=(slots, KV_HEADS, DIM)).astype(np.float32)
+
+
+def naive(pool: Pool, slots: np.ndarray, queries: np.ndarray, window: int) -> np.ndarray:
+    """queries: the last rows of a request whose keys are in ``slots``."""
+    out = np.empty((len(queries), QUERY_HEADS, DIM))
+    for i, row in enumerate(queries):
+        end = len(slots) - len(queries) + i + 1
+        seen = slots[max(0, end - window) if window else 0 : end]
+        for head in range(QUERY_HEADS):
+            scores = pool.keys[seen, head // GROUP].astype(np.float64) @ row[head] / np.sqrt(DIM)
+            weights = np.exp(scores - scores.max())
+            out[i, head] = weights @ pool.values[seen, head // GROUP] / weights.sum()
+    return out.reshape(len(queries), -1)
+
+
+def attend(
+    pool: Pool,
+    requests: list[tuple[np.ndarray, np.ndarray]],
+    *,
+    window: int = 0,
+    split: bool = False,
+) -> np.ndarray:
+    """requests: (slots, queries [rows, heads, dim]) each; all in one batch."""
+    rows = sum(len(queries) for _, queries in requests)
+    qkv = np.zeros((rows, WIDTH), np.float32)
+    qkv[:, : QUERY_HEADS * DIM] = np.concatenate([q for _, q in requests]).reshape(rows, -1)
+    query_indptr = np.cumsum([0, *(len(q) for _, q in requests)]).astype(np.int32)
+    kv_indptr = np.cumsum([0, *(len(s) for s, _ in requests)]).astype(np.int32)
+    slots = np.concatenate([s for s, _ in requests]).astype(np.int32)
+    items = np.zeros((rows + 1, attention.ITEM_FIELDS), np.int32)
+    threads = 10**6 if split else 1
+    tiles, partials = attention.plan_attention(
+        query_indptr, kv_indptr, GROUP, KV_HEADS, threads, items
+    )
+    assert (partials > 0) == split
+    entries = max(1, partials) * KV_HEADS * attention.TILE_ROWS
+    state, sums = np.empty(entries * 2, np.float32), np.empty(entries * DIM, np.float32)
+    scratch = np.empty(attention.scratch_size(GROUP, DIM), np.float32)
+    out = np.full((rows, QUERY_HEADS * DIM), np.nan, np.float32)
+    attention.attend(
+        np.zeros(SYNC_CELLS, np.int64), items, tiles, partials, query_indptr, kv_indptr, slots,
+        qkv.reshape(-1), WIDTH, pool.keys.reshape(-1), pool.values.reshape(-1), 0, QUERY_HEADS,
+        KV_HEADS, DIM, DIM**-0.5, window, out.reshape(-1), scratch, state, sums,
+    )  # fmt: skip
+    if partials:
+        attention.merge_partials(
+            np.zeros(SYNC_CELLS, np.int64), items, tiles, partials, QUERY_HEADS, KV_HEADS, DIM,
+            out.reshape(-1), scratch, state, sums,
+        )  # fmt: skip
+    return out
+
+
+def queries(rows: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(rows, QUERY_HEADS, DIM)).astype(np.float32)
+
+
+@pytest.mark.parametrize("length", [1, 15, 64, 65, 256, 257, 700])
+@pytest.mark.parametrize("window", [0, 1, 50, 300])
+@pytest.mark.parametrize("split", [False, True])
+def test_equals_softmax_over_the_keys_a_row_may_see(length: int, window: int, split: bool) -> None:
+    pool = Pool(1000)
+    slots = np.random.default_rng(length).permutation(1000)[:length]
+    rows = queries(min(length, 21), length)
+    got = attend(pool, [(slots, rows)], window=window, split=split)
+    np.testing.assert_allclose(got, naive(pool, slots, rows, window), atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_the_same_bits_however_the_rows_are_cut_and_split(window: int) -> None:
+    pool = Pool(1200)
+    slots = np.random.default_rng(1).permutation(1200)[:600]
+    rows = queries(600, 2)
+    whole = attend(pool, [(slots, rows)], window=window)
+    for cuts in ([0, 1, 2, 599, 600], [0, 63, 64, 65, 300, 600], [0, 256, 512, 600]):
+        for split in (False, True):
+            parts = [
+                attend(pool, [(slots[:end], rows[start:end])], window=window, split=split)
+                for start, end in itertools.pairwise(cuts)
+            ]
+            np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_the_same_bits_in_a_batch_and_for_any_placement_of_slots() -> None:
+    pool = Pool(1500)
+    order = np.random.default_rng(3).permutation(1500)
+    long, short = queries(40, 4), queries(3, 5)
+    apart = [attend(pool, [(order[:500], long)]), attend(pool, [(order[500:777], short)])]
+    together = attend(pool, [(order[:500], long), (order[500:777], short)])
+    np.testing.assert_array_equal(together, np.concatenate(apart))
+
+    moved = Pool(1500)
+    moved.keys[:500], moved.values[:500] = pool.keys[order[:500]], pool.values[order[:500]]
+    np.testing.assert_array_equal(attend(moved, [(np.arange(500), long)]), apart[0])
