@@ -23,9 +23,8 @@ def _keep(x, out, first, end):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _transpose(x, out):  # type: ignore[no-untyped-def]
-    rows = (0, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240)
-    simd.transpose16(x, rows, out, 0, 16)
+def _transpose(x, slots, out, count):  # type: ignore[no-untyped-def]
+    simd.transpose_cells(x, 3, slots, 2, count, 20, out, 0, 16)
 
 
 def test_exp_is_within_two_units_in_the_last_place() -> None:
@@ -62,8 +61,12 @@ def test_keep_lanes_masks_outside_any_bounds() -> None:
         np.testing.assert_array_equal(out, np.where(inside, x, -7))
 
 
-def test_transpose() -> None:
-    x = np.arange(256, dtype=np.float32)
-    out = np.empty_like(x)
-    _transpose(x, out)
-    np.testing.assert_array_equal(out.reshape(16, 16), x.reshape(16, 16).T)
+def test_transposes_cells_of_scattered_slots() -> None:
+    x = np.arange(3 + 30 * 20, dtype=np.float32)
+    slots = np.random.default_rng(0).permutation(29)[:18].astype(np.int32)
+    for count in (16, 5, 40):
+        out = np.empty(256, np.float32)
+        _transpose(x, slots, out, count)
+        for i in range(16):
+            start = 3 + slots[2 + (i if i < count else 0)] * 20
+            np.testing.assert_array_equal(out.reshape(16, 16)[:, i], x[start : start + 16])

@@ -34,7 +34,7 @@ from midfill.kernels.cpu.simd import (
     store,
     subtract,
     sum_lanes,
-    transpose16,
+    transpose_cells,
 )
 from midfill.kernels.cpu.team import take_work
 
@@ -85,39 +85,20 @@ def plan_attention(
 
 @kernel
 def _load_keys(
-    cells: Any, layer_at: int, slots: Any, first: int, count: int, stride: int, head_at: int,
+    cells: Any, base: int, slots: Any, first: int, count: int, stride: int,
     head_dim: int, keys: Any,
 ) -> None:  # fmt: skip
     """keys = two panels [head_dim, 32]: K of up to 64 slots, transposed.
 
-    Columns past ``count`` repeat the block's first key; their scores are masked.
+    Columns past ``count`` repeat some key of the block; their scores are masked.
     """
-    base = layer_at + head_at
-    for part in range(0, BLOCK, LANES):
-        if part >= count:
-            break
+    for part in range(0, count, LANES):
         panel = (part // PANEL) * head_dim * PANEL + part % PANEL
         for d in range(0, head_dim, LANES):
-            at = base + d
-            rows = (
-                at + slots[first + part] * stride,
-                at + slots[first + (part + 1 if part + 1 < count else 0)] * stride,
-                at + slots[first + (part + 2 if part + 2 < count else 0)] * stride,
-                at + slots[first + (part + 3 if part + 3 < count else 0)] * stride,
-                at + slots[first + (part + 4 if part + 4 < count else 0)] * stride,
-                at + slots[first + (part + 5 if part + 5 < count else 0)] * stride,
-                at + slots[first + (part + 6 if part + 6 < count else 0)] * stride,
-                at + slots[first + (part + 7 if part + 7 < count else 0)] * stride,
-                at + slots[first + (part + 8 if part + 8 < count else 0)] * stride,
-                at + slots[first + (part + 9 if part + 9 < count else 0)] * stride,
-                at + slots[first + (part + 10 if part + 10 < count else 0)] * stride,
-                at + slots[first + (part + 11 if part + 11 < count else 0)] * stride,
-                at + slots[first + (part + 12 if part + 12 < count else 0)] * stride,
-                at + slots[first + (part + 13 if part + 13 < count else 0)] * stride,
-                at + slots[first + (part + 14 if part + 14 < count else 0)] * stride,
-                at + slots[first + (part + 15 if part + 15 < count else 0)] * stride,
-            )
-            transpose16(cells, rows, keys, panel + d * PANEL, PANEL)
+            transpose_cells(
+                cells, base + d, slots, first + part, count - part, stride, keys,
+                panel + d * PANEL, PANEL,
+            )  # fmt: skip
 
 
 @kernel
@@ -164,11 +145,10 @@ def _softmax_row(
 
 @kernel
 def _add_values(
-    cells: Any, layer_at: int, slots: Any, first: int, count: int, stride: int, head_at: int,
+    cells: Any, base: int, slots: Any, first: int, count: int, stride: int,
     head_dim: int, weights: Any, rows: int, values: Any, sums: Any, tile: Any,
 ) -> None:  # fmt: skip
     """sums[rows, head_dim] += weights[rows, count] @ V of ``count`` slots."""
-    base = layer_at + head_at
     consecutive = slots[first + count - 1] - slots[first] == count - 1
     if consecutive:
         for j in range(1, count):
@@ -221,9 +201,8 @@ def _attend_segment(
         count = min(BLOCK, end_of_segment - block)
         if window > 0 and block + count <= first_limit - window:
             continue
-        _load_keys(
-            keys_cells, layer_at, slots, slots_at + block, count, stride, head_at, head_dim, keys
-        )
+        base, first_key = layer_at + head_at, slots_at + block
+        _load_keys(keys_cells, base, slots, first_key, count, stride, head_dim, keys)
         panels = (count + PANEL - 1) // PANEL
         for panel in range(panels):
             row = 0
@@ -242,7 +221,7 @@ def _attend_segment(
                 weights,
             )  # fmt: skip
         _add_values(
-            values_cells, layer_at, slots, slots_at + block, count, stride, head_at, head_dim,
+            values_cells, base, slots, first_key, count, stride, head_dim,
             weights, rows, values, sums, tile,
         )  # fmt: skip
 

@@ -106,6 +106,23 @@ def tree_reduce(builder: ir.IRBuilder, value: Any, combine: Callable[[Any, Any],
     return builder.extract_element(value, ir.Constant(I32, 0))
 
 
+def transposed(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
+    """The 16 columns of 16 vectors, in four rounds of a butterfly.
+
+    In the round of width w, blocks of w lanes change places between the vectors i and i + w.
+    """
+    vectors = list(rows)
+    for width in (1, 2, 4, 8):
+        low = [i if i & width == 0 else LANES + i - width for i in range(LANES)]
+        high = [i + width if i & width == 0 else LANES + i for i in range(LANES)]
+        for i in range(LANES):
+            if i & width == 0:
+                a, b = vectors[i], vectors[i + width]
+                vectors[i] = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, low))
+                vectors[i + width] = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, high))
+    return vectors
+
+
 def exponential(builder: ir.IRBuilder, x: Any) -> Any:
     """exp(x) to about 2 units in the last place; exactly 1 at 0 and 0 below -87.3.
 
@@ -288,43 +305,43 @@ def float_at(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def transpose16(
-    typing_context: Any, source: Any, rows: Any, target: Any, at: Any, stride: Any
+def transpose_cells(
+    typing_context: Any,
+    source: Any,
+    base: Any,
+    slots: Any,
+    first: Any,
+    count: Any,
+    stride: Any,
+    target: Any,
+    at: Any,
+    target_stride: Any,
 ) -> tuple[Any, Codegen]:
-    """Write 16 rows of 16 float32 as 16 columns.
+    """Write 16 scattered rows of 16 float32 as 16 columns.
 
-    Row i is source[rows[i]:rows[i] + 16]; ``rows`` is a tuple of 16 offsets. Its element j goes
-    to target[at + j * stride + i].
+    Row i lies at source[base + slots[first + i] * stride]; from i = count on, row 0 again. Its
+    element j goes to target[at + j * target_stride + i].
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, rows, target, at, stride = arguments
+        source, base, slots, first, count, stride, target, at, target_stride = arguments
+        kinds = signature.args
         vectors = []
         for i in range(LANES):
-            offset = builder.extract_value(rows, i)
-            pointer = address(context, builder, signature.args[0], source, offset)
+            lane = ir.Constant(I64, i)
+            inside = builder.icmp_signed("<", lane, count)
+            index = builder.add(first, builder.select(inside, lane, ir.Constant(I64, 0)))
+            slot = builder.load(address(context, builder, kinds[2], slots, index))
+            offset = builder.add(base, builder.mul(builder.sext(slot, I64), stride))
+            pointer = address(context, builder, kinds[0], source, offset)
             vectors.append(load_unaligned(builder, pointer, F32_VECTOR))
-        # Four rounds of a butterfly: in round w, blocks of w lanes change places between the
-        # vectors i and i + w.
-        width = 1
-        while width < LANES:
-            low = [lane if lane & width == 0 else LANES + lane - width for lane in range(LANES)]
-            high = [lane + width if lane & width == 0 else LANES + lane for lane in range(LANES)]
-            for i in range(LANES):
-                if i & width == 0:
-                    a, b = vectors[i], vectors[i + width]
-                    vectors[i] = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, low))
-                    vectors[i + width] = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, high))
-            width *= 2
-        for j in range(LANES):
-            offset = builder.add(at, builder.mul(stride, ir.Constant(I64, j)))
-            pointer = address(context, builder, signature.args[2], target, offset)
-            store_unaligned(builder, vectors[j], pointer)
+        for j, vector in enumerate(transposed(builder, vectors)):
+            offset = builder.add(at, builder.mul(target_stride, ir.Constant(I64, j)))
+            store_unaligned(builder, vector, address(context, builder, kinds[6], target, offset))
         return context.get_dummy_value()
 
-    signature = types.void(
-        source, types.UniTuple(types.intp, LANES), target, types.intp, types.intp
-    )
+    index = types.intp
+    signature = types.void(source, index, slots, index, index, index, target, index, index)
     return signature, codegen
 
 

@@ -1,0 +1,172 @@
+"""Dense attention over slots in torch: a query sees every key before it, or those in a window.
+
+Works on any device. Nothing runs row by row: a prefill chunk is one call, and decodes of similar
+length share one.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from midfill.engine.batch import ForwardBatch
+
+IntArray = npt.NDArray[np.integer]
+Window = int | None
+"""How many keys a query sees, itself included; None is all."""
+
+
+@dataclass(frozen=True)
+class KeyView:
+    """The keys that a group's queries look at under one window.
+
+    Attributes:
+        slots: [requests, keys] int64; short requests are padded with slot 0.
+        mask: [requests, 1, queries, keys] bool, True where a query sees a key; None where the
+            mask needs no storing.
+        causal: without a mask: queries are the keys' own rows, each sees those up to itself.
+            Otherwise every query sees every key.
+    """
+
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+    causal: bool
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Requests with equally many new rows, attended to in one call.
+
+    Attributes:
+        rows: [requests, queries] int64, rows of the packed batch.
+        views: the keys, for each window that some layer has.
+    """
+
+    rows: torch.Tensor
+    views: Mapping[Window, KeyView]
+
+
+def plan_attention(
+    batch: ForwardBatch, windows: Collection[Window], device: torch.device
+) -> tuple[AttentionGroup, ...]:
+    """Group a batch's requests and find out once, for all layers, what each query sees.
+
+    Args:
+        batch: the step.
+        windows: every window that some layer has.
+        device: where the groups' tensors go.
+    """
+    groups = []
+    for members in _members(batch):
+        rows = np.stack([_span(batch.query_indptr, request) for request in members])
+        views = {window: _key_view(batch, members, window, device) for window in windows}
+        groups.append(AttentionGroup(_to_device(rows, device), views))
+    return tuple(groups)
+
+
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    groups: tuple[AttentionGroup, ...],
+    window: Window,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of all rows of a batch in one layer.
+
+    Args:
+        queries: [rows, query_heads, head_dim].
+        keys, values: the layer's cells [slots, kv_heads, head_dim], the batch's own rows written.
+        groups: from ``plan_attention``; together they hold every row.
+        window: this layer's.
+        scale: multiplies q.k.
+
+    Returns:
+        [rows, query_heads, head_dim].
+    """
+    outputs = torch.empty_like(queries)
+    for group in groups:
+        view = group.views[window]
+        outputs[group.rows] = _attend_group(
+            queries[group.rows], keys[view.slots], values[view.slots], view, scale
+        )
+    return outputs
+
+
+def _attend_group(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: KeyView, scale: float
+) -> torch.Tensor:
+    """[requests, queries, heads, head_dim] over [requests, keys, kv_heads, head_dim]."""
+    requests, rows, heads, head_dim = queries.shape
+    kv_heads = keys.shape[2]
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    if rows == 1:
+        # The query heads of a group take the place of rows: K and V are read once, not copied.
+        queries = queries.view(requests, kv_heads, heads // kv_heads, head_dim)
+    else:
+        queries = queries.transpose(1, 2)
+        keys = keys.repeat_interleave(heads // kv_heads, dim=1)
+        values = values.repeat_interleave(heads // kv_heads, dim=1)
+    attended = functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=view.mask, is_causal=view.causal, scale=scale
+    )
+    if rows == 1:
+        return attended.reshape(requests, 1, heads, head_dim)
+    return attended.transpose(1, 2)
+
+
+def _members(batch: ForwardBatch) -> Iterator[list[int]]:
+    """Which requests go together: a prefill chunk alone, decodes up to twice the shortest's KV."""
+    queries = np.diff(batch.query_indptr)
+    lengths = np.diff(batch.kv_indptr)
+    yield from ([int(request)] for request in np.flatnonzero(queries > 1))
+    decodes = np.flatnonzero(queries == 1)
+    group: list[int] = []
+    for request in decodes[np.argsort(lengths[decodes], kind="stable")]:
+        if group and lengths[request] > 2 * lengths[group[0]]:
+            yield group
+            group = []
+        group.append(int(request))
+    if group:
+        yield group
+
+
+def _key_view(
+    batch: ForwardBatch, members: list[int], window: Window, device: torch.device
+) -> KeyView:
+    queries = int(np.diff(batch.query_indptr)[members[0]])
+    seen = [batch.kv_slots[_span(batch.kv_indptr, request)] for request in members]
+    if window is not None:
+        # What even the first query no longer sees is not read at all.
+        seen = [slots[max(0, len(slots) - queries - window + 1) :] for slots in seen]
+    lengths = np.array([len(slots) for slots in seen])
+    padded = np.zeros((len(members), lengths.max()), np.int64)
+    for row, slots in zip(padded, seen, strict=True):
+        row[: len(slots)] = slots
+    narrow = window is None or bool((lengths <= window).all())
+    every_key = queries == 1 and narrow and bool((lengths == lengths[0]).all())
+    causal = queries > 1 and len(members) == 1 and narrow and lengths[0] == queries
+    mask = None if every_key or causal else _mask(lengths, queries, window, device)
+    return KeyView(_to_device(padded, device), mask, bool(causal))
+
+
+def _mask(lengths: IntArray, queries: int, window: Window, device: torch.device) -> torch.Tensor:
+    """[requests, 1, queries, keys] bool; a request's queries are its last keys."""
+    key = torch.arange(int(lengths.max()), device=device)
+    first_query = _to_device(lengths - queries, device)
+    own = first_query[:, None] + torch.arange(queries, device=device)
+    mask = key <= own[:, :, None]
+    if window is not None:
+        mask &= key > own[:, :, None] - window
+    return mask[:, None]
+
+
+def _span(indptr: IntArray, request: int) -> IntArray:
+    return np.arange(indptr[request], indptr[request + 1])
+
+
+def _to_device(array: IntArray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64, copy=False)).to(device, non_blocking=True)

@@ -1,0 +1,56 @@
+"""Options: how a model is loaded and run, and how it is served."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+Backend = Literal["auto", "cpu", "torch"]
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model is loaded and run. Crosses the process boundary, so plain values only.
+
+    Attributes:
+        backend: "cpu" is midfill's compiled CPU kernels, "torch" plain PyTorch on any device;
+            "auto" takes PyTorch when it sees a CUDA GPU and the kernels otherwise.
+        device: torch device such as "cuda:0", for the torch backend; None lets torch choose.
+        threads: CPU threads of a step; None takes the cores this process may use.
+        context: most tokens of a prompt and its answer; None takes the model's own.
+        kv_memory: bytes for KV; None sizes it from the memory that is free.
+        token_budget: most tokens a step runs.
+        max_running: most answers in progress at a time; others wait.
+    """
+
+    backend: Backend = "auto"
+    device: str | None = None
+    threads: int | None = None
+    context: int | None = None
+    kv_memory: int | None = None
+    token_budget: int = 256
+    max_running: int = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What ``midfill serve`` serves and how.
+
+    Attributes:
+        model: name or path, see ``midfill models``.
+        served_name: what clients call it; None takes ``model``, of a path the last part.
+        host, port: where to listen; port 0 takes a free one.
+        api_keys: keys clients must send, each with a cache of its own; empty lets everyone in.
+        fim_tokens: the model's FIM sentinels (prefix, suffix, middle), where midfill doesn't know
+            them.
+        max_body_bytes: longest request body.
+        options: how the model is run.
+    """
+
+    model: str
+    served_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()
+    fim_tokens: tuple[str, str, str] | None = None
+    max_body_bytes: int = 16 * 1024 * 1024
+    options: ModelOptions = field(default_factory=ModelOptions)

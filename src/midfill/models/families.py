@@ -1,0 +1,111 @@
+"""The families midfill can run: from a checkpoint's own description to ModelConfig and names.
+
+To add a family: write its file with a ``FAMILY`` and list it in ``FAMILIES`` here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from midfill.errors import CheckpointError
+from midfill.models import (
+    gguf_config,
+    granite,
+    huggingface_config,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    starcoder2,
+)
+from midfill.models.config import ModelConfig
+from midfill.models.family import Family
+from midfill.models.fields import Fields
+from midfill.models.tensors import tensor_shapes
+
+FAMILIES: Mapping[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for module in (llama, granite, qwen2, qwen3, starcoder2, mistral)
+}
+
+
+def config_from_huggingface(config: Mapping[str, object]) -> ModelConfig:
+    """ModelConfig of a Hugging Face checkpoint.
+
+    Args:
+        config: the content of its config.json.
+
+    Raises:
+        CheckpointError: unknown architecture, or a field that is missing, malformed or asks for
+            something midfill can't compute.
+    """
+    fields = Fields(config, huggingface_config.SOURCE)
+    name = fields.text("model_type")
+    if name not in FAMILIES:
+        raise fields.error(
+            f"model type {name!r} is not supported; midfill runs {', '.join(sorted(FAMILIES))}"
+        )
+    return _checked(FAMILIES[name].from_huggingface(fields), huggingface_config.SOURCE)
+
+
+def config_from_gguf(
+    metadata: Mapping[str, object],
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: Sequence[float] = (),
+) -> ModelConfig:
+    """ModelConfig of a GGUF file.
+
+    Args:
+        metadata: key -> plain value, the file's key-value section.
+        shapes: canonical name -> logical shape (out_features first) of the file's tensors; they
+            tell the vocabulary, biases and whether the embeddings are tied.
+        rope_factors: the values of the tensor ``rope_freqs.weight``, when the file has it.
+
+    Raises:
+        CheckpointError: as for ``config_from_huggingface``.
+    """
+    name = Fields(metadata, gguf_config.SOURCE).text("general.architecture")
+    family = FAMILIES.get(name)
+    if family is None or family.from_gguf is None:
+        known = sorted(name for name, family in FAMILIES.items() if family.from_gguf is not None)
+        raise CheckpointError(
+            f"{gguf_config.SOURCE}: architecture {name!r} is not supported; "
+            f"midfill runs {', '.join(known)}"
+        )
+    config = family.from_gguf(Fields(metadata, gguf_config.SOURCE, f"{name}."), shapes)
+    if rope_factors:
+        factors = tuple(float(factor) for factor in rope_factors)
+        config = replace(config, rope_scaling=gguf_config.with_frequency_factors(config, factors))
+    bos_token_id, eos_token_ids = gguf_config.token_ids(metadata)
+    config = replace(config, bos_token_id=bos_token_id, eos_token_ids=eos_token_ids)
+    return _checked(config, gguf_config.SOURCE)
+
+
+def huggingface_names(config: ModelConfig) -> dict[str, str]:
+    """Canonical name -> Hugging Face tensor name, for every tensor the model is made of."""
+    modules = FAMILIES[config.family].huggingface_modules
+    names = {}
+    for name in tensor_shapes(config):
+        head, leaf = name.rsplit(".", 1)
+        if head.startswith("layers."):
+            _, layer, module = head.split(".")
+            names[name] = f"model.layers.{layer}.{modules[module]}.{leaf}"
+        else:
+            names[name] = f"{modules[head]}.{leaf}"
+    return names
+
+
+def _checked(config: ModelConfig, source: str) -> ModelConfig:
+    """The same config, once its sizes are known to fit each other."""
+    if config.query_heads % config.kv_heads:
+        raise CheckpointError(
+            f"{source}: {config.query_heads} query heads can't share {config.kv_heads} KV heads"
+        )
+    if config.head_dim % 2:
+        raise CheckpointError(
+            f"{source}: a head dimension of {config.head_dim} has no rotary halves; it must be even"
+        )
+    if config.rope_theta <= 0 or config.norm_epsilon < 0:
+        raise CheckpointError(
+            f"{source}: RoPE theta must be above 0, the norm's epsilon at least 0"
+        )
+    return config

@@ -1,0 +1,159 @@
+"""Reading GGUF metadata: the keys that all decoder architectures share.
+
+Keys and their meaning: the GGUF specification in ggml's docs/gguf.md.
+"""
+
+import math
+from collections.abc import Mapping
+
+from midfill.models.config import ModelConfig, RopeScaling
+from midfill.models.family import Shapes
+from midfill.models.fields import Fields
+
+SOURCE = "GGUF metadata"
+
+
+def read_decoder(
+    fields: Fields,
+    shapes: Shapes,
+    family: str,
+    *,
+    epsilon_key: str = "attention.layer_norm_rms_epsilon",
+) -> ModelConfig:
+    """What all architectures write alike; the tensors themselves tell biases and tied embeddings.
+
+    Token ids are not below the architecture's prefix, so ``families`` adds them.
+
+    Args:
+        fields: the keys below the architecture's prefix.
+        shapes: of all tensors, by canonical name.
+        family: the name the ModelConfig gets.
+        epsilon_key: where the norm's epsilon stands.
+
+    Raises:
+        CheckpointError: a key is missing, malformed or asks for what midfill can't compute.
+    """
+    if fields.integer("expert_count", 0) > 0:
+        raise fields.error("mixture-of-experts models are not supported")
+    if "embed.weight" not in shapes:
+        raise fields.error("the file holds no token embedding (tensor token_embd.weight)")
+    hidden = fields.size("embedding_length")
+    heads = fields.size("attention.head_count")
+    head_dim = _read_head_dim(fields, hidden // heads)
+    window, windowed = _read_windows(fields)
+    scaling = _read_scaling(fields)
+    context = fields.size("context_length")
+    if scaling.kind == "yarn":
+        context = max(context, int(scaling.original_context * scaling.factor))
+    return ModelConfig(
+        family=family,
+        layers=fields.size("block_count"),
+        hidden=hidden,
+        query_heads=heads,
+        kv_heads=fields.size("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        ffn=fields.size("feed_forward_length"),
+        vocab=shapes["embed.weight"][0],
+        context=context,
+        norm_epsilon=fields.number(epsilon_key),
+        qkv_bias="layers.0.q.bias" in shapes,
+        output_bias="layers.0.o.bias" in shapes,
+        mlp_bias="layers.0.up.bias" in shapes,
+        tied_embeddings="lm_head.weight" not in shapes,
+        rope_theta=fields.number("rope.freq_base", 10000.0),
+        rope_scaling=scaling,
+        sliding_window=window,
+        windowed_layers=windowed,
+    )
+
+
+def with_frequency_factors(config: ModelConfig, factors: tuple[float, ...]) -> RopeScaling:
+    """The scaling of a file with a ``rope_freqs.weight`` tensor, GGUF's form of llama3 scaling.
+
+    Args:
+        config: as read from the metadata.
+        factors: the tensor's values, head_dim / 2 of them; each divides one frequency.
+
+    Raises:
+        CheckpointError: wrong length or values, or another scaling beside it.
+    """
+    error = Fields({}, SOURCE).error
+    if config.rope_scaling.kind != "none":
+        raise error(
+            f"rope_freqs.weight beside RoPE scaling {config.rope_scaling.kind!r} is not supported"
+        )
+    if len(factors) != config.head_dim // 2:
+        raise error(
+            f"rope_freqs.weight holds {len(factors)} values, a head of {config.head_dim} "
+            f"needs {config.head_dim // 2}"
+        )
+    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
+        raise error("rope_freqs.weight must hold finite values above 0")
+    return RopeScaling(kind="factors", frequency_factors=factors)
+
+
+def _read_head_dim(fields: Fields, default: int) -> int:
+    head_dim = fields.size("attention.key_length", default)
+    if fields.size("attention.value_length", head_dim) != head_dim:
+        raise fields.error("key and value heads of different sizes are not supported")
+    rotary = fields.size("rope.dimension_count", head_dim)
+    if rotary != head_dim:
+        raise fields.error(
+            f"partial rotary embeddings ({rotary} of {head_dim} dimensions) are not supported"
+        )
+    return head_dim
+
+
+def _read_windows(fields: Fields) -> tuple[int | None, tuple[int, ...] | None]:
+    window = fields.integer("attention.sliding_window", 0)
+    if window <= 0:
+        return None, None
+    pattern = fields.get("attention.sliding_window_pattern")
+    if pattern is None:
+        return window, None
+    layers = fields.size("block_count")
+    if not isinstance(pattern, list) or len(pattern) != layers:
+        raise fields.error(
+            f"'attention.sliding_window_pattern' must be a list of {layers} flags, one a layer"
+        )
+    windowed = tuple(i for i, flag in enumerate(pattern) if flag)
+    if not windowed:
+        return None, None
+    return window, None if len(windowed) == layers else windowed
+
+
+def _read_scaling(fields: Fields) -> RopeScaling:
+    kind = fields.text("rope.scaling.type", "none")
+    # Files from before rope.scaling.* existed carry a lone linear factor.
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+    if factor <= 0:
+        raise fields.error(f"'rope.scaling.factor' must be above 0, not {factor}")
+    if kind == "none" and fields.get("rope.scale_linear") is not None:
+        kind = "linear"
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return RopeScaling()
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=factor)
+    if kind == "yarn":
+        # llama.cpp multiplies YaRN's own attention factor with the file's.
+        own = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return RopeScaling(
+            kind="yarn",
+            factor=factor,
+            original_context=fields.size(
+                "rope.scaling.original_context_length", fields.size("context_length")
+            ),
+            beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+            attention_factor=own * fields.number("rope.scaling.attn_factor", 1.0),
+        )
+    raise fields.error(f"RoPE scaling {kind!r} is not supported; midfill knows none, linear, yarn")
+
+
+def token_ids(metadata: Mapping[str, object]) -> tuple[int | None, tuple[int, ...]]:
+    """BOS id and end ids (end of sequence, of turn, of message), without repeats."""
+    fields = Fields(metadata, SOURCE, "tokenizer.ggml.")
+    bos = fields.token_ids("bos_token_id")
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ends = dict.fromkeys(token for key in keys for token in fields.token_ids(key))
+    return (bos[0] if bos else None), tuple(ends)

@@ -1,0 +1,49 @@
+"""Granite: Llama with four scalars, on embeddings, residual branches, scores and logits."""
+
+from dataclasses import replace
+
+from midfill.models import gguf_config, huggingface_config
+from midfill.models.config import ModelConfig
+from midfill.models.family import LLAMA_MODULES, Family, Shapes
+from midfill.models.fields import Fields
+
+
+def _from_huggingface(fields: Fields) -> ModelConfig:
+    attention_bias = fields.flag("attention_bias", False)
+    return replace(
+        huggingface_config.read_decoder(fields, "granite"),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        embedding_multiplier=fields.number("embedding_multiplier", 1.0),
+        residual_multiplier=fields.number("residual_multiplier", 1.0),
+        logits_divisor=_divisor(fields, "logits_scaling"),
+        attention_scale=fields.number("attention_multiplier", 1.0),
+    )
+
+
+def _from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
+    # GGUF leaves out the scalars that are not set; scores then get the usual head_dim ** -0.5.
+    return replace(
+        gguf_config.read_decoder(fields, shapes, "granite"),
+        embedding_multiplier=fields.number("embedding_scale", 1.0),
+        residual_multiplier=fields.number("residual_scale", 1.0),
+        logits_divisor=_divisor(fields, "logit_scale"),
+        attention_scale=fields.optional_number("attention.scale"),
+    )
+
+
+def _divisor(fields: Fields, key: str) -> float:
+    value = fields.number(key, 1.0)
+    if value == 0:
+        raise fields.error(f"{key!r} divides the logits and must not be 0")
+    return value
+
+
+FAMILY = Family(
+    name="granite",
+    from_huggingface=_from_huggingface,
+    huggingface_modules=LLAMA_MODULES,
+    from_gguf=_from_gguf,
+    gguf_interleaved_rotary=True,
+)

@@ -1,0 +1,193 @@
+"""Reading a Hugging Face config.json: the fields that all decoder families share."""
+
+from collections.abc import Mapping
+
+from midfill.models.config import Activation, ModelConfig, RopeScaling, RopeScalingKind
+from midfill.models.fields import Fields
+
+SOURCE = "config.json"
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_SCALING_KINDS: Mapping[str, RopeScalingKind] = {
+    "default": "none",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "yarn": "yarn",
+    "llama3": "llama3",
+}
+
+
+def read_decoder(
+    fields: Fields,
+    family: str,
+    *,
+    activation: str = "silu",
+    epsilon_key: str = "rms_norm_eps",
+    epsilon: float = 1e-6,
+    tied_embeddings: bool = False,
+) -> ModelConfig:
+    """The part of a config.json that all families write alike.
+
+    The keyword arguments are what transformers assumes for a key that is not there.
+
+    Raises:
+        CheckpointError: a field is missing, malformed or asks for what midfill can't compute.
+    """
+    _reject_unsupported(fields)
+    hidden = fields.size("hidden_size")
+    heads = fields.size("num_attention_heads")
+    theta, scaling, context = _read_rope(fields)
+    bos = fields.token_ids("bos_token_id")
+    return ModelConfig(
+        family=family,
+        layers=fields.size("num_hidden_layers"),
+        hidden=hidden,
+        query_heads=heads,
+        kv_heads=fields.size("num_key_value_heads", heads),
+        head_dim=fields.size("head_dim", hidden // heads),
+        ffn=fields.size("intermediate_size"),
+        vocab=fields.size("vocab_size"),
+        context=context,
+        norm_epsilon=fields.number(epsilon_key, epsilon),
+        activation=_read_activation(fields, activation),
+        tied_embeddings=fields.flag("tie_word_embeddings", tied_embeddings),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        bos_token_id=bos[0] if bos else None,
+    )
+
+
+def read_layer_windows(fields: Fields, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """Sliding window and the layers that use it, as Qwen states them.
+
+    ``layer_types`` names each layer's kind; older files give ``max_window_layers`` instead, the
+    number of layers at the bottom that see everything.
+
+    Returns:
+        ``ModelConfig.sliding_window`` and ``ModelConfig.windowed_layers``.
+    """
+    if not fields.flag("use_sliding_window", False) or fields.get("sliding_window") is None:
+        return None, None
+    kinds = fields.texts("layer_types")
+    if kinds:
+        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+            raise fields.error(
+                "'layer_types' must name full_attention or sliding_attention for every layer"
+            )
+        windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    else:
+        windowed = tuple(range(fields.integer("max_window_layers", layers), layers))
+    if not windowed:
+        return None, None
+    return fields.size("sliding_window"), None if len(windowed) == layers else windowed
+
+
+def _reject_unsupported(fields: Fields) -> None:
+    architectures = fields.texts("architectures")
+    if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
+        raise fields.error(
+            f"{architectures[0]} is not a causal language model; use the model's ForCausalLM files"
+        )
+    quantization = fields.table("quantization_config")
+    if quantization:
+        raise fields.error(
+            f"weights quantised with {quantization.get('quant_method', 'an unnamed method')} are "
+            "not supported; use the unquantised model or a GGUF file"
+        )
+
+
+def _read_activation(fields: Fields, default: str) -> Activation:
+    name = fields.text("hidden_act", default)
+    if name not in _ACTIVATIONS:
+        raise fields.error(
+            f"activation {name!r} is not supported; midfill knows {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def _read_rope(fields: Fields) -> tuple[float, RopeScaling, int]:
+    """theta, scaling and context length, in transformers 5's spelling or the older one.
+
+    transformers 5 writes ``rope_parameters`` with theta and type inside; before that there were
+    ``rope_theta`` and ``rope_scaling``.
+    """
+    positions = fields.size("max_position_embeddings")
+    rope = Fields(_rope_table(fields), f"{fields.source}: rope parameters")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise fields.error(f"partial rotary embeddings (factor {partial}) are not supported")
+    name = rope.text("rope_type", rope.text("type", "default"))
+    if name not in _SCALING_KINDS:
+        raise fields.error(
+            f"RoPE scaling {name!r} is not supported; midfill knows {', '.join(_SCALING_KINDS)}"
+        )
+    kind = _SCALING_KINDS[name]
+    if kind == "none":
+        return theta, RopeScaling(), positions
+    scaling = _read_scaling(kind, rope, fields, positions)
+    # Dynamic scaling and YaRN stretch the context they were given; linear and llama3 files state
+    # the stretched length.
+    if kind == "dynamic":
+        return theta, scaling, int(positions * scaling.factor)
+    if kind == "yarn":
+        return theta, scaling, max(positions, int(scaling.original_context * scaling.factor))
+    return theta, scaling, positions
+
+
+def _rope_table(fields: Fields) -> Mapping[str, object]:
+    table = fields.table("rope_parameters") or fields.table("rope_scaling")
+    nested = [value for value in table.values() if isinstance(value, Mapping)]
+    if not nested:
+        return table
+    if any(value != nested[0] for value in nested):
+        raise fields.error("RoPE parameters that differ between layers are not supported")
+    return nested[0]
+
+
+def _read_scaling(
+    kind: RopeScalingKind, rope: Fields, fields: Fields, positions: int
+) -> RopeScaling:
+    original = fields.size(
+        "original_max_position_embeddings",
+        rope.size("original_max_position_embeddings", positions),
+    )
+    if kind == "yarn":
+        return RopeScaling(
+            kind=kind,
+            factor=_positive(rope, "factor", positions / original),
+            original_context=original,
+            # transformers takes 0 for "not given" here.
+            beta_fast=rope.number("beta_fast", 32.0) or 32.0,
+            beta_slow=rope.number("beta_slow", 1.0) or 1.0,
+            attention_factor=rope.optional_number("attention_factor"),
+            mscale=rope.optional_number("mscale"),
+            mscale_all_dim=rope.optional_number("mscale_all_dim"),
+            truncate=rope.flag("truncate", True),
+        )
+    factor = _positive(rope, "factor")
+    if kind == "llama3":
+        return RopeScaling(
+            kind=kind,
+            factor=factor,
+            original_context=original,
+            low_freq_factor=_positive(rope, "low_freq_factor"),
+            high_freq_factor=_positive(rope, "high_freq_factor"),
+        )
+    if kind == "dynamic":
+        return RopeScaling(kind=kind, factor=factor, original_context=positions)
+    return RopeScaling(kind=kind, factor=factor)
+
+
+def _positive(fields: Fields, key: str, default: float | None = None) -> float:
+    value = fields.number(key, default)
+    if value <= 0:
+        raise fields.error(f"{key!r} must be above 0, not {value}")
+    return value

@@ -1,0 +1,111 @@
+"""load_runner: which implementation runs a checkpoint, and with how many KV slots."""
+
+from collections.abc import Callable
+
+import torch
+
+from midfill.config import ModelOptions
+from midfill.engine.runner import Runner
+from midfill.errors import MidfillError
+from midfill.models.checkpoint import Checkpoint
+from midfill.models.config import ModelConfig
+from midfill.models.cpu_runner import CpuRunner
+from midfill.models.memory import available_memory
+from midfill.models.packed_model import unsupported_reason
+from midfill.models.torch_runner import TorchRunner
+
+Progress = Callable[[str, int, int], None]
+
+# A prefix cache of more full contexts than this is not worth what else the memory could do.
+_MOST_CONTEXTS = 16
+_CPU_SHARE = 0.25  # of the free memory: the machine is somebody's
+_GPU_SHARE = 0.85  # of what the weights leave; the rest is for activations
+
+
+def load_runner(
+    checkpoint: Checkpoint, options: ModelOptions, progress: Progress | None = None
+) -> Runner:
+    """Load a checkpoint's weights and set memory aside for its KV.
+
+    Args:
+        checkpoint: the model.
+        options: ``backend``, ``device``, ``threads``, ``context`` and ``kv_memory`` matter here.
+        progress: hears (stage, done, total).
+
+    Raises:
+        CheckpointError: the checkpoint is broken or of a shape the backend can't run.
+        MidfillError: options that can't be met.
+    """
+    config = checkpoint.config
+    if options.context is not None and not 0 < options.context <= config.context:
+        raise MidfillError(
+            f"--context {options.context} is not possible: this model's context is"
+            f" {config.context} tokens"
+        )
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    use_torch = options.backend == "torch" or (
+        options.backend == "auto" and (device != "cpu" or unsupported_reason(config) is not None)
+    )
+    if use_torch:
+        return _load_torch(checkpoint, options, device)
+    slots = choose_slots(config, options, available_memory() * _CPU_SHARE, element_bytes=4)
+    return CpuRunner(checkpoint, slots=slots, threads=options.threads, progress=progress)
+
+
+def describe_runner(runner: Runner) -> str:
+    """What computes, for people."""
+    if isinstance(runner, CpuRunner):
+        return f"CPU kernels, {runner.threads} threads"
+    if isinstance(runner, TorchRunner):
+        return f"PyTorch on {runner.decoder.device}"
+    return type(runner).__name__
+
+
+def choose_slots(
+    config: ModelConfig, options: ModelOptions, free_bytes: float, element_bytes: int
+) -> int:
+    """KV slots for ``options.kv_memory``, or for a pool sized from what is free.
+
+    Args:
+        config: the model.
+        options: ``kv_memory`` and ``context`` matter here.
+        free_bytes: what the pool may take where ``kv_memory`` doesn't say.
+        element_bytes: of one number in the pool.
+
+    Raises:
+        MidfillError: the memory holds no useful number of tokens.
+    """
+    slot_bytes = 2 * config.layers * config.kv_heads * config.head_dim * element_bytes
+    context = options.context or config.context
+    if options.kv_memory is not None:
+        slots = options.kv_memory // slot_bytes
+    else:
+        slots = min(int(free_bytes) // slot_bytes, _MOST_CONTEXTS * context)
+    if slots < 16:
+        raise MidfillError(
+            f"{options.kv_memory or int(free_bytes)} bytes of KV memory hold {slots} tokens of this"
+            f" model ({slot_bytes} bytes a token); give it more with --kv-memory"
+        )
+    return slots
+
+
+def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> TorchRunner:
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if device.startswith("cuda"):
+        dtype = torch.bfloat16
+        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        weights = sum(_elements(checkpoint, name) for name in checkpoint.names()) * dtype.itemsize
+        budget = (free - weights) * _GPU_SHARE
+    else:
+        dtype = torch.float32
+        budget = available_memory() * _CPU_SHARE
+    slots = choose_slots(checkpoint.config, options, budget, dtype.itemsize)
+    return TorchRunner(checkpoint, slots=slots, device=device, dtype=dtype)
+
+
+def _elements(checkpoint: Checkpoint, name: str) -> int:
+    count = 1
+    for size in checkpoint.tensor(name).shape:
+        count *= size
+    return count

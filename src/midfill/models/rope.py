@@ -1,0 +1,126 @@
+"""Rotary position embedding: the cosines and sines of every position, with context scaling.
+
+RoFormer (Su et al., 2021, arXiv 2104.09864). Computed in float32 by torch, in the order of
+operations of transformers, so that angles agree to the last bit: at position 8000 one rounding
+step of the angle is already 5e-4 radians.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from midfill.models.config import ModelConfig, RopeScaling
+
+Float32Array = npt.NDArray[np.float32]
+
+
+def rope_tables(config: ModelConfig, length: int) -> tuple[Float32Array, Float32Array]:
+    """Cosines and sines of the rotary angles.
+
+    Args:
+        config: the model.
+        length: positions wanted, from 0.
+
+    Returns:
+        cos, sin: float32 [length, head_dim / 2]. YaRN's attention factor is multiplied in.
+    """
+    frequencies, attention_factor = _frequencies(config)
+    positions = torch.arange(length, dtype=torch.float32)
+    angles = positions[:, None] * frequencies
+    cos = angles.cos() * attention_factor
+    sin = angles.sin() * attention_factor
+    return cos.numpy(), sin.numpy()
+
+
+def _frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
+    """Radians a position [head_dim / 2], and what cosines and sines are multiplied with."""
+    scaling = config.rope_scaling
+    theta, dim = config.rope_theta, config.head_dim
+    match scaling.kind:
+        case "none":
+            return _inverse_powers(theta, dim), 1.0
+        case "linear":
+            return _inverse_powers(theta, dim) / scaling.factor, 1.0
+        case "factors":
+            factors = torch.tensor(scaling.frequency_factors, dtype=torch.float32)
+            return _inverse_powers(theta, dim) / factors, 1.0
+        case "dynamic":
+            return _inverse_powers(_dynamic_theta(config), dim), 1.0
+        case "llama3":
+            return _llama3(_inverse_powers(theta, dim), scaling), 1.0
+        case "yarn":
+            return _yarn(theta, dim, scaling), _yarn_attention_factor(scaling)
+
+
+def _powers(theta: float, dim: int) -> torch.Tensor:
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    return torch.pow(theta, exponents)
+
+
+def _inverse_powers(theta: float, dim: int) -> torch.Tensor:
+    return 1.0 / _powers(theta, dim)
+
+
+def _dynamic_theta(config: ModelConfig) -> float:
+    """Dynamic NTK scaling's theta, for a sequence of the whole configured context.
+
+    transformers lets theta follow the length of the sequence. Keys that are in the cache already
+    would then be turned by other angles than new ones, and the same text would have other keys in
+    a longer prompt. With theta fixed, as vLLM does it, cached keys stay valid.
+    """
+    scaling, dim = config.rope_scaling, config.head_dim
+    length = max(config.context, scaling.original_context)
+    stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
+    return float(config.rope_theta * stretch ** (dim / (dim - 2)))
+
+
+def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    wavelengths = 2 * math.pi / frequencies
+    turns = scaling.original_context / wavelengths
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = (turns - low) / (high - low)
+    blended = (1 - kept) * frequencies / scaling.factor + kept * frequencies
+    stretched = frequencies / scaling.factor
+    is_long = wavelengths > scaling.original_context / low
+    is_short = wavelengths < scaling.original_context / high
+    return torch.where(is_long, stretched, torch.where(is_short, frequencies, blended))
+
+
+def _yarn(theta: float, dim: int, scaling: RopeScaling) -> torch.Tensor:
+    """YaRN (Peng et al., 2023, arXiv 2309.00071): interpolate the slow dimensions only.
+
+    A dimension that turns more than beta_fast times within the original context keeps its
+    frequency, one that turns less than beta_slow times is divided by the factor, and a linear
+    ramp leads from one to the other.
+    """
+
+    def dimension_turning(turns: float) -> float:
+        span = scaling.original_context / (turns * 2 * math.pi)
+        return dim * math.log(span) / (2 * math.log(theta))
+
+    first, last = dimension_turning(scaling.beta_fast), dimension_turning(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    powers = _powers(theta, dim)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    """What YaRN multiplies queries and keys with, to sharpen attention over a longer context."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,250 @@
+"""Tokenizer: text to token ids and back, exactly as the model's own tokenizer does it.
+
+The work is done by the ``tokenizers`` library. What this file adds: special tokens that are parsed
+only when asked for, the exact bytes of every token, and errors a client can act on.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+
+from midfill.errors import InvalidRequestError
+from midfill.tokens.pieces import piece_decoder
+
+_END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<EOT>",
+    "▁<EOT>",
+    "<|EOT|>",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001 (DeepSeek's own spelling)
+)
+"""Tokens that end a text or a turn in every model that has them. Checkpoints often name one of
+theirs only, so an instruct model that ends a plain text would run on; llama.cpp does the same."""
+
+_FIM_TOKENS = ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>")
+_CONTROL = re.compile(r"<\|.*\|>|<｜.*｜>", re.DOTALL)  # noqa: RUF001
+
+
+def looks_like_control(text: str) -> bool:
+    """Whether an added token's spelling says that it steers the model and stands for no text.
+
+    Checkpoints do not always flag such tokens: Qwen's FIM sentinels are ordinary added tokens.
+    GGUF converters decide by the same spellings.
+    """
+    return text in _FIM_TOKENS or _CONTROL.fullmatch(text) is not None
+
+
+class Tokenizer:
+    """A model's tokenizer. Safe to use from many threads at once.
+
+    *Added* tokens (``special_tokens``) are parsed from text only on request. Most of them are
+    *control* tokens, which stand for no text (end of text, FIM sentinels); the others
+    (``<think>``) stand for their own name.
+
+    Attributes:
+        vocab_size: highest token id + 1; a model's embedding may have more rows.
+        bos_token_id: begins a sequence, or None.
+        add_bos: whether prompts of this model begin with it; ``encode`` itself never adds it.
+        eos_token_ids: tokens that end an answer.
+        chat_template: Jinja source, or None.
+        special_tokens: every added token's text -> id.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token_id: int | None = None,
+        add_bos: bool = False,
+        eos_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        """Wrap a complete tokenizer, which from now on belongs to this object.
+
+        Args:
+            backend: with all its added tokens.
+            bos_token_id, add_bos, eos_token_ids, chat_template: see the class; end tokens with
+                well-known names are found without being listed.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        self.special_tokens: Mapping[str, int] = MappingProxyType(
+            {token.content: token_id for token_id, token in sorted(added.items())}
+        )
+        size = backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = max(size, 1 + max(added, default=-1))
+        self.bos_token_id = bos_token_id
+        self.add_bos = add_bos and bos_token_id is not None
+        ends = [self.special_tokens[text] for text in _END_TOKENS if text in self.special_tokens]
+        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *ends]))
+        self.chat_template = chat_template
+
+        self._parsing = backend
+        self._plain = _without_added_tokens(backend, keep_leading_space=True)
+        self._continuing = _without_added_tokens(backend, keep_leading_space=False)
+        self._piece_bytes = piece_decoder(backend)
+        self._bytes: dict[int, bytes] = {
+            token_id: b""
+            for token_id, token in added.items()
+            if token.special or looks_like_control(token.content)
+        }
+        self._control_ids = frozenset(self._bytes)
+        self._unwanted_ids = frozenset(added) - {_unknown_token_id(backend)}
+
+    @classmethod
+    def from_huggingface_folder(cls, path: Path) -> "Tokenizer":
+        """The tokenizer of a folder with tokenizer.json.
+
+        Raises:
+            CheckpointError: there is none, or it can't be read.
+        """
+        from midfill.tokens.huggingface_tokenizer import load_folder
+
+        return load_folder(path)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
+        """The tokenizer in a GGUF file's metadata (all of it, the big lists included).
+
+        Raises:
+            CheckpointError: it is missing, broken or of a kind midfill does not know.
+        """
+        from midfill.tokens.gguf_tokenizer import build_tokenizer
+
+        return build_tokenizer(metadata)
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a text; BOS is never added.
+
+        Args:
+            text: the text.
+            parse_special: True turns the text of added tokens into these tokens, as vLLM and
+                transformers do; False keeps it plain text, whatever it looks like.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode.
+        """
+        _check_unicode(text)
+        if parse_special:
+            return _ids(self._parsing, text)
+        ids = _ids(self._plain, text)
+        if self._unwanted_ids.isdisjoint(ids):
+            return ids
+        head, *rest = self._split_special(text)
+        return _ids(self._plain, head) + [i for part in rest for i in _ids(self._continuing, part)]
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of plain text that follows other text.
+
+        Differs from ``encode`` only where the tokenizer puts a space before a text's first word
+        (SentencePiece): here it doesn't, so the ids stand for exactly the text's bytes.
+
+        Raises:
+            InvalidRequestError: the text is not valid Unicode.
+        """
+        _check_unicode(text)
+        ids = _ids(self._continuing, text)
+        if self._unwanted_ids.isdisjoint(ids):
+            return ids
+        return [i for part in self._split_special(text) for i in _ids(self._continuing, part)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids: control tokens are left out, invalid UTF-8 becomes U+FFFD."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes a token stands for; b"" for control tokens and unused ids."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            piece = self._parsing.id_to_token(token_id) if token_id >= 0 else None
+            known = b"" if piece is None else self._piece_bytes(piece)
+            self._bytes[token_id] = known
+        return known
+
+    def token_text(self, token_id: int) -> str:
+        """A token for people to read: added tokens by name, lone bytes as ``\\xNN``."""
+        if token_id not in self._control_ids:
+            text = self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
+            return text or f"<token {token_id}>"
+        return self._parsing.id_to_token(token_id) or f"<token {token_id}>"
+
+    def _split_special(self, text: str) -> list[str]:
+        """The text cut inside every spelled-out added token, so that none can come of it.
+
+        Only for vocabularies that hold added tokens as ordinary pieces, too, and so turn their
+        spelling into them with no parsing at all.
+        """
+        names = sorted((name for name in self.special_tokens if len(name) > 1), key=len)
+        pattern = re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
+        cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
+        return [text[start:end] for start, end in pairwise(cuts)]
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text is not valid Unicode: lone surrogate U+{ord(text[error.start]):04X} at "
+            f"character {error.start}"
+        ) from None
+
+
+def _unknown_token_id(backend: tokenizers.Tokenizer) -> int | None:
+    unknown = getattr(backend.model, "unk_token", None)
+    return backend.token_to_id(unknown) if unknown is not None else None
+
+
+def _without_added_tokens(
+    backend: tokenizers.Tokenizer, *, keep_leading_space: bool
+) -> tokenizers.Tokenizer:
+    """A tokenizer over the same model (shared, not copied) that parses no added tokens."""
+    plain = tokenizers.Tokenizer(backend.model)
+    normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    if not keep_leading_space:
+        steps = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer}
+        description = {
+            name: step and _without_leading_space(json.loads(step.__getstate__()))
+            for name, step in steps.items()
+        }
+        description["model"] = {"type": "BPE", "vocab": {}, "merges": []}
+        rebuilt = tokenizers.Tokenizer.from_str(json.dumps(description))
+        normalizer, pre_tokenizer = rebuilt.normalizer, rebuilt.pre_tokenizer
+    if normalizer is not None:
+        plain.normalizer = normalizer
+    if pre_tokenizer is not None:
+        plain.pre_tokenizer = pre_tokenizer
+    return plain
+
+
+def _without_leading_space(step: dict[str, Any]) -> dict[str, Any] | None:
+    """A normalizer's or pre-tokenizer's JSON without what puts a space before the text."""
+    kind = step["type"]
+    if kind == "Prepend":
+        return None
+    if kind == "Sequence":
+        inner = "normalizers" if "normalizers" in step else "pretokenizers"
+        kept = [_without_leading_space(part) for part in step[inner]]
+        return {**step, inner: [part for part in kept if part is not None]}
+    if kind == "Metaspace":
+        return {**step, "prepend_scheme": "never"}
+    if kind == "ByteLevel":
+        return {**step, "add_prefix_space": False}
+    return step

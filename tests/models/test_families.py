@@ -1,0 +1,348 @@
+"""What checkpoints say of themselves, in both formats, and what of it midfill turns down."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from tiny_checkpoints import VARIANTS, write_variant
+
+from midfill.errors import CheckpointError
+from midfill.models.config import ModelConfig, RopeScaling
+from midfill.models.families import (
+    FAMILIES,
+    config_from_gguf,
+    config_from_huggingface,
+    huggingface_names,
+)
+from midfill.models.tensors import tensor_shapes
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+class TestHuggingFace:
+    def test_smollm2(self) -> None:
+        assert config_from_huggingface(LLAMA) == ModelConfig(
+            family="llama",
+            layers=30,
+            hidden=576,
+            query_heads=9,
+            kv_heads=3,
+            head_dim=64,
+            ffn=1536,
+            vocab=49152,
+            context=8192,
+            norm_epsilon=1e-5,
+            tied_embeddings=True,
+            rope_theta=100000.0,
+            eos_token_ids=(2,),
+            bos_token_id=1,
+        )
+
+    def test_keys_left_out_mean_what_they_mean_in_transformers(self) -> None:
+        config = config_from_huggingface(
+            without(LLAMA, "num_key_value_heads", "rms_norm_eps", "rope_theta", "architectures")
+            | {"tie_word_embeddings": None, "eos_token_id": [3, 5], "bos_token_id": None}
+        )
+        assert config.kv_heads == config.query_heads
+        assert config.norm_epsilon == 1e-6
+        assert config.rope_theta == 10000.0
+        assert not config.tied_embeddings
+        assert config.eos_token_ids == (3, 5)
+        assert config.bos_token_id is None
+
+    def test_granite_code_is_a_llama_with_biases(self) -> None:
+        config = config_from_huggingface(LLAMA | {"attention_bias": True, "mlp_bias": True})
+        assert config.qkv_bias
+        assert config.output_bias
+        assert config.mlp_bias
+
+    def test_mistral_has_a_window_unless_it_says_null(self) -> None:
+        mistral = LLAMA | {"model_type": "mistral"}
+        assert config_from_huggingface(mistral | {"sliding_window": 512}).sliding_window == 512
+        assert config_from_huggingface(mistral | {"sliding_window": None}).sliding_window is None
+        assert config_from_huggingface(mistral).sliding_window == 4096
+
+    @pytest.mark.parametrize(
+        ("fields", "windows"),
+        [
+            ({"use_sliding_window": False, "max_window_layers": 1}, [None, None, None]),
+            ({"use_sliding_window": True, "max_window_layers": 1}, [None, 8, 8]),
+            ({"use_sliding_window": True, "max_window_layers": 3}, [None, None, None]),
+            ({"use_sliding_window": True, "max_window_layers": 0}, [8, 8, 8]),
+            (
+                {
+                    "use_sliding_window": True,
+                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                },
+                [8, None, 8],
+            ),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+    def test_qwen_states_windows_by_layer(
+        self, family: str, fields: dict[str, Any], windows: list[int | None]
+    ) -> None:
+        config = config_from_huggingface(
+            LLAMA | {"model_type": family, "num_hidden_layers": 3, "sliding_window": 8} | fields
+        )
+        assert [config.window_of(layer) for layer in range(3)] == windows
+
+    def test_deepseek_coder_scales_positions_linearly(self) -> None:
+        config = config_from_huggingface(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4}})
+        assert config.rope_scaling == RopeScaling(kind="linear", factor=4.0)
+        assert config.context == 8192
+
+    @pytest.mark.parametrize(
+        "scaling",
+        [
+            {"rope_type": "linear", "factor": 2.0},
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 1024,
+            },
+        ],
+        ids=lambda scaling: scaling["rope_type"],
+    )
+    def test_old_and_new_spelling_of_rope_say_the_same(self, scaling: dict[str, Any]) -> None:
+        old = config_from_huggingface(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling})
+        new = config_from_huggingface(
+            without(LLAMA, "rope_theta") | {"rope_parameters": scaling | {"rope_theta": 5e5}}
+        )
+        assert old == new
+        assert old.rope_theta == 5e5
+        assert old.rope_scaling.kind == scaling["rope_type"]
+
+    def test_yarn_and_dynamic_scaling_lengthen_the_context(self) -> None:
+        def context(**scaling: Any) -> int:
+            return config_from_huggingface(LLAMA | {"rope_scaling": scaling}).context
+
+        assert context(type="dynamic", factor=3.0) == 3 * 8192
+        assert context(type="yarn", factor=4.0) == 4 * 8192
+        # Some files state the lengthened context, some the original one.
+        assert context(type="yarn", factor=2.0, original_max_position_embeddings=4096) == 8192
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_names_and_shapes_are_those_of_the_files_transformers_writes(
+        self, variant: str, tmp_path: Path
+    ) -> None:
+        folder = write_variant(variant, tmp_path)
+        config = config_from_huggingface(json.loads((folder / "config.json").read_text()))
+        names = huggingface_names(config)
+        with safe_open(folder / "model.safetensors", "np") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        assert {names[name]: shape for name, shape in tensor_shapes(config).items()} == stored
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"model_type": "gemma3"}, r"'gemma3' is not supported; midfill runs granite, llama"),
+            ({"model_type": "mixtral"}, "'mixtral'"),
+            ({"model_type": None}, "'model_type' is missing"),
+            ({"hidden_size": None}, "'hidden_size' is missing"),
+            ({"hidden_size": "576"}, "'hidden_size' must be a whole number, not '576'"),
+            ({"hidden_size": 0}, "'hidden_size' must be at least 1"),
+            ({"hidden_size": True}, "'hidden_size' must be a whole number"),
+            ({"num_hidden_layers": 2.5}, "'num_hidden_layers' must be a whole number"),
+            ({"rms_norm_eps": float("nan")}, "'rms_norm_eps' must be a finite number"),
+            ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false"),
+            ({"eos_token_id": "</s>"}, "'eos_token_id' must be a token id"),
+            ({"eos_token_id": [-1]}, "'eos_token_id' must be a token id"),
+            ({"num_key_value_heads": 4}, "9 query heads can't share 4 KV heads"),
+            ({"head_dim": 63}, "head dimension of 63"),
+            ({"rope_theta": 0}, "theta must be above 0"),
+            ({"hidden_act": "relu2"}, "activation 'relu2' is not supported"),
+            ({"partial_rotary_factor": 0.5}, "partial rotary"),
+            ({"architectures": ["LlamaForSequenceClassification"]}, "not a causal language model"),
+            ({"quantization_config": {"quant_method": "gptq"}}, "gptq.*use the unquantised"),
+            ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "RoPE scaling 'longrope'"),
+            ({"rope_scaling": {"type": "linear"}}, "rope parameters: 'factor' is missing"),
+            ({"rope_scaling": {"type": "linear", "factor": -1.0}}, "'factor' must be above 0"),
+            ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "'low_freq_factor' is missing"),
+            ({"rope_scaling": "linear"}, "'rope_scaling' must be a mapping"),
+            (
+                {"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}},
+                "differ between layers",
+            ),
+            (
+                {
+                    "model_type": "qwen2",
+                    "use_sliding_window": True,
+                    "sliding_window": 8,
+                    "layer_types": ["linear_attention"] * 30,
+                },
+                "'layer_types'",
+            ),
+        ],
+        ids=str,
+    )
+    def test_what_it_cannot_run_is_one_line_that_says_why(
+        self, change: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(CheckpointError, match=f"config.json: .*{message}") as caught:
+            config_from_huggingface(LLAMA | change)
+        assert "\n" not in str(caught.value)
+
+
+SMOLLM2_GGUF: dict[str, object] = {
+    "general.architecture": "llama",
+    "llama.block_count": 30,
+    "llama.context_length": 8192,
+    "llama.embedding_length": 576,
+    "llama.feed_forward_length": 1536,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
+    "llama.rope.freq_base": 100000.0,
+    "llama.rope.dimension_count": 64,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+TIED = {"embed.weight": (49152, 576)}
+
+
+def gguf_description(config: ModelConfig) -> dict[str, object]:
+    """The metadata llama.cpp's converter would write for a model."""
+    prefix = config.family
+    epsilon = "layer_norm_epsilon" if config.norm == "layer" else "layer_norm_rms_epsilon"
+    values: dict[str, object] = {
+        "block_count": config.layers,
+        "context_length": config.context,
+        "embedding_length": config.hidden,
+        "feed_forward_length": config.ffn,
+        "attention.head_count": config.query_heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        f"attention.{epsilon}": config.norm_epsilon,
+        "attention.sliding_window": config.sliding_window,
+        "attention.scale": config.attention_scale,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": config.rope_theta,
+    }
+    if config.rope_scaling.kind != "none":
+        values["rope.scaling.type"] = config.rope_scaling.kind
+        values["rope.scaling.factor"] = config.rope_scaling.factor
+        values["rope.scaling.original_context_length"] = config.rope_scaling.original_context
+    if config.windowed_layers is not None:
+        flags = [layer in config.windowed_layers for layer in range(config.layers)]
+        values["attention.sliding_window_pattern"] = flags
+    if config.family == "granite":
+        values["embedding_scale"] = config.embedding_multiplier
+        values["residual_scale"] = config.residual_multiplier
+        values["logit_scale"] = config.logits_divisor
+    metadata = {f"{prefix}.{key}": value for key, value in values.items() if value is not None}
+    metadata["general.architecture"] = config.family
+    metadata["tokenizer.ggml.eos_token_id"] = config.eos_token_ids[0]
+    if config.bos_token_id is not None:
+        metadata["tokenizer.ggml.bos_token_id"] = config.bos_token_id
+    return metadata
+
+
+class TestGguf:
+    def test_the_default_model(self) -> None:
+        assert config_from_gguf(SMOLLM2_GGUF, TIED) == config_from_huggingface(LLAMA)
+
+    @pytest.mark.parametrize(
+        "variant", sorted(set(VARIANTS) - {"mistral", "llama-dynamic", "llama-llama3"})
+    )
+    def test_both_formats_describe_the_same_model(self, variant: str, tmp_path: Path) -> None:
+        folder = write_variant(variant, tmp_path)
+        expected = config_from_huggingface(json.loads((folder / "config.json").read_text()))
+        actual = config_from_gguf(gguf_description(expected), tensor_shapes(expected))
+        if variant == "llama-yarn":  # GGUF states the factor that the other format implies
+            assert actual.rope_scaling.attention_factor == pytest.approx(1.1386, abs=1e-4)
+            expected = replace(expected, rope_scaling=actual.rope_scaling)
+            assert actual.rope_scaling.original_context == 64
+        assert actual == expected
+
+    def test_end_of_turn_tokens_end_an_answer_too(self) -> None:
+        ids = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 2}
+        assert config_from_gguf(SMOLLM2_GGUF | ids, TIED).eos_token_ids == (2, 7)
+
+    def test_a_lone_linear_factor_of_old_files_counts(self) -> None:
+        config = config_from_gguf(SMOLLM2_GGUF | {"llama.rope.scale_linear": 4.0}, TIED)
+        assert config.rope_scaling == RopeScaling(kind="linear", factor=4.0)
+
+    def test_frequency_factors_stand_for_llama3_scaling(self) -> None:
+        factors = [1.0] * 16 + [8.0] * 16
+        scaling = config_from_gguf(SMOLLM2_GGUF, TIED, factors).rope_scaling
+        assert scaling == RopeScaling(kind="factors", frequency_factors=tuple(factors))
+
+    @pytest.mark.parametrize(
+        ("factors", "message"),
+        [([1.0] * 31, "31 values.*needs 32"), ([0.0] * 32, "above 0"), ([float("nan")] * 32, "")],
+        ids=["short", "zero", "nan"],
+    )
+    def test_broken_frequency_factors(self, factors: list[float], message: str) -> None:
+        with pytest.raises(CheckpointError, match=f"rope_freqs.weight .*{message}"):
+            config_from_gguf(SMOLLM2_GGUF, TIED, factors)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"general.architecture": "gemma3"}, "'gemma3' is not supported; midfill runs granite"),
+            ({"general.architecture": "mistral"}, "'mistral' is not supported"),
+            ({"general.architecture": None}, "'general.architecture' is missing"),
+            ({"llama.block_count": None}, "'llama.block_count' is missing"),
+            ({"llama.attention.head_count_kv": [3, 3]}, "head_count_kv' must be a whole number"),
+            ({"llama.attention.layer_norm_rms_epsilon": None}, "epsilon' is missing"),
+            ({"llama.expert_count": 8}, "mixture-of-experts"),
+            ({"llama.rope.dimension_count": 32}, "partial rotary embeddings .32 of 64"),
+            ({"llama.attention.value_length": 32}, "different sizes"),
+            ({"llama.rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'"),
+            (
+                {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0},
+                "factor' must be above 0",
+            ),
+            (
+                {
+                    "llama.attention.sliding_window": 8,
+                    "llama.attention.sliding_window_pattern": 4,
+                },
+                "list of 30 flags",
+            ),
+        ],
+        ids=str,
+    )
+    def test_what_it_cannot_run_is_one_line_that_says_why(
+        self, change: dict[str, object], message: str
+    ) -> None:
+        with pytest.raises(CheckpointError, match=f"GGUF metadata: .*{message}") as caught:
+            config_from_gguf(SMOLLM2_GGUF | change, TIED)
+        assert "\n" not in str(caught.value)
+
+    def test_a_file_without_an_embedding(self) -> None:
+        with pytest.raises(CheckpointError, match="no token embedding"):
+            config_from_gguf(SMOLLM2_GGUF, {})
+
+    def test_which_families_interleave_the_rotary_halves(self) -> None:
+        interleaved = {name for name, family in FAMILIES.items() if family.gguf_interleaved_rotary}
+        assert interleaved == {"llama", "granite"}

@@ -1,0 +1,174 @@
+"""Tiny random checkpoints of every family, written by transformers, for tests to run on.
+
+A checkpoint takes milliseconds to write and run, yet has what makes architectures differ: grouped
+queries, heads wider than hidden / heads where a family allows it, weights and biases far from
+their trivial values. All sizes are multiples of 32, so that every kernel can run them.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 320
+END_OF_TEXT = "<|endoftext|>"
+SPECIAL_TOKENS = (END_OF_TEXT, "<fim_prefix>", "<fim_middle>", "<fim_suffix>")
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
+_WIDE_HEADS = {"head_dim": 32}  # 4 heads of 32 beside a hidden size of 64
+_HEADS_OF_HIDDEN = {"hidden_size": 128}
+
+_FAMILIES: Mapping[str, dict[str, Any]] = {
+    "llama": _WIDE_HEADS | {"rms_norm_eps": 1e-5},
+    "granite": _HEADS_OF_HIDDEN
+    | {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 2.5,
+    },
+    "qwen2": _HEADS_OF_HIDDEN | {"tie_word_embeddings": True},
+    "qwen3": _WIDE_HEADS,
+    "starcoder2": _HEADS_OF_HIDDEN
+    | {"sliding_window": 40, "tie_word_embeddings": True, "bos_token_id": 0},
+    "mistral": _WIDE_HEADS | {"sliding_window": 24},
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A family with some of its config.json fields set."""
+
+    family: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "llama": Variant("llama"),
+    "llama-tied": Variant("llama", {"tie_word_embeddings": True}),
+    "llama-biased": Variant("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": Variant("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-dynamic": Variant(
+        "llama",
+        {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    ),
+    "llama-yarn": Variant(
+        "llama",
+        {
+            "max_position_embeddings": 256,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "llama-llama3": Variant(
+        "llama",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "granite": Variant("granite"),
+    "qwen2": Variant("qwen2"),
+    "qwen2-windowed": Variant(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    ),
+    "qwen3": Variant("qwen3"),
+    "starcoder2": Variant("starcoder2"),
+    "mistral": Variant("mistral"),
+}
+"""Every architecture and switch midfill supports, for parametrised tests."""
+
+
+def write_variant(name: str, folder: Path) -> Path:
+    """Write one of ``VARIANTS`` into ``folder``, which is returned."""
+    variant = VARIANTS[name]
+    return write_tiny(variant.family, folder, **variant.overrides)
+
+
+def write_tiny(family: str, folder: Path, **overrides: Any) -> Path:
+    """Write config.json, model.safetensors and a tokenizer of one family into ``folder``.
+
+    The weights are the same on every call. ``overrides`` are fields of config.json.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.for_model(family, **(_SIZES | _FAMILIES[family] | overrides))
+    model = AutoModelForCausalLM.from_config(config)
+    _randomise(model)
+    model.save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def reference_model(folder: Path, context: int) -> torch.nn.Module:
+    """transformers' model of a checkpoint, with eager attention.
+
+    Args:
+        context: the checkpoint's context as midfill states it.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    rotary = model.model.rotary_emb
+    if rotary.rope_type == "dynamic":
+        # transformers grows theta with the longest sequence seen. midfill has it fixed at the
+        # whole context's, so the reference is brought there and kept from going back.
+        with torch.inference_mode():
+            model(torch.zeros((1, context), dtype=torch.int64), use_cache=False)
+        rotary.original_max_seq_len = 0
+    return model
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """Byte-level BPE of ``VOCAB`` tokens: SPECIAL_TOKENS from id 0, the bytes, a few merges."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    assert tokenizer.get_vocab_size() == VOCAB
+    return tokenizer
+
+
+def _randomise(model: torch.nn.Module) -> None:
+    """Give every parameter values that matter; the layers keep activations near unit size."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
+            elif name.endswith("bias"):
+                parameter.copy_(noise * 0.3)
+            else:
+                parameter.copy_(1.0 + noise * 0.3)
