@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import platformdirs
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from midfill.cache import cache_folder
 from midfill.errors import CheckpointError
 from midfill.kernels.cpu.decoder import Formats, Shape, Weights
 from midfill.kernels.cpu.packing import (
@@ -85,14 +85,14 @@ def load_packed(
     checkpoint: Checkpoint,
     option: WeightsOption = "auto",
     progress: Progress | None = None,
-    cache_folder: Path | None = None,
+    folder: Path | None = None,
 ) -> PackedModel:
     """Load weights, from the cache where this checkpoint was packed before.
 
     Args:
         option: ``auto`` keeps what the checkpoint stores exactly (K-quants become Q8); the
             others quantise, or dequantise, every matrix.
-        cache_folder: where packed weights are kept; None is the user's cache.
+        folder: where packed weights are kept; None is the user's cache.
 
     Raises:
         CheckpointError: the checkpoint is broken or of a shape the kernels can't run.
@@ -103,8 +103,9 @@ def load_packed(
             f"{checkpoint.path}: the CPU kernels can't run this model ({reason}); "
             "use --backend torch"
         )
-    folder = cache_folder or Path(platformdirs.user_cache_dir("midfill")) / "packed"
-    path = folder / f"{checkpoint.fingerprint}-{option}-v{PACKING_VERSION}.safetensors"
+    path = (
+        folder or cache_folder() / "packed"
+    ) / f"{checkpoint.fingerprint}-{option}-v{PACKING_VERSION}.safetensors"
     arrays = _read_cache(path)
     if arrays is None:
         arrays = _pack_all(checkpoint, option, progress or (lambda *_: None))

@@ -13,18 +13,19 @@ from typing import Any, TypeVar
 
 import llvmlite
 import numba
-import platformdirs
+
+from midfill.cache import cache_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @cache
-def cache_folder() -> Path:
+def compiled_folder() -> Path:
     """Folder of this version's compiled kernels in the user's cache."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    return Path(platformdirs.user_cache_dir("midfill")) / "kernels" / digest.hexdigest()[:16]
+    return cache_folder() / "kernels" / digest.hexdigest()[:16]
 
 
 def kernel(function: F) -> F:
@@ -39,7 +40,7 @@ def kernel(function: F) -> F:
 def entry_point(function: F) -> F:
     """Like ``kernel``, kept on disk between processes."""
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_folder())
+    numba.config.CACHE_DIR = str(compiled_folder())
     try:
         compiled: F = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=True)(
             function
