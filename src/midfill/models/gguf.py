@@ -12,7 +12,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from midfill.errors import CheckpointError
-from midfill.models.checkpoint import StoredTensor, check_tensors
+from midfill.models.checkpoint import StoredTensor, check_tensors, samples
 from midfill.models.config import ModelConfig
 from midfill.models.families import FAMILIES, config_from_gguf
 from midfill.models.gguf_file import GgufFile
@@ -37,8 +37,6 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 
 _LONGEST_LIST = 1024
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
 
 
 class GgufCheckpoint:
@@ -67,7 +65,7 @@ class GgufCheckpoint:
             name: self._file.tensors[stored].shape for name, stored in self._stored_names.items()
         }
         self.config: ModelConfig = self._read_config(shapes)
-        check_tensors(self.config, shapes, path)
+        check_tensors(self.config, shapes, self._stored_names, path)
         self._check_types()
         self.metadata: Mapping[str, object] = {
             key: value
@@ -92,10 +90,9 @@ class GgufCheckpoint:
         """Digest of size, time of change, header and samples from all over the data."""
         file, digest = self._file, hashlib.sha256()
         digest.update(f"{len(file)} {self.path.stat().st_mtime_ns}".encode())
-        digest.update(file.bytes_at(0, file.header_bytes))
-        for i in range(_SAMPLES):
-            start = file.header_bytes + (len(file) - file.header_bytes) * i // _SAMPLES
-            digest.update(file.bytes_at(start, start + _SAMPLE_BYTES))
+        digest.update(file.bytes_at(slice(0, file.header_bytes)))
+        for piece in samples(file.header_bytes, len(file)):
+            digest.update(file.bytes_at(piece))
         return digest.hexdigest()
 
     def names(self) -> list[str]:

@@ -113,9 +113,9 @@ class GgufFile:
         raw = np.frombuffer(self._map, np.uint8, tensor.size, tensor.offset)
         return raw.reshape(rows, tensor.size // rows if rows else 0)
 
-    def bytes_at(self, start: int, stop: int) -> bytes:
-        """A stretch of the file, cut where the file ends."""
-        return self._map[start:stop]
+    def bytes_at(self, where: slice) -> bytes:
+        """A copy of a stretch of the file."""
+        return self._map[where]
 
     def __len__(self) -> int:
         """Bytes in the file."""

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midfill.errors import CheckpointError
-from midfill.models.checkpoint import StoredTensor, check_tensors
+from midfill.models.checkpoint import StoredTensor, check_layers, check_tensors, samples
 from midfill.models.config import ModelConfig
 from midfill.models.families import config_from_huggingface, huggingface_names
 from midfill.tokens.huggingface_tokenizer import read_json
@@ -33,8 +33,6 @@ _DTYPES: dict[str, tuple[str, np.dtype[np.generic]]] = {
 }
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _NOT_METADATA = ("added_tokens_decoder", "chat_template")
-_SAMPLES = 16
-_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,9 @@ class HuggingFaceCheckpoint:
         self.config: ModelConfig = self._read_config()
         self._maps: dict[Path, mmap.mmap] = {}
         stored = self._read_headers(self._shards())
-        canonical = {theirs: name for name, theirs in huggingface_names(self.config).items()}
+        check_layers(self.config, len(stored), path)
+        names = huggingface_names(self.config)
+        canonical = {theirs: name for name, theirs in names.items()}
         self._entries: dict[str, _Entry] = {}
         for theirs, entry in stored.items():
             if theirs in canonical:
@@ -77,11 +77,8 @@ class HuggingFaceCheckpoint:
                     f"{entry.shard}: tensor {theirs!r} is no part of a {self.config.family} model "
                     "as configured"
                 )
-        names = huggingface_names(self.config)
-        for name in names:
-            if name not in self._entries:
-                raise CheckpointError(f"{path}: tensor {names[name]!r} is missing")
-        check_tensors(self.config, {n: e.shape for n, e in self._entries.items()}, path)
+        shapes = {name: entry.shape for name, entry in self._entries.items()}
+        check_tensors(self.config, shapes, names, path)
         settings = read_json(path / "tokenizer_config.json", optional=True)
         self.metadata: Mapping[str, object] = {
             "general.name": path.name,
@@ -105,9 +102,8 @@ class HuggingFaceCheckpoint:
             digest.update(f"{shard.name} {len(data)} {shard.stat().st_mtime_ns}".encode())
             start = _header_end(data)
             digest.update(data[:start])
-            for i in range(_SAMPLES):
-                at = start + (len(data) - start) * i // _SAMPLES
-                digest.update(data[at : at + _SAMPLE_BYTES])
+            for piece in samples(start, len(data)):
+                digest.update(data[piece])
         return digest.hexdigest()
 
     def names(self) -> list[str]:
@@ -159,13 +155,15 @@ class HuggingFaceCheckpoint:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index}: 'weight_map' is missing")
-        names = list(dict.fromkeys(weight_map.values()))
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
+        shards: dict[Path, None] = {}
+        for name in weight_map.values():
+            if not isinstance(name, str) or not name or Path(name).name != name:
                 raise CheckpointError(f"{index}: {name!r} is not the name of a file")
-            if not (self.path / name).is_file():
-                raise CheckpointError(f"{self.path / name}: the file is missing; {_INDEX} lists it")
-        return [self.path / str(name) for name in names]
+            shards[self.path / name] = None
+        for shard in shards:
+            if not shard.is_file():
+                raise CheckpointError(f"{shard}: the file is missing; {_INDEX} lists it")
+        return list(shards)
 
     def _read_headers(self, shards: list[Path]) -> dict[str, _Entry]:
         """Name in the file -> where it lies, over all shards."""

@@ -42,6 +42,8 @@ def load_runner(
             f"--context {options.context} is not possible: this model's context is"
             f" {config.context} tokens"
         )
+    if options.backend == "cpu" and options.device not in (None, "cpu"):
+        raise MidfillError(f"--device {options.device} needs --backend torch")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     use_torch = options.backend == "torch" or (
         options.backend == "auto" and (device != "cpu" or unsupported_reason(config) is not None)
@@ -94,7 +96,7 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> T
         torch.set_num_threads(options.threads)
     if device.startswith("cuda"):
         dtype = torch.bfloat16
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
+        free = _free_on_gpu(device)
         weights = sum(_elements(checkpoint, name) for name in checkpoint.names()) * dtype.itemsize
         budget = (free - weights) * _GPU_SHARE
     else:
@@ -102,6 +104,14 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> T
         budget = available_memory() * _CPU_SHARE
     slots = choose_slots(checkpoint.config, options, budget, dtype.itemsize)
     return TorchRunner(checkpoint, slots=slots, device=device, dtype=dtype)
+
+
+def _free_on_gpu(device: str) -> int:
+    try:
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise MidfillError(f"device {device!r} can't be used: {reason}") from error
 
 
 def _elements(checkpoint: Checkpoint, name: str) -> int:

@@ -53,7 +53,7 @@ class LocalModel:
 
 
 def parse_name(text: str) -> RepositoryName | None:
-    """``ORG/NAME`` or ``ORG/NAME:FILE.gguf`` taken apart; None for anything else, paths included."""
+    """``ORG/NAME`` or ``ORG/NAME:FILE.gguf`` taken apart; None for anything else, and for paths."""
     match = _NAME.fullmatch(text)
     if match is None or match["repository"].endswith(_FILE_ENDINGS):
         return None

@@ -114,7 +114,11 @@ def _run_pip(
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
         subprocess.Popen(
-            [*command, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True
+            [*command, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
         ) as process,
     ):
         output = []

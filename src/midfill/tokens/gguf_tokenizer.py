@@ -207,6 +207,11 @@ class _Reader:
 
     def bpe(self, merges: list[tuple[str, str]], **options: object) -> models.BPE:
         """The BPE model over all tokens."""
+        # The library panics over merges that do not fit, past every except clause.
+        for left, right in merges:
+            parts = (left, right, left + right)
+            if not (left and right and all(part in self.vocabulary for part in parts)):
+                self.fail("merges", f"do not fit the vocabulary: {left!r} + {right!r}")
         try:
             return models.BPE(vocab=self.vocabulary, merges=merges, **options)
         except Exception as error:  # the library raises bare Exception

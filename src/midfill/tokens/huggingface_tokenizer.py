@@ -72,7 +72,9 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library panics over some files, which is no Exception
         raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
 
 

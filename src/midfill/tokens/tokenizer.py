@@ -83,8 +83,7 @@ class Tokenizer:
         self.special_tokens: Mapping[str, int] = MappingProxyType(
             {token.content: token_id for token_id, token in sorted(added.items())}
         )
-        size = backend.get_vocab_size(with_added_tokens=True)
-        self.vocab_size = max(size, 1 + max(added, default=-1))
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_token_id = bos_token_id
         self.add_bos = add_bos and bos_token_id is not None
         ends = [self.special_tokens[text] for text in _END_TOKENS if text in self.special_tokens]
@@ -128,6 +127,9 @@ class Tokenizer:
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of a text; BOS is never added.
 
+        As in the model's own tokenizer, a byte the vocabulary has no token for is left out:
+        SmolLM2's lacks six control characters and planes 4 to 11 of Unicode.
+
         Args:
             text: the text.
             parse_special: True turns the text of added tokens into these tokens, as vLLM and
@@ -139,11 +141,7 @@ class Tokenizer:
         _check_unicode(text)
         if parse_special:
             return _ids(self._parsing, text)
-        ids = _ids(self._plain, text)
-        if self._unwanted_ids.isdisjoint(ids):
-            return ids
-        head, *rest = self._split_special(text)
-        return _ids(self._plain, head) + [i for part in rest for i in _ids(self._continuing, part)]
+        return self._encode_plain(text, self._plain)
 
     def encode_continuation(self, text: str) -> list[int]:
         """Token ids of plain text that follows other text.
@@ -155,10 +153,7 @@ class Tokenizer:
             InvalidRequestError: the text is not valid Unicode.
         """
         _check_unicode(text)
-        ids = _ids(self._continuing, text)
-        if self._unwanted_ids.isdisjoint(ids):
-            return ids
-        return [i for part in self._split_special(text) for i in _ids(self._continuing, part)]
+        return self._encode_plain(text, self._continuing)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids: control tokens are left out, invalid UTF-8 becomes U+FFFD."""
@@ -168,7 +163,9 @@ class Tokenizer:
         """The exact bytes a token stands for; b"" for control tokens and unused ids."""
         known = self._bytes.get(token_id)
         if known is None:
-            piece = self._parsing.id_to_token(token_id) if token_id >= 0 else None
+            if not 0 <= token_id < self.vocab_size:
+                return b""
+            piece = self._parsing.id_to_token(token_id)
             known = b"" if piece is None else self._piece_bytes(piece)
             self._bytes[token_id] = known
         return known
@@ -180,12 +177,16 @@ class Tokenizer:
             return text or f"<token {token_id}>"
         return self._parsing.id_to_token(token_id) or f"<token {token_id}>"
 
-    def _split_special(self, text: str) -> list[str]:
-        """The text cut inside every spelled-out added token, so that none can come of it.
+    def _encode_plain(self, text: str, backend: tokenizers.Tokenizer) -> list[int]:
+        ids = _ids(backend, text)
+        if self._unwanted_ids.isdisjoint(ids):
+            return ids
+        # A vocabulary that holds added tokens as ordinary pieces, too, finds them unparsed.
+        head, *rest = self._split_special(text)
+        return _ids(backend, head) + [i for part in rest for i in _ids(self._continuing, part)]
 
-        Only for vocabularies that hold added tokens as ordinary pieces, too, and so turn their
-        spelling into them with no parsing at all.
-        """
+    def _split_special(self, text: str) -> list[str]:
+        """The text cut inside every spelled-out added token, so that none can come of it."""
         names = sorted((name for name in self.special_tokens if len(name) > 1), key=len)
         pattern = re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
         cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]

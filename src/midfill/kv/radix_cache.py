@@ -1,0 +1,306 @@
+"""RadixCache: whose KV lies in which slots, found by the tokens that lead to it.
+
+A token-granular radix tree per tenant, after SGLang's RadixAttention (Zheng et al., "SGLang:
+Efficient Execution of Structured Language Model Programs", 2024, arXiv 2312.07104). It differs in
+two ways: nodes split and shrink at any token, so eviction takes exactly what is missing; and the
+root is chosen by tenant, so nobody can observe another's cache.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from midfill.kv.slots import Int32Array
+
+_EMPTY: Int32Array = np.empty(0, dtype=np.int32)
+
+
+class RadixNode:
+    """A run of tokens with the slots of their KV; opaque to everyone but the cache.
+
+    Holders keep a node as a handle for the whole path from the root to its end. Splitting leaves
+    the handle at the lower part, so it keeps standing for the same path.
+    """
+
+    __slots__ = ("children", "last_used", "locks", "parent", "queued", "slots", "tenant", "tokens")
+
+    def __init__(
+        self, tenant: str, parent: "RadixNode | None", tokens: Int32Array, slots: Int32Array
+    ) -> None:
+        self.tenant = tenant
+        self.parent = parent
+        self.tokens = tokens
+        self.slots = slots
+        self.children: dict[int, RadixNode] = {}
+        self.locks = 0
+        self.last_used = 0
+        self.queued = False
+
+    @property
+    def evictable_leaf(self) -> bool:
+        """Whether the cache may take this node's last tokens away now."""
+        return not self.locks and not self.children and self.parent is not None
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The longest cached prefix of a token sequence.
+
+    Attributes:
+        slots: [length] int32, the slots of its KV in order of position.
+        node: handle of the path, to lock; None where nothing matched.
+    """
+
+    slots: Int32Array
+    node: RadixNode | None
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """What an insert left behind.
+
+    Attributes:
+        slots: [length] int32, the slots that now stand for the tokens.
+        node: handle of the whole path; None for no tokens.
+        duplicates: [n] int32, offered slots of positions that were cached already in other slots.
+            They stay the caller's, to free.
+    """
+
+    slots: Int32Array
+    node: RadixNode | None
+    duplicates: Int32Array
+
+
+class CachedPrefix(NamedTuple):
+    """How much of a token sequence is cached, and how much of that nobody has locked."""
+
+    tokens: int
+    evictable: int
+
+
+class RadixCache:
+    """Prefix cache over slots: match, lock, insert, evict. Owns every slot it holds.
+
+    A locked path is never evicted. Everything else goes least recently used first, from the
+    leaves up. Cost of match and insert: one numpy comparison a node on the path; of evict:
+    O(log nodes) a node touched.
+
+    Attributes:
+        cached_tokens: slots held.
+        evictable_tokens: of these, the ones no lock protects.
+        evicted_tokens: slots given up since the start.
+    """
+
+    def __init__(self) -> None:
+        self.cached_tokens = 0
+        self.evictable_tokens = 0
+        self.evicted_tokens = 0
+        self._roots: dict[str, RadixNode] = {}
+        self._clock = 0
+        # Evictable leaves by last use. Entries may be stale: eviction checks what it pops. A node
+        # has at most one entry (``queued``), so the heap is no larger than the tree.
+        self._queue: list[tuple[int, int, RadixNode]] = []
+        self._pushes = 0
+
+    @property
+    def tenants(self) -> int:
+        """How many tenants have anything cached."""
+        return len(self._roots)
+
+    def match(self, tenant: str, tokens: Int32Array) -> PrefixMatch:
+        """Find the longest cached prefix of [n] int32 ``tokens`` and mark it as just used."""
+        path, common = self._descend(tenant, tokens)
+        if not path:
+            return PrefixMatch(_EMPTY, None)
+        node = path[-1]
+        if common < len(node.tokens):
+            node = path[-1] = self._split(node, common)
+        self._clock += 1
+        for visited in path:
+            visited.last_used = self._clock
+        return PrefixMatch(np.concatenate([visited.slots for visited in path]), node)
+
+    def peek(self, tenant: str, tokens: Int32Array) -> CachedPrefix:
+        """Measure what ``match`` would find, changing nothing, the order of use included."""
+        path, common = self._descend(tenant, tokens)
+        matched = evictable = 0
+        for node in path:
+            length = common if node is path[-1] else len(node.tokens)
+            matched += length
+            evictable += 0 if node.locks else length
+        return CachedPrefix(matched, evictable)
+
+    def insert(
+        self,
+        tenant: str,
+        tokens: Int32Array,
+        slots: Int32Array,
+        held: RadixNode | None = None,
+    ) -> Insertion:
+        """Cache the KV in [n] int32 ``slots`` of [n] int32 ``tokens``.
+
+        Slots of positions not cached so far become the cache's own; offered slots that the cache
+        holds already (what the caller matched before) are recognised and left alone. Nothing gets
+        locked: a caller that wants to keep using the path locks the node returned.
+
+        Args:
+            held: the path the caller alone may have locked; where it ends at a leaf, the leaf
+                grows in place instead of getting a child, so a prompt inserted chunk by chunk
+                stays one node. The caller's lock then covers the new tokens too.
+        """
+        found = self.match(tenant, tokens)
+        known = len(found)
+        offered = slots[:known]
+        duplicates = offered[offered != found.slots]
+        if known == len(tokens):
+            return Insertion(found.slots, found.node, duplicates)
+
+        tail, tail_slots = tokens[known:].copy(), slots[known:].copy()
+        parent = found.node
+        self.cached_tokens += len(tail)
+        if parent is not None and parent is held and parent.locks == 1 and not parent.children:
+            parent.tokens = np.concatenate((parent.tokens, tail))
+            parent.slots = np.concatenate((parent.slots, tail_slots))
+            node = parent
+        else:
+            node = self._add_child(tenant, parent, tail, tail_slots)
+            self.evictable_tokens += len(tail)
+        return Insertion(np.concatenate((found.slots, tail_slots)), node, duplicates)
+
+    def lock(self, node: RadixNode | None) -> None:
+        """Protect the path that ends at ``node`` from eviction; locks count."""
+        while node is not None:
+            if node.locks == 0:
+                self.evictable_tokens -= len(node.tokens)
+            node.locks += 1
+            node = node.parent
+
+    def unlock(self, node: RadixNode | None) -> None:
+        """Take one lock off the path that ends at ``node``.
+
+        Raises:
+            ValueError: the path is not locked.
+        """
+        leaf = node
+        while node is not None:
+            if node.locks == 0:
+                raise ValueError("a path that is not locked was unlocked")
+            node.locks -= 1
+            if node.locks == 0:
+                self.evictable_tokens += len(node.tokens)
+            node = node.parent
+        if leaf is not None:
+            self._enqueue(leaf)
+
+    def released_by(self, nodes: Iterable[RadixNode | None]) -> int:
+        """Count the tokens that become evictable if each of ``nodes`` is unlocked once."""
+        unlocks: Counter[RadixNode] = Counter()
+        for node in nodes:
+            while node is not None:
+                unlocks[node] += 1
+                node = node.parent
+        return sum(len(node.tokens) for node, count in unlocks.items() if node.locks == count)
+
+    def evict(self, count: int) -> Int32Array:
+        """Give up ``count`` slots, or all evictable ones if fewer; returns them, now the caller's.
+
+        The least recently used leaf shrinks from its end, then goes, then the next.
+        """
+        taken: list[Int32Array] = []
+        missing = min(count, self.evictable_tokens)
+        self.evictable_tokens -= missing
+        self.cached_tokens -= missing
+        self.evicted_tokens += missing
+        while missing:
+            stamp, _, node = heapq.heappop(self._queue)
+            node.queued = False
+            if not node.evictable_leaf:
+                continue  # it comes back when it turns evictable again
+            if node.last_used != stamp:
+                self._enqueue(node)
+                continue
+            keep = len(node.tokens) - min(missing, len(node.tokens))
+            taken.append(node.slots[keep:])
+            missing -= len(node.tokens) - keep
+            if keep:
+                node.tokens, node.slots = _head(node.tokens, keep), _head(node.slots, keep)
+                self._enqueue(node)
+            else:
+                self._remove(node)
+        return np.concatenate(taken) if taken else _EMPTY
+
+    def _descend(self, tenant: str, tokens: Int32Array) -> tuple[list[RadixNode], int]:
+        """Walk down along ``tokens``: the nodes visited and how much of the last one matches."""
+        path: list[RadixNode] = []
+        node = self._roots.get(tenant)
+        done, common = 0, 0
+        while node is not None and done < len(tokens):
+            node = node.children.get(int(tokens[done]))
+            if node is None:
+                break
+            span = min(len(node.tokens), len(tokens) - done)
+            differs = node.tokens[:span] != tokens[done : done + span]
+            first = int(differs.argmax())
+            common = first if differs[first] else span
+            path.append(node)
+            done += common
+            if common < len(node.tokens):
+                break
+        return path, common
+
+    def _split(self, node: RadixNode, length: int) -> RadixNode:
+        """Cut ``node`` after ``length`` tokens; returns the new upper part."""
+        parent = node.parent
+        assert parent is not None
+        tokens, slots = node.tokens, node.slots
+        upper = RadixNode(node.tenant, parent, tokens[:length].copy(), slots[:length].copy())
+        upper.locks = node.locks
+        parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.slots = tokens[length:].copy(), slots[length:].copy()
+        node.parent = upper
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+    def _add_child(
+        self, tenant: str, parent: RadixNode | None, tokens: Int32Array, slots: Int32Array
+    ) -> RadixNode:
+        if parent is None:
+            parent = self._roots.get(tenant)
+        if parent is None:
+            parent = self._roots[tenant] = RadixNode(tenant, None, _EMPTY, _EMPTY)
+        node = RadixNode(tenant, parent, tokens, slots)
+        self._clock += 1
+        node.last_used = self._clock
+        parent.children[int(tokens[0])] = node
+        self._enqueue(node)
+        return node
+
+    def _remove(self, node: RadixNode) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[int(node.tokens[0])]
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.tenant]
+        else:
+            self._enqueue(parent)
+
+    def _enqueue(self, node: RadixNode) -> None:
+        """Put a node into the eviction queue if it belongs there."""
+        if node.evictable_leaf and not node.queued:
+            node.queued = True
+            self._pushes += 1
+            heapq.heappush(self._queue, (node.last_used, self._pushes, node))
+
+
+def _head(array: Int32Array, length: int) -> Int32Array:
+    """The first ``length`` elements; a view, unless that would keep twice their memory alive."""
+    view = array[:length]
+    owner = view.base
+    return view if owner is None or len(owner) <= 2 * length else view.copy()

@@ -1,0 +1,73 @@
+"""SlotAllocator: which KV slots nobody holds."""
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+_FREE = -1
+
+
+class OutOfSlotsError(RuntimeError):
+    """More slots were asked for than are free; the engine's accounting should prevent it."""
+
+
+class SlotAllocator:
+    """A stack of free slot numbers, 0 to ``total - 1``.
+
+    A fresh pool hands out ascending slots, so a prompt's KV lies in one piece; slots that come
+    back are handed out again in the order they had.
+
+    Attributes:
+        total: slots there are.
+    """
+
+    def __init__(self, total: int) -> None:
+        if total < 1:
+            raise ValueError(f"a pool needs at least one slot, not {total}")
+        self.total = total
+        self._stack: Int32Array = np.arange(total - 1, -1, -1, dtype=np.int32)
+        self._free = total
+        # A slot's place in the array it was handed out or given back with, or _FREE: one
+        # comparison tells double frees, also inside a single call.
+        self._place: Int32Array = np.full(total, _FREE, dtype=np.int32)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots nobody holds."""
+        return self._free
+
+    def allocate(self, count: int) -> Int32Array:
+        """Take ``count`` slots; returns [count] int32.
+
+        Raises:
+            OutOfSlotsError: fewer are free; nothing is taken then.
+        """
+        if count > self._free:
+            raise OutOfSlotsError(f"{count} slots asked for, {self._free} are free")
+        left = self._free - count
+        slots = self._stack[left : self._free][::-1].copy()
+        self._place[slots] = 0
+        self._free = left
+        return slots
+
+    def free(self, slots: Int32Array) -> None:
+        """Give [n] int32 slots back.
+
+        Raises:
+            ValueError: a slot is out of range, free already, or named twice; nothing is freed then.
+        """
+        count = len(slots)
+        if count == 0:
+            return
+        if int(slots.min()) < 0 or int(slots.max()) >= self.total:
+            raise ValueError(f"slots out of range 0..{self.total - 1}")
+        if (self._place[slots] == _FREE).any():
+            raise ValueError("a slot that is free already was freed again")
+        order = np.arange(count, dtype=np.int32)
+        self._place[slots] = order
+        if (self._place[slots] != order).any():
+            raise ValueError("a slot was named twice in one call to free")
+        self._place[slots] = _FREE
+        self._stack[self._free : self._free + count] = slots[::-1]
+        self._free += count

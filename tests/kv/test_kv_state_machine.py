@@ -1,0 +1,279 @@
+"""Radix cache and slot pool against a naive model, under any order of what sequences do.
+
+The model keeps one entry a cached position, named by the whole path of tokens that leads to it.
+It is slow and obvious; pool and cache must agree with it after every operation: the same slots,
+the same order of eviction, no leak, no double free.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from midfill.kv.pool import KVPool
+from midfill.kv.sequence_kv import SequenceKV
+from midfill.kv.slots import Int32Array
+
+Path = tuple[int, ...]
+
+TENANTS = st.sampled_from(["ann", "ann", "ann", "bob"])
+# Prompts that share prefixes of any length, as edits of one document do.
+DOCUMENT = [0, 1, 2, 0, 2, 1, 1, 0]
+TOKENS = st.builds(
+    lambda shared, tail: DOCUMENT[:shared] + tail,
+    st.integers(0, len(DOCUMENT)),
+    st.lists(st.integers(0, 2), min_size=1, max_size=3),
+)
+
+
+def int32(values: list[int] | Path) -> Int32Array:
+    return np.array(values, dtype=np.int32)
+
+
+@dataclass
+class Position:
+    slot: int
+    last_used: int
+
+
+@dataclass
+class NaiveCache:
+    """What is cached: (tenant, path) -> position; what is locked: a list of such paths."""
+
+    positions: dict[tuple[str, Path], Position] = field(default_factory=dict)
+    locks: list[tuple[str, Path]] = field(default_factory=list)
+    clock: int = 0
+
+    def longest(self, tenant: str, tokens: list[int]) -> Path:
+        length = 0
+        while length < len(tokens) and (tenant, tuple(tokens[: length + 1])) in self.positions:
+            length += 1
+        return tuple(tokens[:length])
+
+    def slots(self, tenant: str, path: Path) -> list[int]:
+        return [self.positions[tenant, path[:end]].slot for end in range(1, len(path) + 1)]
+
+    def touch(self, tenant: str, path: Path) -> None:
+        self.clock += 1
+        for end in range(1, len(path) + 1):
+            self.positions[tenant, path[:end]].last_used = self.clock
+
+    def locked(self, tenant: str, path: Path) -> bool:
+        return any(
+            owner == tenant and held[: len(path)] == path and path for owner, held in self.locks
+        )
+
+    def evictable(self) -> int:
+        return sum(not self.locked(*key) for key in self.positions)
+
+    def evict_one(self) -> int:
+        parents = {(tenant, path[:-1]) for tenant, path in self.positions}
+        leaves = [
+            key for key in self.positions if key not in parents and not self.locked(*key)
+        ]
+        oldest = min(leaves, key=lambda key: self.positions[key].last_used)
+        return self.positions.pop(oldest).slot
+
+    def insert(self, tenant: str, tokens: list[int], slots: list[int]) -> list[int]:
+        """Returns the offered slots that are duplicates."""
+        known = len(self.longest(tenant, tokens))
+        self.touch(tenant, tuple(tokens[:known]))
+        for end in range(known + 1, len(tokens) + 1):
+            self.positions[tenant, tuple(tokens[:end])] = Position(slots[end - 1], 0)
+        self.touch(tenant, tuple(tokens))
+        stored = self.slots(tenant, tuple(tokens))
+        return [mine for mine, theirs in zip(slots, stored, strict=True) if mine != theirs]
+
+
+@dataclass
+class Holder:
+    """A sequence as the model sees it: ``shared`` of ``slots`` are the cache's, locked."""
+
+    tenant: str
+    tokens: list[int]
+    kv: SequenceKV
+    shared: int
+    slots: list[int]
+
+    @property
+    def lock(self) -> tuple[str, Path]:
+        return self.tenant, tuple(self.tokens[: self.shared])
+
+
+class KVMachine(RuleBasedStateMachine):
+    """Sequences that come, compute, share, fork, are cancelled or end, over one small pool."""
+
+    holders = Bundle("holders")
+
+    @initialize(slots=st.integers(12, 60))
+    def start(self, slots: int) -> None:
+        self.pool = KVPool(slots)
+        self.model = NaiveCache()
+        self.free = set(range(slots))
+        self.live: list[Holder] = []
+
+    def take(self, count: int) -> None:
+        """The model's side of an allocation: evict what is missing."""
+        while len(self.free) < count:
+            self.free.add(self.model.evict_one())
+
+    def claim(self, slots: list[int]) -> None:
+        assert len(set(slots)) == len(slots)
+        assert self.free.issuperset(slots), "a slot was handed out while somebody held it"
+        self.free.difference_update(slots)
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def match(self, tenant: str, tokens: list[int]) -> None:
+        found = self.pool.cache.match(tenant, int32(tokens))
+        path = self.model.longest(tenant, tokens)
+        self.model.touch(tenant, path)
+        assert found.slots.tolist() == self.model.slots(tenant, path)
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def peek(self, tenant: str, tokens: list[int]) -> None:
+        path = self.model.longest(tenant, tokens)
+        evictable = sum(not self.model.locked(tenant, path[:end + 1]) for end in range(len(path)))
+        assert self.pool.cache.peek(tenant, int32(tokens)) == (len(path), evictable)
+
+    @rule(target=holders, tenant=TENANTS, tokens=TOKENS)
+    def open(self, tenant: str, tokens: list[int]) -> object:
+        """Admit a sequence if its slots can be had, as the engine would."""
+        cached, evictable = self.pool.cache.peek(tenant, int32(tokens[:-1]))
+        if self.pool.available < evictable + len(tokens) - cached:
+            return multiple()
+        kv = SequenceKV(self.pool, tenant, capacity=32)
+        path = self.model.longest(tenant, tokens[:-1])
+        self.model.touch(tenant, path)
+        assert kv.open(int32(tokens[:-1])) == len(path) == cached
+        self.model.locks.append((tenant, path))
+        self.take(len(tokens) - cached)
+        kv.reserve(len(tokens) - cached)
+        slots = kv.slots.tolist()
+        assert slots[:cached] == self.model.slots(tenant, path)
+        self.claim(slots[cached:])
+        holder = Holder(tenant, list(tokens), kv, cached, slots)
+        self.live.append(holder)
+        return holder
+
+    @rule(holder=holders, token=st.integers(0, 2))
+    def grow(self, holder: Holder, token: int) -> None:
+        """A decode step: one more token, one more slot."""
+        if not self.pool.available or len(holder.tokens) == 32:
+            return
+        self.take(1)
+        slot = int(self.pool.allocate(1)[0])
+        self.claim([slot])
+        holder.kv.append(slot)
+        holder.tokens.append(token)
+        holder.slots.append(slot)
+
+    @rule(holder=holders, part=st.floats(0, 1))
+    def keep(self, holder: Holder, part: float) -> None:
+        """Some of the sequence's own KV has been computed; it enters the cache."""
+        count = holder.shared + round(part * (len(holder.slots) - holder.shared))
+        holder.kv.keep(int32(holder.tokens[:count]))
+        self.model_keep(holder, count)
+        assert holder.kv.slots.tolist() == holder.slots
+
+    def model_keep(self, holder: Holder, count: int) -> None:
+        if count == holder.shared:
+            return
+        tokens = holder.tokens[:count]
+        self.free.update(self.model.insert(holder.tenant, tokens, holder.slots[:count]))
+        self.model.locks.remove(holder.lock)
+        holder.shared = count
+        self.model.locks.append(holder.lock)
+        holder.slots[:count] = self.model.slots(holder.tenant, tuple(tokens))
+
+    @rule(target=holders, holder=holders)
+    def fork(self, holder: Holder) -> object:
+        if holder.kv.own:
+            return multiple()
+        twin = Holder(
+            holder.tenant, list(holder.tokens), holder.kv.fork(), holder.shared, list(holder.slots)
+        )
+        self.model.locks.append(twin.lock)
+        self.live.append(twin)
+        return twin
+
+    @rule(holder=consumes(holders), part=st.floats(0, 1))
+    def close(self, holder: Holder, part: float) -> None:
+        """Finished, preempted or cancelled: what was computed stays cached."""
+        count = holder.shared + round(part * (len(holder.slots) - holder.shared))
+        holder.kv.close(int32(holder.tokens[:count]))
+        self.model_keep(holder, count)
+        self.forget(holder)
+
+    @rule(holder=consumes(holders))
+    def drop(self, holder: Holder) -> None:
+        """Failed: its own KV is lost."""
+        holder.kv.drop()
+        self.forget(holder)
+
+    def forget(self, holder: Holder) -> None:
+        self.free.update(holder.slots[holder.shared :])
+        self.model.locks.remove(holder.lock)
+        self.live = [other for other in self.live if other is not holder]
+
+    @rule(count=st.integers(0, 12))
+    def evict(self, count: int) -> None:
+        expected = [
+            self.model.evict_one() for _ in range(min(count, self.model.evictable()))
+        ]
+        slots = self.pool.cache.evict(count)
+        assert set(slots.tolist()) == set(expected)
+        self.pool.slots.free(slots)
+        self.free.update(expected)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def released_by(self, data: st.DataObject) -> None:
+        """Foretelling what victims release equals releasing them in the model."""
+        victims = data.draw(st.lists(st.sampled_from(range(len(self.live))), unique=True))
+        chosen = [self.live[index] for index in victims]
+        foretold = self.pool.cache.released_by(holder.kv.node for holder in chosen)
+        before = self.model.evictable()
+        remaining = list(self.model.locks)
+        for holder in chosen:
+            remaining.remove(holder.lock)
+        kept, self.model.locks = self.model.locks, remaining
+        assert foretold == self.model.evictable() - before
+        self.model.locks = kept
+
+    @invariant()
+    def counts_agree(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        cache = self.pool.cache
+        assert cache.cached_tokens == len(self.model.positions)
+        assert cache.evictable_tokens == self.model.evictable()
+        assert cache.tenants == len({tenant for tenant, _ in self.model.positions})
+        assert self.pool.slots.free_slots == len(self.free)
+        own = sum(holder.kv.own for holder in self.live)
+        assert len(self.free) + cache.cached_tokens + own == self.pool.slots.total
+
+    def teardown(self) -> None:
+        """Whatever happened, everything can be given back."""
+        if not hasattr(self, "pool"):
+            return
+        for holder in self.live:
+            holder.kv.close(int32(holder.tokens))
+        total = self.pool.slots.total
+        assert self.pool.available == total
+        assert sorted(self.pool.allocate(total).tolist()) == list(range(total))
+        assert self.pool.cache.tenants == 0
+
+
+KVMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=60, deadline=None)
+TestKV = KVMachine.TestCase
