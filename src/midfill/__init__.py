@@ -1,3 +1,25 @@
-"""midfill serves language models for infilling and computes only what an edit changed."""
+"""midfill serves language models for infilling and computes only what an edit changed.
+
+from midfill import LLM, SamplingParams
+print(LLM("smollm2-135m").infill("def add(a, b):\\n    return ", "\\n").text)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from midfill.frontend.sampling import SamplingParams
+    from midfill.llm import LLM
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_HOMES = {"LLM": "midfill.llm", "SamplingParams": "midfill.frontend.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what it takes when it is first used: the command line must start fast."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'midfill' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -79,9 +79,7 @@ class NaiveCache:
 
     def evict_one(self) -> int:
         parents = {(tenant, path[:-1]) for tenant, path in self.positions}
-        leaves = [
-            key for key in self.positions if key not in parents and not self.locked(*key)
-        ]
+        leaves = [key for key in self.positions if key not in parents and not self.locked(*key)]
         oldest = min(leaves, key=lambda key: self.positions[key].last_used)
         return self.positions.pop(oldest).slot
 
@@ -143,7 +141,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule(tenant=TENANTS, tokens=TOKENS)
     def peek(self, tenant: str, tokens: list[int]) -> None:
         path = self.model.longest(tenant, tokens)
-        evictable = sum(not self.model.locked(tenant, path[:end + 1]) for end in range(len(path)))
+        evictable = sum(not self.model.locked(tenant, path[: end + 1]) for end in range(len(path)))
         assert self.pool.cache.peek(tenant, int32(tokens)) == (len(path), evictable)
 
     @rule(target=holders, tenant=TENANTS, tokens=TOKENS)
@@ -228,9 +226,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 12))
     def evict(self, count: int) -> None:
-        expected = [
-            self.model.evict_one() for _ in range(min(count, self.model.evictable()))
-        ]
+        expected = [self.model.evict_one() for _ in range(min(count, self.model.evictable()))]
         slots = self.pool.cache.evict(count)
         assert set(slots.tolist()) == set(expected)
         self.pool.slots.free(slots)

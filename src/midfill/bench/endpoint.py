@@ -34,11 +34,16 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 class Endpoint:
-    """Sends streaming completion requests to ``base_url`` (which ends in ``/v1``)."""
+    """Sends streaming completion requests to ``base_url`` (which ends in ``/v1``).
+
+    Attributes:
+        sentinels: texts of the model's PRE, SUF and MID tokens, where the user named them.
+    """
 
     def __init__(self, base_url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.base_url = base_url.rstrip("/")
+        self.sentinels: tuple[str, str, str] | None = None
         self._client = httpx.AsyncClient(
             base_url=self.base_url,
             headers=headers,

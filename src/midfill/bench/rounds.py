@@ -23,8 +23,10 @@ from typing import Any, Literal
 import msgspec
 
 from midfill.bench.documents import standard_library_documents
-from midfill.bench.endpoint import Endpoint, Measurement
+from midfill.bench.endpoint import Measurement
 from midfill.bench.machine import Machine, describe_machine
+from midfill.bench.targets import Target
+from midfill.errors import MidfillError
 
 Layout = Literal["fim", "efim", "native"]
 LAYOUTS: tuple[Layout, ...] = ("fim", "efim", "native")
@@ -41,7 +43,7 @@ class RoundsOptions(msgspec.Struct, frozen=True, kw_only=True):
         rounds: requests a user sends, one after the other; at most 7.
         output_tokens: tokens of each answer, end-of-text ignored.
         repeats: runs of each layout, in turn; figures are medians.
-        sentinels: texts of the PRE, SUF and MID tokens for ``fim`` and ``efim``.
+        sentinels: texts of the PRE, SUF and MID tokens, which ``fim`` and ``efim`` need.
         seed: which files.
     """
 
@@ -50,7 +52,7 @@ class RoundsOptions(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 5
     output_tokens: int = 16
     repeats: int = 3
-    sentinels: tuple[str, str, str] = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    sentinels: tuple[str, str, str] | None = None
     seed: int = 0
 
 
@@ -89,6 +91,20 @@ class RoundsReport(msgspec.Struct, frozen=True, kw_only=True):
     layouts: dict[str, LayoutResult]
 
 
+def parse_layouts(text: str) -> tuple[Layout, ...]:
+    """Layouts as named on the command line, separated by commas.
+
+    Raises:
+        MidfillError: an unknown name, or none.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in LAYOUTS]
+    if unknown or not names:
+        what = ", ".join(unknown) or "nothing"
+        raise MidfillError(f"--layouts names {what}; there are {', '.join(LAYOUTS)}")
+    return tuple(layout for layout in LAYOUTS if layout in names)
+
+
 def round_texts(document: str, number: int) -> tuple[str, str, str]:
     """(head, prefix, suffix) of round ``number`` (from 1); head is round 1's prefix."""
     middle = len(document) // 2
@@ -112,6 +128,7 @@ def payload(
     }
     if layout == "native":
         return {**body, "prompt": prefix, "suffix": suffix}
+    assert options.sentinels is not None
     pre, suf, mid = options.sentinels
     rest = "" if layout == "fim" else prefix[len(head) :]
     before = prefix if layout == "fim" else head
@@ -120,7 +137,7 @@ def payload(
 
 
 async def run_once(
-    endpoint: Endpoint, layout: Layout, options: RoundsOptions, model: str
+    target: Target, layout: Layout, options: RoundsOptions, model: str
 ) -> tuple[float, list[list[Measurement]]]:
     """All users through all rounds; returns wall seconds and measurements [user][round]."""
     mark = f"# {uuid.uuid4()}\n"
@@ -128,7 +145,7 @@ async def run_once(
 
     async def user(document: str) -> list[Measurement]:
         return [
-            await endpoint.complete(payload(layout, mark + document, number, options, model))
+            await target.complete(payload(layout, mark + document, number, options, model))
             for number in range(1, options.rounds + 1)
         ]
 
@@ -164,22 +181,26 @@ def summarise(runs: list[tuple[float, list[list[Measurement]]]]) -> LayoutResult
 
 
 async def measure_rounds(
-    endpoint: Endpoint,
+    target: Target,
     options: RoundsOptions,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RoundsReport:
     """Run every layout ``repeats`` times, in turn, after one small request to warm up.
 
     Raises:
-        MidfillError: the endpoint is missing or refuses a request.
+        MidfillError: the target refuses a request, or a layout needs sentinels nobody knows.
     """
-    model = await endpoint.model()
-    await endpoint.complete({"model": model, "prompt": "def", "max_tokens": 4})
+    if options.sentinels is None:
+        options = msgspec.structs.replace(options, sentinels=target.sentinels)
+    if options.sentinels is None and set(options.layouts) - {"native"}:
+        raise MidfillError("fim and efim need the model's FIM tokens: name them with --fim-tokens")
+    model = await target.model()
+    await target.complete({"model": model, "prompt": "def", "max_tokens": 4})
     runs: dict[str, list[tuple[float, list[list[Measurement]]]]] = {}
     for repeat in range(options.repeats):
         for layout in options.layouts:
             progress(f"{layout}, run {repeat + 1} of {options.repeats}")
-            runs.setdefault(layout, []).append(await run_once(endpoint, layout, options, model))
+            runs.setdefault(layout, []).append(await run_once(target, layout, options, model))
     return RoundsReport(
         model=model,
         machine=describe_machine(),

@@ -57,7 +57,7 @@ def load_runner(
 def describe_runner(runner: Runner) -> str:
     """What computes, for people."""
     if isinstance(runner, CpuRunner):
-        return f"CPU kernels, {runner.threads} threads"
+        return f"CPU kernels, {runner.threads} thread{'' if runner.threads == 1 else 's'}"
     if isinstance(runner, TorchRunner):
         return f"PyTorch on {runner.decoder.device}"
     return type(runner).__name__

@@ -1,1 +1,1 @@
-"""HTTP: the dialects clients speak."""
+"""HTTP: the dialects clients speak, one file each."""

@@ -1,0 +1,5 @@
+"""``python -m midfill``: the command line."""
+
+from midfill.cli import main
+
+main()

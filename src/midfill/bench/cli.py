@@ -1,0 +1,85 @@
+"""The ``midfill bench`` commands."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure speed; tables on the terminal, figures as JSON, plots and Markdown.",
+)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure speed."""
+
+
+@app.command()
+def rounds(
+    url: Annotated[
+        str | None,
+        typer.Option(help="An OpenAI-style server, e.g. http://127.0.0.1:8080/v1. "
+                     "Without it the model is loaded here, into this process."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to load here; the default model if not given.")
+    ] = None,
+    layouts: Annotated[
+        str, typer.Option(help="Which ways of asking to measure, separated by commas.")
+    ] = "fim,efim,native",
+    users: Annotated[int, typer.Option(min=1, help="Documents edited at once.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, max=7, help="Requests a user sends.")] = 5,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs a layout; medians are shown.")] = 3,
+    fim_tokens: Annotated[
+        str | None,
+        typer.Option(help="PRE,SUF,MID: the model's FIM tokens. Loaded here, a model without any "
+                     "gets three spare ones: that changes its answers, not its speed."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, loaded here.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write all figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Put the table into this Markdown file.")
+    ] = None,
+) -> None:  # fmt: skip
+    """EFIM's load: documents that grow at the caret, round after round.
+
+    fim sends PRE prefix SUF suffix MID each time; efim keeps the first prefix in place and sends
+    what grew after MID; native sends prefix and suffix and lets the server choose.
+    """
+    from midfill.bench.rounds import RoundsOptions, measure_rounds, parse_layouts
+    from midfill.bench.rounds_report import plot_rounds, rounds_markdown, rounds_table
+    from midfill.bench.targets import open_target
+
+    console = Console(stderr=True)
+    options = RoundsOptions(
+        layouts=parse_layouts(layouts),
+        users=users,
+        rounds=rounds,
+        output_tokens=output_tokens,
+        repeats=repeats,
+        seed=seed,
+    )
+
+    async def measure() -> None:
+        async with open_target(url, model, fim_tokens, threads, console) as target:
+            with console.status("warming up") as status:
+                report = await measure_rounds(target, options, status.update)
+        Console().print(rounds_table(report))
+        if json is not None:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        if plot is not None:
+            plot_rounds(report, plot)
+        if docs is not None:
+            from midfill.bench.document_sections import replace_section
+
+            replace_section(docs, "rounds", rounds_markdown(report))
+
+    asyncio.run(measure())

@@ -1,0 +1,109 @@
+"""What a prompt costs: tokens that a prefix cache does not hold.
+
+The cache modelled here is the engine's radix cache at token granularity that has lost nothing
+yet: a prompt's cost is its length less the longest prefix it shares with ANY earlier prompt of
+the session (and with the tokens generated after it), but never less than one, since the last
+token always has to be computed. All layouts are counted by this one rule.
+"""
+
+import bisect
+import re
+from collections.abc import Callable, Sequence
+
+from midfill.infill.compare import common_prefix
+from midfill.infill.formats import Sentinel
+from midfill.infill.layout import Segment
+
+Tokenize = Callable[[str], list[int]]
+
+# About 3.5 characters a token on source code, like the vocabularies of code models: a line break
+# with its indentation, a piece of a word or number with the space before it, a sign or two.
+_PIECE = re.compile(r"\n+[ \t]*|[ ]?[^\W\d_]{1,8}|[ ]?\d{1,3}|[ ]?[^\w\s]{1,2}|\s+|_|.", re.DOTALL)
+
+
+class PieceTokenizer:
+    """A stand-in for a model's tokenizer, so that edits can be counted without a model.
+
+    Like a real one it merges characters into pieces that depend on what stands next to them.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of the text's pieces, from 0 up in order of first appearance."""
+        ids = self._ids
+        return [ids.setdefault(piece, len(ids)) for piece in self.pieces(text)]
+
+    @staticmethod
+    def pieces(text: str) -> list[str]:
+        """The text in pieces."""
+        return _PIECE.findall(text)
+
+
+class PromptEncoder:
+    """Prompts as strings with one character a token, so that comparing them is fast.
+
+    Args:
+        tokenize: text to ids; called for each segment by itself, unchanged ones only once.
+    """
+
+    def __init__(self, tokenize: Tokenize) -> None:
+        self._tokenize = tokenize
+        self._seen: dict[str, str] = {}
+        self._sentinels: dict[int, str] = {}
+
+    def __call__(self, segments: Sequence[Segment]) -> str:
+        """One character a token."""
+        return "".join(
+            self._sentinels.setdefault(segment.token_id, chr(1 + len(self._sentinels)))
+            if isinstance(segment, Sentinel)
+            else self.text(segment.text)
+            for segment in segments
+        )
+
+    def text(self, text: str) -> str:
+        """A text segment's tokens."""
+        found = self._seen.get(text)
+        if found is None:
+            if len(self._seen) >= 64:
+                self._seen.pop(next(iter(self._seen)))
+            # Past the surrogates; the characters below them are the sentinels'.
+            found = "".join([chr(0xE000 + token) for token in self._tokenize(text)])
+            self._seen[text] = found
+        return found
+
+
+class PrefixCache:
+    """Longest match with any earlier prompt: in sorted order it is next to the new one."""
+
+    def __init__(self) -> None:
+        self._prompts: list[str] = []
+
+    def match(self, prompt: str) -> int:
+        """Tokens of the prompt that are cached, at most all but the last."""
+        where = bisect.bisect_left(self._prompts, prompt)
+        shared = max(
+            (common_prefix(near, prompt) for near in self._prompts[max(0, where - 1) : where + 1]),
+            default=0,
+        )
+        return min(shared, len(prompt) - 1)
+
+    def add(self, prompt: str) -> None:
+        """Remember a prompt with all its tokens."""
+        bisect.insort(self._prompts, prompt)
+
+
+def count_computed(prompts: Sequence[str], generated: Sequence[str] | None = None) -> list[int]:
+    """Tokens each prompt has to compute, one cache for all.
+
+    Args:
+        prompts: in order, from one ``PromptEncoder``.
+        generated: the same prompts with the tokens the model generated appended.
+    """
+    cache = PrefixCache()
+    computed = []
+    for number, prompt in enumerate(prompts):
+        computed.append(len(prompt) - cache.match(prompt))
+        cache.add(generated[number] if generated is not None else prompt)
+    return computed

@@ -1,0 +1,254 @@
+"""A simulated editor: files, a caret, undo, and the requests a completion plugin would send."""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+RoundKind = Literal[
+    "open", "type", "typo", "delete", "accept", "partial", "jump", "below", "undo", "switch"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One request of an editor.
+
+    Attributes:
+        document: which file, for bookkeeping; clients need not send it.
+        prefix, suffix: the text around the caret.
+        kind: what the user had just done.
+        shown: the completion the model answered with, as far as the session depends on it;
+            its tokens were generated, so their KV can be in the cache.
+    """
+
+    document: str
+    prefix: str
+    suffix: str
+    kind: RoundKind
+    shown: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How the user writes a text; weights are relative to each other.
+
+    Attributes:
+        typing: a burst of keystrokes.
+        typo: one to three wrong keys and the backspaces that remove them.
+        rethink: deleting back some of what was written.
+        accept, partial: taking a shown completion, or only its first words.
+        undo: taking the last one to three changes back.
+        burst: mean keystrokes between two requests.
+        request_on_jump: share of caret moves that send a request by themselves.
+    """
+
+    typing: float = 70.0
+    typo: float = 5.0
+    rethink: float = 3.0
+    accept: float = 8.0
+    partial: float = 4.0
+    undo: float = 2.0
+    burst: float = 2.0
+    request_on_jump: float = 0.5
+
+
+@dataclass(slots=True)
+class Writing:
+    """A text being written: how much of it stands already."""
+
+    text: str
+    done: int = 0
+
+    @property
+    def rest(self) -> str:
+        """What is still to be written."""
+        return self.text[self.done :]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What undo needs to take a change back."""
+
+    start: int
+    inserted: int
+    removed: str
+    caret: int
+    writing: Writing
+    done: int
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """A file in the editor.
+
+    Attributes:
+        name, text, caret: as it stands.
+        gaps: (position, missing text) still to be written; they move along with edits.
+        writing: what is being written at the caret.
+    """
+
+    name: str
+    text: str
+    caret: int = 0
+    gaps: list[tuple[int, str]] = field(default_factory=list)
+    writing: Writing = field(default_factory=lambda: Writing(""))
+    _changes: list[_Change] = field(default_factory=list)
+
+    def replace(self, start: int, end: int, new: str, caret: int) -> None:
+        """Put ``new`` in place of text[start:end] and the caret at ``caret``."""
+        self._changes.append(
+            _Change(
+                start, len(new), self.text[start:end], self.caret, self.writing, self.writing.done
+            )
+        )
+        self.replace_for_good(start, end, new, caret)
+
+    def replace_for_good(self, start: int, end: int, new: str, caret: int) -> None:
+        """``replace`` that undo does not know of."""
+        shift = len(new) - (end - start)
+        self.text = self.text[:start] + new + self.text[end:]
+        self.caret = caret
+        self.gaps = [
+            (where + shift if where >= end else min(where, start), text)
+            for where, text in self.gaps
+        ]
+
+    def undo(self) -> bool:
+        """Take the last change back; the caret returns to where it was. False if there is none."""
+        if not self._changes:
+            return False
+        change = self._changes.pop()
+        end = change.start + change.inserted
+        self.replace_for_good(change.start, end, change.removed, change.caret)
+        self.writing, self.writing.done = change.writing, change.done
+        return True
+
+    def forget_changes(self) -> None:
+        """Undo goes no further back than here."""
+        self._changes.clear()
+
+
+class Editor:
+    """One user with some files open; ``rounds`` grows by what the editor sends.
+
+    Args:
+        files: the open files, the first one in front.
+        habits: how the user writes.
+        generator: where all chance comes from.
+    """
+
+    def __init__(self, files: Sequence[OpenFile], habits: Habits, generator: random.Random) -> None:
+        self.files = list(files)
+        self.file = self.files[0]
+        self.rounds: list[Round] = []
+        self._habits = habits
+        self._random = generator
+
+    def send(self, kind: RoundKind) -> None:
+        """Ask for a completion at the caret."""
+        file = self.file
+        self.rounds.append(Round(file.name, file.text[: file.caret], file.text[file.caret :], kind))
+
+    def go(self, caret: int) -> None:
+        """Move the caret; some moves send a request."""
+        self.file.caret = caret
+        if self._random.random() < self._habits.request_on_jump:
+            self.send("jump")
+
+    def erase(self, count: int, steps: Sequence[int]) -> None:
+        """Delete backwards from the caret, so many characters at a time."""
+        file = self.file
+        while count > 0:
+            step = min(count, self._random.choice(steps))
+            file.replace(file.caret - step, file.caret, "", file.caret - step)
+            file.writing.done -= step
+            count -= step
+            self.send("delete")
+
+    def write_some(self) -> None:
+        """Get on with ``file.writing`` by one action, chosen by habit."""
+        habits = self._habits
+        actions = {
+            self._type: habits.typing,
+            self._mistype: habits.typo,
+            self._rethink: habits.rethink,
+            self._accept: habits.accept,
+            self._accept_partly: habits.partial,
+            self._undo: habits.undo,
+        }
+        self._random.choices(list(actions), list(actions.values()))[0]()
+
+    def _type(self) -> None:
+        count = 1 + int(self._random.expovariate(1 / (self._habits.burst - 0.5)))
+        self._insert(self.file.writing.rest[:count])
+        self.send("type")
+
+    def _mistype(self) -> None:
+        file = self.file
+        wrong = "".join(self._random.choices("etaoinsrhdl_(.", k=self._random.randint(1, 3)))
+        file.replace_for_good(file.caret, file.caret, wrong, file.caret + len(wrong))
+        self.send("typo")
+        for _ in wrong:
+            file.replace_for_good(file.caret - 1, file.caret, "", file.caret - 1)
+            self.send("typo")
+
+    def _rethink(self) -> None:
+        count = 1 + int(self._random.expovariate(1 / 12))
+        self.erase(min(self.file.writing.done, count), (1, 1, 4))
+
+    def _accept(self) -> None:
+        shown = self._show()
+        self._insert(shown)
+        self.send("accept")
+
+    def _accept_partly(self) -> None:
+        shown = self._show()
+        words = re.match(r"\s*\S+(\s+\S+)?", shown)
+        self._insert(words.group() if words else shown)
+        self.send("partial")
+
+    def _undo(self) -> None:
+        for _ in range(self._random.randint(1, 3)):
+            if self.file.undo():
+                self.send("undo")
+
+    def _show(self) -> str:
+        """Let the model have answered here: to the end of this line or of some more."""
+        file = self.file
+        last = self.rounds[-1] if self.rounds else None
+        here = (file.name, file.text[: file.caret], file.text[file.caret :])
+        if last is None or (last.document, last.prefix, last.suffix) != here:
+            self.send("jump")
+        rest = file.writing.rest
+        lines = rest.splitlines(keepends=True)[: self._random.choice((1, 1, 1, 2, 4))]
+        shown = "".join(lines).rstrip("\n") or rest[:1]
+        self.rounds[-1] = replace(self.rounds[-1], shown=shown)
+        return shown
+
+    def _insert(self, text: str) -> None:
+        file = self.file
+        file.replace(file.caret, file.caret, text, file.caret + len(text))
+        file.writing.done += len(text)
+
+
+def windowed(
+    rounds: Sequence[Round], *, characters: int | None = None, lines: int | None = None
+) -> list[Round]:
+    """The same session as a client sends it that gives only a window around the caret.
+
+    Args:
+        characters: that many before and after the caret; or
+        lines: that many whole lines before and after the caret's own.
+    """
+    sent = []
+    for one in rounds:
+        prefix, suffix = one.prefix, one.suffix
+        if characters is not None:
+            prefix, suffix = prefix[max(0, len(prefix) - characters) :], suffix[:characters]
+        if lines is not None:
+            prefix = "\n".join(prefix.split("\n")[-lines - 1 :])
+            suffix = "\n".join(suffix.split("\n")[: lines + 1])
+        sent.append(replace(one, prefix=prefix, suffix=suffix))
+    return sent

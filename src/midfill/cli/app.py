@@ -1,0 +1,46 @@
+"""The ``midfill`` command with its subcommands."""
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from midfill import __version__
+from midfill.cli.complete import complete
+from midfill.cli.generate import generate
+from midfill.cli.pull import models, pull
+from midfill.cli.serve import serve
+
+app = typer.Typer(
+    name="midfill",
+    help="An LLM server for infilling: it computes only what an edit changed.",
+    epilog="Start with: midfill serve (fetches a small model the first time).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"midfill {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options of midfill itself."""
+
+
+for command in (serve, complete, generate, pull, models):
+    app.command()(command)
+
+if importlib.util.find_spec("midfill.bench.cli") is not None:
+    from midfill.bench.cli import app as bench
+
+    app.add_typer(bench, name="bench")

@@ -1,0 +1,161 @@
+"""``midfill complete``: infill at a place in a file and show it there."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from midfill.cli.options import (
+    BackendOption,
+    DeviceOption,
+    FimTokensOption,
+    MaxTokensOption,
+    ModelOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    ThreadsOption,
+    parse_fim_tokens,
+)
+from midfill.errors import MidfillError
+
+_PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?")
+
+
+@dataclass(frozen=True)
+class Caret:
+    """A place in a file.
+
+    Attributes:
+        line: its number, from 1.
+        prefix, suffix: the file's text before and after it.
+    """
+
+    line: int
+    prefix: str
+    suffix: str
+
+
+def complete(
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE:LINE[:COL]",
+            help="Where to fill in: lines and columns count from 1, the caret stands before the"
+            " column's character; without COL at the line's end.",
+        ),
+    ],
+    model: ModelOption = None,
+    max_tokens: MaxTokensOption = 64,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    around: Annotated[int, typer.Option(min=0, help="Lines to show around it.")] = 4,
+    fim_tokens: FimTokensOption = None,
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+) -> None:
+    """Fill in at a place in a file and show the result there; the file stays as it is."""
+    from midfill.cli.progress import show_progress
+    from midfill.frontend.sampling import SamplingParams
+    from midfill.llm import LLM
+    from midfill.models.hub import DEFAULT_MODEL
+
+    caret = find_caret(place)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ())
+    )
+    with show_progress() as progress:
+        llm = LLM(
+            model or DEFAULT_MODEL,
+            backend=backend,
+            device=device,
+            threads=threads,
+            fim_tokens=None if fim_tokens is None else parse_fim_tokens(fim_tokens),
+            progress=progress,
+        )
+    with llm:
+        answer = llm.infill_stream(caret.prefix, caret.suffix, sampling)
+        for piece in render(caret, (delta.text for delta in answer), around, _has_colours()):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    if llm.fim_format is None:
+        typer.echo(
+            "midfill: no FIM tokens known for this model; it saw only the text before the caret",
+            err=True,
+        )
+
+
+def find_caret(place: str) -> Caret:
+    """Read FILE:LINE[:COL] and the file.
+
+    Raises:
+        typer.BadParameter: not of that form.
+        MidfillError: no such file, line or column, or not text.
+    """
+    match = _PLACE.fullmatch(place)
+    if match is None:
+        raise typer.BadParameter(f"{place!r} is not FILE:LINE or FILE:LINE:COL")
+    path, line = Path(match["file"]), int(match["line"])
+    try:
+        # No newline translation: the model should see the file as it is.
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise MidfillError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise MidfillError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    lines = re.split(r"(?<=\n)", text)
+    if not 1 <= line <= len(lines):
+        raise MidfillError(f"{path}: there is no line {line}; the file has {len(lines)}")
+    content = lines[line - 1].rstrip("\r\n")
+    column = len(content) + 1 if match["column"] is None else int(match["column"])
+    if not 1 <= column <= len(content) + 1:
+        raise MidfillError(
+            f"{path}:{line}: there is no column {column}; the line has {len(content)} characters"
+        )
+    offset = sum(map(len, lines[: line - 1])) + column - 1
+    return Caret(line, text[:offset], text[offset:])
+
+
+def render(caret: Caret, answer: Iterator[str], around: int, colours: bool) -> Iterator[str]:
+    """The lines around the caret with the answer in place, piece by piece.
+
+    Args:
+        caret: where.
+        answer: the text to put there, as it comes.
+        around: lines to show before and after.
+        colours: whether to mark the answer and dim the line numbers.
+    """
+    green, dim, plain = ("\033[1;32m", "\033[2m", "\033[0m") if colours else ("", "", "")
+
+    def gutter(number: int | None) -> str:
+        return f"{dim}{'' if number is None else number:>5} |{plain} "
+
+    before = caret.prefix.split("\n")[-around - 1 :]
+    first = caret.line - len(before) + 1
+    for number, line in enumerate(before[:-1], first):
+        yield f"{gutter(number)}{line}\n"
+    yield f"{gutter(caret.line)}{before[-1]}"
+    for piece in answer:
+        for number, line in enumerate(piece.split("\n")):
+            if number:
+                yield f"\n{gutter(None)}"
+            if line:
+                yield f"{green}{line}{plain}"
+    rest, *after = caret.suffix.split("\n")
+    yield f"{rest}\n"
+    if after and after[-1] == "":
+        after.pop()
+    for number, line in enumerate(after[:around], caret.line + 1):
+        yield f"{gutter(number)}{line}\n"
+
+
+def _has_colours() -> bool:
+    import os
+
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ

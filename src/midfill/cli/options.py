@@ -1,0 +1,65 @@
+"""Options that several commands share."""
+
+from typing import Annotated
+
+import typer
+
+from midfill.cli.sizes import parse_size
+from midfill.config import Backend
+
+_MODEL_HELP = (
+    "A .gguf file, a model folder, ORG/NAME on the Hugging Face hub, or a name that"
+    " 'midfill models' lists; fetched if need be."
+)
+
+
+def parse_fim_tokens(text: str) -> tuple[str, str, str]:
+    """Three sentinel texts from "PRE,SUF,MID".
+
+    Raises:
+        typer.BadParameter: it isn't three.
+    """
+    parts = text.split(",")
+    if len(parts) != 3 or not all(parts):
+        raise typer.BadParameter("name three tokens: PREFIX,SUFFIX,MIDDLE")
+    return parts[0], parts[1], parts[2]
+
+
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP)]
+BackendOption = Annotated[
+    Backend,
+    typer.Option(help="What computes: midfill's CPU kernels, or PyTorch on any device."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="Device of the torch backend, such as cuda:1.", metavar="NAME")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads; all cores this process may use if not set.")
+]
+ContextOption = Annotated[
+    int | None, typer.Option(min=2, help="Most tokens of a prompt and its answer.")
+]
+KvMemoryOption = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="Memory for KV, like 2GB; sized from what is free if not set.",
+    ),
+]
+FimTokensOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PRE,SUF,MID",
+        help="The model's FIM tokens, for models midfill doesn't know.",
+    ),
+]
+MaxTokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Longest answer.")]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", "-t", min=0, help="0 always takes the likeliest token.")
+]
+SeedOption = Annotated[int | None, typer.Option(help="Makes a sampled answer reproducible.")]
+StopOption = Annotated[
+    list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")
+]

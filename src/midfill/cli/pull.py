@@ -1,0 +1,42 @@
+"""``midfill pull`` and ``midfill models``: what is on disk, and getting more."""
+
+from typing import Annotated
+
+import typer
+
+
+def pull(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="ORG/NAME on the Hugging Face hub, or a name of 'midfill models'; the default"
+            " model if left out.",
+        ),
+    ] = None,
+) -> None:
+    """Fetch a model; an interrupted download goes on where it stopped."""
+    from midfill.cli.progress import show_progress
+    from midfill.models import hub
+
+    with show_progress() as progress:
+        path = hub.pull(model or hub.DEFAULT_MODEL, progress)
+    typer.echo(path)
+
+
+def models() -> None:
+    """List the models that can be served by name."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from midfill.cli.sizes import format_size
+    from midfill.models.hub import DEFAULT_MODEL, list_models
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("NAME", "SIZE", "FORMAT", "STATE", "WHERE"):
+        table.add_column(title, overflow="fold", justify="right" if title == "SIZE" else "left")
+    for entry in list_models():
+        name = f"{entry.name} (default)" if entry.name == DEFAULT_MODEL else entry.name
+        where = str(entry.path) if entry.state == "ready" else ""
+        table.add_row(name, format_size(entry.bytes), entry.format, entry.state, where)
+    Console().print(table)

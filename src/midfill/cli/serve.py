@@ -1,0 +1,115 @@
+"""``midfill serve``: the server, with a banner that says what is served and how to try it."""
+
+import json
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midfill.cli.options import (
+    BackendOption,
+    ContextOption,
+    DeviceOption,
+    FimTokensOption,
+    KvMemoryOption,
+    ModelArgument,
+    ThreadsOption,
+    parse_fim_tokens,
+)
+
+if TYPE_CHECKING:
+    from midfill.engine.messages import EngineInfo
+    from midfill.server.service import ModelService
+
+
+def serve(
+    model: ModelArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    served_name: Annotated[
+        str | None, typer.Option(help="What clients call the model.", metavar="NAME")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="MIDFILL_API_KEY",
+            help="Key that clients must send; may be repeated. Each key has its own cache.",
+        ),
+    ] = None,
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    context: ContextOption = None,
+    kv_memory: KvMemoryOption = None,
+    fim_tokens: FimTokensOption = None,
+    token_budget: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Most tokens a step runs. Lower: steadier streams; higher: faster prompts.",
+        ),
+    ] = 256,
+) -> None:
+    """Serve a model over OpenAI's API; without MODEL a small one, fetched the first time."""
+    import logging
+
+    from midfill.cli.progress import show_progress
+    from midfill.config import ModelOptions, ServeOptions
+    from midfill.models.hub import DEFAULT_MODEL, resolve
+    from midfill.server.run import run_server
+
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    options = ServeOptions(
+        model=model or DEFAULT_MODEL,
+        served_name=served_name,
+        host=host,
+        port=port,
+        api_keys=tuple(api_key or ()),
+        fim_tokens=None if fim_tokens is None else parse_fim_tokens(fim_tokens),
+        options=ModelOptions(
+            backend=backend,
+            device=device,
+            threads=threads,
+            context=context,
+            kv_memory=kv_memory,
+            token_budget=token_budget,
+        ),
+    )
+    with ExitStack() as shown:
+        progress = shown.enter_context(show_progress())
+        path = resolve(options.model, progress)
+
+        def ready(url: str, info: "EngineInfo", service: "ModelService") -> None:
+            shown.close()
+            typer.echo(banner(url, info, service))
+
+        run_server(options, path, progress, ready)
+
+
+def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
+    """What is served, in a few lines."""
+    from midfill import __version__
+    from midfill.cli.sizes import format_size
+
+    if service.has_sentinels:
+        infill = "the model's own FIM tokens"
+        body: dict[str, object] = {
+            "prompt": "def mean(values):\n    return ",
+            "suffix": " / len(values)\n",
+        }
+    else:
+        infill = "no FIM tokens known: answers see the prefix alone (--fim-tokens names some)"
+        body = {"prompt": "def mean(values):\n    return "}
+    body |= {"max_tokens": 16, "temperature": 0}
+    return f"""midfill {__version__} serves {service.name}
+  model    {info.layers} layers, weights {format_size(info.weight_bytes)}, {info.backend}
+  KV pool  {format_size(info.kv_bytes)} ({info.kv_bytes} bytes), {info.slots} tokens
+  context  {info.context} tokens
+  infill   {infill}
+  loaded   in {info.load_seconds:.1f} s
+  listens  on {url} (Ctrl-C stops it)
+
+Try it:
+  curl {url}/v1/completions -H 'Content-Type: application/json' \\
+    -d '{json.dumps(body)}'
+"""

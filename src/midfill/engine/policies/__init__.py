@@ -1,0 +1,1 @@
+"""Scheduler policies, one published method a file."""

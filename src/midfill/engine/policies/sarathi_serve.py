@@ -1,0 +1,154 @@
+"""SarathiServe: never pause decodes; fill a token budget with them first, prefill chunks after.
+
+Source: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve",
+OSDI 2024, arXiv 2403.02310, section 4.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from midfill.engine.scheduler import (
+    Chunk,
+    ScheduleState,
+    StepPlan,
+    WaitingSequence,
+)
+
+
+@dataclass(frozen=True)
+class DynamicChunks:
+    """Chunk sizes that shrink as a prompt's context grows, so that each costs about the same.
+
+    Attributes:
+        low, high: smallest and largest size, in tokens.
+        max_tokens: prompt length the stages are spread over; beyond it the last size stays.
+        stages: how many sizes.
+    """
+
+    low: int
+    high: int
+    max_tokens: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high or self.max_tokens < 1 or self.stages < 1:
+            raise ValueError(f"chunk sizes must satisfy 1 <= low <= high, stages >= 1: {self}")
+
+    def size(self, done: int) -> int:
+        """The budget for a prompt of which ``done`` tokens are computed."""
+        stage_tokens = -(-self.max_tokens // self.stages)
+        stage = min(done // stage_tokens, self.stages - 1)
+        steps = max(self.stages - 1, 1)
+        size = self.high - (self.high - self.low) * stage / steps
+        multiple = min(32, self.low)
+        return max(round(size / multiple), 1) * multiple
+
+
+@dataclass(frozen=True)
+class SarathiServe:
+    """Decode-first chunked prefill under a token budget; first come, first served.
+
+    Every decoding sequence gets its token in every step, whatever the budget; prefills share what
+    the decodes leave of it. Cached prompt tokens cost nothing. When decodes run out of slots, the
+    latest arrivals are preempted and recomputed later. New sequences come from the queue's head
+    only, so none overtakes another.
+
+    Attributes:
+        token_budget: most tokens a step runs (more only if the decodes alone are more).
+        max_running: most sequences that hold slots at a time.
+        dynamic_chunks: the paper code's optional sizes; None uses the budget throughout.
+        worth_waiting: a new sequence whose prompt shares at least this many uncached tokens with
+            one that is being prefilled waits until they are cached instead of computing them
+            twice. An addition to the paper.
+    """
+
+    token_budget: int = 256
+    max_running: int = 128
+    dynamic_chunks: DynamicChunks | None = None
+    worth_waiting: int = 32
+
+    def __post_init__(self) -> None:
+        if self.token_budget < 1 or self.max_running < 1:
+            raise ValueError("token_budget and max_running must be at least 1")
+
+    def plan(self, state: ScheduleState) -> StepPlan:
+        """Plan one step: decodes, then prompts already started, then new ones."""
+        decodes, victims, available = self._place_decodes(state)
+        rows = len(decodes)
+        chunks: list[Chunk] = []
+        prefilling: list[int] = []
+        for sequence in state.running:
+            if sequence.decoding or sequence.sequence_id in victims:
+                continue
+            prefilling.append(sequence.sequence_id)
+            tokens = self._chunk(sequence.remaining, sequence.computed, rows)
+            if tokens:
+                chunks.append(Chunk(sequence.sequence_id, tokens))
+                rows += tokens
+        # After a preemption the queue's head is a victim, which cannot fit: its own slots are
+        # the ones that were missing.
+        admit = [] if victims else self._admit(state, prefilling, rows, available)
+        return StepPlan(tuple(victims), tuple(decodes), tuple(chunks), tuple(admit))
+
+    def _place_decodes(self, state: ScheduleState) -> tuple[list[int], list[int], int]:
+        """One slot for every decoding sequence; preempt from the tail while there is none.
+
+        Returns the sequences that decode, the victims (latest arrival first), and the slots left.
+        """
+        remaining = list(state.running)
+        decodes: list[int] = []
+        victims: list[int] = []
+        available = state.available_slots
+        position = 0
+        while position < len(remaining):
+            sequence = remaining[position]
+            if not sequence.decoding:
+                position += 1
+                continue
+            while available < 1 and len(remaining) > position:
+                victims.append(remaining.pop().sequence_id)
+                released = state.cache.released_by(victims)
+                available = state.available_slots + released - len(decodes)
+            if len(remaining) > position:
+                decodes.append(sequence.sequence_id)
+                available -= 1
+                position += 1
+        return decodes, victims, available
+
+    def _admit(
+        self, state: ScheduleState, prefilling: Iterable[int], rows: int, available: int
+    ) -> list[Chunk]:
+        """Start sequences from the queue's head while slots, places and budget last."""
+        admitted: list[Chunk] = []
+        in_prefill = list(prefilling)
+        places = self.max_running - len(state.running)
+        for sequence in state.waiting[: max(places, 0)]:
+            if rows >= self._budget(0):
+                break
+            cached = state.cache.cached_prefix(sequence.sequence_id)
+            # What it finds cached gets locked, so it no longer counts as available.
+            available -= cached.evictable + sequence.length - cached.tokens
+            tokens = self._chunk(sequence.length - cached.tokens, cached.tokens, rows)
+            if available < 0 or not tokens:
+                break
+            if self._pays_to_wait(state, sequence, cached.tokens, in_prefill):
+                break
+            admitted.append(Chunk(sequence.sequence_id, tokens))
+            in_prefill.append(sequence.sequence_id)
+            rows += tokens
+        return admitted
+
+    def _pays_to_wait(
+        self, state: ScheduleState, sequence: WaitingSequence, cached: int, in_prefill: list[int]
+    ) -> bool:
+        return any(
+            state.cache.common_prefix(sequence.sequence_id, other) - cached >= self.worth_waiting
+            for other in in_prefill
+        )
+
+    def _chunk(self, remaining: int, done: int, rows: int) -> int:
+        """Tokens a prompt may run beside ``rows`` others; decodes alone may exceed the budget."""
+        return max(min(remaining, self._budget(done) - rows), 0)
+
+    def _budget(self, done: int) -> int:
+        return self.token_budget if self.dynamic_chunks is None else self.dynamic_chunks.size(done)

@@ -1,0 +1,114 @@
+"""Sequence: one answer in the making; its tokens, its KV and how far it has come."""
+
+import copy
+import secrets
+
+import numpy as np
+
+from midfill.engine.batch import Int32Array
+from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.kv.sequence_kv import SequenceKV
+
+
+class Sequence:
+    """The mutable state of one answer. The engine alone changes it.
+
+    A request for n answers starts as one sequence that stands for all of them; they part when the
+    prompt is done, so the prompt is computed once.
+
+    Attributes:
+        request_id, tenant, params: the request's.
+        sequence_id: unique; grows in order of arrival.
+        index: which of the request's answers.
+        answers: how many answers it still stands for, ``index`` the first of them.
+        prompt_length: tokens of the prompt.
+        length: tokens so far, prompt and generated.
+        limit: the length at which it ends.
+        computed: tokens whose KV has been computed (and is still held).
+        decoding: whether it has sampled a token since it was admitted last.
+        cached_tokens: prompt tokens found cached when first admitted; None before that.
+        kv: its slots; None while it waits.
+    """
+
+    __slots__ = (
+        "_generator",
+        "_tokens",
+        "answers",
+        "cached_tokens",
+        "computed",
+        "decoding",
+        "index",
+        "kv",
+        "length",
+        "limit",
+        "params",
+        "prompt_length",
+        "request_id",
+        "seed",
+        "sequence_id",
+        "tenant",
+    )
+
+    def __init__(self, request: EngineRequest, sequence_id: int, longest: int) -> None:
+        """Start from a request; ``longest`` is what the context and the pool allow in all."""
+        self.request_id = request.request_id
+        self.tenant = request.tenant
+        self.params: SamplingParams = request.sampling
+        self.sequence_id = sequence_id
+        self.index = 0
+        self.answers = request.sampling.n
+        self.prompt_length = self.length = len(request.token_ids)
+        self.limit = min(self.prompt_length + request.sampling.max_tokens, longest)
+        self.computed = 0
+        self.decoding = False
+        self.cached_tokens: int | None = None
+        self.kv: SequenceKV | None = None
+        seed = request.sampling.seed
+        self.seed = secrets.randbits(64) if seed is None else seed
+        self._generator: np.random.Generator | None = None
+        # Set aside for the whole answer; the operating system backs it with memory as it fills.
+        self._tokens: Int32Array = np.empty(self.limit, dtype=np.int32)
+        self._tokens[: self.length] = request.token_ids
+
+    @property
+    def tokens(self) -> Int32Array:
+        """[length] int32, a view."""
+        return self._tokens[: self.length]
+
+    @property
+    def computed_tokens(self) -> Int32Array:
+        """[computed] int32, a view: the tokens whose KV is there."""
+        return self._tokens[: self.computed]
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token."""
+        self._tokens[self.length] = token_id
+        self.length += 1
+
+    def draw(self) -> float:
+        """The next number in [0, 1) of this answer's own random stream.
+
+        It depends on the seed, the answer's index and how many were drawn before, on nothing else.
+        """
+        if self._generator is None:
+            key = np.array([self.seed % 2**64, self.index], dtype=np.uint64)
+            self._generator = np.random.Generator(np.random.Philox(key=key))
+        return self._generator.random()
+
+    def part(self) -> list["Sequence"]:
+        """The answers this sequence stands for, itself first; the others are new and hold no KV.
+
+        This one is not changed: set ``answers`` to 1 when the others take over.
+        """
+        siblings = [self]
+        for offset in range(1, self.answers):
+            twin = copy.copy(self)
+            twin._tokens = np.empty_like(self._tokens)
+            twin._tokens[: self.length] = self.tokens
+            twin.sequence_id += offset
+            twin.index += offset
+            twin.answers = 1
+            twin.kv = None
+            twin.computed = 0
+            siblings.append(twin)
+        return siblings

@@ -1,0 +1,343 @@
+"""FIM formats: which sentinel tokens a model was trained with, and in which order.
+
+A family is one entry of ``FAMILIES``. Two orders exist:
+
+* ``psm``: ``PRE P SUF S MID I``. The cut between P and I is free: the whole prefix before SUF is
+  PSM, all of it after MID is the SPM variant the same models were trained on (Bavarian et al.,
+  2022, "Efficient Training of Language Models to Fill in the Middle"), anything between is EFIM.
+* ``spm``: ``SUF S PRE P [MID]``, the suffix first. What is typed is appended at the end, so the
+  family's own order already reuses everything EFIM would; there is nothing to cut.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from midfill.errors import InvalidRequestError
+
+Order = Literal["psm", "spm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sentinel:
+    """A token that stands for itself in a prompt, never for text.
+
+    Attributes:
+        text: its name in the vocabulary, for people and for recognising filled-in templates.
+        token_id: its id.
+    """
+
+    text: str
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class FimFormat:
+    """The sentinels of one loaded model.
+
+    Attributes:
+        name: the entry of ``FAMILIES``, "custom", or "metadata" where only ids are known.
+        prefix, suffix, middle: before P, before S, and before the answer; ``middle`` is None in
+            suffix-first families that go on right after the prefix.
+        order: see the module's text.
+        stop: tokens that end an infilled answer, beside the model's own end tokens. The
+            sentinels are among them: a model that writes one has left the gap.
+        repository, file_separator: before a repository's name and before each file's path, in
+            families trained on whole repositories.
+    """
+
+    name: str
+    prefix: Sentinel
+    suffix: Sentinel
+    middle: Sentinel | None
+    order: Order = "psm"
+    stop: tuple[Sentinel, ...] = ()
+    repository: Sentinel | None = None
+    file_separator: Sentinel | None = None
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids of ``stop``, each once."""
+        return tuple(dict.fromkeys(sentinel.token_id for sentinel in self.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The token texts of one family of models; ids come from a model's own vocabulary.
+
+    Attributes:
+        name: of this entry.
+        models: architecture names (``ModelConfig.family``) that usually carry it; decides only
+            between entries whose sentinels are spelled alike.
+        prefix, suffix, middle, order, stop, repository, file_separator: see ``FimFormat``.
+    """
+
+    name: str
+    prefix: str
+    suffix: str
+    middle: str | None
+    order: Order = "psm"
+    stop: tuple[str, ...] = ()
+    repository: str | None = None
+    file_separator: str | None = None
+    models: tuple[str, ...] = ()
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="codellama",
+        prefix="▁<PRE>",
+        suffix="▁<SUF>",
+        middle="▁<MID>",
+        stop=("▁<EOT>", "</s>"),
+        models=("llama",),
+    ),
+    Family(
+        name="starcoder2",
+        prefix="<fim_prefix>",
+        suffix="<fim_suffix>",
+        middle="<fim_middle>",
+        stop=("<|endoftext|>", "<fim_pad>", "<file_sep>"),
+        repository="<repo_name>",
+        file_separator="<file_sep>",
+        models=("starcoder2",),
+    ),
+    Family(  # also Granite Code, StableCode, Refact and other children of StarCoder
+        name="starcoder",
+        prefix="<fim_prefix>",
+        suffix="<fim_suffix>",
+        middle="<fim_middle>",
+        stop=("<|endoftext|>", "<fim_pad>", "<filename>"),
+        repository="<reponame>",
+        file_separator="<filename>",
+        models=("gpt_bigcode", "granite", "llama", "stablelm"),
+    ),
+    Family(
+        name="santacoder",
+        prefix="<fim-prefix>",
+        suffix="<fim-suffix>",
+        middle="<fim-middle>",
+        stop=("<|endoftext|>", "<fim-pad>"),
+        models=("gpt2", "gpt_bigcode"),
+    ),
+    Family(
+        name="qwen2.5-coder",
+        prefix="<|fim_prefix|>",
+        suffix="<|fim_suffix|>",
+        middle="<|fim_middle|>",
+        stop=("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|im_end|>"),
+        repository="<|repo_name|>",
+        file_separator="<|file_sep|>",
+        models=("qwen2", "qwen3"),
+    ),
+    Family(
+        name="granite",
+        prefix="<|fim_prefix|>",
+        suffix="<|fim_suffix|>",
+        middle="<|fim_middle|>",
+        stop=("<|end_of_text|>", "<|fim_pad|>", "<|filename|>"),
+        repository="<|reponame|>",
+        file_separator="<|filename|>",
+        models=("granite",),
+    ),
+    Family(
+        name="codegemma",
+        prefix="<|fim_prefix|>",
+        suffix="<|fim_suffix|>",
+        middle="<|fim_middle|>",
+        stop=("<eos>", "<|file_separator|>"),
+        file_separator="<|file_separator|>",
+        models=("gemma",),
+    ),
+    Family(
+        name="deepseek-coder",
+        prefix="<｜fim▁begin｜>",  # noqa: RUF001 (the model's own spelling)
+        suffix="<｜fim▁hole｜>",  # noqa: RUF001
+        middle="<｜fim▁end｜>",  # noqa: RUF001
+        stop=("<｜end▁of▁sentence｜>", "<|EOT|>"),  # noqa: RUF001
+        models=("llama", "deepseek_v2", "deepseek_v3"),
+    ),
+    Family(
+        name="aixcoder",
+        prefix="▁<AIX-SPAN-PRE>",
+        suffix="▁<AIX-SPAN-POST>",
+        middle="▁<AIX-SPAN-MIDDLE>",
+        stop=("</s>",),
+        models=("llama",),
+    ),
+    Family(
+        name="seed-coder",
+        prefix="<[fim-prefix]>",
+        suffix="<[fim-suffix]>",
+        middle="<[fim-middle]>",
+        order="spm",
+        models=("llama",),
+    ),
+    Family(  # Mistral's later vocabularies also hold [MIDDLE]; its FIM prompts never use it
+        name="codestral",
+        prefix="[PREFIX]",
+        suffix="[SUFFIX]",
+        middle=None,
+        order="spm",
+        stop=("</s>", "[MIDDLE]"),
+        models=("mistral", "mamba2"),
+    ),
+)
+
+# A checkpoint's own word on its sentinels, newest key first: GGUF keys hold token ids, the names
+# without a dot are those of a Hugging Face tokenizer_config.json and hold token texts.
+_PREFIX_KEYS = (
+    "tokenizer.ggml.fim_pre_token_id",
+    "tokenizer.ggml.prefix_token_id",
+    "prefix_token",
+)
+_SUFFIX_KEYS = (
+    "tokenizer.ggml.fim_suf_token_id",
+    "tokenizer.ggml.suffix_token_id",
+    "suffix_token",
+)
+_MIDDLE_KEYS = (
+    "tokenizer.ggml.fim_mid_token_id",
+    "tokenizer.ggml.middle_token_id",
+    "middle_token",
+)
+_REPOSITORY_KEYS = ("tokenizer.ggml.fim_rep_token_id",)
+_SEPARATOR_KEYS = ("tokenizer.ggml.fim_sep_token_id",)
+_STOP_KEYS = (
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.fim_pad_token_id",
+    "eot_token",
+)
+
+
+def find_format(
+    family: str, special_tokens: Mapping[str, int], metadata: Mapping[str, object]
+) -> FimFormat | None:
+    """The FIM format of a model, or None when it has no sentinels.
+
+    The checkpoint's own metadata wins; after that the known family whose sentinels the vocabulary
+    holds, the one with most of its other tokens present where several are spelled alike. A
+    vocabulary can hold sentinels the model was never trained on; nothing here can tell.
+
+    Args:
+        family: architecture name, ``ModelConfig.family``; only breaks ties.
+        special_tokens: every added or control token's text -> id.
+        metadata: GGUF keys (``tokenizer.ggml.fim_pre_token_id``, ...) or the fields of a Hugging
+            Face tokenizer_config.json (``prefix_token``, ...).
+    """
+    names = {token_id: text for text, token_id in special_tokens.items()}
+    prefix = _from_metadata(_PREFIX_KEYS, metadata, special_tokens, names)
+    suffix = _from_metadata(_SUFFIX_KEYS, metadata, special_tokens, names)
+    middle = _from_metadata(_MIDDLE_KEYS, metadata, special_tokens, names)
+    known = _known_format(family, special_tokens)
+    if prefix is None or suffix is None:
+        return known
+    if known is not None and (known.prefix, known.suffix) != (prefix, suffix):
+        known = None
+    if known is not None and (middle is None or known.middle is None):
+        middle = known.middle
+    elif middle is None:
+        return None  # two sentinels of an unknown family do not tell its order
+    own_stop = [
+        stop
+        for key in _STOP_KEYS
+        if (stop := _from_metadata((key,), metadata, special_tokens, names))
+    ]
+    repository = _from_metadata(_REPOSITORY_KEYS, metadata, special_tokens, names)
+    separator = _from_metadata(_SEPARATOR_KEYS, metadata, special_tokens, names)
+    return FimFormat(
+        name=known.name if known is not None else "metadata",
+        prefix=prefix,
+        suffix=suffix,
+        middle=middle,
+        order=known.order if known is not None else "psm",
+        stop=_distinct([prefix, suffix, middle, *own_stop, *(known.stop if known else ())]),
+        repository=repository or (known.repository if known else None),
+        file_separator=separator or (known.file_separator if known else None),
+    )
+
+
+def custom_format(
+    prefix: str,
+    suffix: str,
+    middle: str,
+    special_tokens: Mapping[str, int],
+    *,
+    order: Order = "psm",
+) -> FimFormat:
+    """A format of three token texts the user names, for models no entry knows.
+
+    Raises:
+        InvalidRequestError: a text is no special token of the model, or two are the same.
+    """
+    for text in (prefix, suffix, middle):
+        if text not in special_tokens:
+            raise InvalidRequestError(
+                f"the FIM token {text!r} is not a special token of this model", param="fim_tokens"
+            )
+    if len({prefix, suffix, middle}) < 3:
+        raise InvalidRequestError(
+            f"the three FIM tokens must differ, not {prefix!r}, {suffix!r}, {middle!r}",
+            param="fim_tokens",
+        )
+    before, after, gap = (Sentinel(text, special_tokens[text]) for text in (prefix, suffix, middle))
+    return FimFormat("custom", before, after, gap, order=order, stop=(before, after, gap))
+
+
+def _known_format(family: str, special_tokens: Mapping[str, int]) -> FimFormat | None:
+    """The best-fitting entry of ``FAMILIES`` with the vocabulary's ids."""
+    best: Family | None = None
+    best_fit = (-1, False)
+    for entry in FAMILIES:
+        required = [entry.prefix, entry.suffix] + ([entry.middle] if entry.middle else [])
+        if not all(text in special_tokens for text in required):
+            continue
+        others = {*entry.stop, entry.repository, entry.file_separator} - {None}
+        fit = (sum(text in special_tokens for text in others), family in entry.models)
+        if fit > best_fit:
+            best, best_fit = entry, fit
+    if best is None:
+        return None
+
+    def sentinel(text: str | None) -> Sentinel | None:
+        found = special_tokens.get(text) if text is not None else None
+        return Sentinel(text, found) if text is not None and found is not None else None
+
+    prefix = Sentinel(best.prefix, special_tokens[best.prefix])
+    suffix = Sentinel(best.suffix, special_tokens[best.suffix])
+    middle = sentinel(best.middle)
+    return FimFormat(
+        name=best.name,
+        prefix=prefix,
+        suffix=suffix,
+        middle=middle,
+        order=best.order,
+        stop=_distinct([prefix, suffix, middle, *map(sentinel, best.stop)]),
+        repository=sentinel(best.repository),
+        file_separator=sentinel(best.file_separator),
+    )
+
+
+def _from_metadata(
+    keys: tuple[str, ...],
+    metadata: Mapping[str, object],
+    special_tokens: Mapping[str, int],
+    names: Mapping[int, str],
+) -> Sentinel | None:
+    """The sentinel the first present key names, by id or by text; None when none is usable."""
+    for key in keys:
+        value = metadata.get(key)
+        if isinstance(value, Mapping):  # tokenizer_config.json: {"content": "<PRE>", ...}
+            value = value.get("content")
+        if isinstance(value, str) and value in special_tokens:
+            return Sentinel(value, special_tokens[value])
+        # bool is an int, and 2**32 - 1 is how some converters write "none"
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31:
+            return Sentinel(names.get(value, f"<token {value}>"), value)
+    return None
+
+
+def _distinct(sentinels: Iterable[Sentinel | None]) -> tuple[Sentinel, ...]:
+    """Without the absent ones, each token once, order kept."""
+    found = {sentinel.token_id: sentinel for sentinel in sentinels if sentinel is not None}
+    return tuple(found.values())

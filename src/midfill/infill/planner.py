@@ -1,0 +1,208 @@
+"""Planner: turns infill requests into prompt layouts that keep the prefix cache valid."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from midfill.errors import InvalidRequestError
+from midfill.infill.context import ContextOrder, context_segments
+from midfill.infill.cut import CachedPrompt, go_on
+from midfill.infill.document import Document, DocumentStore
+from midfill.infill.formats import FimFormat
+from midfill.infill.layout import PromptLayout, Segment, TextSegment, lay_out
+from midfill.infill.request import InfillRequest
+from midfill.infill.template import recognise
+from midfill.infill.window import View, move
+
+_TENANTS = 4096  # whose context order is remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerOptions:
+    """Limits of a planner, and what its model can do.
+
+    Attributes:
+        max_characters: longest prefix, suffix, raw prompt or context accepted.
+        max_prompt_characters: how far remembered text may lengthen a prompt (a guess at the
+            model's context; what the client sent is never cut).
+        memory: characters of document text remembered, over all tenants.
+        fragments: the model was trained on text tokenised in fragments (EFIM); every increment
+            is tokenised as it was typed, and no cached token is lost. Other models get each
+            increment as one text.
+    """
+
+    max_characters: int = 4_000_000
+    max_prompt_characters: int = 4_000_000
+    memory: int = 256_000_000
+    fragments: bool = False
+
+
+class Planner:
+    """Lays out the prompts of one model; remembers documents, never touches the engine.
+
+    One thread at a time may use it. Planning takes well under a millisecond.
+
+    Args:
+        format: the model's FIM format; None for a model without sentinels.
+        options: limits.
+    """
+
+    def __init__(self, format: FimFormat | None, options: PlannerOptions | None = None) -> None:
+        self._format = format
+        self._options = options or PlannerOptions()
+        self._documents = DocumentStore(self._options.memory)
+        self._contexts: OrderedDict[str, ContextOrder] = OrderedDict()
+
+    def plan(self, request: InfillRequest) -> PromptLayout:
+        """Lay out one request.
+
+        Raises:
+            InvalidRequestError: a text is too long or holds half a surrogate pair, or a suffix
+                comes with a raw prompt.
+        """
+        self._check(request)
+        if request.raw or request.layout == "verbatim":
+            return self._plan_raw(request)
+        context = self._context_of(request)
+        return self._plan(request, context)
+
+    def expect(self, document: str) -> PromptLayout | None:
+        """The layout this document's next request will probably want, if it is not cached yet.
+
+        To be computed when there is nothing else to do, and reported with ``computed``. What
+        follows an accepted completion needs none: its tokens were generated after this prompt.
+        """
+        found = self._documents.get(document)
+        cut = found.cuts.expect() if found is not None and self._cuts_matter else None
+        if found is None or cut is None:
+            return None
+        last = found.cuts.prompts[-1]
+        prefix = last.head + last.increment
+        expected = CachedPrompt(prefix[:cut], last.suffix, go_on((), prefix[cut:]))
+        return self._laid_out(expected, found.id, found.context)
+
+    def computed(self, layout: PromptLayout) -> None:
+        """Take note that a layout from ``expect`` is in the engine's cache now."""
+        found = self._documents.get(layout.document) if layout.document is not None else None
+        if found is not None:
+            found.cuts.remember(layout.planned_prefix, layout.planned_suffix, layout.cut)
+            self._documents.keep(found)
+
+    @property
+    def _cuts_matter(self) -> bool:
+        return self._format is not None and self._format.order == "psm"
+
+    def _plan_raw(self, request: InfillRequest) -> PromptLayout:
+        """A raw prompt: as it is, unless it is the model's own template and may be planned."""
+        if request.layout != "verbatim" and self._format is not None:
+            filled = recognise(self._format, request.prefix)
+            if filled is not None:
+                lead = (TextSegment(filled.lead, "raw"),) if filled.lead else ()
+                return self._plan(
+                    replace(request, prefix=filled.prefix, suffix=filled.suffix, raw=False), lead
+                )
+        segments = (TextSegment(request.prefix, "raw"),) if request.prefix else ()
+        return PromptLayout(segments=segments, layout="verbatim")
+
+    def _plan(self, request: InfillRequest, context: tuple[Segment, ...]) -> PromptLayout:
+        prefix, suffix = request.prefix, request.suffix
+        if request.layout == "psm":
+            return self._laid_out(CachedPrompt(prefix, suffix), None, context)
+        if request.layout == "spm":
+            return self._laid_out(CachedPrompt("", suffix, go_on((), prefix)), None, context)
+        document = self._recognise(request)
+        if document.context != context:  # nothing cached begins with this context
+            document.context = context
+            document.cuts.prompts.clear()
+        if request.layout == "efim":
+            head = document.fixed_head
+            if head is None or not prefix.startswith(head):
+                head = document.fixed_head = prefix
+            prompt = CachedPrompt(head, suffix, go_on((), prefix[len(head) :]))
+        elif self._cuts_matter:
+            prompt = document.cuts.choose(document.view.prefix, document.view.suffix)
+        else:
+            prompt = CachedPrompt(document.view.prefix, document.view.suffix)
+        self._documents.keep(document)
+        return self._laid_out(prompt, document.id, context)
+
+    def _recognise(self, request: InfillRequest) -> Document:
+        """The request's document, its view brought up to date."""
+        prefix, suffix = request.prefix, request.suffix
+        found = self._documents.find(request.tenant, request.document, prefix, suffix)
+        if found is None:
+            view = View.of(prefix, suffix)
+            return self._documents.create(request.tenant, request.document, view)
+        document, at = found
+        if request.document is not None:
+            document.name = request.document
+        if request.layout == "efim" or request.window == "as-sent":
+            document.view = View.of(prefix, suffix)
+        else:
+            most = self._options.max_prompt_characters
+            document.view = move(document.view, at, prefix, suffix, most=most)
+        return document
+
+    def _context_of(self, request: InfillRequest) -> tuple[Segment, ...]:
+        if self._format is None or not (request.context or request.path):
+            return ()
+        order = self._contexts.setdefault(request.tenant, ContextOrder())
+        self._contexts.move_to_end(request.tenant)
+        if len(self._contexts) > _TENANTS:
+            self._contexts.popitem(last=False)
+        files = order.arrange(request.context)
+        return context_segments(
+            self._format, files, path=request.path, repository=request.repository
+        )
+
+    def _laid_out(
+        self, prompt: CachedPrompt, document: str | None, context: tuple[Segment, ...]
+    ) -> PromptLayout:
+        prefix, cut = prompt.head + prompt.increment, len(prompt.head)
+        if self._format is None:
+            only = (TextSegment(prefix, "prefix"),) if prefix else ()
+            return PromptLayout(
+                segments=only, layout="prefix-only", cut=len(prefix), document=document
+            )
+        segments, name = lay_out(
+            self._format,
+            prefix,
+            prompt.suffix,
+            cut,
+            pieces=prompt.pieces if self._options.fragments else None,
+            context=context,
+        )
+        return PromptLayout(
+            segments=segments,
+            layout=name,
+            cut=len(prefix) if self._format.order == "spm" else cut,
+            document=document,
+            stop_token_ids=self._format.stop_token_ids,
+        )
+
+    def _check(self, request: InfillRequest) -> None:
+        if request.suffix and (request.raw or request.layout == "verbatim"):
+            raise InvalidRequestError(
+                "a raw prompt (layout 'verbatim') is sent as it is and takes no suffix",
+                param="suffix",
+            )
+        self._check_text(request.prefix, "prompt")
+        self._check_text(request.suffix, "suffix")
+        self._check_text("\n".join(file.path + file.text for file in request.context), "context")
+        self._check_text(request.path + request.repository, "path")
+
+    def _check_text(self, text: str, field: str) -> None:
+        if len(text) > self._options.max_characters:
+            raise InvalidRequestError(
+                f"{field} has {len(text)} characters; at most {self._options.max_characters}"
+                " are accepted",
+                param=field,
+            )
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidRequestError(
+                    f"{field} holds half a surrogate pair at character {error.start}; "
+                    "send whole Unicode characters",
+                    param=field,
+                ) from None

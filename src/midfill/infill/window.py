@@ -1,0 +1,216 @@
+"""Views: what is known of a document around the caret, and which part of it goes into the prompt.
+
+Many editors send a window of characters or lines around the caret. Its far edges slide with every
+keystroke, so the first token of the prompt changes each time and no cached prefix fits. A view
+remembers the text sent before, keeps the prompt's edges where they were, and moves them in rare,
+large hops: when the prompt would grow past 1.5 times what was sent, or an edge would cut off more
+than a quarter of what was sent on its side.
+
+Remembered text goes into a prompt only while the client's window slides. A far edge *slides* when
+text left at the edge while some came in nearer to the caret, or the other way round; when only the
+far edge changed, the document itself has changed there, and the prompt begins with what was sent.
+A window that grows with its text is no window: remembered text is dropped then, too.
+"""
+
+from dataclasses import dataclass
+
+from midfill.infill.compare import common_prefix, common_suffix
+
+_PROBE = 64  # characters that find a window's edge in the remembered text
+_MOST_PLACES = 4  # where a probe is looked for, on each side of where it should be
+_SMALL = 4 * _PROBE  # a text shorter than this is no window
+_MOST_GROWTH = 1.5  # of the prompt, against what was sent
+_MOST_LOSS = 0.25  # of what was sent on one side
+_REMEMBERED = 4  # times what was sent, beyond each edge
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A document as far as it is known. Positions count characters of ``text``.
+
+    Attributes:
+        text: all that is remembered, in its newest version.
+        caret: where the caret is.
+        left, right: the part that goes into the prompt.
+        sent_left, sent_right: the part the client sent last.
+    """
+
+    text: str
+    caret: int
+    left: int
+    right: int
+    sent_left: int
+    sent_right: int
+
+    @classmethod
+    def of(cls, prefix: str, suffix: str) -> "View":
+        """All that was sent, as it was sent."""
+        text = prefix + suffix
+        return cls(text, len(prefix), 0, len(text), 0, len(text))
+
+    @property
+    def prefix(self) -> str:
+        """Text before the caret that goes into the prompt."""
+        return self.text[self.left : self.caret]
+
+    @property
+    def suffix(self) -> str:
+        """Text after the caret that goes into the prompt."""
+        return self.text[self.caret : self.right]
+
+    @property
+    def as_sent(self) -> bool:
+        """Whether the prompt holds what was sent, no more and no less."""
+        return (self.left, self.right) == (self.sent_left, self.sent_right)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """How a newly sent text lies over a view's remembered one.
+
+    Attributes:
+        left, right: where the new text begins and ends in the old one's positions; below 0 or
+            past its end where it shows more than was known.
+        left_found, right_found: whether the old text agrees at that edge.
+        shared: characters the two have in common from the new text's ends inwards.
+    """
+
+    left: int
+    right: int
+    left_found: bool
+    right_found: bool
+    shared: int
+
+
+def overlap(view: View, prefix: str, suffix: str) -> Overlap:
+    """Lay a newly sent text over the remembered one."""
+    old, new = view.text, prefix + suffix
+    begin = _begin(old, new, view.sent_left)
+    end = _end(old, new, view.sent_right)
+    left = view.sent_left if begin is None else begin
+    right = view.sent_right if end is None else end
+    front = back = 0
+    if begin is not None:
+        front = common_prefix(old, new[max(0, -left) :] if left < 0 else new, max(0, left))
+    if end is not None:
+        beyond = max(0, right - len(old))
+        back = common_suffix(old, new[:-beyond] if beyond else new, min(right, len(old)))
+    shared = min(front + back, len(new))
+    if max(0, left) > min(right, len(old)):
+        shared = 0  # the two edges contradict each other
+    return Overlap(left, right, begin is not None, end is not None, shared)
+
+
+def move(view: View, at: Overlap, prefix: str, suffix: str, *, most: int) -> View:
+    """The view after a further request of the same document.
+
+    Args:
+        view: before it.
+        at: how the new text lies over it.
+        prefix, suffix: as sent.
+        most: characters a prompt may have; what was sent is never cut for it.
+    """
+    behind = _left_kept(view, at, prefix)
+    ahead = _right_kept(view, at, suffix)
+    if behind is None and ahead is None:
+        return View.of(prefix, suffix)
+    sent = len(prefix) + len(suffix)
+    memory = _REMEMBERED * sent
+    # The new text's position, and the old edges, in the joined text's positions.
+    first = max(at.left - memory, 0) if at.left > 0 else at.left
+    before = view.text[first : at.left] if behind is not None and at.left > 0 else ""
+    after = view.text[at.right : at.right + memory] if ahead is not None else ""
+    sent_left, caret = len(before), len(before) + len(prefix)
+    sent_right = sent_left + sent
+    left = sent_left if behind is None else max(0, behind - first)
+    right = sent_right if ahead is None else sent_right + (ahead - at.right)
+    right = min(right, sent_right + len(after))
+    if left - sent_left > _MOST_LOSS * len(prefix):
+        left = max(0, sent_left - int(_MOST_LOSS * len(prefix)))
+    if sent_right - right > _MOST_LOSS * len(suffix):
+        right = min(sent_right + int(_MOST_LOSS * len(suffix)), sent_right + len(after))
+    limit = min(int(_MOST_GROWTH * sent), max(most, sent))
+    if right - left > limit and sent_left - left >= right - sent_right:
+        left = sent_left
+    if right - left > limit:
+        right = sent_right
+    if right - left > limit:
+        left = sent_left
+    text = f"{before}{prefix}{suffix}{after}"
+    return View(text, caret, left, right, sent_left, sent_right)
+
+
+def _left_kept(view: View, at: Overlap, prefix: str) -> int | None:
+    """The prompt's left edge if it may stay where it was, in the old positions."""
+    if not at.left_found:
+        return None
+    length = view.caret - view.sent_left
+    moved = at.left - view.sent_left
+    inward = len(prefix) - (length - moved)  # what the caret's side gained
+    if moved:
+        slides = inward * moved > 0 and min(length, len(prefix)) >= _PROBE
+        return view.left if slides else None
+    if view.left != view.sent_left and inward:
+        old_lines = view.text.count("\n", view.sent_left, view.caret)
+        if prefix.count("\n") != old_lines:
+            return None
+    return view.left
+
+
+def _right_kept(view: View, at: Overlap, suffix: str) -> int | None:
+    """The mirror image of ``_left_kept``."""
+    if not at.right_found:
+        return None
+    length = view.sent_right - view.caret
+    moved = at.right - view.sent_right
+    inward = len(suffix) - (length + moved)
+    if moved:
+        slides = inward * moved < 0 and min(length, len(suffix)) >= _PROBE
+        return view.right if slides else None
+    if view.right != view.sent_right and inward:
+        old_lines = view.text.count("\n", view.caret, view.sent_right)
+        if suffix.count("\n") != old_lines:
+            return None
+    return view.right
+
+
+def _begin(old: str, new: str, hint: int) -> int | None:
+    """Where the new text's start lies in the old one; below 0 if the old one begins inside it."""
+    if min(len(old), len(new)) < _SMALL:
+        return hint
+    shared = common_prefix(old, new, hint)
+    if 2 * shared >= len(new):
+        return hint
+    if places := _places(old, new[:_PROBE], hint):
+        return max(places, key=lambda at: common_prefix(old, new, at))
+    inside = new.find(old[:_PROBE])
+    return -inside if inside > 0 else None
+
+
+def _end(old: str, new: str, hint: int) -> int | None:
+    """Where the new text's end lies in the old one; the mirror image of ``_begin``."""
+    if min(len(old), len(new)) < _SMALL:
+        return hint
+    shared = common_suffix(old, new, hint)
+    if 2 * shared >= len(new):
+        return hint
+    if places := _places(old, new[-_PROBE:], hint - _PROBE):
+        ends = [at + _PROBE for at in places]
+        return max(ends, key=lambda end: common_suffix(old, new, end))
+    inside = new.rfind(old[-_PROBE:])
+    beyond = len(new) - inside - _PROBE
+    return len(old) + beyond if inside >= 0 and beyond > 0 else None
+
+
+def _places(old: str, probe: str, hint: int) -> list[int]:
+    """Where a probe occurs: the places nearest to the hint on either side of it."""
+    places: list[int] = []
+    at = old.find(probe, hint)
+    while at >= 0 and len(places) < _MOST_PLACES:
+        places.append(at)
+        at = old.find(probe, at + 1)
+    at = old.rfind(probe, 0, max(0, hint - 1 + _PROBE))
+    while at >= 0 and len(places) < 2 * _MOST_PLACES:
+        places.append(at)
+        at = old.rfind(probe, 0, at - 1 + _PROBE)
+    return places

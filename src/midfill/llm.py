@@ -1,0 +1,337 @@
+"""LLM: a model in this process, for Python programs. No server, no second process."""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from midfill.config import Backend, ModelOptions
+from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
+from midfill.frontend.answer import AnswerDelta, TokenLogprob
+from midfill.frontend.prompts import LayoutReport, Prompt, PromptEncoder, fim_format
+from midfill.frontend.response import Response, Usage
+from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.infill.request import InfillRequest, RequestedLayout
+from midfill.models.checkpoint import open_checkpoint
+from midfill.models.hub import DEFAULT_MODEL, resolve
+from midfill.models.loading import load_runner
+
+DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=128)
+
+
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """One answer.
+
+    Attributes:
+        text: without the prompt.
+        token_ids: its tokens, the one that ended it included.
+        finish_reason: "stop" or "length".
+        stop_reason: the stop string or stop token id that ended it, if one did.
+        logprobs: one entry a token; empty when not asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: str | int | None
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """All answers to one prompt.
+
+    Attributes:
+        answers: ``SamplingParams.n`` of them.
+        usage: what they cost; ``usage.cached_tokens`` of the prompt were not computed.
+        layout: how the prompt was laid out; None for token ids.
+    """
+
+    answers: tuple[GeneratedAnswer, ...]
+    usage: Usage
+    layout: LayoutReport | None
+
+    @property
+    def text(self) -> str:
+        """The first answer's text."""
+        return self.answers[0].text
+
+
+class AnswerStream(Iterator[AnswerDelta]):
+    """The answers to one prompt, piece by piece. Closing it ends the request."""
+
+    def __init__(
+        self, response: Response, deltas: Generator[tuple[int, AnswerDelta], None, None]
+    ) -> None:
+        self._response = response
+        self._deltas = deltas
+
+    def __next__(self) -> AnswerDelta:
+        return next(self._deltas)[1]
+
+    @property
+    def usage(self) -> Usage:
+        """What it has cost so far."""
+        return self._response.usage
+
+    @property
+    def layout(self) -> LayoutReport | None:
+        """How the prompt was laid out; None for token ids."""
+        return self._response.prompt.report
+
+    def close(self) -> None:
+        """End the request; nothing more comes."""
+        self._deltas.close()
+
+
+class LLM:
+    """A loaded model. Its prefix cache lives as long as it does, so edits of a text cost little.
+
+    Any thread may call it; all share the engine, whose steps they take turns in running.
+
+    Attributes:
+        fim_format: the model's FIM tokens and their order; None where it has none, and ``infill``
+            sees the prefix alone.
+        context: most tokens of a prompt and its answer.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        backend: Backend = "auto",
+        device: str | None = None,
+        threads: int | None = None,
+        context: int | None = None,
+        kv_memory: int | None = None,
+        fim_tokens: tuple[str, str, str] | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        """Load a model, fetching it first if need be.
+
+        Args:
+            model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
+            backend, device, threads, context, kv_memory: see ``midfill.config.ModelOptions``.
+            fim_tokens: the prefix, suffix and middle token, where midfill doesn't know them.
+            progress: hears (stage, done, total).
+
+        Raises:
+            MidfillError: the model can't be found or loaded.
+        """
+        options = ModelOptions(
+            backend=backend, device=device, threads=threads, context=context, kv_memory=kv_memory
+        )
+        checkpoint = open_checkpoint(resolve(model, progress))
+        self.fim_format = fim_format(checkpoint, fim_tokens)
+        self._tokenizer = checkpoint.tokenizer
+        self._runner = load_runner(checkpoint, options, progress)
+        self._engine = Engine(
+            self._runner,
+            self._tokenizer.eos_token_ids,
+            EngineOptions(
+                token_budget=options.token_budget,
+                max_running=options.max_running,
+                context=options.context,
+            ),
+        )
+        self.context = min(context or checkpoint.config.context, self._runner.slots)
+        self._prompts = PromptEncoder(checkpoint, self.fim_format, self.context)
+        self._numbers = itertools.count()
+        self._mailboxes: dict[str, deque[EngineOutput]] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the model's threads; its memory goes with the object."""
+        close = getattr(self._runner, "close", None)
+        if close is not None:
+            close()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's gauges and counters."""
+        with self._lock:
+            return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams | None = None,
+    ) -> list[GenerationResult]:
+        """Go on from each prompt, all at once.
+
+        Args:
+            prompts: a text, texts, or lists of token ids. Special tokens in texts are parsed.
+            sampling: how; greedy, up to 128 tokens, when None.
+
+        Returns:
+            One result a prompt, in order.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter that can't be.
+        """
+        items = [prompts] if isinstance(prompts, str) else prompts
+        return self._results([self._prompt(item) for item in items], self._checked(sampling))
+
+    def generate_stream(
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
+    ) -> AnswerStream:
+        """Go on from a prompt, piece by piece; closing the stream ends the request."""
+        return self._stream(self._prompt(prompt), self._checked(sampling))
+
+    def infill(
+        self,
+        prefix: str,
+        suffix: str,
+        sampling: SamplingParams | None = None,
+        *,
+        layout: RequestedLayout = "auto",
+        document: str | None = None,
+    ) -> GenerationResult:
+        """Fill in between two texts; special tokens in them stay text.
+
+        Args:
+            prefix, suffix: the text before and after the caret.
+            sampling: how; greedy, up to 128 tokens, when None.
+            layout, document: see ``midfill.infill.request.InfillRequest``.
+
+        Raises:
+            InvalidRequestError: a text or a parameter that can't be.
+        """
+        prompt = self._infill_prompt(prefix, suffix, layout, document)
+        return self._results([prompt], self._checked(sampling))[0]
+
+    def infill_stream(
+        self,
+        prefix: str,
+        suffix: str,
+        sampling: SamplingParams | None = None,
+        *,
+        layout: RequestedLayout = "auto",
+        document: str | None = None,
+    ) -> AnswerStream:
+        """Fill in between two texts, piece by piece; closing the stream ends the request."""
+        prompt = self._infill_prompt(prefix, suffix, layout, document)
+        return self._stream(prompt, self._checked(sampling))
+
+    def _prompt(self, prompt: str | Sequence[int]) -> Prompt:
+        with self._lock:
+            if isinstance(prompt, str):
+                return self._prompts.raw(prompt)
+            return self._prompts.tokens(prompt)
+
+    def _infill_prompt(
+        self, prefix: str, suffix: str, layout: RequestedLayout, document: str | None
+    ) -> Prompt:
+        request = InfillRequest(prefix=prefix, suffix=suffix, layout=layout, document=document)
+        with self._lock:
+            return self._prompts.infill(request)
+
+    def _checked(self, sampling: SamplingParams | None) -> SamplingParams:
+        sampling = sampling or DEFAULT_SAMPLING
+        check_sampling(sampling, self._tokenizer.vocab_size)
+        return sampling
+
+    def _results(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[GenerationResult]:
+        responses = [Response(prompt, sampling, self._tokenizer) for prompt in prompts]
+        deltas: list[list[list[AnswerDelta]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
+        for place, delta in self._deltas(responses, sampling):
+            deltas[place][delta.index].append(delta)
+        return [
+            GenerationResult(
+                tuple(_join(answer) for answer in answers), response.usage, response.prompt.report
+            )
+            for response, answers in zip(responses, deltas, strict=True)
+        ]
+
+    def _stream(self, prompt: Prompt, sampling: SamplingParams) -> AnswerStream:
+        response = Response(prompt, sampling, self._tokenizer)
+        return AnswerStream(response, self._deltas([response], sampling))
+
+    def _deltas(
+        self, responses: Sequence[Response], sampling: SamplingParams
+    ) -> Generator[tuple[int, AnswerDelta], None, None]:
+        """Run prompts to their end, as (place in ``responses``, delta)."""
+        places = {f"{next(self._numbers)}": place for place in range(len(responses))}
+        try:
+            for request_id, place in places.items():
+                self._add(request_id, responses[place].prompt, sampling)
+            while not all(response.finished for response in responses):
+                for output in self._step_until_news(places):
+                    place = places[output.request_id]
+                    delta = responses[place].push(output)
+                    if delta is not None:
+                        yield place, delta
+                    if responses[place].finished:
+                        self._drop(output.request_id)
+        finally:
+            for request_id in places:
+                self._drop(request_id)
+
+    def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+        request = EngineRequest(
+            request_id=request_id,
+            token_ids=prompt.token_ids,
+            sampling=sampling.for_engine(prompt.stop_token_ids),
+        )
+        with self._lock:
+            self._engine.add(request)
+            self._mailboxes[request_id] = deque()
+
+    def _drop(self, request_id: str) -> None:
+        """End a request, wherever it is; a stop string ends one before the engine knows."""
+        with self._lock:
+            if self._mailboxes.pop(request_id, None) is not None:
+                self._engine.cancel(request_id)
+
+    def _step_until_news(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """Outputs for these requests; runs a step if none has come yet.
+
+        A step also brings outputs for other callers, which are put where they look for them.
+        """
+        with self._lock:
+            news = self._collect(request_ids)
+            if not news:
+                for output in self._engine.step():
+                    mailbox = self._mailboxes.get(output.request_id)
+                    if mailbox is not None:
+                        mailbox.append(output)
+                news = self._collect(request_ids)
+            return news
+
+    def _collect(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        news: list[EngineOutput] = []
+        for request_id in request_ids:
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox:
+                news += mailbox
+                mailbox.clear()
+        return news
+
+
+def _join(deltas: Sequence[AnswerDelta]) -> GeneratedAnswer:
+    """All of an answer from its pieces."""
+    return GeneratedAnswer(
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        finish_reason=deltas[-1].finish_reason or "",
+        stop_reason=deltas[-1].stop_reason,
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+    )

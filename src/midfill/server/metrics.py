@@ -1,0 +1,121 @@
+"""Metrics for Prometheus. The names after ``midfill:`` are vLLM's, so its dashboards work with
+the prefix exchanged; what vLLM has no name for is added in the same style.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from midfill.engine.request import EngineStats
+
+_SECONDS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0, 160.0, 640.0,
+)  # fmt: skip
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_LABEL = "model_name"
+
+
+class Metrics:
+    """Counts what the server sees; asks the engine's own numbers when scraped."""
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(model, stats))
+        self._model = model
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Time to first token in seconds.", _SECONDS
+        )
+        self._between_tokens = self._histogram(
+            "inter_token_latency_seconds", "Time between tokens in seconds.", _SECONDS
+        )
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "Time from request to last token in seconds.", _SECONDS
+        )
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
+        self._computed = self._histogram(
+            "request_computed_prompt_tokens",
+            "Prompt tokens a request that were not in the cache.",
+            (0, *_TOKENS),
+        )
+        self._generation = self._histogram(
+            "request_generation_tokens", "Generated tokens a request.", _TOKENS
+        )
+        self._finished = Counter(
+            "midfill:request_success", "Answers by how they ended.", [_LABEL, "finished_reason"],
+            registry=self._registry,
+        )  # fmt: skip
+
+    def first_token(self, seconds: float) -> None:
+        """A request's first token came out so long after the request."""
+        self._first_token.observe(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        """An answer's next tokens came out so long after those before."""
+        self._between_tokens.observe(seconds)
+
+    def answer_finished(self, reason: str) -> None:
+        """An answer is complete, or was aborted ("abort")."""
+        self._finished.labels(self._model, reason).inc()
+
+    def request_finished(self, seconds: float, prompt: int, cached: int, generated: int) -> None:
+        """A request is complete; the counts are tokens."""
+        self._whole.observe(seconds)
+        self._prompt.observe(prompt)
+        self._computed.observe(prompt - cached)
+        self._generation.observe(generated)
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(
+            f"midfill:{name}", help, [_LABEL], buckets=buckets, registry=self._registry
+        )
+        return histogram.labels(self._model)
+
+
+class _EngineCollector(Collector):
+    """The engine's gauges and counters. Counters start again when the engine does."""
+
+    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+        self._model = model
+        self._stats = stats
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        stats = self._stats()
+        total = stats.slots_total
+        used = total - stats.slots_free - stats.slots_cached
+        gauges = {
+            "num_requests_running": ("Answers that hold KV.", stats.running),
+            "num_requests_waiting": ("Answers in the queue.", stats.waiting),
+            "kv_cache_usage_perc": (
+                "Share of the KV slots that answers in progress use (1 is all).",
+                used / total if total else 0.0,
+            ),
+            "kv_slots": ("KV slots (tokens) in all.", total),
+            "kv_slots_free": ("KV slots that hold nothing.", stats.slots_free),
+            "kv_slots_cached": ("KV slots of the prefix cache nobody uses.", stats.slots_cached),
+        }
+        counters = {
+            "prompt_tokens": ("Prompt tokens.", stats.prompt_tokens),
+            "generation_tokens": ("Generated tokens.", stats.generated_tokens),
+            "prefix_cache_queries": ("Prompt tokens looked up.", stats.prompt_tokens),
+            "prefix_cache_hits": ("Prompt tokens found in the cache.", stats.cached_tokens),
+            "num_preemptions": ("Answers put back into the queue.", stats.preemptions),
+            "computed_tokens": ("Tokens that went through the model.", stats.computed_tokens),
+            "evicted_tokens": ("Tokens the prefix cache gave up.", stats.evicted_tokens),
+            "steps": ("Forward passes.", stats.steps),
+            "busy_seconds": ("Time spent in steps.", stats.busy_seconds),
+        }
+        for name, (help, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"midfill:{name}", help, labels=[_LABEL])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, (help, value) in counters.items():
+            counter = CounterMetricFamily(f"midfill:{name}", help, labels=[_LABEL])
+            counter.add_metric([self._model], value)
+            yield counter

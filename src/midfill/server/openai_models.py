@@ -1,0 +1,33 @@
+"""GET /v1/models: what is served."""
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, Depends, Request
+
+from midfill.server.service import ModelService
+
+
+def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]) -> APIRouter:
+    """The list and the one entry it has."""
+    router = APIRouter(dependencies=[Depends(tenant_of)])
+
+    def card() -> dict[str, object]:
+        return {
+            "id": service.name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "midfill",
+            "max_model_len": service.context,  # vLLM's name for it
+            "midfill": {"sentinels": service.has_sentinels},
+        }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [card()]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, object]:
+        service.check_model(name)
+        return card()
+
+    return router

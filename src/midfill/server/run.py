@@ -1,0 +1,144 @@
+"""run_server: bind, load, listen; from ServeOptions to a running server."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import uvicorn
+
+from midfill.config import ServeOptions
+from midfill.engine.client import EngineClient, Progress
+from midfill.engine.messages import EngineInfo
+from midfill.errors import MidfillError
+from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.models.checkpoint import open_checkpoint
+from midfill.server.app import create_app
+from midfill.server.service import ModelService
+
+_SHUTDOWN_SECONDS = 3  # for answers in progress, after that they are cut off
+
+
+def run_server(
+    options: ServeOptions,
+    path: Path,
+    on_progress: Progress | None = None,
+    on_ready: Callable[[str, EngineInfo, ModelService], None] | None = None,
+) -> None:
+    """Serve until interrupted.
+
+    Args:
+        options: what to serve and how.
+        path: the checkpoint, already on disk.
+        on_progress: hears (stage, done, total) while the engine loads.
+        on_ready: hears the URL, the engine and the service just before requests are taken.
+
+    Raises:
+        MidfillError: the address can't be used, or the model can't be loaded.
+    """
+    with _bind(options.host, options.port) as listener:
+        try:
+            asyncio.run(_serve(options, path, listener, on_progress, on_ready))
+        except asyncio.CancelledError:
+            sys.exit(128 + signal.SIGTERM)
+
+
+@contextlib.asynccontextmanager
+async def open_service(
+    options: ServeOptions, path: Path, on_progress: Progress | None = None
+) -> AsyncIterator[ModelService]:
+    """A model with its engine process, ready to serve; both end with the block.
+
+    Raises:
+        MidfillError: the model can't be loaded.
+    """
+    # Looked at here first: what is wrong with it is said before a process is started for it.
+    checkpoint = open_checkpoint(path)
+    engine = EngineClient(path, options.options, on_progress)
+    try:
+        # Building the tokenizer takes a while, too.
+        format, info = await asyncio.gather(
+            asyncio.to_thread(fim_format, checkpoint, options.fim_tokens), engine.start()
+        )
+        prompts = await asyncio.to_thread(PromptEncoder, checkpoint, format, info.context)
+        name = options.served_name or _short_name(options.model)
+        service = ModelService(name, engine, checkpoint.tokenizer, prompts, options.max_body_bytes)
+        try:
+            yield service
+        finally:
+            service.close()
+    finally:
+        await engine.close()
+
+
+async def _serve(
+    options: ServeOptions,
+    path: Path,
+    listener: socket.socket,
+    on_progress: Progress | None,
+    on_ready: Callable[[str, EngineInfo, ModelService], None] | None,
+) -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    # Until uvicorn takes over, so that the engine is not left behind by a kill while it loads.
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    async with open_service(options, path, on_progress) as service:
+        config = uvicorn.Config(
+            create_app(service, options.api_keys),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        )
+        if on_ready is not None and service.engine.info is not None:
+            on_ready(_url(listener), service.engine.info, service)
+        loop.remove_signal_handler(signal.SIGTERM)
+        # uvicorn raises the signal that stopped it again when it is done.
+        signal.signal(signal.SIGTERM, _exit)
+        await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(0)
+
+
+def _short_name(model: str) -> str:
+    """A local file's or folder's own name; any other name as it is."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    path = path.resolve()
+    return path.stem if path.is_file() else path.name
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that holds the address from now on; it listens once the model is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MidfillError(
+            f"can't listen on {host}:{port} ({reason}); choose another --host or --port"
+        ) from error
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"

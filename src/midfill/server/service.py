@@ -1,0 +1,193 @@
+"""ModelService: one served model; what every dialect calls to get text for prompts."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from midfill.engine.client import EngineClient
+from midfill.engine.request import EngineRequest
+from midfill.errors import InvalidRequestError
+from midfill.frontend.answer import AnswerDelta
+from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.response import Response, Usage
+from midfill.frontend.sampling import SamplingParams
+from midfill.server.errors import ApiError
+from midfill.server.metrics import Metrics
+from midfill.tokens.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class ModelService:
+    """One model behind all dialects.
+
+    Attributes:
+        name: what clients call the model.
+        created: when it was loaded, in seconds since 1970.
+        engine: that runs it.
+        tokenizer: the model's.
+        metrics: of this server.
+        max_body_bytes: longest request body.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        prompts: PromptEncoder,
+        max_body_bytes: int,
+    ) -> None:
+        self.name = name
+        self.created = int(time.time())
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_body_bytes = max_body_bytes
+        self.metrics = Metrics(name, lambda: engine.stats)
+        self._prompts = prompts
+        # One thread: the encoder remembers documents. A long text must not stop the event loop.
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        return self._prompts.context
+
+    @property
+    def has_sentinels(self) -> bool:
+        """Whether the model was found to have FIM tokens."""
+        return self._prompts.format is not None
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse requests for another model; None asks for whatever is served.
+
+        Raises:
+            ApiError: 404.
+        """
+        if model is not None and model != self.name:
+            raise ApiError(
+                404, f"there is no model {model!r}; this server has {self.name!r}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    async def encode(self, make: Callable[[PromptEncoder], T]) -> T:
+        """Make prompts on the encoding thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._encoding, make, self._prompts)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, tenant: str
+    ) -> "Generation":
+        """Answers to some prompts; the engine starts when they are asked for."""
+        return Generation(self, prompts, sampling, tenant)
+
+    def close(self) -> None:
+        """End the encoding thread."""
+        self._encoding.shutdown(cancel_futures=True)
+
+
+class Generation:
+    """The answers to one API request, in the making.
+
+    Attributes:
+        responses: one a prompt.
+    """
+
+    def __init__(
+        self,
+        service: ModelService,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        tenant: str,
+    ) -> None:
+        self._service = service
+        identity = uuid.uuid4().hex
+        self._requests = [
+            EngineRequest(
+                request_id=f"{identity}-{index}",
+                token_ids=prompt.token_ids,
+                sampling=sampling.for_engine(prompt.stop_token_ids),
+                tenant=tenant,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        self.responses = [Response(prompt, sampling, service.tokenizer) for prompt in prompts]
+        self._answers = sampling.n
+        self._started = time.perf_counter()
+        self._last_token: dict[tuple[int, int], float] = {}
+
+    @property
+    def usage(self) -> Usage:
+        """The cost of all prompts so far."""
+        return sum((response.usage for response in self.responses), Usage())
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
+        """What the answers grow by, as (prompt index, delta), until all are complete.
+
+        Closing it early ends the requests in the engine.
+
+        Raises:
+            InvalidRequestError: the engine can never run one of the prompts.
+            GenerationError: the engine gave up on one.
+            EngineDeadError: the engine is not there.
+        """
+        places = {request.request_id: i for i, request in enumerate(self._requests)}
+        complete = 0
+        try:
+            with self._service.engine.submit(*self._requests) as outputs:
+                async for output in outputs:
+                    place = places[output.request_id]
+                    response = self.responses[place]
+                    if output.token_ids:
+                        self._time(place, output.index)
+                    delta = response.push(output)
+                    if response.finished:
+                        # A stop string ends an answer before the engine knows.
+                        outputs.cancel(output.request_id)
+                    if delta is None:
+                        continue
+                    if delta.finish_reason is not None:
+                        complete += 1
+                        self._service.metrics.answer_finished(delta.finish_reason)
+                        if response.finished:
+                            self._count(response)
+                    yield place, delta
+        finally:
+            for _ in range(len(self._requests) * self._answers - complete):
+                self._service.metrics.answer_finished("abort")
+
+    def _time(self, place: int, index: int) -> None:
+        now = time.perf_counter()
+        metrics = self._service.metrics
+        before = self._last_token.get((place, index))
+        if before is not None:
+            metrics.next_token(now - before)
+        elif index == 0:
+            metrics.first_token(now - self._started)
+        self._last_token[place, index] = now
+
+    def _count(self, response: Response) -> None:
+        usage = response.usage
+        self._service.metrics.request_finished(
+            time.perf_counter() - self._started,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+        )
+
+
+def most_choices(prompts: int, answers: int, limit: int = 1024) -> None:
+    """Refuse requests for an absurd number of answers.
+
+    Raises:
+        InvalidRequestError: more than ``limit``.
+    """
+    if prompts * answers > limit:
+        raise InvalidRequestError(
+            f"{prompts} prompts with {answers} answers each are too many;"
+            f" at most {limit} answers a request",
+            param="prompt" if prompts > answers else "n",
+        )

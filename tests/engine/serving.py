@@ -1,0 +1,103 @@
+"""Running an engine to its end in tests, and what must hold at that end."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from midfill.engine.batch import ForwardBatch
+from midfill.engine.engine import Engine
+from midfill.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
+from midfill.engine.runner import Runner
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@dataclass
+class Answer:
+    """All outputs of one answer, put together."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+    error: str | None = None
+
+    def take(self, output: EngineOutput) -> None:
+        assert self.finish_reason is None, "an output after the end"
+        self.tokens += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.finish_reason = output.finish_reason
+        self.cached_tokens = output.cached_tokens
+        self.error = output.error
+
+
+Answers = dict[tuple[str, int], Answer]
+
+
+def request(
+    request_id: str, prompt: Iterable[int], sampling: SamplingParams = GREEDY, tenant: str = ""
+) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id, token_ids=list(prompt), sampling=sampling, tenant=tenant
+    )
+
+
+def serve(
+    engine: Engine,
+    requests: Iterable[EngineRequest] = (),
+    arrivals: Mapping[int, list[EngineRequest]] | None = None,
+    cancellations: Mapping[int, str] | None = None,
+    after_step: Callable[[Engine], None] | None = None,
+) -> Answers:
+    """Step the engine until it has nothing left to do; returns answers by (request, index).
+
+    ``arrivals`` and ``cancellations`` happen before the step they name.
+    """
+    pending = dict(arrivals or {})
+    cancelled = cancellations or {}
+    answers: Answers = {}
+    for one in requests:
+        engine.add(one)
+    step = 0
+    while pending or engine.has_work():
+        for one in pending.pop(step, []):
+            engine.add(one)
+        if step in cancelled:
+            engine.cancel(cancelled[step])
+        for output in engine.step():
+            answers.setdefault((output.request_id, output.index), Answer()).take(output)
+        if after_step is not None:
+            after_step(engine)
+        step += 1
+        assert step < 20_000, "the engine makes no progress"
+    assert all(answer.finish_reason is not None for answer in answers.values())
+    check_idle(engine)
+    return answers
+
+
+def check_idle(engine: Engine) -> None:
+    """Nobody runs or waits, and every slot is free or cached."""
+    stats = engine.stats()
+    assert stats.running == stats.waiting == 0
+    assert stats.slots_free + stats.slots_cached == stats.slots_total
+
+
+def greedy_alone(runner: Runner, prompt: list[int], count: int) -> list[int]:
+    """The naive truth: every token from a pass over the whole sequence, no engine, no cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        length = len(tokens)
+        slots = np.arange(length, dtype=np.int32)
+        ends = np.array([0, length], dtype=np.int32)
+        batch = ForwardBatch(
+            token_ids=np.array(tokens, dtype=np.int32),
+            positions=slots,
+            write_slots=slots,
+            query_indptr=ends,
+            kv_indptr=ends,
+            kv_slots=slots,
+            logit_rows=np.array([length - 1], dtype=np.int32),
+        )
+        tokens.append(int(runner.forward(batch)[0].argmax()))
+    return tokens[len(prompt) :]

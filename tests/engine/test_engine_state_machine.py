@@ -1,0 +1,106 @@
+"""The engine under any order of arrivals, cancellations and steps, in a pool that is too small.
+
+Every answer must be what the model alone would say, or the beginning of it where it was cancelled,
+and after every operation each slot belongs to exactly one owner.
+"""
+
+from functools import cache
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from serving import Answer, check_idle, greedy_alone, request
+from toy_runner import ToyRunner
+
+from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.request import SamplingParams
+
+MOST_TOKENS = 10
+DOCUMENT = (3, 17, 5, 5, 30, 8, 21, 0, 13, 2, 39, 11, 25, 7, 6, 19, 33, 1, 28, 4) * 2
+PROMPTS = st.builds(
+    lambda shared, tail: (*DOCUMENT[:shared], *tail),
+    st.integers(0, len(DOCUMENT)),
+    st.lists(st.integers(0, 2), min_size=1, max_size=2),
+)
+
+
+@cache
+def truth(prompt: tuple[int, ...]) -> list[int]:
+    return greedy_alone(ToyRunner(64), list(prompt), MOST_TOKENS)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(slots=st.integers(54, 120), budget=st.sampled_from([1, 5, 16, 64]))
+    def start(self, slots: int, budget: int) -> None:
+        self.engine = Engine(ToyRunner(slots), (), EngineOptions(budget, max_running=5))
+        self.prompts: dict[str, tuple[tuple[int, ...], int]] = {}
+        self.answers: dict[tuple[str, int], Answer] = {}
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, MOST_TOKENS),
+        n=st.sampled_from([1, 1, 1, 2, 7]),
+        tenant=st.sampled_from(["", "", "other"]),
+    )
+    def add(self, prompt: tuple[int, ...], max_tokens: int, n: int, tenant: str) -> None:
+        name = f"r{len(self.prompts)}"
+        self.prompts[name] = prompt, max_tokens
+        for index in range(n):
+            self.answers[name, index] = Answer()
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
+        self.engine.add(request(name, prompt, params, tenant))
+
+    @rule(which=st.integers(0, 40))
+    def cancel(self, which: int) -> None:
+        self.engine.cancel(f"r{which}")
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            for output in self.engine.step():
+                self.answers[output.request_id, output.index].take(output)
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        pool = self.engine._pool
+        own = [
+            slot
+            for sequence in self.engine._running
+            if sequence.kv is not None
+            for slot in sequence.kv.slots[sequence.kv.shared :].tolist()
+        ]
+        assert len(set(own)) == len(own)
+        assert pool.slots.free_slots + pool.cache.cached_tokens + len(own) == pool.slots.total
+
+    @invariant()
+    def running_sequences_hold_what_they_need_and_no_more(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for sequence in self.engine._running:
+            assert sequence.kv is not None
+            if sequence.decoding:
+                assert sequence.kv.reserved == sequence.computed == sequence.length - 1
+            else:
+                assert sequence.kv.reserved == sequence.length > sequence.computed
+        for sequence in self.engine._waiting:
+            assert sequence.kv is None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.has_work():
+            self.step(1)
+        check_idle(self.engine)
+        for (name, _), answer in self.answers.items():
+            prompt, max_tokens = self.prompts[name]
+            if answer.finish_reason == "cancelled":
+                assert answer.tokens == truth(prompt)[: len(answer.tokens)]
+            else:
+                assert answer.finish_reason == "length"
+                assert answer.tokens == truth(prompt)[:max_tokens]
+
+
+EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestEngineMachine = EngineMachine.TestCase

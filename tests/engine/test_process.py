@@ -1,0 +1,164 @@
+"""The engine in its own process: messages in and out, refusals, cancellation, death."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from midfill.config import ModelOptions
+from midfill.engine.client import EngineClient, OutputStream
+from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.errors import CheckpointError, EngineDeadError, InvalidRequestError, MidfillError
+
+OPTIONS = ModelOptions(threads=1, kv_memory=4 * 2**20)
+
+
+@dataclass
+class Running:
+    """A ready engine, the event loop it lives in, and what it told while loading."""
+
+    client: EngineClient
+    loop: asyncio.Runner
+    stages: list[str]
+
+    def run(self, test: Coroutine[None, None, None]) -> None:
+        self.loop.run(test)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Iterator[Running]:
+    stages: list[str] = []
+    with asyncio.Runner() as loop:
+        client = EngineClient(tiny_folder, OPTIONS, lambda stage, done, total: stages.append(stage))
+        loop.run(client.start())
+        yield Running(client, loop, stages)
+        loop.run(client.close())
+        assert client.state == "dead"
+        assert client.process_id is None
+
+
+def request(name: str, *, max_tokens: int = 5, n: int = 1) -> EngineRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, n=n)
+    return EngineRequest(request_id=name, token_ids=[5, 6, 7], sampling=sampling)
+
+
+async def idle(client: EngineClient) -> None:
+    async with asyncio.timeout(10):
+        while client.stats.running or client.stats.waiting:
+            await asyncio.sleep(0.005)
+
+
+def test_it_tells_its_progress_and_what_it_holds(engine: Running) -> None:
+    assert engine.stages
+    client, info = engine.client, engine.client.info
+    assert client.state == "ready"
+    assert info is not None
+    assert info.layers == 3
+    assert info.context == 512
+    assert info.weight_bytes > 0
+    assert OPTIONS.kv_memory is not None
+    assert 0.9 * OPTIONS.kv_memory <= info.kv_bytes <= OPTIONS.kv_memory
+    assert info.slots == info.kv_bytes // (3 * 2 * 32 * 2 * 4)
+
+
+def test_outputs_of_several_requests_come_in_one_stream(engine: Running) -> None:
+    async def test() -> None:
+        client = engine.client
+        before = client.stats.generated_tokens
+        tokens: dict[tuple[str, int], list[int]] = {}
+        with client.submit(request("a"), request("b", max_tokens=3, n=2)) as stream:
+            async for output in stream:
+                tokens.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+        assert {key: len(ids) for key, ids in tokens.items()} == {
+            ("a", 0): 5,
+            ("b", 0): 3,
+            ("b", 1): 3,
+        }
+        assert tokens["b", 0] == tokens["b", 1] == tokens["a", 0][:3]
+        await idle(client)
+        assert client.stats.generated_tokens - before == 11
+
+    engine.run(test())
+
+
+def test_what_can_never_run_is_refused_and_the_rest_goes_on(engine: Running) -> None:
+    async def test() -> None:
+        client = engine.client
+        bad = EngineRequest(request_id="bad", token_ids=[1] * 600, sampling=SamplingParams())
+        with client.submit(request("good", max_tokens=20)) as good, client.submit(bad) as refused:
+            with pytest.raises(InvalidRequestError, match="600 tokens") as raised:
+                await anext(refused)
+            assert raised.value.param == "prompt"
+            assert raised.value.code == "context_length_exceeded"
+            assert sum([len(output.token_ids) async for output in good]) == 20
+
+    engine.run(test())
+
+
+def test_leaving_a_stream_cancels_it(engine: Running) -> None:
+    async def test() -> None:
+        client = engine.client
+        before = client.stats.generated_tokens
+        with client.submit(request("a", max_tokens=400, n=4)) as stream:
+            await anext(stream)
+        await idle(client)
+        stats = client.stats
+        assert stats.generated_tokens - before < 4 * 400
+        assert stats.slots_free + stats.slots_cached == stats.slots_total
+
+    engine.run(test())
+
+
+def test_death_fails_what_is_in_flight_and_one_restart_follows(engine: Running) -> None:
+    async def drain(stream: OutputStream) -> None:
+        async with asyncio.timeout(5):
+            async for _ in stream:
+                pass
+
+    async def test() -> None:
+        client = engine.client
+        for state in ("ready", "dead"):
+            stream = client.submit(request("a", max_tokens=400, n=8))
+            await anext(stream)
+            assert client.process_id is not None
+            os.kill(client.process_id, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="in flight"):
+                await drain(stream)
+            with pytest.raises(EngineDeadError):
+                client.submit(request("b"))
+            async with asyncio.timeout(60):
+                while client.state != state:
+                    await asyncio.sleep(0.01)
+            if state == "ready":
+                with client.submit(request("c")) as again:
+                    assert sum([len(output.token_ids) async for output in again]) == 5
+
+    engine.run(test())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (ModelOptions(context=100_000), "--context 100000"),
+        (ModelOptions(kv_memory=1000), "--kv-memory"),
+        (ModelOptions(backend="torch", device="cuda:77"), "cuda:77"),
+    ],
+)
+def test_options_that_cant_be_met(tiny_folder: Path, options: ModelOptions, error: str) -> None:
+    with pytest.raises(MidfillError, match=error):
+        asyncio.run(EngineClient(tiny_folder, options).start())
+
+
+def test_a_broken_checkpoint_is_reported_with_its_file_and_tensor(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        asyncio.run(EngineClient(tmp_path, OPTIONS).start())

@@ -1,0 +1,355 @@
+"""The sampler against a naive reference that always looks at the whole vocabulary.
+
+Draws are stratified instead of random: with draws (i + 1/2) / N, a right sampler chooses every
+token p * N times, give or take one, whatever order it walks the tokens in.
+"""
+
+import math
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midfill.engine.request import SamplingParams
+from midfill.engine.sampler import SampledToken, SampleRow, sample
+
+Float64Array = npt.NDArray[np.float64]
+
+STRATA = 1000
+
+
+def row(
+    params: SamplingParams,
+    draw: float = 0.0,
+    index: int = 0,
+    prompt: tuple[int, ...] = (),
+    output: tuple[int, ...] = (),
+) -> SampleRow:
+    history = np.array(prompt + output, dtype=np.int32)
+    return SampleRow(index, params, history, len(prompt), draw)
+
+
+def tokens(sampled: list[SampledToken | None]) -> list[int]:
+    assert all(one is not None for one in sampled)
+    return [one.token_id for one in sampled if one is not None]
+
+
+def frequencies(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    prompt: tuple[int, ...] = (),
+    output: tuple[int, ...] = (),
+) -> Counter[int]:
+    draws = (np.arange(STRATA) + 0.5) / STRATA
+    return Counter(tokens(sample(logits, [row(params, u, 0, prompt, output) for u in draws])))
+
+
+def reference(logits: Float64Array, params: SamplingParams) -> Float64Array:
+    """Probabilities by the definitions, filter after filter, each over the whole vocabulary."""
+    scores = logits / params.temperature
+
+    def softmax(values: Float64Array) -> Float64Array:
+        weights = np.exp(values - values.max())
+        return weights / weights.sum()
+
+    def keep(mask: npt.NDArray[np.bool_]) -> None:
+        scores[~mask] = -np.inf
+
+    if params.top_k:
+        keep(scores >= np.sort(scores)[-min(params.top_k, len(scores))])
+    if params.top_p < 1.0:
+        probabilities = softmax(scores)
+        order = probabilities.argsort()[::-1]
+        before = probabilities[order].cumsum() - probabilities[order]
+        mask = np.zeros(len(scores), dtype=bool)
+        mask[order[before < params.top_p]] = True
+        keep(mask)
+    if params.min_p > 0.0:
+        probabilities = softmax(scores)
+        keep(probabilities >= params.min_p * probabilities.max())
+    if params.typical_p < 1.0:
+        probabilities = softmax(scores)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            surprise = np.where(probabilities > 0, -np.log(probabilities), np.inf)
+            entropy = np.nansum(np.where(probabilities > 0, probabilities * surprise, 0.0))
+        order = np.abs(surprise - entropy).argsort(kind="stable")
+        before = probabilities[order].cumsum() - probabilities[order]
+        mask = np.zeros(len(scores), dtype=bool)
+        mask[order[before < params.typical_p]] = True
+        keep(mask)
+    return softmax(scores)
+
+
+def assert_distribution(logits: torch.Tensor, params: SamplingParams) -> None:
+    counts = frequencies(logits, params)
+    expected = reference(logits[0].double().numpy().copy(), params) * STRATA
+    for token in range(logits.shape[1]):
+        assert abs(counts[token] - expected[token]) <= 1.01, (token, params)
+    assert all(expected[token] > 0 for token in counts), "a token that was filtered out was chosen"
+
+
+def random_logits(vocab: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.3},
+        {"temperature": 2.5},
+        {"top_k": 1},
+        {"top_k": 7},
+        {"top_k": 500},
+        {"top_p": 0.9},
+        {"top_p": 0.01},
+        {"top_p": 0.999},
+        {"min_p": 0.2},
+        {"min_p": 1.0},
+        {"typical_p": 0.6},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+        {"temperature": 1.5, "top_k": 30, "top_p": 0.95, "min_p": 0.05, "typical_p": 0.9},
+    ],
+)
+def test_filters_give_the_distribution_they_define(fields: dict[str, float]) -> None:
+    assert_distribution(random_logits(60, seed=1), SamplingParams(**fields))
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.5, 1.5, 6.0])
+@pytest.mark.parametrize("fields", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 0.97, "min_p": 0.5}])
+def test_flat_and_sharp_distributions_over_a_large_vocabulary(
+    spread: float, fields: dict[str, float]
+) -> None:
+    # Nuclei from a few tokens to nearly all 6,000 of them. Counts are added up, so that a tail cut
+    # too early shows although each of its tokens is rare.
+    params = SamplingParams(**fields)
+    logits = random_logits(6000, 2, spread)
+    counts = frequencies(logits, params)
+    expected = reference(logits[0].double().numpy().copy(), params) * STRATA
+    drawn = np.array([counts[token] for token in range(6000)])
+    assert np.abs(drawn.cumsum() - expected.cumsum()).max() <= 1.01
+    assert (expected[drawn > 0] > 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.1, 3.0),
+    st.integers(0, 50),
+    st.floats(0.05, 1.0),
+    st.floats(0.0, 1.0),
+    st.floats(0.05, 1.0),
+)
+def test_any_combination_of_filters(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
+) -> None:
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p
+    )
+    assert_distribution(random_logits(40, seed, spread=2.0), params)
+
+
+def test_greedy_takes_the_likeliest_whatever_the_draw() -> None:
+    logits = random_logits(100, 3)
+    best = int(logits.argmax())
+    greedy = SamplingParams(temperature=0.0, top_p=0.5, top_k=3)
+    assert tokens(sample(logits, [row(greedy, u) for u in (0.0, 0.5, 0.999)])) == [best] * 3
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1.1e-5, 1e-2, 100.0])
+def test_extreme_temperatures_do_not_overflow(temperature: float) -> None:
+    logits = random_logits(50, 4) * 1000
+    for extra in ({}, {"top_k": 5}, {"top_p": 0.9}):
+        params = SamplingParams(temperature=temperature, **extra)
+        chosen = tokens(sample(logits, [row(params, u) for u in (0.0, 0.37, 0.9999999)]))
+        if temperature < 1:
+            assert set(chosen) == {int(logits.argmax())}
+        assert all(0 <= token < 50 for token in chosen)
+
+
+def test_the_largest_draw_stays_among_the_kept_tokens() -> None:
+    logits = torch.tensor([[0.0, -1.0, -2.0, -200.0, -torch.inf]])
+    last = math.nextafter(1.0, 0.0)
+    for extra in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.1}, {"typical_p": 0.99}):
+        (chosen,) = tokens(sample(logits, [row(SamplingParams(**extra), last)]))
+        assert chosen in (0, 1, 2)
+    for seed in range(50):  # sums that round up and down
+        kept = SamplingParams(top_p=0.8)
+        assert len(tokens(sample(random_logits(50, seed), [row(kept, last)]))) == 1
+
+
+def test_the_smallest_draw_skips_tokens_that_were_filtered_out() -> None:
+    # The likeliest token is less surprising than typical here, so typical-p drops it.
+    logits = torch.tensor([[1.2, *([0.0] * 30), -torch.inf]])
+    counts = frequencies(logits, SamplingParams(typical_p=0.5))
+    assert counts.keys() <= set(range(1, 31))
+    (chosen,) = tokens(sample(logits, [row(SamplingParams(typical_p=0.5), 0.0)]))
+    assert chosen != 0
+
+
+class TestPenalties:
+    LOGITS = torch.tensor([[2.0, 1.9, -1.0, 0.5, 1.8]])
+    HOT = SamplingParams(temperature=1.0)
+
+    def chosen(self, prompt: tuple[int, ...], output: tuple[int, ...], **fields: object) -> int:
+        params = SamplingParams(temperature=0.0, **fields)
+        return tokens(sample(self.LOGITS, [row(params, 0.0, 0, prompt, output)]))[0]
+
+    def distribution(
+        self, prompt: tuple[int, ...], output: tuple[int, ...], **fields: object
+    ) -> list[int]:
+        counts = frequencies(self.LOGITS, SamplingParams(**fields), prompt, output)
+        return [counts[token] for token in range(5)]
+
+    def expected(self, logits: list[float]) -> object:
+        weights = np.exp(np.array(logits))
+        return pytest.approx((weights / weights.sum() * STRATA).tolist(), abs=1.01)
+
+    def test_presence_counts_output_tokens_once(self) -> None:
+        assert self.distribution((1,), (0, 0, 3), presence_penalty=0.5) == self.expected(
+            [1.5, 1.9, -1.0, 0.0, 1.8]
+        )
+
+    def test_frequency_counts_every_time(self) -> None:
+        assert self.distribution((1,), (0, 0, 3), frequency_penalty=0.5) == self.expected(
+            [1.0, 1.9, -1.0, 0.0, 1.8]
+        )
+
+    def test_repetition_counts_the_prompt_too_and_respects_signs(self) -> None:
+        assert self.distribution((1, 2), (0,), repetition_penalty=2.0) == self.expected(
+            [1.0, 0.95, -2.0, 0.5, 1.8]
+        )
+
+    def test_bias_comes_last(self) -> None:
+        assert self.distribution(
+            (), (0,), repetition_penalty=2.0, logit_bias={0: 3.0, 4: -100.0}
+        ) == self.expected([4.0, 1.9, -1.0, 0.5, -98.2])
+
+    def test_they_apply_to_greedy_choice(self) -> None:
+        assert self.chosen((), ()) == 0
+        assert self.chosen((), (0,), presence_penalty=0.15) == 1
+        assert self.chosen((), (), logit_bias={2: 50.0}) == 2
+
+    def test_the_logits_given_are_not_changed(self) -> None:
+        before = self.LOGITS.clone()
+        self.chosen((1,), (0,), repetition_penalty=2.0, presence_penalty=1.0, logit_bias={1: 3.0})
+        assert torch.equal(self.LOGITS, before)
+
+
+def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
+    rng = np.random.default_rng(5)
+    logits = torch.cat([random_logits(3000, seed, spread=0.5 + seed % 4) for seed in range(12)])
+    kinds = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 40},
+        {"top_k": 40, "top_p": 0.9},
+        {"top_k": 3},
+        {"top_p": 0.95},
+        {"min_p": 0.02, "temperature": 1.7},
+        {"typical_p": 0.5},
+        {"presence_penalty": 1.0, "top_p": 0.5},
+    ]
+    rows = [
+        row(SamplingParams(**kinds[number % len(kinds)]), rng.random(), number % 12, (1, 2), (5,))
+        for number in range(120)
+    ]
+    alone = [tokens(sample(logits, [one]))[0] for one in rows]
+    assert tokens(sample(logits, rows)) == alone
+    shuffled = rng.permutation(len(rows)).tolist()
+    mixed = tokens(sample(logits, [rows[number] for number in shuffled]))
+    assert mixed == [alone[number] for number in shuffled]
+    # Also when the row is the only one the model returned.
+    single = [
+        tokens(sample(logits[one.row : one.row + 1].clone(), [one._replace(row=0)]))[0]
+        for one in rows
+    ]
+    assert single == alone
+
+
+def test_rounding_errors_in_the_logits_do_not_swap_tokens() -> None:
+    # Batching changes logits in the last digits, and so which of two near-equal tokens leads.
+    one, other = torch.tensor([[1.0, 1.0 + 1e-6, 0.5]]), torch.tensor([[1.0 + 1e-6, 1.0, 0.5]])
+    draws = (np.arange(97) + 0.5) / 97
+    for fields in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9}):
+        rows = [row(SamplingParams(**fields), draw) for draw in draws]
+        assert tokens(sample(one, rows)) == tokens(sample(other, rows))
+
+
+class TestLogitsThatAreNotFinite:
+    PARAMS = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(top_k=2),
+        SamplingParams(top_k=3, typical_p=0.9),
+        SamplingParams(typical_p=0.9),
+        SamplingParams(top_p=0.9, logprobs=2),
+        SamplingParams(presence_penalty=1.0),
+    )
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_a_row_without_a_finite_value_gives_none_and_spoils_nobody(self, value: float) -> None:
+        logits = torch.cat([torch.full((1, 30), value), random_logits(30, 6)])
+        for params in self.PARAMS:
+            bad, good = sample(logits, [row(params, 0.4, 0), row(params, 0.4, 1)])
+            assert bad is None
+            assert good == sample(logits[1:], [row(params, 0.4, 0)])[0]
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_values_that_are_not_finite_are_impossible_tokens(self, value: float) -> None:
+        logits = torch.tensor([[value, 1.0, 1.5, value]])
+        for params in self.PARAMS:
+            chosen = tokens(sample(logits, [row(params, u) for u in (0.0, 0.5, 0.99)]))
+            assert set(chosen) <= {1, 2}
+
+
+class TestLogprobs:
+    def test_they_are_the_models_before_temperature_filters_and_penalties(self) -> None:
+        logits = random_logits(50, 7)
+        params = SamplingParams(
+            temperature=0.4, top_k=5, logprobs=3, repetition_penalty=1.5, logit_bias={3: 5.0}
+        )
+        (sampled,) = sample(logits, [row(params, 0.6, 0, (1,), (2,))])
+        assert sampled is not None
+        assert sampled.logprobs is not None
+        truth = logits[0].double().log_softmax(-1)
+        assert sampled.logprobs.logprob == pytest.approx(truth[sampled.token_id].item(), abs=1e-5)
+        values, ids = truth.topk(3)
+        assert [token for token, _ in sampled.logprobs.top] == ids.tolist()
+        assert [value for _, value in sampled.logprobs.top] == pytest.approx(values.tolist())
+
+    def test_zero_reports_the_chosen_token_alone(self) -> None:
+        (sampled,) = sample(random_logits(50, 8), [row(SamplingParams(logprobs=0), 0.5)])
+        assert sampled is not None
+        assert sampled.logprobs is not None
+        assert sampled.logprobs.top == []
+
+    def test_each_row_gets_what_it_asked_for(self) -> None:
+        logits = random_logits(50, 9)
+        wanted = [None, 0, 2, 50]
+        rows = [row(SamplingParams(temperature=0.0, logprobs=count)) for count in wanted]
+        reported = [one.logprobs for one in sample(logits, rows) if one is not None]
+        assert reported[0] is None
+        assert [len(one.top) for one in reported if one is not None] == [0, 2, 50]
+
+    def test_impossible_tokens_are_left_out(self) -> None:
+        logits = torch.tensor([[0.0, -torch.inf, 1.0, torch.nan]])
+        (sampled,) = sample(logits, [row(SamplingParams(temperature=0.0, logprobs=4))])
+        assert sampled is not None
+        assert sampled.logprobs is not None
+        assert [token for token, _ in sampled.logprobs.top] == [2, 0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_agrees_with_the_cpu() -> None:
+    logits = torch.cat([random_logits(3000, seed) for seed in range(6)])
+    kinds = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.95}, {"logit_bias": {3: 9.0}}]
+    rows = [
+        row(SamplingParams(logprobs=2, **kinds[n % 5]), (n + 0.5) / 30, n % 6, (1,), (2,))
+        for n in range(30)
+    ]
+    assert tokens(sample(logits.cuda(), rows)) == tokens(sample(logits, rows))

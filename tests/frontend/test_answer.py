@@ -1,0 +1,135 @@
+"""Answers: engine outputs to text, log probabilities and finish reasons."""
+
+import itertools
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
+from midfill.frontend.answer import Answer, AnswerDelta, GenerationError
+from midfill.frontend.sampling import SamplingParams
+from midfill.frontend.stops import StopStrings
+from midfill.models.checkpoint import open_checkpoint
+from midfill.tokens.tokenizer import Tokenizer
+
+END_OF_TEXT = 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_folder: Path) -> Tokenizer:
+    return open_checkpoint(tiny_folder).tokenizer
+
+
+def output(
+    token_ids: list[int], finish_reason: FinishReason | None = None, *, logprobs: bool = False
+) -> EngineOutput:
+    return EngineOutput(
+        request_id="r",
+        index=0,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        logprobs=[TokenLogprobs(-float(i), [(i, -1.0)]) for i in token_ids] if logprobs else None,
+    )
+
+
+def run(
+    tokenizer: Tokenizer, outputs: list[EngineOutput], sampling: SamplingParams
+) -> tuple[Answer, list[AnswerDelta]]:
+    answer = Answer(0, tokenizer, sampling, StopStrings(sampling.stop))
+    pushed = [answer.push(item) for item in outputs]
+    return answer, [delta for delta in pushed if delta is not None]
+
+
+def text_of(deltas: list[AnswerDelta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+@given(st.text(min_size=1, max_size=20), st.data())
+def test_text_is_the_same_however_the_tokens_come(
+    tokenizer: Tokenizer, text: str, data: st.DataObject
+) -> None:
+    ids = tokenizer.encode(text)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=4)) | {0, len(ids)})
+    outputs = [output(ids[a:b]) for a, b in itertools.pairwise(cuts)]
+    _, deltas = run(tokenizer, [*outputs, output([], "length")], SamplingParams())
+    assert text_of(deltas) == text
+    assert [i for delta in deltas for i in delta.token_ids] == ids
+    assert all("\ufffd" not in delta.text for delta in deltas) or "\ufffd" in text
+
+
+def test_the_models_end_token_is_counted_but_not_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("abc")
+    answer, deltas = run(tokenizer, [output([*ids, END_OF_TEXT], "stop")], SamplingParams())
+    assert text_of(deltas) == "abc"
+    assert deltas[-1].finish_reason == "stop"
+    assert deltas[-1].stop_reason is None
+    assert answer.tokens == len(ids) + 1
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_with_text_is_shown_on_demand(tokenizer: Tokenizer, include: bool) -> None:
+    (stop,) = tokenizer.encode("!")
+    sampling = SamplingParams(stop_token_ids=(stop,), include_stop_str_in_output=include)
+    ids = tokenizer.encode("ab")
+    _, deltas = run(tokenizer, [output([*ids, stop], "stop")], sampling)
+    assert text_of(deltas) == ("ab!" if include else "ab")
+    assert deltas[-1].stop_reason == stop
+
+
+def test_a_stop_string_across_tokens_ends_the_answer(tokenizer: Tokenizer) -> None:
+    ids = [i for letter in "ab#!cd" for i in tokenizer.encode(letter)]
+    sampling = SamplingParams(stop=("#!",))
+    answer, deltas = run(tokenizer, [output([i]) for i in ids], sampling)
+    assert text_of(deltas) == "ab"
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "#!")
+    assert answer.finished
+    assert answer.tokens == 4  # what came after is not part of it
+
+
+def test_what_only_looked_like_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = [i for letter in "ab#" for i in tokenizer.encode(letter)]
+    outputs = [output([i]) for i in ids[:-1]] + [output(ids[-1:], "length")]
+    _, deltas = run(tokenizer, outputs, SamplingParams(stop=("#!",)))
+    assert text_of(deltas) == "ab#"
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_half_a_character_at_the_end_becomes_a_replacement(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("é")
+    assert len(ids) == 2
+    _, deltas = run(tokenizer, [output(ids[:1], "length")], SamplingParams())
+    assert text_of(deltas) == "\ufffd"
+
+
+def test_logprobs_come_with_their_text(tokenizer: Tokenizer) -> None:
+    ids = [i for letter in "a#b#!c" for i in tokenizer.encode(letter)]
+    sampling = SamplingParams(stop=("#!",), logprobs=1)
+    _, deltas = run(tokenizer, [output([i], logprobs=True) for i in ids], sampling)
+    shown = ""
+    for delta in deltas:
+        for report in delta.logprobs:
+            assert report.offset == len(shown)
+            shown += report.chosen.text
+        assert shown.startswith(text_of(deltas)[: len(shown)])
+    assert shown == text_of(deltas) == "a#b"
+
+
+def test_logprobs_of_zero_report_the_chosen_token_alone(tokenizer: Tokenizer) -> None:
+    (token_id,) = tokenizer.encode("a")
+    _, deltas = run(
+        tokenizer, [output([token_id], "length", logprobs=True)], SamplingParams(logprobs=0)
+    )
+    (report,) = deltas[0].logprobs
+    assert report.top == ()
+    assert report.chosen.logprob == -float(token_id)
+    assert report.chosen.bytes == b"a"
+
+
+def test_an_error_of_the_engine_is_raised(tokenizer: Tokenizer) -> None:
+    failed = EngineOutput(
+        request_id="r", index=0, token_ids=[], finish_reason="error", error="no slots left"
+    )
+    with pytest.raises(GenerationError, match="no slots left"):
+        run(tokenizer, [failed], SamplingParams())

@@ -1,0 +1,214 @@
+"""The cut: what keeps it, what moves it, and that the rule keeps its bounds."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midfill.infill.compare import common_prefix
+from midfill.infill.cut import CutHistory, gap, go_on, place, size
+
+HEAD = "".join(f"line {number:05d}\n" for number in range(500))
+BELOW = "".join(f"below {number:05d}\n" for number in range(300))
+
+
+class Cache:
+    """Counts characters no earlier prompt begins with. Sentinels are one character each."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+        self.computed = 0
+
+    def ask(self, history: CutHistory, prefix: str, suffix: str) -> int:
+        cut = len(history.choose(prefix, suffix).head)
+        prompt = f"\1{prefix[:cut]}\2{suffix}\3{prefix[cut:]}"
+        cost = len(prompt) - max((common_prefix(old, prompt) for old in self.prompts), default=0)
+        self.prompts.append(prompt)
+        self.computed += cost
+        return cost
+
+
+def test_typing_costs_what_is_typed() -> None:
+    history, cache = CutHistory(), Cache()
+    cache.ask(history, HEAD, BELOW)
+    text = HEAD
+    for typed in ("x", "y = 1", "\n", "    return 0\n" * 50, "z"):
+        text += typed
+        assert cache.ask(history, text, BELOW) == len(typed)
+
+
+def test_deleting_what_was_typed_costs_nothing() -> None:
+    history, cache = CutHistory(), Cache()
+    cache.ask(history, HEAD, BELOW)
+    cache.ask(history, HEAD + "typed", BELOW)
+    assert cache.ask(history, HEAD + "ty", BELOW) == 0
+
+
+def test_the_first_cut_leaves_room_to_delete_to_the_start_of_a_line() -> None:
+    history, cache = CutHistory(), Cache()
+    cache.ask(history, HEAD + "    total = 12", BELOW)
+    assert cache.ask(history, HEAD + "    ", BELOW) == 0
+    assert history.prompts[-1].head.endswith("\n")
+
+
+def test_an_edit_below_keeps_what_is_above_it() -> None:
+    history, cache = CutHistory(), Cache()
+    cache.ask(history, HEAD + "typed", BELOW)
+    changed = BELOW[:2000] + "!" + BELOW[2001:]
+    increment = len(history.prompts[-1].increment)
+    assert cache.ask(history, HEAD + "typed", changed) == len(BELOW) - 2000 + 1 + increment
+
+
+def test_going_back_to_an_earlier_place_finds_its_prompt() -> None:
+    history, cache = CutHistory(), Cache()
+    text = HEAD + BELOW
+    cache.ask(history, HEAD + "typed", BELOW)
+    for caret in (1000, 3000, 7000):
+        cache.ask(history, text[:caret], text[caret:])
+    assert cache.ask(history, HEAD + "typed more", BELOW) == len(" more")
+
+
+def test_a_move_puts_a_long_increment_before_the_suffix() -> None:
+    history, cache = CutHistory(), Cache()
+    cache.ask(history, HEAD, BELOW)
+    typed = HEAD + "x = 1\n" * 300
+    cache.ask(history, typed, BELOW)
+    assert len(history.prompts[-1].increment) > 1800
+    cache.ask(history, typed + BELOW[:12], BELOW[12:])
+    assert len(history.prompts[-1].increment) < 64
+
+
+def least(lengths: list[int], suffix: int) -> int:
+    """Cheapest cuts for prefixes that only get shorter, all of them known beforehand.
+
+    A stretch of requests that share a cut computes the suffix once, and as increment what the
+    longest of them has more than the shortest, whose end is the latest possible cut.
+    """
+    best = [0]
+    for last in range(1, len(lengths) + 1):
+        stretches = (
+            best[first] + suffix + lengths[first] - lengths[last - 1] for first in range(last)
+        )
+        best.append(min(stretches))
+    return best[-1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(1, 9), st.integers(1, 200), st.integers(1, 2000)), max_size=40),
+    st.sampled_from([50, 600, 3600]),
+)
+def test_one_visit_costs_at_most_four_times_the_best(erased: list[int], length: int) -> None:
+    history, cache = CutHistory(), Cache()
+    cache.ask(history, HEAD, "elsewhere")
+    cache.computed = 0
+    lengths = [len(HEAD)]
+    for count in erased:
+        lengths.append(max(0, lengths[-1] - count))
+    cuts = set()
+    for end in lengths:
+        cache.ask(history, HEAD[:end], BELOW[:length])
+        cuts.add(len(history.prompts[-1].head))
+    # A gap is at least 32 characters and begins at a line; each request has three sentinels.
+    slack = (32 + 12) * len(cuts) + 3 * len(lengths)
+    assert cache.computed <= 4 * least(lengths, length) + slack
+
+
+@given(st.integers(0, 60), st.integers(2, 40))
+def test_edits_below_cost_at_most_twice_the_best(lines: int, edits: int) -> None:
+    """Keeping the cut pays the increment each time, moving it pays the suffix once: ski rental."""
+    history, cache = CutHistory(), Cache()
+    cache.ask(history, HEAD, BELOW)
+    text = HEAD + "x = 1\n" * lines
+    cache.ask(history, text, BELOW)
+    cache.computed = 0
+    increment = len(history.prompts[-1].increment)
+    for edit in range(edits):
+        cache.ask(history, text, f"{BELOW[:-20]}{edit:020d}")
+    tails = edits * (20 + 1)
+    best = min(edits * increment, len(BELOW) + increment)
+    assert cache.computed <= 2 * best + tails + 64 * edits
+
+
+def test_a_head_is_never_cut_between_carriage_return_and_line_feed() -> None:
+    text = "a" * 400 + "\r\n" + "b" * 40
+    for wanted in range(60):
+        cut = place(text, wanted)
+        assert text[cut - 1 : cut + 1] != "\r\n"
+        assert len(text) - cut >= wanted
+
+
+@given(st.text("ab\r\n", max_size=600), st.integers(0, 700))
+def test_a_cut_leaves_at_least_the_gap(prefix: str, wanted: int) -> None:
+    cut = place(prefix, wanted)
+    assert 0 <= cut <= len(prefix)
+    assert len(prefix) - cut >= min(wanted, len(prefix))
+
+
+def test_gaps_grow_from_a_line_to_the_balance_to_the_suffix() -> None:
+    assert gap(4000, 0, 0) == 32
+    assert gap(4000, 40, 1) == 400
+    assert gap(4000, 400, 2) == 4000
+    assert gap(4000, 9000, 3) == 4000
+    assert gap(0, 10, 1) == gap(0, 10, 2) == 32
+
+
+def test_memory_is_bounded_and_shared_texts_are_counted_once() -> None:
+    history = CutHistory()
+    text = HEAD + BELOW
+    for typed in range(100):
+        history.choose(HEAD + "x" * typed, BELOW)
+    assert len(history.prompts) == 1
+    assert size(history.prompts) <= len(text) + 200
+    for caret in range(0, len(text), 100):
+        history.choose(text[:caret], text[caret:])
+    assert len(history.prompts) <= 16
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", max_size=4)))
+def test_pieces_keep_the_borders_of_what_still_stands(increment: str, typed: list[str]) -> None:
+    pieces = go_on([piece for piece in typed if piece], increment)
+    assert "".join(pieces) == increment
+    assert all(pieces)
+    position = 0
+    for piece in [piece for piece in typed if piece]:
+        if not increment[position:].startswith(piece):
+            break
+        assert piece in pieces
+        position += len(piece)
+
+
+def test_pieces_are_what_was_typed_one_after_the_other() -> None:
+    history = CutHistory()
+    first = history.choose(HEAD, BELOW).pieces
+    assert history.choose(HEAD + "pri", BELOW).pieces == (*first, "pri")
+    assert history.choose(HEAD + "print(", BELOW).pieces == (*first, "pri", "nt(")
+    assert history.choose(HEAD + "prinz", BELOW).pieces == (*first, "pri", "n", "z")
+
+
+def test_nothing_better_is_expected_after_a_fresh_cut() -> None:
+    history = CutHistory()
+    assert history.expect() is None
+    history.choose(HEAD, BELOW)
+    assert history.expect() is None
+
+
+def test_a_long_increment_is_expected_to_be_cut_anew_and_the_new_cut_is_used() -> None:
+    history = CutHistory()
+    history.choose(HEAD, BELOW)
+    typed = HEAD + "x = 1\n" * 300
+    history.choose(typed, BELOW)
+    cut = history.expect()
+    assert cut is not None
+    assert len(typed) - cut < 64
+    history.remember(typed, BELOW, cut)
+    assert len(history.choose(typed + "y", BELOW).head) == cut
+    assert history.expect() is None
+
+
+def test_a_deletion_that_nears_the_cut_is_expected_to_pass_it() -> None:
+    history = CutHistory()
+    history.choose(HEAD, BELOW)
+    head = len(history.prompts[-1].head)
+    history.choose(HEAD[: head + 3], BELOW)
+    cut = history.expect()
+    assert cut is not None
+    assert cut < head

@@ -1,0 +1,269 @@
+"""The planner: layouts for whole editing sessions, limits, and what it never mixes up."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from midfill.errors import InvalidRequestError
+from midfill.infill.compare import common_prefix
+from midfill.infill.context import ContextFile
+from midfill.infill.formats import FimFormat, Sentinel
+from midfill.infill.layout import PromptLayout, TextSegment
+from midfill.infill.planner import Planner, PlannerOptions
+from midfill.infill.request import InfillRequest
+
+PRE, SUF, MID = Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3)
+PSM = FimFormat("test", PRE, SUF, MID, stop=(PRE, SUF, MID))
+SUFFIX_FIRST = FimFormat("test", PRE, SUF, None, order="spm")
+REPOSITORY = FimFormat("test", PRE, SUF, MID, file_separator=Sentinel("<FILE>", 4))
+TEXT = "".join(f"    value_{number} = compute({number * 7919 % 1000})\n" for number in range(300))
+
+
+def spelled(layout: PromptLayout) -> str:
+    """The prompt with sentinels as control characters."""
+    return "".join(
+        segment.text if isinstance(segment, TextSegment) else chr(segment.token_id)
+        for segment in layout.segments
+    )
+
+
+class Session:
+    """Sends requests and counts the characters no earlier prompt begins with."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.prompts: list[str] = []
+
+    def ask(self, prefix: str, suffix: str, **fields) -> int:
+        self.layout = self.planner.plan(InfillRequest(prefix=prefix, suffix=suffix, **fields))
+        prompt = spelled(self.layout)
+        cost = len(prompt) - max((common_prefix(old, prompt) for old in self.prompts), default=0)
+        self.prompts.append(prompt)
+        return cost
+
+
+class TestLayouts:
+    def test_fixed_layouts_do_as_they_are_told(self) -> None:
+        session = Session(Planner(PSM))
+        session.ask("abc", "xyz", layout="psm")
+        assert spelled(session.layout) == "\1abc\2xyz\3"
+        session.ask("abc", "xyz", layout="spm")
+        assert spelled(session.layout) == "\1\2xyz\3abc"
+        session.ask("abc", "xyz", layout="efim")
+        assert spelled(session.layout) == "\1abc\2xyz\3"
+        session.ask("abcd", "xyz", layout="efim")
+        assert spelled(session.layout) == "\1abc\2xyz\3d"
+        session.ask("ab", "xyz", layout="efim")  # a deletion past the cut
+        assert spelled(session.layout) == "\1ab\2xyz\3"
+
+    def test_a_suffix_first_model_has_only_its_own_order(self) -> None:
+        session = Session(Planner(SUFFIX_FIRST))
+        for layout in ("auto", "psm", "spm", "efim"):
+            session.ask("abc", "xyz", layout=layout)
+            assert spelled(session.layout) == "\2xyz\1abc"
+            assert (session.layout.layout, session.layout.cut) == ("spm", 3)
+
+    def test_typing_is_cheap_for_a_suffix_first_model(self) -> None:
+        session = Session(Planner(SUFFIX_FIRST))
+        session.ask(TEXT, TEXT)
+        assert session.ask(TEXT + "typed", TEXT) == 5
+        assert session.ask(TEXT[:-300], TEXT) == 0
+
+    def test_a_model_without_sentinels_sees_the_prefix_only(self) -> None:
+        layout = Planner(None).plan(InfillRequest(prefix="abc", suffix="xyz"))
+        assert (spelled(layout), layout.layout) == ("abc", "prefix-only")
+
+    def test_verbatim_prompts_go_through_untouched(self) -> None:
+        layout = Planner(PSM).plan(InfillRequest(prefix="a<PRE>b", layout="verbatim"))
+        assert layout.segments == (TextSegment("a<PRE>b", "raw"),)
+
+    def test_stop_tokens_come_from_the_format(self) -> None:
+        assert Planner(PSM).plan(InfillRequest(prefix="a")).stop_token_ids == (1, 2, 3)
+
+    def test_empty_texts_are_fine(self) -> None:
+        assert spelled(Planner(PSM).plan(InfillRequest(prefix=""))) == "\1\2\3"
+        assert spelled(Planner(None).plan(InfillRequest(prefix=""))) == ""
+        assert Planner(PSM).plan(InfillRequest(prefix="", layout="verbatim")).segments == ()
+
+
+class TestSessions:
+    def test_typing_computes_what_was_typed(self) -> None:
+        session = Session(Planner(PSM))
+        session.ask(TEXT, TEXT)
+        text = TEXT
+        for typed in ("x", " = 1", "\n", "    return\n" * 20):
+            text += typed
+            assert session.ask(text, TEXT) == len(typed)
+
+    def test_files_can_be_switched_back_and_forth(self) -> None:
+        session = Session(Planner(PSM))
+        other = TEXT.replace("value", "other")
+        session.ask(TEXT, TEXT[:500])
+        session.ask(other, other[:500])
+        assert session.ask(TEXT + "x", TEXT[:500]) == 1
+        assert session.ask(other + "x", other[:500]) == 1
+
+    def test_a_window_costs_what_was_typed_too(self) -> None:
+        session = Session(Planner(PSM))
+        costs = []
+        for end in range(5000, 5060):
+            costs.append(session.ask(TEXT[end - 2000 : end], TEXT[7000:9000]))
+        assert costs[1:] == [1] * 59
+
+    def test_as_sent_windows_are_left_alone(self) -> None:
+        planner = Planner(PSM)
+        for end in (5000, 5010, 5020):
+            prefix = TEXT[end - 2000 : end]
+            layout = planner.plan(
+                InfillRequest(prefix=prefix, suffix=TEXT[7000:9000], window="as-sent")
+            )
+            assert layout.planned_prefix == prefix
+
+    def test_fragment_trained_models_get_the_increment_as_it_was_typed(self) -> None:
+        planner = Planner(PSM, PlannerOptions(fragments=True))
+        texts: list[str] = []
+        for typed in ("", "pri", "nt(", "x"):
+            texts.append(typed)
+            layout = planner.plan(InfillRequest(prefix=TEXT + "".join(texts), suffix=TEXT))
+        pieces = [s.text for s in layout.segments if getattr(s, "role", "") == "increment"]
+        assert pieces[-3:] == ["pri", "nt(", "x"]
+
+    def test_what_is_expected_next_is_cheap_once_it_was_computed(self) -> None:
+        session = Session(Planner(PSM))
+        session.ask(TEXT, TEXT)
+        typed = TEXT + "x = 1\n" * 300
+        session.ask(typed, TEXT)
+        document = session.layout.document
+        assert document is not None
+        expected = session.planner.expect(document)
+        assert expected is not None
+        assert expected.planned_prefix == typed
+        assert expected.planned_suffix == TEXT
+        session.prompts.append(spelled(expected))
+        session.planner.computed(expected)
+        assert session.planner.expect(document) is None
+        assert session.ask(typed + "y", TEXT) == 1
+        assert len(session.layout.text_of("increment")) < 64
+        assert session.planner.expect("no such document") is None
+
+    def test_a_changed_context_gives_up_the_cut(self) -> None:
+        session = Session(Planner(REPOSITORY))
+        fields = {"path": "b.py"}
+        session.ask(TEXT, TEXT, context=(ContextFile("x = 1\n", "a.py"),), **fields)
+        typed = TEXT + "y = 2\n" * 40
+        assert session.ask(typed, TEXT, context=(ContextFile("x = 1\n", "a.py"),), **fields) == 240
+        session.ask(typed, TEXT, context=(ContextFile("x = 2\n", "a.py"),), **fields)
+        assert len(session.layout.text_of("increment")) < 64
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("field", ["prefix", "suffix"])
+    def test_lone_surrogates_are_refused_by_name(self, field: str) -> None:
+        texts = {"prefix": "a", "suffix": "b"} | {field: "é\ud83d"}
+        with pytest.raises(InvalidRequestError, match="half a surrogate pair") as raised:
+            Planner(PSM).plan(InfillRequest(**texts))
+        assert raised.value.param == {"prefix": "prompt", "suffix": "suffix"}[field]
+
+    def test_texts_past_the_limit_are_refused_by_name(self) -> None:
+        with pytest.raises(InvalidRequestError, match="at most 4000000") as raised:
+            Planner(PSM).plan(InfillRequest(prefix="a", suffix="x" * 10_000_000))
+        assert raised.value.param == "suffix"
+
+    def test_a_raw_prompt_takes_no_suffix(self) -> None:
+        for fields in ({"layout": "verbatim"}, {"raw": True}):
+            with pytest.raises(InvalidRequestError, match="takes no suffix"):
+                Planner(PSM).plan(InfillRequest(prefix="a", suffix="b", **fields))
+
+    def test_nul_bytes_and_sentinel_spellings_are_plain_text(self) -> None:
+        prefix, suffix = "a\0<PRE><SUF>", "<MID>\0b"
+        layout = Planner(PSM).plan(InfillRequest(prefix=prefix, suffix=suffix))
+        assert spelled(layout) == f"\1{prefix}\2{suffix}\3"
+        assert all(s.role != "raw" for s in layout.segments if isinstance(s, TextSegment))
+
+
+class TestIsolation:
+    def test_no_text_of_one_tenant_reaches_another(self) -> None:
+        """Windows on the same file: the neighbour's remembered text must never be used."""
+        planner = Planner(PSM)
+        for end in range(5000, 5200, 10):
+            planner.plan(
+                InfillRequest(prefix=TEXT[end - 2000 : end], suffix=TEXT[end:6000], tenant="a")
+            )
+        layout = planner.plan(
+            InfillRequest(prefix=TEXT[3400:5200], suffix=TEXT[5200:6000], tenant="b")
+        )
+        assert layout.planned_prefix == TEXT[3400:5200]
+
+    def test_a_lying_name_changes_no_text(self) -> None:
+        planner = Planner(PSM)
+        other = TEXT.replace("value", "other")
+        for text in (TEXT, other, TEXT):
+            layout = planner.plan(
+                InfillRequest(prefix=text[:4000], suffix=text[4000:], document="same.py")
+            )
+            assert layout.planned_prefix + layout.planned_suffix == text
+
+
+edits = st.lists(
+    st.tuples(
+        st.sampled_from(["type", "erase", "jump", "below", "above", "undo", "switch"]),
+        st.integers(0, 2**16),
+        st.text("ab(é🙂\n\r\t<>", max_size=8),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(edits, st.sampled_from([PSM, SUFFIX_FIRST]), st.booleans())
+def test_every_prompt_of_every_session_holds_exactly_the_document(steps, format, fragments) -> None:
+    """Whole documents: whatever is edited, prefix and suffix come through, segment by segment."""
+    planner = Planner(format, PlannerOptions(fragments=fragments, memory=40_000))
+    texts = {"a": TEXT[:3000], "b": ""}
+    carets = {"a": 1500, "b": 0}
+    undo = []
+    name = "a"
+    for kind, number, new in steps:
+        text, caret = texts[name], carets[name]
+        if kind == "type":
+            texts[name], carets[name] = text[:caret] + new + text[caret:], caret + len(new)
+        elif kind == "erase":
+            start = max(0, caret - number % 60)
+            texts[name], carets[name] = text[:start] + text[caret:], start
+        elif kind == "jump":
+            carets[name] = number % (len(text) + 1)
+        elif kind == "below":
+            place = caret + number % (len(text) - caret + 1)
+            texts[name] = text[:place] + new + text[place + 1 :]
+        elif kind == "above":
+            place = number % (caret + 1)
+            texts[name], carets[name] = text[:place] + new + text[place:], caret + len(new)
+        elif kind == "switch":
+            name = "b" if name == "a" else "a"
+        elif undo:
+            texts[name], carets[name] = undo.pop()
+        undo.append((texts[name], carets[name]))
+        prefix, suffix = texts[name][: carets[name]], texts[name][carets[name] :]
+        layout = planner.plan(InfillRequest(prefix=prefix, suffix=suffix))
+        if format is PSM:
+            head, increment = prefix[: layout.cut], prefix[layout.cut :]
+            assert spelled(layout) == f"\1{head}\2{suffix}\3{increment}"
+        else:
+            assert spelled(layout) == f"\2{suffix}\1{prefix}"
+        assert all(segment.text for segment in layout.segments)
+
+
+def test_many_tenants_at_once_each_get_their_own_text() -> None:
+    planner = Planner(PSM, PlannerOptions(memory=200_000))
+    chance = random.Random(0)
+    texts = {str(user): TEXT.replace("value", f"user{user}") for user in range(40)}
+    for _ in range(400):
+        user = str(chance.randrange(40))
+        caret = chance.randrange(3000, 6000)
+        prefix, suffix = texts[user][caret - 1500 : caret], texts[user][caret : caret + 1500]
+        layout = planner.plan(InfillRequest(prefix=prefix, suffix=suffix, tenant=user))
+        assert layout.planned_prefix in texts[user]
+        assert layout.planned_suffix in texts[user]
+        assert planner._documents.held <= 200_000

@@ -1,0 +1,347 @@
+"""Bad input: a 4xx in OpenAI's shape that names the field, and nobody else notices."""
+
+import gzip
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given, settings
+from running_server import RunningServer
+
+from midfill.server.openai_chat import ChatRequest
+from midfill.server.openai_completions import CompletionRequest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+# (field the error names, the fields that are wrong); "prompt" is "a" where it isn't given.
+BAD_COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [[]]}),
+    ("prompt", {"prompt": {"text": "a"}}),
+    ("prompt", {"prompt": ["a", 1]}),
+    ("prompt", {"prompt": ["a", [1]]}),
+    ("prompt", {"prompt": [1, -1]}),
+    ("prompt", {"prompt": [1, 320]}),
+    ("prompt", {"prompt": [10**30]}),
+    ("prompt[0]", {"prompt": [True]}),
+    ("prompt[1]", {"prompt": [1, 1.5]}),
+    ("prompt", {"prompt": "ab" * 1000}),
+    ("prompt", {"prompt": "x" * 3_000_000}),
+    ("prompt", {"prompt": ["a"] * 5000}),
+    ("prompt", {"prompt": "ab" * 200, "suffix": "cd" * 200}),
+    ("suffix", {"suffix": 5}),
+    ("suffix", {"prompt": [1, 2], "suffix": "a"}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("max_tokens", {"max_tokens": True}),
+    ("max_tokens", {"max_tokens": "5"}),
+    ("max_tokens", {"max_tokens": 1.5}),
+    ("max_tokens", {"max_tokens": 10**30}),
+    ("n", {"n": 0}),
+    ("n", {"n": -3}),
+    ("n", {"n": 10**6}),
+    ("n", {"n": True}),
+    ("n", {"n": 128, "prompt": ["a"] * 100}),
+    ("best_of", {"best_of": 4}),
+    ("temperature", {"temperature": -0.5}),
+    ("temperature", {"temperature": "hot"}),
+    ("temperature", {"temperature": float("nan")}),
+    ("temperature", {"temperature": float("inf")}),
+    ("temperature", {"temperature": float("-inf")}),
+    ("top_p", {"top_p": 0}),
+    ("top_p", {"top_p": 1.5}),
+    ("top_p", {"top_p": float("nan")}),
+    ("top_k", {"top_k": -2}),
+    ("min_p", {"min_p": 2}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
+    ("presence_penalty", {"presence_penalty": 9}),
+    ("frequency_penalty", {"frequency_penalty": -9}),
+    ("logprobs", {"logprobs": 21}),
+    ("logprobs", {"logprobs": -1}),
+    ("logprobs", {"logprobs": True}),
+    ("seed", {"seed": 2**70}),
+    ("seed", {"seed": "x"}),
+    ("stop", {"stop": 5}),
+    ("stop", {"stop": ""}),
+    ("stop", {"stop": [""]}),
+    ("stop[1]", {"stop": ["a", 5]}),
+    ("stop", {"stop": [str(i) for i in range(10_000)]}),
+    ("stop", {"stop": "x" * 1_000_000}),
+    ("stop_token_ids", {"stop_token_ids": [320]}),
+    ("stop_token_ids", {"stop_token_ids": [-1]}),
+    ("stop_token_ids[0]", {"stop_token_ids": ["a"]}),
+    ("logit_bias", {"logit_bias": {"320": 1}}),
+    ("logit_bias", {"logit_bias": {"word": 1}}),
+    ("logit_bias", {"logit_bias": {"1": 1000}}),
+    ("logit_bias[...]", {"logit_bias": {"1": "x"}}),
+    ("logit_bias", {"logit_bias": [1]}),
+    ("ignore_eos", {"ignore_eos": 1}),
+    ("stream", {"stream": "yes"}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options", {"stream": True, "stream_options": 5}),
+    ("stream_options.include_usage", {"stream_options": {"include_usage": "x"}}),
+    ("echo", {"echo": "x"}),
+    ("echo", {"echo": True, "logprobs": 1}),
+    ("model", {"model": 5}),
+    ("midfill", {"midfill": 5}),
+    ("midfill.layout", {"suffix": "b", "midfill": {"layout": "zigzag"}}),
+    ("midfill.layout", {"midfill": {"layout": "psm"}}),
+    ("midfill.layuot", {"suffix": "b", "midfill": {"layuot": "psm"}}),
+    ("midfill.document", {"suffix": "b", "midfill": {"document": 7}}),
+    ("suffix", {"suffix": "b", "midfill": {"layout": "verbatim"}}),
+]
+
+BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
+    ("messages", {"messages": None}),
+    ("messages", {"messages": []}),
+    ("messages", {"messages": "hi"}),
+    ("messages[0]", {"messages": ["hi"]}),
+    ("messages[0].role", {"messages": [{"content": "hi"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
+    (
+        "messages[0].content[0].type",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
+    ),
+    ("messages", {"messages": [{"role": "user", "content": "ab" * 1000}]}),
+    ("suffix", {"suffix": "b"}),
+    ("midfill", {"midfill": {"layout": "psm"}}),
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("functions", {"functions": [{"name": "f"}]}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("max_completion_tokens", {"max_completion_tokens": 0}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("n", {"n": 0}),
+    ("logprobs", {"logprobs": 3}),
+    ("top_logprobs", {"top_logprobs": 3}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+]
+
+# (what the error names, the bytes)
+BAD_BYTES: list[tuple[str | None, bytes]] = [
+    (None, b""),
+    (None, b"  \n"),
+    (None, b"{"),
+    (None, b"[]"),
+    (None, b"null"),
+    (None, b"5"),
+    (None, b"\xff\xfe{\x00}\x00"),
+    (None, b'\xef\xbb\xbf{"prompt": "a"}'),
+    (None, b'{"prompt": "a"} x'),
+    (None, b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    (None, b'{"x":' * 100_000 + b"1" + b"}" * 100_000),
+    ("prompt", b"{}"),
+    ("prompt", b'{"prompt": "a\xff"}'),
+    ("prompt", b'{"prompt": "\xed\xa0\x80"}'),
+    ("prompt", b'{"prompt": "\\ud83d"}'),
+    ("suffix", b'{"prompt": "a", "suffix": "\\udc00 b"}'),
+    ("stop[0]", b'{"prompt": "a", "stop": ["\\ud83d"]}'),
+    ("midfill.document", b'{"prompt": "a", "suffix": "", "midfill": {"document": "\\ud83d"}}'),
+    (None, b'{"prompt": "a", "\\ud83d": 1}'),
+    ("midfill", b'{"prompt": "a", "suffix": "", "midfill": {"\\ud83d": 1}}'),
+    ("temperature", b'{"prompt": "a", "temperature": NaN}'),
+    ("temperature", b'{"prompt": "a", "temperature": -Infinity}'),
+    ("temperature", b'{"prompt": "a", "temperature": 1e999}'),
+    ("max_tokens", b'{"prompt": "a", "max_tokens": ' + b"9" * 4000 + b"}"),
+]
+
+
+def check_error(response: httpx.Response, param: str | None, status: int = 400) -> None:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert error["message"]
+    assert "\n" not in error["message"]
+    if param is not None:
+        assert param.partition("[")[0].rpartition(".")[2] in error["message"]
+
+
+def send(server: RunningServer, path: str, content: bytes) -> httpx.Response:
+    return server.post(path, content=content, headers=JSON)
+
+
+@pytest.mark.parametrize(("param", "fields"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40])
+def test_a_bad_field_of_a_completion(
+    server: RunningServer, param: str, fields: dict[str, Any]
+) -> None:
+    body = {"prompt": "a"} | fields
+    check_error(send(server, COMPLETIONS, json.dumps(body).encode()), param)
+
+
+@pytest.mark.parametrize(("param", "fields"), BAD_CHATS, ids=lambda value: str(value)[:40])
+def test_a_bad_field_of_a_chat(server: RunningServer, param: str, fields: dict[str, Any]) -> None:
+    body = {"messages": MESSAGES} | fields
+    check_error(send(server, CHAT, json.dumps(body).encode()), param)
+
+
+@pytest.mark.parametrize(("param", "content"), BAD_BYTES, ids=lambda value: str(value)[:40])
+def test_a_body_that_is_no_json(server: RunningServer, param: str | None, content: bytes) -> None:
+    check_error(send(server, COMPLETIONS, content), param)
+
+
+def test_what_the_client_sent_is_not_quoted_at_length(server: RunningServer) -> None:
+    for fields in ({"x" * 10**6: 1}, {"layout": "x" * 10**6}):
+        response = server.post(COMPLETIONS, {"prompt": "a", "suffix": "", "midfill": fields})
+        assert response.status_code == 400
+        assert len(response.content) < 2000
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["psm", "<fim_prefix>", "text", 2**63, -(2**63), 1e308, 5e-324, -0.0]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5) | st.sampled_from(["layout", "role"]), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_body_whatever_is_a_fault_of_the_server(
+    server: RunningServer, kind: type[msgspec.Struct], data: st.DataObject
+) -> None:
+    fields = [name for name in kind.__struct_fields__ if name != "model"]
+    body = data.draw(st.dictionaries(st.sampled_from(fields), values, max_size=4))
+    path = COMPLETIONS if kind is CompletionRequest else CHAT
+    body = {"prompt": "a", "messages": MESSAGES, "max_tokens": 2} | body
+    response = send(server, path, json.dumps(body).encode())
+    assert response.status_code in (200, 400), (body, response.text)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_unknown_model(server: RunningServer, path: str) -> None:
+    response = server.post(path, {"model": "gpt-9", "prompt": "a", "messages": MESSAGES})
+    check_error(response, "model", 404)
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_prompt_longer_than_the_context(server: RunningServer) -> None:
+    response = server.post(COMPLETIONS, {"prompt": "ab" * 1000})
+    check_error(response, "prompt")
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": ""},
+        {"content-type": "application/x-www-form-urlencoded"},
+        JSON | {"content-encoding": "gzip"},
+    ],
+)
+def test_a_body_that_is_no_json_by_its_headers(
+    server: RunningServer, headers: dict[str, str]
+) -> None:
+    content = gzip.compress(b'{"prompt": "a"}')
+    check_error(server.post(COMPLETIONS, content=content, headers=headers), None, 415)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", COMPLETIONS, 405), ("DELETE", "/health", 405), ("GET", "/v2", 404)],
+)
+def test_unknown_places(server: RunningServer, method: str, path: str, status: int) -> None:
+    check_error(httpx.request(method, server.url + path), None, status)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_100_megabytes_are_refused_and_never_held(server: RunningServer, chunked: bool) -> None:
+    megabyte = b" " * 2**20
+
+    def body() -> Iterator[bytes]:
+        for _ in range(100):
+            yield megabyte
+
+    before = peak_memory(server.process.pid)
+    headers = JSON if chunked else JSON | {"content-length": str(100 * 2**20)}
+    check_error(server.post(COMPLETIONS, content=body(), headers=headers), None, 413)
+    assert peak_memory(server.process.pid) - before < 60 * 2**20
+
+
+def test_a_declared_length_is_refused_before_the_body_comes(server: RunningServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for length in ("100000000", "9" * 18, "9" * 30):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(
+                f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {length}\r\n\r\n".encode()
+            )
+            status = connection.recv(4096).split()[1]
+            assert status in (b"413", b"400")
+
+
+def test_a_client_that_hangs_up_in_its_body_is_forgotten(server: RunningServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            'Content-Length: 1000\r\n\r\n{"prompt": '.encode()
+        )
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_storm_of_bad_requests_changes_nothing_for_others(server: RunningServer) -> None:
+    body = {"prompt": "def storm(", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+    def stream() -> str:
+        text = ""
+        with httpx.stream(
+            "POST", server.url + COMPLETIONS, json={**body, "stream": True}, timeout=60
+        ) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        return text
+
+    quiet = stream()
+    in_storm: list[str] = []
+    over = threading.Event()
+
+    def keep_streaming() -> None:
+        while not over.is_set():
+            in_storm.append(stream())
+
+    other = threading.Thread(target=keep_streaming)
+    other.start()
+    try:
+        with httpx.Client(base_url=server.url, headers=JSON, timeout=60) as client:
+            for _, fields in BAD_COMPLETIONS:
+                content = json.dumps({"prompt": "a"} | fields).encode()
+                assert client.post(COMPLETIONS, content=content).status_code == 400
+            for _, content in BAD_BYTES:
+                assert client.post(COMPLETIONS, content=content).status_code == 400
+            for _, fields in BAD_CHATS:
+                response = client.post(CHAT, json={"messages": MESSAGES} | fields)
+                assert response.status_code == 400
+    finally:
+        over.set()
+        other.join()
+    assert in_storm
+    assert set(in_storm) == {quiet}
+
+
+def peak_memory(process_id: int) -> int:
+    """Most bytes of memory a process has ever held."""
+    with open(f"/proc/{process_id}/status") as status:
+        (line,) = (line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024

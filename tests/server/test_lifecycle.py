@@ -1,0 +1,182 @@
+"""Clients that go away, engines that die, servers that die: nothing is left behind."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from running_server import RunningServer, start
+from tiny_checkpoints import write_tiny
+
+CONTEXT = 16_384  # long enough that a request takes seconds if nobody ends it
+LONG = {"prompt": "a", "max_tokens": 16_000, "n": 2, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("long") / "tiny-llama"
+    return write_tiny("llama", folder, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def server(long_folder: Path) -> Iterator[RunningServer]:
+    with start(long_folder, "--kv-memory", "64MB") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def keyed_server(tiny_folder: Path) -> Iterator[RunningServer]:
+    keys = ("--api-key", "first key", "--api-key", "second key")
+    with start(tiny_folder, "--kv-memory", "4MB", *keys) as server:
+        yield server
+
+
+def is_idle(server: RunningServer) -> bool:
+    return server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0
+
+
+def check_nothing_held(server: RunningServer) -> None:
+    """Every slot is free, or in the prefix cache and evictable."""
+    held = server.metric("kv_slots") - server.metric("kv_slots_free")
+    assert held == server.metric("kv_slots_cached")
+    assert server.metric("kv_cache_usage_perc") == 0
+
+
+def test_a_stream_nobody_reads_is_cancelled(server: RunningServer) -> None:
+    before = server.metric("generation_tokens_total")
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}
+    ) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert not is_idle(server)
+    server.wait_for(lambda: is_idle(server))
+    assert server.metric("generation_tokens_total") - before < 16_000
+    check_nothing_held(server)
+
+
+def test_an_answer_nobody_waits_for_is_cancelled(server: RunningServer) -> None:
+    before = server.metric("generation_tokens_total")
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps(LONG).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        server.wait_for(lambda: not is_idle(server))
+    server.wait_for(lambda: is_idle(server))
+    assert server.metric("generation_tokens_total") - before < 16_000
+    check_nothing_held(server)
+
+
+def test_an_idle_engine_takes_no_processor_time(server: RunningServer) -> None:
+    server.complete(prompt="a", max_tokens=1)
+    server.wait_for(lambda: is_idle(server))
+    engine = server.engine_process()
+    before = processor_seconds(engine)
+    time.sleep(1)
+    assert processor_seconds(engine) - before <= 0.05
+
+
+def test_the_banner_tells_what_is_served(server: RunningServer) -> None:
+    assert "tiny-llama" in server.banner
+    assert "3 layers" in server.banner
+    assert f"{server.metric('kv_slots'):.0f} tokens" in server.banner
+    assert f"curl {server.url}/v1/completions" in server.banner
+
+
+def test_a_dead_engine_is_noticed_and_started_again_once(server: RunningServer) -> None:
+    body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+    text = server.complete(**body)["choices"][0]["text"]
+
+    assert kill_engine_under_load(server) == {"stream": "engine", "whole": 503}
+    assert server.get("/health").status_code == 503
+    server.wait_for(lambda: server.get("/health").status_code == 200, 60)
+    assert server.complete(**body)["choices"][0]["text"] == text
+
+    kill_engine_under_load(server)
+    server.wait_for(lambda: server.get("/health").json() == {"status": "dead"})
+    assert server.get("/health").status_code == 503
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_dead"
+    assert response.json()["error"]["type"] == "server_error"
+
+
+def kill_engine_under_load(server: RunningServer) -> dict[str, object]:
+    """Kill the engine during a stream and a plain request; returns how each failed."""
+    failures: dict[str, object] = {}
+
+    def plain() -> None:
+        failures["whole"] = server.post("/v1/completions", LONG).status_code
+
+    def stream() -> None:
+        chunks = server.openai().completions.create(
+            model="tiny-llama", prompt="a", max_tokens=16_000, n=2, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        try:
+            for _ in chunks:
+                pass
+        except openai.APIError as error:
+            failures["stream"] = "engine" if "engine" in error.message else error.message
+
+    threads = [threading.Thread(target=ask) for ask in (plain, stream)]
+    for thread in threads:
+        thread.start()
+    server.wait_for(lambda: server.metric("num_requests_running") == 4)
+    os.kill(server.engine_process(), signal.SIGKILL)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    return failures
+
+
+def test_api_keys_let_in_and_keep_caches_apart(keyed_server: RunningServer) -> None:
+    server = keyed_server
+    for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first key"}):
+        response = server.post("/v1/completions", {"prompt": "a"}, headers=header)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    assert server.get("/v1/models").status_code == 401
+    assert server.get("/health").status_code == 200
+
+    def cached(key: str) -> int:
+        answer = server.openai(key).completions.create(
+            model="tiny-llama", prompt="secret " * 20, max_tokens=1
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached("first key") == 0
+    assert cached("first key") > 50
+    assert cached("second key") == 0
+
+
+def test_the_engine_ends_with_its_server(keyed_server: RunningServer) -> None:
+    engine = keyed_server.engine_process()
+    keyed_server.process.kill()
+    keyed_server.process.wait()
+    keyed_server.wait_for(lambda: not is_alive(engine))
+
+
+def processor_seconds(process_id: int) -> float:
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

@@ -1,0 +1,102 @@
+"""/v1/chat/completions and /v1/models through a real socket, with OpenAI's own client."""
+
+from typing import Any
+
+import openai
+import pytest
+from running_server import RunningServer
+
+MESSAGES: Any = [
+    {"role": "system", "content": "You are brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "hi"}]},
+]
+GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def test_a_chat(server: RunningServer) -> None:
+    answer = server.openai().chat.completions.create(
+        model="tiny-llama", messages=MESSAGES, max_completion_tokens=10, **GREEDY
+    )
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 10
+
+
+def test_a_streamed_chat_is_the_same_text(server: RunningServer) -> None:
+    client = server.openai()
+    options = {"model": "tiny-llama", "messages": MESSAGES, "max_tokens": 10, "n": 2, **GREEDY}
+    whole = client.chat.completions.create(**options)
+    texts = ["", ""]
+    roles = [None, None]
+    finish: list[str | None] = [None, None]
+    usage = None
+    for chunk in client.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            roles[choice.index] = choice.delta.role or roles[choice.index]
+            texts[choice.index] += choice.delta.content or ""
+            finish[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert roles == ["assistant", "assistant"]
+    assert finish == ["length", "length"]
+    assert usage is not None
+    assert usage.completion_tokens == 20
+
+
+def test_the_conversation_so_far_is_cached(server: RunningServer) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "hi"}]
+    body = {"messages": messages, "max_tokens": 1}
+    first = server.post("/v1/chat/completions", body).json()["usage"]
+    body["messages"] = [*messages, {"role": "user", "content": "again"}]
+    second = server.post("/v1/chat/completions", body).json()["usage"]
+    # All but what stood after the last message: the assistant's turn that was to be filled.
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= first["prompt_tokens"] - 20 > 0
+
+
+def test_chat_logprobs(server: RunningServer) -> None:
+    answer = server.openai().chat.completions.create(
+        model="tiny-llama",
+        messages=MESSAGES,
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=3,
+        **GREEDY,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 5
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == token.top_logprobs[0].logprob
+        assert bytes(token.bytes or ()).decode(errors="replace") == token.token
+
+
+def test_without_a_limit_a_chat_ends_with_the_context(server: RunningServer) -> None:
+    answer = server.openai().chat.completions.create(
+        model="tiny-llama", messages=MESSAGES, **GREEDY
+    )
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 512
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_models(server: RunningServer) -> None:
+    client = server.openai()
+    (model,) = client.models.list().data
+    assert model.id == "tiny-llama"
+    assert client.models.retrieve("tiny-llama") == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+def test_the_api_describes_itself(server: RunningServer) -> None:
+    schema = server.get("/openapi.json").json()
+    assert "suffix" in schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert "/v1/chat/completions" in schema["paths"]

@@ -1,0 +1,99 @@
+"""The default model, served: real answers, and only what changed is computed."""
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+from running_server import RunningServer, start
+
+from midfill.models.hub import DEFAULT_MODEL
+
+pytestmark = pytest.mark.real_model
+
+# The model has no FIM tokens of its own; these are spare ones. Its answers to prompts with them
+# mean little, what is cached and computed is what it would be.
+SPARE_TOKENS = "<filename>,<gh_stars>,<issue_start>"
+SOURCE = inspect.getsource(textwrap)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[RunningServer]:
+    with start(DEFAULT_MODEL, "--kv-memory", "512MB") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def infilling() -> Iterator[RunningServer]:
+    with start(DEFAULT_MODEL, "--kv-memory", "512MB", "--fim-tokens", SPARE_TOKENS) as server:
+        yield server
+
+
+def test_it_answers_a_chat(plain: RunningServer) -> None:
+    answer = plain.openai().chat.completions.create(
+        model=DEFAULT_MODEL,
+        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        max_tokens=20,
+        temperature=0,
+    )
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_it_completes_code_and_stops(plain: RunningServer) -> None:
+    stream = plain.openai().completions.create(
+        model=DEFAULT_MODEL,
+        prompt="def add(a, b):\n    return",
+        max_tokens=30,
+        temperature=0,
+        stop=["\n"],
+        stream=True,
+    )
+    chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == " a + b"
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_without_fim_tokens_the_suffix_is_not_seen_and_the_answer_says_so(
+    plain: RunningServer,
+) -> None:
+    body = {"prompt": "def add(a, b):\n    return", "max_tokens": 5, "temperature": 0}
+    prefix_only = plain.complete(**body)
+    infill = plain.complete(**body, suffix="\n\nprint(add(1, 2))\n")
+    assert infill["choices"][0]["text"] == prefix_only["choices"][0]["text"]
+    assert infill["midfill"]["layout"] == "prefix-only"
+    assert infill["midfill"]["sentinels"] is False
+    assert "no FIM tokens" in plain.banner
+
+
+def test_rounds_of_a_document_compute_the_increment_alone(infilling: RunningServer) -> None:
+    suffix = SOURCE[4000:6000]
+    before = 0
+    for number in range(5):
+        prefix = SOURCE[: 2000 + number * 40]
+        answer = infilling.complete(
+            prompt=prefix, suffix=suffix, max_tokens=4, temperature=0, ignore_eos=True
+        )
+        usage = answer["usage"]
+        computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert answer["midfill"]["computed_tokens"] == computed
+        if number:
+            assert computed <= usage["prompt_tokens"] - before + 8
+        before = usage["prompt_tokens"]
+
+
+def test_what_is_cached_does_not_change_the_answer(infilling: RunningServer) -> None:
+    body = {
+        "prompt": SOURCE[:3000],
+        "suffix": SOURCE[3000:4000],
+        "max_tokens": 32,
+        "temperature": 0,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
+    cold = infilling.complete(**body)
+    warm = infilling.complete(**body)
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    tokens = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (cold, warm)]
+    assert tokens[0] == pytest.approx(tokens[1], abs=1e-4)

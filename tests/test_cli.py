@@ -1,0 +1,226 @@
+"""The command line, run as users run it."""
+
+import io
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from midfill.cli import main
+from midfill.cli.complete import find_caret, render
+from midfill.cli.sizes import format_size, parse_size
+from midfill.errors import MidfillError
+
+HEAVY = ("torch", "numba", "numpy", "transformers", "tokenizers", "fastapi", "zmq", "rich.progress")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+class Command(Protocol):
+    """Runs ``midfill`` with these arguments."""
+
+    def __call__(self, *arguments: object, stdin: str = "") -> Result: ...
+
+
+@pytest.fixture
+def midfill(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The entry point in this process: starting Python each time takes too long."""
+
+    def run(*arguments: object, stdin: str = "") -> Result:
+        monkeypatch.setattr(sys, "argv", ["midfill", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        status: object = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        assert isinstance(status, int)
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+def test_help_names_every_command(midfill: Command) -> None:
+    result = midfill("--help")
+    assert result.status == 0
+    for command in ("serve", "complete", "generate", "pull", "models"):
+        assert re.search(rf"\b{command}\b", result.stdout)
+
+
+@pytest.mark.parametrize("command", ["serve", "complete", "generate", "pull", "models"])
+def test_every_command_explains_its_options(midfill: Command, command: str) -> None:
+    result = midfill(command, "--help")
+    assert result.status == 0
+    assert "Usage" in result.stdout
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"import sys, midfill.cli.app; print([m for m in {HEAVY} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["serve", "--port", "99999"],
+        ["serve", "--kv-memory", "much"],
+        ["serve", "--fim-tokens", "one,two"],
+        ["serve", "--backend", "abacus"],
+        ["complete", "no-line-number.py"],
+        ["generate"],
+    ],
+)
+def test_wrong_usage_exits_with_2(midfill: Command, arguments: list[str]) -> None:
+    result = midfill(*arguments)
+    assert result.status == 2
+    assert "Usage" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "generate x --model"])
+def test_a_model_that_isnt_there_is_one_line_and_1(midfill: Command, command: str) -> None:
+    result = midfill(*command.split(), "./nowhere.gguf")
+    assert result.status == 1
+    assert result.stderr.count("\n") == 1
+    assert "nowhere.gguf" in result.stderr
+
+
+def test_a_truncated_model_is_one_line_and_1(
+    midfill: Command, tiny_folder: Path, tmp_path: Path
+) -> None:
+    for file in tiny_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    for command in ("serve", "generate x --model"):
+        result = midfill(*command.split(), tmp_path)
+        assert result.status == 1
+        assert result.stderr.count("\n") == 1, result.stderr
+        assert "model.safetensors" in result.stderr
+
+
+def test_an_address_in_use_is_one_line_and_1(midfill: Command, tiny_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = midfill("serve", tiny_folder, "--port", port)
+    assert result.status == 1
+    assert result.stderr.count("\n") == 1
+    assert str(port) in result.stderr
+
+
+def test_generate_writes_the_answer(midfill: Command, tiny_folder: Path) -> None:
+    options = ["--model", tiny_folder, "-n", "10", "--threads", "1"]
+    given = midfill("generate", "def f(", *options)
+    piped = midfill("generate", "-", *options, stdin="def f(")
+    assert given.status == piped.status == 0
+    assert given.stdout == piped.stdout
+    assert len(given.stdout) > 1
+
+
+def test_complete_shows_the_answer_in_its_place(
+    midfill: Command, tiny_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "code.py"
+    file.write_text("import os\n\ndef f(x):\n    return \n\nprint(f(1))\n")
+    result = midfill(
+        "complete",
+        f"{file}:4",
+        "--model",
+        tiny_folder,
+        "-n",
+        "5",
+        "--threads",
+        "1",
+        "--around",
+        "2",
+    )
+    assert result.status == 0
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[:2] == ["    2 | ", "    3 | def f(x):"]
+    assert lines[2].startswith("    4 |     return ")
+    assert lines[-2:] == ["    5 | ", "    6 | print(f(1))"]
+    assert file.read_text().count("return \n") == 1  # untouched
+
+
+def test_models_lists_the_default(midfill: Command) -> None:
+    result = midfill("models")
+    assert result.status == 0
+    assert "smollm2-135m (default)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("place", "prefix"),
+    [
+        ("1", "ab"),
+        ("1:1", ""),
+        ("1:2", "a"),
+        ("1:3", "ab"),
+        ("2", "ab\r\né"),
+        ("3", "ab\r\né\n"),
+    ],
+)
+def test_a_caret_splits_the_file(tmp_path: Path, place: str, prefix: str) -> None:
+    text = "ab\r\né\n"
+    file = tmp_path / "a:b.txt"
+    file.write_bytes(text.encode())
+    caret = find_caret(f"{file}:{place}")
+    assert caret.prefix == prefix
+    assert caret.prefix + caret.suffix == text
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"), [("4", "line 4"), ("0", "line 0"), ("1:4", "column 4"), ("1:0", "column")]
+)
+def test_a_caret_outside_the_file(tmp_path: Path, place: str, problem: str) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("ab\n\n")
+    with pytest.raises(MidfillError, match=problem):
+        find_caret(f"{file}:{place}")
+
+
+def test_a_caret_in_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    file.write_bytes(b"ab\xff")
+    with pytest.raises(MidfillError, match="UTF-8"):
+        find_caret(f"{file}:1")
+    with pytest.raises(MidfillError, match="No such file"):
+        find_caret(f"{tmp_path / 'none'}:1")
+
+
+def test_an_answer_of_many_lines_is_marked(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("one\ntwo\nthree\nfour\n")
+    caret = find_caret(f"{file}:2:3")
+    shown = "".join(render(caret, iter(["X\nY", "Z"]), 1, True))
+    plain = re.sub(r"\033\[[0-9;]*m", "", shown)
+    assert plain.splitlines() == ["    1 | one", "    2 | twX", "      | YZo", "    3 | three"]
+    assert "\033[1;32mX\033[0m" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("2GB", 2**31), ("512 MiB", 2**29), ("1.5g", 3 * 2**29), ("4096", 4096)]
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_size(text) == count
+
+
+def test_sizes_for_people() -> None:
+    assert [format_size(n) for n in (0, 999, 2**20, 98362432, 5 * 2**30, 2000 * 2**30)] == [
+        "0 bytes", "999 bytes", "1 MB", "93.8 MB", "5 GB", "2e+03 GB"
+    ]  # fmt: skip

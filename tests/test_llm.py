@@ -1,0 +1,95 @@
+"""LLM: the same engine and frontend inside a Python program."""
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from midfill import LLM, SamplingParams
+from midfill.errors import InvalidRequestError, MidfillError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_folder), threads=1, kv_memory=4 * 2**20) as llm:
+        yield llm
+
+
+def test_generate(llm: LLM) -> None:
+    first, second = llm.generate(["def f(", "class A"], GREEDY)
+    assert first.text == llm.generate("def f(", GREEDY)[0].text
+    assert second.text != first.text
+    assert first.usage.completion_tokens == len(first.answers[0].token_ids) == 12
+    assert first.answers[0].finish_reason == "length"
+
+
+def test_generate_from_token_ids(llm: LLM) -> None:
+    (result,) = llm.generate([[5, 6, 7]], GREEDY)
+    assert result.usage.prompt_tokens == 3
+    assert result.layout is None
+
+
+def test_infill_reuses_what_it_computed(llm: LLM) -> None:
+    prefix, suffix = "total = 0\n" * 10, "print(total)\n" * 10
+    first = llm.infill(prefix, suffix, GREEDY)
+    later = llm.infill(prefix + "tot", suffix, GREEDY)
+    assert first.layout is not None
+    assert later.layout is not None
+    assert later.layout.layout == "efim"
+    assert later.layout.cut == first.layout.cut
+    assert later.usage.computed_tokens <= 5
+
+
+def test_streams_give_the_same_text_also_in_turn(llm: LLM) -> None:
+    texts = [llm.generate("def f(", GREEDY)[0].text, llm.infill("a", "b", GREEDY).text]
+    streams = [llm.generate_stream("def f(", GREEDY), llm.infill_stream("a", "b", GREEDY)]
+    streamed = ["", ""]
+    for deltas in itertools.zip_longest(*streams):
+        for number, delta in enumerate(deltas):
+            streamed[number] += delta.text if delta is not None else ""
+    assert streamed == texts
+
+
+def test_closing_a_stream_ends_its_request(llm: LLM) -> None:
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, n=3)
+    stream = llm.generate_stream("a", long)
+    next(stream)
+    stream.close()
+    stats = llm.stats
+    assert stats.running == stats.waiting == 0
+    assert stats.slots_free + stats.slots_cached == stats.slots_total
+
+
+def test_threads_share_the_engine(llm: LLM) -> None:
+    prompts = [f"def f{i}(x):" for i in range(8)]
+    alone = [result.text for result in llm.generate(prompts, GREEDY)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda prompt: llm.generate(prompt, GREEDY)[0].text, prompts))
+    assert together == alone
+
+
+def test_several_answers_and_stop_strings(llm: LLM) -> None:
+    whole = llm.generate("def f(", GREEDY)[0].text
+    stop = whole[4:6]
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=2, stop=(stop,))
+    (result,) = llm.generate("def f(", sampling)
+    assert [answer.text for answer in result.answers] == [whole[: whole.index(stop)]] * 2
+    assert result.answers[0].stop_reason == stop
+    assert llm.stats.running == 0
+
+
+def test_what_cant_be_is_refused_at_once(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        llm.generate_stream("a", SamplingParams(temperature=-1))
+    with pytest.raises(InvalidRequestError, match="context"):
+        llm.infill("ab" * 500, "")
+    assert llm.generate("a", GREEDY)[0].text
+
+
+def test_a_model_that_isnt_there() -> None:
+    with pytest.raises(MidfillError, match="no-such-model"):
+        LLM("./no-such-model.gguf")
