@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 
 Backend = Literal["auto", "cpu", "torch"]
+WeightsOption = Literal["auto", "q4", "q8", "f32"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,6 +16,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         backend: "cpu" is midfill's compiled CPU kernels, "torch" plain PyTorch on any device;
             "auto" takes PyTorch when it sees a CUDA GPU and the kernels otherwise.
         device: torch device such as "cuda:0", for the torch backend; None lets torch choose.
+        weights: how the CPU kernels keep the weights: "auto" as the checkpoint stores them,
+            without loss where that is possible; the others quantise (or dequantise) them all.
         threads: CPU threads of a step; None takes the cores this process may use.
         context: most tokens of a prompt and its answer; None takes the model's own.
         kv_memory: bytes for KV; None sizes it from the memory that is free.
@@ -24,6 +27,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     backend: Backend = "auto"
     device: str | None = None
+    weights: WeightsOption = "auto"
     threads: int | None = None
     context: int | None = None
     kv_memory: int | None = None

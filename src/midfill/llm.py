@@ -2,14 +2,15 @@
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from midfill.config import Backend, ModelOptions
-from midfill.engine.engine import Engine, EngineOptions
+from midfill.config import Backend, ModelOptions, WeightsOption
+from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
 from midfill.frontend.answer import AnswerDelta, TokenLogprob
 from midfill.frontend.prompts import LayoutReport, Prompt, PromptEncoder, fim_format
@@ -18,7 +19,6 @@ from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.request import InfillRequest, RequestedLayout
 from midfill.models.checkpoint import open_checkpoint
 from midfill.models.hub import DEFAULT_MODEL, resolve
-from midfill.models.loading import load_runner
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=128)
 
@@ -97,7 +97,8 @@ class LLM:
     Attributes:
         fim_format: the model's FIM tokens and their order; None where it has none, and ``infill``
             sees the prefix alone.
-        context: most tokens of a prompt and its answer.
+        info: what computes, memory, load time, and ``info.context``, the most tokens of a prompt
+            and its answer.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class LLM:
         *,
         backend: Backend = "auto",
         device: str | None = None,
+        weights: WeightsOption = "auto",
         threads: int | None = None,
         context: int | None = None,
         kv_memory: int | None = None,
@@ -116,7 +118,8 @@ class LLM:
 
         Args:
             model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
-            backend, device, threads, context, kv_memory: see ``midfill.config.ModelOptions``.
+            backend, device, weights, threads, context, kv_memory: see
+                ``midfill.config.ModelOptions``.
             fim_tokens: the prefix, suffix and middle token, where midfill doesn't know them.
             progress: hears (stage, done, total).
 
@@ -124,23 +127,19 @@ class LLM:
             MidfillError: the model can't be found or loaded.
         """
         options = ModelOptions(
-            backend=backend, device=device, threads=threads, context=context, kv_memory=kv_memory
+            backend=backend,
+            device=device,
+            weights=weights,
+            threads=threads,
+            context=context,
+            kv_memory=kv_memory,
         )
+        started = time.perf_counter()
         checkpoint = open_checkpoint(resolve(model, progress))
         self.fim_format = fim_format(checkpoint, fim_tokens)
         self._tokenizer = checkpoint.tokenizer
-        self._runner = load_runner(checkpoint, options, progress)
-        self._engine = Engine(
-            self._runner,
-            self._tokenizer.eos_token_ids,
-            EngineOptions(
-                token_budget=options.token_budget,
-                max_running=options.max_running,
-                context=options.context,
-            ),
-        )
-        self.context = min(context or checkpoint.config.context, self._runner.slots)
-        self._prompts = PromptEncoder(checkpoint, self.fim_format, self.context)
+        self._engine, self._runner, self.info = load_engine(checkpoint, options, progress, started)
+        self._prompts = PromptEncoder(checkpoint, self.fim_format, self.info.context)
         self._numbers = itertools.count()
         self._mailboxes: dict[str, deque[EngineOutput]] = {}
         self._lock = threading.Lock()
@@ -161,6 +160,11 @@ class LLM:
         close = getattr(self._runner, "close", None)
         if close is not None:
             close()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._tokenizer.vocab_size
 
     @property
     def stats(self) -> EngineStats:

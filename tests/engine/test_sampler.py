@@ -153,6 +153,33 @@ def test_any_combination_of_filters(
     assert_distribution(random_logits(40, seed, spread=2.0), params)
 
 
+@pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"top_k": 20},
+        {"top_k": 300},
+        {"top_k": 20, "top_p": 0.8},
+        {"top_p": 0.95},
+        {"min_p": 0.05},
+        {"typical_p": 0.7},
+        {"top_p": 0.99, "typical_p": 0.7},
+    ],
+)
+def test_a_real_vocabulary(spread: float, fields: dict[str, float]) -> None:
+    # Tokens are walked in order of id, so the naive choice is known for each single draw.
+    params = SamplingParams(**fields)
+    logits = random_logits(49_157, 3, spread)
+    draws = (np.arange(40) + 0.5) / 40
+    cumulative = reference(logits[0].double().numpy().copy(), params).cumsum()
+    chosen = tokens(sample(logits, [row(params, draw) for draw in draws]))
+    # A cumulative sum of float32 probabilities is good to about this much.
+    assert (cumulative[chosen] >= draws - 1e-5).all()
+    before = np.where(np.array(chosen) > 0, cumulative[np.array(chosen) - 1], 0.0)
+    assert (before <= draws + 1e-5).all()
+
+
 def test_greedy_takes_the_likeliest_whatever_the_draw() -> None:
     logits = random_logits(100, 3)
     best = int(logits.argmax())

@@ -8,6 +8,11 @@ import msgspec
 import typer
 from rich.console import Console
 
+from midfill.cli.options import ModelArgument, ThreadsOption, parse_fim_tokens
+
+JsonOption = Annotated[Path | None, typer.Option(help="Write all figures here.")]
+DocsOption = Annotated[Path | None, typer.Option(help="Put the table into this Markdown file.")]
+
 app = typer.Typer(
     no_args_is_help=True,
     help="Measure speed; tables on the terminal, figures as JSON, plots and Markdown.",
@@ -41,13 +46,11 @@ def rounds(
         typer.Option(help="PRE,SUF,MID: the model's FIM tokens. Loaded here, a model without any "
                      "gets three spare ones: that changes its answers, not its speed."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads, loaded here.")] = None,
+    threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write all figures here.")] = None,
+    json: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")] = None,
-    docs: Annotated[
-        Path | None, typer.Option(help="Put the table into this Markdown file.")
-    ] = None,
+    docs: DocsOption = None,
 ) -> None:  # fmt: skip
     """EFIM's load: documents that grow at the caret, round after round.
 
@@ -59,6 +62,7 @@ def rounds(
     from midfill.bench.targets import open_target
 
     console = Console(stderr=True)
+    sentinels = None if fim_tokens is None else parse_fim_tokens(fim_tokens)
     options = RoundsOptions(
         layouts=parse_layouts(layouts),
         users=users,
@@ -69,12 +73,12 @@ def rounds(
     )
 
     async def measure() -> None:
-        async with open_target(url, model, fim_tokens, threads, console) as target:
+        async with open_target(url, model, sentinels, threads, console) as target:
             with console.status("warming up") as status:
                 report = await measure_rounds(target, options, status.update)
         Console().print(rounds_table(report))
         if json is not None:
-            json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+            _write_json(json, report)
         if plot is not None:
             plot_rounds(report, plot)
         if docs is not None:
@@ -83,3 +87,50 @@ def rounds(
             replace_section(docs, "rounds", rounds_markdown(report))
 
     asyncio.run(measure())
+
+
+@app.command()
+def speed(
+    model: ModelArgument = None,
+    prefill: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "512,1500",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens before the first decoded one, separated by commas.")
+    ] = "16,1500",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 5,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Prefill and decode speed of one request at a time, the model loaded into this process."""
+    from midfill.bench.document_sections import replace_section
+    from midfill.bench.speed import SpeedOptions, measure_speed
+    from midfill.bench.speed_report import speed_markdown, speed_table
+    from midfill.models.hub import DEFAULT_MODEL
+
+    options = SpeedOptions(prefill=_lengths(prefill), contexts=_lengths(contexts), repeats=repeats)
+    with Console(stderr=True).status("loading") as status:
+        report = measure_speed(model or DEFAULT_MODEL, options, threads, status.update)
+    Console().print(speed_table(report))
+    if json is not None:
+        _write_json(json, report)
+    if docs is not None:
+        replace_section(docs, "speed", speed_markdown(report))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Token counts separated by commas.
+
+    Raises:
+        typer.BadParameter: not that.
+    """
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or min(lengths) < 1:
+        raise typer.BadParameter(f"{text!r} is no list of token counts like 512,1500")
+    return lengths
+
+
+def _write_json(path: Path, report: msgspec.Struct) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

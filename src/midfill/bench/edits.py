@@ -1,7 +1,7 @@
 """``bench edits``: what editing sessions cost under each prompt layout, counted without a model.
 
-Sessions come from the editing mix over files of the standard library (``edits_sessions``) and
-from git histories (``edits_git``). Every session is laid out in five ways:
+Sessions come from an editing mix over files of the standard library (``edits_sessions``) and from
+git histories (``edits_git``). Every session is laid out in five ways:
 
     psm          PRE prefix SUF suffix MID
     spm          PRE SUF suffix MID prefix
@@ -15,27 +15,27 @@ tokens unless a tokenizer is given.
 """
 
 import random
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from midfill.bench import edits_layouts as layouts
 from midfill.bench.documents import standard_library_documents
-from midfill.bench.edits_clairvoyant import clairvoyant_cuts
-from midfill.bench.edits_cost import PieceTokenizer, PromptEncoder, Tokenize, count_computed
-from midfill.bench.edits_editor import Round, RoundKind, windowed
+from midfill.bench.edits_cost import PieceTokenizer, PromptEncoder, Tokenize
+from midfill.bench.edits_editor import Round, windowed
 from midfill.bench.edits_git import git_session
 from midfill.bench.edits_sessions import SESSION_KINDS, edit_session
 from midfill.bench.machine import Machine, describe_machine
-from midfill.infill.formats import FimFormat, Sentinel
-from midfill.infill.layout import Segment, TextSegment, lay_out
-from midfill.infill.planner import Planner
-from midfill.infill.request import InfillRequest
 
-FORMAT = FimFormat("bench", Sentinel("<PRE>", 0), Sentinel("<SUF>", 1), Sentinel("<MID>", 2))
-WINDOWS: dict[str, dict[str, int]] = {"4000 characters": {"characters": 4000}, "60 lines": {"lines": 60}}
+LAYOUTS = ("psm", "spm", "efim", "planner", "clairvoyant")
+WINDOWS: Mapping[str, Mapping[str, int]] = {
+    "4000 characters": {"characters": 4000},
+    "60 lines": {"lines": 60},
+}
+_FILES = 3
+_LONG_FILE = 100_000
 
 
 class EditsOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class EditsOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         mixes: sessions of the editing mix.
         rounds: requests of each of them, and of each repository.
-        kind_rounds: requests of the sessions with one kind of action each; 0 leaves them out.
+        kind_rounds: requests of each session with one kind of action; 0 leaves them out.
         repositories: local git repositories to replay as well.
         seed: all chance follows from it.
     """
@@ -57,6 +57,7 @@ class EditsOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 QUICK = EditsOptions(mixes=3, rounds=400, kind_rounds=200)
+"""A choice that takes less than 40 seconds."""
 
 
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +68,10 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
         requests: how many.
         characters: mean length of prefix and suffix together.
         tokens_computed: by layout.
-        windowed: tokens computed by window and layout ("psm" and "efim" on the windows as sent,
-            "planner").
+        windowed: tokens computed by window and layout: "psm" and "efim" on the windows as sent,
+            and "planner".
         most_over_typed: worst request after typing: tokens computed less tokens typed.
-        most_for_accepting: worst request after a completion was accepted, tokens computed.
-        planning_ms: processor time of planning a request: median, 99th percentile, worst.
+        most_for_accepting: worst request after a completion was accepted: tokens computed.
     """
 
     name: str
@@ -81,7 +81,22 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     windowed: dict[str, dict[str, int]]
     most_over_typed: int
     most_for_accepting: int
-    planning_ms: tuple[float, float, float]
+
+
+class PlanningTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds of processor time to plan one request of a long document.
+
+    Attributes:
+        characters: of the documents.
+        requests: how many were planned.
+        median, p99, worst: over the requests.
+    """
+
+    characters: int
+    requests: int
+    median: float
+    p99: float
+    worst: float
 
 
 class EditsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,16 +104,16 @@ class EditsReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tokens_computed: by layout, over all sessions of the mix.
-        windowed: the same sessions in windows, all windows of ``WINDOWS`` together.
+        windowed: the same sessions as windows, over all of ``WINDOWS``.
+        sessions: the mix (all its sessions together), each kind, each repository.
+        planning: how long planning takes.
         unit: what a token is.
-        planning_ms: processor time of planning on 100,000-character documents: median, 99th
-            percentile, worst.
     """
 
     tokens_computed: dict[str, int]
     windowed: dict[str, int]
     sessions: list[SessionResult]
-    planning_ms: tuple[float, float, float]
+    planning: PlanningTime
     unit: str
     options: EditsOptions
     machine: Machine
@@ -108,13 +123,13 @@ def run_edits(
     options: EditsOptions | None = None,
     *,
     tokenize: Tokenize | None = None,
-    unit: str | None = None,
+    unit: str = "pieces of words, about 3.5 characters each",
     progress: Callable[[str], None] = lambda _: None,
 ) -> EditsReport:
     """Replay all sessions under all layouts.
 
     Args:
-        options: what to replay; ``QUICK`` takes about half a minute.
+        options: what to replay.
         tokenize, unit: a model's tokenizer (text to ids, no special tokens) and its name.
         progress: is told what is being replayed.
 
@@ -123,87 +138,118 @@ def run_edits(
     """
     options = options or EditsOptions()
     tokenize = tokenize or PieceTokenizer()
-    results = []
-    mixes: list[SessionResult] = []
+    results: dict[str, list[SessionResult]] = {}
     for name, rounds in _sessions(options):
         progress(name)
-        result = measure_session(name, rounds, tokenize)
-        (mixes if name == "mix" else results).append(result)
-    progress("planning at 100,000 characters")
+        results.setdefault(name, []).append(measure(name, rounds, tokenize))
+    sessions = [_together(parts) for parts in results.values()]
+    progress(f"planning at {_LONG_FILE:,} characters")
+    mix = sessions[0]
     return EditsReport(
-        tokens_computed=_sum(result.tokens_computed for result in mixes),
-        windowed=_sum(counts for result in mixes for counts in result.windowed.values()),
-        sessions=[_joined(mixes), *results],
-        planning_ms=planning_time(options.seed),
-        unit=unit or "pieces of words, about 3.5 characters",
+        tokens_computed=mix.tokens_computed,
+        windowed=_total(mix.windowed.values()),
+        sessions=sessions,
+        planning=planning_time(options.seed),
+        unit=unit,
         options=options,
         machine=describe_machine(),
     )
 
 
-def measure_session(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionResult:
+def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionResult:
     """One session under all layouts."""
     encode = PromptEncoder(tokenize)
-    plans, times = plan_session(rounds)
-    planned = [cut for _, cut in plans]
-    fixed = fixed_cuts(rounds)
+    planned = layouts.plan(rounds)
+    planner = layouts.count(rounds, planned.prompts, encode)
+    efim = layouts.efim_cuts(rounds)
     cuts = {
-        "psm": [len(one.prefix) for one in rounds],
+        "psm": layouts.psm_cuts(rounds),
         "spm": [0] * len(rounds),
-        "efim": fixed,
-        "clairvoyant": best_cuts(rounds, [planned, fixed]),
+        "efim": efim,
+        "clairvoyant": layouts.best_cuts(rounds, [planned.cuts, efim]),
     }
-    counts = {layout: _count(rounds, _segments(rounds, where), encode) for layout, where in cuts.items()}
-    planner = _count(rounds, [segments for segments, _ in plans], encode)
-    counts["planner"] = planner
-    over, accepting = worst_cases(rounds, planner, [segments for segments, _ in plans], encode)
+    computed = {"planner": sum(planner)}
+    for layout, places in cuts.items():
+        prompts = layouts.cut_prompts(rounds, places)
+        computed[layout] = sum(layouts.count(rounds, prompts, encode))
     return SessionResult(
         name=name,
         requests=len(rounds),
         characters=sum(len(one.prefix) + len(one.suffix) for one in rounds) // len(rounds),
-        tokens_computed={layout: sum(count) for layout, count in counts.items()},
-        windowed={window: _count_windowed(windowed(rounds, **size), encode) for window, size in WINDOWS.items()},
-        most_over_typed=over,
-        most_for_accepting=accepting,
-        planning_ms=percentiles(times),
+        tokens_computed={layout: computed[layout] for layout in LAYOUTS},
+        windowed={
+            window: _measure_windowed(windowed(rounds, **size), encode)
+            for window, size in WINDOWS.items()
+        },
+        most_over_typed=layouts.most_over_typed(rounds, planner, encode),
+        most_for_accepting=layouts.most_for_accepting(rounds, planner),
     )
 
 
-def plan_session(rounds: Sequence[Round]) -> tuple[list[tuple[Sequence[Segment], int]], list[float]]:
-    """A fresh planner's segments and cut for each request, and the milliseconds each took."""
-    planner = Planner(FORMAT)
-    plans: list[tuple[Sequence[Segment], int]] = []
-    times = []
-    for one in rounds:
-        request = InfillRequest(prefix=one.prefix, suffix=one.suffix)
-        started = time.thread_time()
-        layout = planner.plan(request)
-        times.append(1000 * (time.thread_time() - started))
-        plans.append((layout.segments, layout.cut))
-    return plans, times
+def planning_time(seed: int, requests: int = 400) -> PlanningTime:
+    """How long planning takes when the files are long and sent whole."""
+    texts = standard_library_documents(4 * 10, seed=seed, shortest=8000, longest=30_000)
+    sources = {
+        f"{number}.py": "".join(texts[10 * number :][:10])[:_LONG_FILE] for number in range(4)
+    }
+    rounds = edit_session(sources, SESSION_KINDS["mix"], rounds=requests, seed=seed)
+    times = sorted(layouts.plan(rounds).milliseconds)
+    return PlanningTime(
+        characters=_LONG_FILE,
+        requests=requests,
+        median=times[requests // 2],
+        p99=times[int(0.99 * requests)],
+        worst=times[-1],
+    )
 
 
-def fixed_cuts(rounds: Sequence[Round]) -> list[int]:
-    """EFIM as published: each file's first prefix stays before the suffix as long as it can."""
-    heads: dict[str, str] = {}
-    cuts = []
-    for one in rounds:
-        head = heads.get(one.document)
-        if head is None or not one.prefix.startswith(head):
-            head = heads[one.document] = one.prefix
-        cuts.append(len(head))
-    return cuts
+def _measure_windowed(rounds: Sequence[Round], encode: PromptEncoder) -> dict[str, int]:
+    prompts = {
+        "psm": layouts.cut_prompts(rounds, layouts.psm_cuts(rounds)),
+        "efim": layouts.cut_prompts(rounds, layouts.efim_cuts(rounds)),
+        "planner": layouts.plan(rounds).prompts,
+    }
+    return {name: sum(layouts.count(rounds, one, encode)) for name, one in prompts.items()}
 
 
-def best_cuts(rounds: Sequence[Round], starts: Sequence[Sequence[int]]) -> list[int]:
-    """The clairvoyant's cuts, file by file."""
-    places: dict[str, list[int]] = {}
-    for number, one in enumerate(rounds):
-        places.setdefault(one.document, []).append(number)
-    cuts = [0] * len(rounds)
-    for numbers in places.values():
-        own = [[start[number] for number in numbers] for start in starts]
-        best = clairvoyant_cuts([rounds[number] for number in numbers], own)
-        for number, cut in zip(numbers, best, strict=True):
-            cuts[number] = cut
-    return cuts
+def _sessions(options: EditsOptions) -> Iterator[tuple[str, list[Round]]]:
+    """Names and requests of all sessions, the mix first."""
+    for number in range(options.mixes):
+        yield "mix", _mixed("mix", options.rounds, options.seed + number)
+    if options.kind_rounds:
+        for name in SESSION_KINDS:
+            if name != "mix":
+                yield name, _mixed(name, options.kind_rounds, options.seed + options.mixes)
+    for repository in options.repositories:
+        path = Path(repository)
+        yield path.resolve().name, git_session(path, rounds=options.rounds, seed=options.seed)
+
+
+def _mixed(kind: str, rounds: int, seed: int) -> list[Round]:
+    chance = random.Random(seed)
+    texts = standard_library_documents(
+        _FILES, seed=chance.randrange(2**32), shortest=4000, longest=24_000
+    )
+    sources = {f"{number}.py": text for number, text in enumerate(texts)}
+    return edit_session(sources, SESSION_KINDS[kind], rounds=rounds, seed=seed)
+
+
+def _together(parts: Sequence[SessionResult]) -> SessionResult:
+    """Several sessions' figures as one."""
+    requests = sum(part.requests for part in parts)
+    return SessionResult(
+        name=parts[0].name,
+        requests=requests,
+        characters=sum(part.requests * part.characters for part in parts) // requests,
+        tokens_computed=_total(part.tokens_computed for part in parts),
+        windowed={window: _total(part.windowed[window] for part in parts) for window in WINDOWS},
+        most_over_typed=max(part.most_over_typed for part in parts),
+        most_for_accepting=max(part.most_for_accepting for part in parts),
+    )
+
+
+def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for one in counts:
+        total.update(one)
+    return dict(total)

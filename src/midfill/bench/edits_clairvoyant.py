@@ -9,7 +9,7 @@ than that strategy (in this module's count of tokens, which can be off by one wh
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,16 +20,22 @@ from midfill.bench.edits_editor import Round
 from midfill.infill.compare import common_prefix
 
 Counts = npt.NDArray[np.int64]
+Pieces = Callable[[str], Sequence[str]]
 
 
-def clairvoyant_cuts(rounds: Sequence[Round], starts: Sequence[Sequence[int]] = ()) -> list[int]:
+def clairvoyant_cuts(
+    rounds: Sequence[Round],
+    starts: Sequence[Sequence[int]] = (),
+    pieces: Pieces = PieceTokenizer.pieces,
+) -> list[int]:
     """Where to cut each prompt of ONE document's session.
 
     Args:
         rounds: the requests, in order.
         starts: cuts of other strategies, to start from as well.
+        pieces: text to its tokens' texts.
     """
-    states = [_State.of(one) for one in rounds]
+    states = [_State.of(one, pieces) for one in rounds]
     best: list[int] = []
     best_cost: int | None = None
     chain = [max(0, number - 1) for number in range(len(states))]
@@ -62,9 +68,9 @@ class _State:
     length: int
 
     @classmethod
-    def of(cls, one: Round) -> "_State":
-        whole, split = _tokens_before(one.prefix)
-        suffix, _ = _tokens_before(one.suffix)
+    def of(cls, one: Round, pieces: Pieces) -> "_State":
+        whole, split = _tokens_before(one.prefix, pieces)
+        suffix, _ = _tokens_before(one.suffix, pieces)
         return cls(one, whole, split, suffix, 3 + int(whole[-1] + suffix[-1]))
 
 
@@ -154,9 +160,9 @@ def _best_parents(rounds: Sequence[Round], cuts: Sequence[int]) -> list[int]:
     return parents
 
 
-def _tokens_before(text: str) -> tuple[Counts, Counts]:
+def _tokens_before(text: str, pieces: Pieces) -> tuple[Counts, Counts]:
     """Whole tokens before each position, and 1 where a position is inside one."""
-    lengths = np.array([len(piece) for piece in PieceTokenizer.pieces(text)], np.int64)
+    lengths = np.array([len(piece) for piece in pieces(text)], np.int64)
     ends = np.zeros(len(text) + 1, np.int64)
     ends[np.cumsum(lengths)] = 1
     split = 1 - ends

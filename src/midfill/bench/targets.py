@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from midfill.bench.endpoint import Endpoint, Measurement
-from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
 
 Sentinels = tuple[str, str, str]
@@ -102,25 +101,11 @@ def _texts(format: FimFormat | None) -> Sentinels | None:
     return format.prefix.text, format.suffix.text, format.middle.text
 
 
-def parse_sentinels(text: str | None) -> Sentinels | None:
-    """PRE,SUF,MID as given on the command line.
-
-    Raises:
-        MidfillError: not three texts.
-    """
-    if text is None:
-        return None
-    parts = tuple(part.strip() for part in text.split(","))
-    if len(parts) != 3 or not all(parts):
-        raise MidfillError(f"--fim-tokens {text!r} must name three tokens: PRE,SUF,MID")
-    return parts[0], parts[1], parts[2]
-
-
 @asynccontextmanager
 async def open_target(
     url: str | None,
     model: str | None,
-    fim_tokens: str | None,
+    sentinels: Sentinels | None,
     threads: int | None,
     console: Console,
 ) -> AsyncIterator[Target]:
@@ -131,7 +116,6 @@ async def open_target(
     """
     from midfill.models.hub import DEFAULT_MODEL
 
-    sentinels = parse_sentinels(fim_tokens)
     if url is not None:
         async with Endpoint(url) as endpoint:
             endpoint.sentinels = sentinels

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from midfill.cli.sizes import parse_size
-from midfill.config import Backend
+from midfill.config import Backend, WeightsOption
 
 _MODEL_HELP = (
     "A .gguf file, a model folder, ORG/NAME on the Hugging Face hub, or a name that"
@@ -33,6 +33,13 @@ BackendOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None, typer.Option(help="Device of the torch backend, such as cuda:1.", metavar="NAME")
+]
+WeightsFormatOption = Annotated[
+    WeightsOption,
+    typer.Option(
+        "--weights",
+        help="How the CPU kernels keep weights: as stored, or made 4-bit, 8-bit or float32.",
+    ),
 ]
 ThreadsOption = Annotated[
     int | None, typer.Option(min=1, help="CPU threads; all cores this process may use if not set.")

@@ -14,6 +14,7 @@ from midfill.cli.options import (
     KvMemoryOption,
     ModelArgument,
     ThreadsOption,
+    WeightsFormatOption,
     parse_fim_tokens,
 )
 
@@ -38,6 +39,7 @@ def serve(
     ] = None,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
+    weights: WeightsFormatOption = "auto",
     threads: ThreadsOption = None,
     context: ContextOption = None,
     kv_memory: KvMemoryOption = None,
@@ -69,6 +71,7 @@ def serve(
         options=ModelOptions(
             backend=backend,
             device=device,
+            weights=weights,
             threads=threads,
             context=context,
             kv_memory=kv_memory,

@@ -125,31 +125,11 @@ def _load(
     """
     send(Loading("loading libraries", 0, 1))
     # The heavy imports: only this process pays for them.
-    from midfill.engine.engine import Engine, EngineOptions
+    from midfill.engine.loading import load_engine
     from midfill.models.checkpoint import open_checkpoint
-    from midfill.models.loading import describe_runner, load_runner
 
-    options = start.options
     checkpoint = open_checkpoint(Path(start.path))
-    runner = load_runner(checkpoint, options, _throttled(send))
-    engine = Engine(
-        runner,
-        checkpoint.tokenizer.eos_token_ids,
-        EngineOptions(
-            token_budget=options.token_budget,
-            max_running=options.max_running,
-            context=options.context,
-        ),
-    )
-    info = EngineInfo(
-        backend=describe_runner(runner),
-        layers=runner.config.layers,
-        weight_bytes=runner.weight_bytes,
-        kv_bytes=runner.kv_bytes,
-        slots=runner.slots,
-        context=min(options.context or runner.config.context, runner.slots),
-        load_seconds=time.perf_counter() - started,
-    )
+    engine, _, info = load_engine(checkpoint, start.options, _throttled(send), started)
     return engine, info
 
 

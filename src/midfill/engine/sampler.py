@@ -23,11 +23,13 @@ from midfill.engine.request import SamplingParams, TokenLogprobs
 
 # Below this a temperature means greedy: dividing by it would leave one token anyway.
 _GREEDY_TEMPERATURE = 1e-5
-# Where no top-k bounds the candidates, so many of the likeliest are tried before more are sorted.
-_FIRST_CANDIDATES = 256
-_CANDIDATE_GROWTH = 16
+# Where no top-k bounds the candidates, so many of the likeliest are tried before all are.
+_FEW_CANDIDATES = 256
+_FOLDS = 64
+_BINS = 1024
 
 _Float64Array = npt.NDArray[np.float64]
+_Int64Array = npt.NDArray[np.int64]
 
 
 class SampleRow(NamedTuple):
@@ -57,10 +59,18 @@ class SampledToken(NamedTuple):
 
 @dataclass
 class _Row:
-    """A row on its way: [vocab] logits after penalties, and the token, the likeliest at first."""
+    """A row on its way.
+
+    Attributes:
+        spec: what is asked.
+        logits: [vocab], after penalties.
+        clean: whether NaN and infinity (not -infinity) are absent, from the model's logits too.
+        token_id: the likeliest token, until another is drawn.
+    """
 
     spec: SampleRow
     logits: torch.Tensor
+    clean: bool
     token_id: int
 
 
@@ -117,11 +127,11 @@ def _find_peaks(vectors: list[torch.Tensor], specs: Sequence[SampleRow]) -> list
     """Start each row at its likeliest token; None for rows without a finite logit."""
     rows: list[_Row | None] = []
     for logits, spec, (peak, value) in zip(vectors, specs, _argmax(vectors), strict=True):
-        if not math.isfinite(value):
-            # argmax stops at a NaN or an infinity; without them there may still be something.
+        clean = math.isfinite(value)  # argmax stops at a NaN or an infinity
+        if not clean:
             logits = _finite(logits)
             peak, value = _argmax([logits])[0]
-        rows.append(_Row(spec, logits, peak) if math.isfinite(value) else None)
+        rows.append(_Row(spec, logits, clean, peak) if math.isfinite(value) else None)
     return rows
 
 
@@ -164,15 +174,18 @@ def _draw(rows: list[_Row]) -> None:
         _draw_filtered(filtered)
 
 
-def _probabilities(rows: list[_Row]) -> torch.Tensor:
+def _stack(rows: list[_Row]) -> torch.Tensor:
+    return torch.stack([row.logits for row in rows])
+
+
+def _probabilities(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     """[rows, vocab] float32 at each row's temperature."""
-    logits = torch.stack([row.logits for row in rows])
     temperatures = torch.tensor([[row.spec.params.temperature] for row in rows]).to(logits)
     return (logits / temperatures).softmax(-1)
 
 
 def _draw_unfiltered(rows: list[_Row]) -> None:
-    cumulative = _probabilities(rows).double().cumsum(-1)
+    cumulative = _probabilities(_stack(rows), rows).cumsum(-1, dtype=torch.float64)
     draws = torch.tensor([[row.spec.draw] for row in rows], dtype=torch.float64)
     targets = draws.to(cumulative) * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, targets, right=True)
@@ -181,64 +194,83 @@ def _draw_unfiltered(rows: list[_Row]) -> None:
 
 
 def _draw_top_k(rows: list[_Row], top_k: int) -> None:
-    values, ids = torch.stack([row.logits for row in rows]).topk(top_k)
-    tokens = ids.cpu().numpy()
-    for row, logits, row_ids in zip(rows, values.double().cpu().numpy(), tokens, strict=True):
-        weights = np.exp((logits - logits[0]) / row.spec.params.temperature)
+    logits = _stack(rows)
+    ids = _likeliest(logits, top_k)
+    for row, values, row_ids in zip(rows, _pick(logits, ids), ids, strict=True):
+        weights = np.exp((values - values.max()) / row.spec.params.temperature)
         kept = _filter(weights / weights.sum(), row.spec.params, complete=True)
         assert kept is not None
         row.token_id = _invert(kept, row_ids, row.spec.draw)
 
 
 def _draw_filtered(rows: list[_Row]) -> None:
-    """Rows with filters but no top-k: sort no more of the vocabulary than the filters can keep."""
-    probabilities = _probabilities(rows)
-    vocab = probabilities.shape[-1]
-    open_rows = list(range(len(rows)))
-    candidates = _FIRST_CANDIDATES
-    while open_rows:
-        complete = candidates >= vocab
-        selected = probabilities[open_rows]
-        top = selected.sort(-1, True) if complete else selected.topk(candidates)
-        tokens = top.indices.cpu().numpy()
-        unsettled: list[int] = []
-        weights = top.values.double().cpu().numpy()
-        for index, row_weights, row_ids in zip(open_rows, weights, tokens, strict=True):
-            row = rows[index]
-            kept = _filter(row_weights, row.spec.params, complete)
-            if kept is None:
-                unsettled.append(index)
-            else:
-                row.token_id = _invert(kept, row_ids, row.spec.draw)
-        open_rows = unsettled
-        candidates *= _CANDIDATE_GROWTH
+    """Rows with filters but no top-k: look at few tokens first, at all where that is not enough."""
+    logits = _stack(rows)
+    probabilities = _probabilities(logits, rows)
+    few = _likeliest(logits, min(_FEW_CANDIDATES, logits.shape[-1]))
+    for index, weights in enumerate(_pick(probabilities, few)):
+        row, ids = rows[index], few[index]
+        kept = _filter(weights, row.spec.params, complete=False)
+        if kept is None:
+            ids = np.arange(logits.shape[-1])
+            weights = probabilities[index].double().cpu().numpy()
+            kept = _filter(weights, row.spec.params, complete=True)
+        assert kept is not None
+        row.token_id = _invert(kept, ids, row.spec.draw)
+
+
+def _likeliest(logits: torch.Tensor, count: int) -> _Int64Array:
+    """Ids of the ``count`` largest of each row of [rows, vocab]; [rows, count], ascending."""
+    if logits.device.type == "cpu" and count <= logits.shape[-1] // _FOLDS:
+        return np.stack([_largest(row, count) for row in logits.numpy()])
+    return logits.topk(count).indices.sort().values.cpu().numpy()
+
+
+def _largest(row: npt.NDArray[np.float32], count: int) -> _Int64Array:
+    """Indices of the ``count`` largest values, ascending; several times as fast as topk.
+
+    The row is folded into columns of _FOLDS values. The ``count``-th largest of the columns'
+    maxima can't be above the ``count``-th largest value, so nothing below it is looked at again.
+    """
+    columns = len(row) // _FOLDS
+    maxima = row[: columns * _FOLDS].reshape(_FOLDS, columns).max(0)
+    threshold = np.partition(maxima, columns - count)[columns - count]
+    candidates = np.flatnonzero(row >= threshold)
+    if len(candidates) > count:
+        order = np.argpartition(row[candidates], len(candidates) - count)
+        candidates = np.sort(candidates[order[len(candidates) - count :]])
+    return candidates
+
+
+def _pick(source: torch.Tensor, ids: _Int64Array) -> _Float64Array:
+    """The [rows, count] values of [rows, vocab] ``source`` at [rows, count] ids."""
+    return source.gather(-1, torch.from_numpy(ids).to(source.device)).double().cpu().numpy()
 
 
 def _filter(weights: _Float64Array, params: SamplingParams, complete: bool) -> _Float64Array | None:
-    """Apply top-p, min-p and typical-p to the likeliest candidates.
+    """Apply top-p, min-p and typical-p.
 
     Args:
-        weights: [n] float64 probabilities, in descending order.
+        weights: [n] float64 probabilities of the n likeliest tokens, in any order.
         params: the filters.
-        complete: whether these are all there are.
+        complete: whether no others are possible.
 
     Returns:
-        The weights with the dropped ones at zero, cut after the last that min-p and top-p keep;
-        None where candidates beyond these might be kept too.
+        [n] weights with the dropped ones at zero; None where tokens beyond these might have to be
+        kept too.
     """
-    keep = max(int(np.count_nonzero(weights)), 1)
-    settled = complete or keep < len(weights)
+    least, most = weights.min(), weights.max()
+    settled = complete or least == 0.0
     if params.top_p < 1.0:
-        cumulative = weights.cumsum()
-        settled = settled or bool(cumulative[-1] >= params.top_p)
-        keep = min(keep, int(cumulative.searchsorted(params.top_p)) + 1)
+        settled = settled or weights.sum() >= params.top_p
+        # The logarithm spreads them evenly over the bins; no float32 is below the floor but 0.
+        surprise = -np.log(np.maximum(weights, 1e-46))
+        weights = _smallest_set(surprise, weights, params.top_p)
     if params.min_p > 0.0:
-        likely = int(np.count_nonzero(weights >= params.min_p * weights[0]))
-        settled = settled or likely < len(weights)
-        keep = min(keep, likely)
+        settled = settled or least < params.min_p * most
+        weights = np.where(weights >= params.min_p * most, weights, 0.0)
     if not settled:
         return None
-    weights = weights[:keep]
     return _typical(weights, params.typical_p) if params.typical_p < 1.0 else weights
 
 
@@ -248,42 +280,66 @@ def _typical(weights: _Float64Array, mass: float) -> _Float64Array:
     Keeps the smallest set of tokens whose surprise is closest to the entropy and whose
     probabilities add up to ``mass``; zeroes the others.
     """
-    probabilities = weights / weights.sum()
+    possible = np.flatnonzero(weights)
+    probabilities = weights[possible] / weights.sum()
     surprise = -np.log(probabilities)
-    entropy = float(probabilities @ surprise)
-    order = np.abs(surprise - entropy).argsort(kind="stable")
-    last = int(probabilities[order].cumsum().searchsorted(mass)) + 1
+    entropy = probabilities @ surprise
     typical = np.zeros_like(weights)
-    typical[order[:last]] = weights[order[:last]]
+    typical[possible] = _smallest_set(np.abs(surprise - entropy), probabilities, mass)
     return typical
 
 
-def _invert(weights: _Float64Array, ids: npt.NDArray[np.int64], draw: float) -> int:
+def _smallest_set(keys: _Float64Array, weights: _Float64Array, mass: float) -> _Float64Array:
+    """Keep weights in ascending order of their keys until they add up to ``mass``, zero the rest.
+
+    Large arrays are sorted into bins first; only the bin in which the mass is reached needs more.
+    """
+    lowest, highest = keys.min(), keys.max()
+    bins = 1 if len(keys) <= _BINS or lowest == highest else _BINS
+    place = ((keys - lowest) * ((bins - 1) / max(highest - lowest, 1e-300))).astype(np.int64)
+    filled = np.bincount(place, weights, minlength=bins).cumsum()
+    border = min(int(filled.searchsorted(mass)), bins - 1)
+    inside = float(filled[border - 1]) if border else 0.0
+    kept = np.where(place < border, weights, 0.0)
+    undecided = np.flatnonzero(place == border)
+    undecided = undecided[keys[undecided].argsort(kind="stable")]
+    count = int(weights[undecided].cumsum().searchsorted(mass - inside)) + 1
+    kept[undecided[:count]] = weights[undecided[:count]]
+    return kept
+
+
+def _invert(weights: _Float64Array, ids: _Int64Array, draw: float) -> int:
     """The token where the cumulative distribution passes ``draw``, tokens taken in order of id.
 
     In order of probability, two nearly equal tokens could change places over a rounding error in
     the logits, and the draw would land on the other one. In float64 a draw below 1 times the total
     stays below the total, so there always is such a token.
     """
-    order = ids[: len(weights)].argsort()
-    cumulative = weights[order].cumsum()
-    return int(ids[order[cumulative.searchsorted(draw * cumulative[-1], side="right")]])
+    cumulative = weights.cumsum()
+    return int(ids[cumulative.searchsorted(draw * cumulative[-1], side="right")])
 
 
 def _logprobs(logits: torch.Tensor, rows: list[_Row]) -> dict[int, TokenLogprobs]:
     """Log probabilities for rows that ask for them, by the row's id()."""
     if not rows:
         return {}
-    raw = _finite(logits[[row.spec.row for row in rows]]).log_softmax(-1)
+    raw = torch.stack(
+        [logits[row.spec.row] if row.clean else _finite(logits[row.spec.row]) for row in rows]
+    )
+    logprobs = raw.log_softmax(-1)
     chosen = torch.tensor([[row.token_id] for row in rows], device=raw.device)
-    own = raw.gather(-1, chosen)[:, 0].tolist()
-    wanted = [min(row.spec.params.logprobs or 0, raw.shape[-1]) for row in rows]
-    top = raw.topk(max(wanted))
+    own = logprobs.gather(-1, chosen)[:, 0].tolist()
+    wanted = [row.spec.params.logprobs or 0 for row in rows]
+    ids = _likeliest(raw, min(max(*wanted, 1), raw.shape[-1]))
     reported = {}
-    for row, logprob, count, values, ids in zip(
-        rows, own, wanted, top.values.tolist(), top.indices.tolist(), strict=True
+    for row, logprob, count, row_ids, values in zip(
+        rows, own, wanted, ids, _pick(logprobs, ids), strict=True
     ):
-        pairs = zip(ids[:count], values[:count], strict=True)
-        likeliest = [(token_id, value) for token_id, value in pairs if math.isfinite(value)]
+        best = (-values).argsort(kind="stable")[:count]
+        likeliest = [
+            (int(row_ids[place]), float(values[place]))
+            for place in best
+            if math.isfinite(values[place])
+        ]
         reported[id(row)] = TokenLogprobs(logprob, likeliest)
     return reported

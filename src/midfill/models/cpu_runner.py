@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from midfill.config import WeightsOption
 from midfill.engine.batch import ForwardBatch
 from midfill.kernels.cpu.attention import ITEM_FIELDS, TILE_ROWS, plan_attention, scratch_size
 from midfill.kernels.cpu.decoder import Batch, Cells, Workspace, forward
@@ -12,7 +13,7 @@ from midfill.kernels.cpu.packing import PANEL, panel_count
 from midfill.kernels.cpu.team import Team, available_threads
 from midfill.models.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
-from midfill.models.packed_model import PackedModel, Progress, WeightsOption, load_packed
+from midfill.models.packed_model import PackedModel, Progress, load_packed
 
 
 def slot_bytes(config: ModelConfig) -> int:

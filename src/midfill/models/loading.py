@@ -29,7 +29,7 @@ def load_runner(
 
     Args:
         checkpoint: the model.
-        options: ``backend``, ``device``, ``threads``, ``context`` and ``kv_memory`` matter here.
+        options: all but ``token_budget`` and ``max_running`` matter here.
         progress: hears (stage, done, total).
 
     Raises:
@@ -51,7 +51,13 @@ def load_runner(
     if use_torch:
         return _load_torch(checkpoint, options, device)
     slots = choose_slots(config, options, available_memory() * _CPU_SHARE, element_bytes=4)
-    return CpuRunner(checkpoint, slots=slots, threads=options.threads, progress=progress)
+    return CpuRunner(
+        checkpoint,
+        slots=slots,
+        threads=options.threads,
+        weights=options.weights,
+        progress=progress,
+    )
 
 
 def describe_runner(runner: Runner) -> str:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from midfill.cache import cache_folder
+from midfill.config import WeightsOption
 from midfill.errors import CheckpointError
 from midfill.kernels.cpu.decoder import Formats, Shape, Weights
 from midfill.kernels.cpu.packing import (
@@ -30,7 +31,6 @@ from midfill.models.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.models.rope import rope_tables
 
-WeightsOption = Literal["auto", "q4", "q8", "f32"]
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and of how many."""
 

@@ -1,0 +1,134 @@
+"""Laying a session out in every way, and counting what each way computes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from midfill.bench.edits_clairvoyant import clairvoyant_cuts
+from midfill.bench.edits_cost import PromptEncoder, count_computed
+from midfill.bench.edits_editor import Round
+from midfill.infill.formats import FimFormat, Sentinel
+from midfill.infill.layout import Segment, TextSegment, lay_out
+from midfill.infill.planner import Planner
+from midfill.infill.request import InfillRequest
+
+FORMAT = FimFormat("bench", Sentinel("<PRE>", 0), Sentinel("<SUF>", 1), Sentinel("<MID>", 2))
+
+Prompts = Sequence[Sequence[Segment]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSession:
+    """What midfill's planner made of a session.
+
+    Attributes:
+        prompts: segments of each request.
+        cuts: characters before the suffix in each.
+        milliseconds: processor time each took to plan.
+    """
+
+    prompts: list[tuple[Segment, ...]]
+    cuts: list[int]
+    milliseconds: list[float]
+
+
+def plan(rounds: Sequence[Round]) -> PlannedSession:
+    """Ask a fresh planner, which sees the texts and nothing else."""
+    planner = Planner(FORMAT)
+    planned = PlannedSession([], [], [])
+    for one in rounds:
+        request = InfillRequest(prefix=one.prefix, suffix=one.suffix)
+        started = time.thread_time()
+        layout = planner.plan(request)
+        planned.milliseconds.append(1000 * (time.thread_time() - started))
+        planned.prompts.append(layout.segments)
+        planned.cuts.append(layout.cut)
+    return planned
+
+
+def psm_cuts(rounds: Sequence[Round]) -> list[int]:
+    """The whole prefix before the suffix."""
+    return [len(one.prefix) for one in rounds]
+
+
+def efim_cuts(rounds: Sequence[Round]) -> list[int]:
+    """EFIM as published: a file's first prefix stays before the suffix as long as it can."""
+    heads: dict[str, str] = {}
+    cuts = []
+    for one in rounds:
+        head = heads.get(one.document)
+        if head is None or not one.prefix.startswith(head):
+            head = heads[one.document] = one.prefix
+        cuts.append(len(head))
+    return cuts
+
+
+def best_cuts(rounds: Sequence[Round], starts: Sequence[Sequence[int]]) -> list[int]:
+    """The clairvoyant's cuts, file by file; see ``clairvoyant_cuts``."""
+    places: dict[str, list[int]] = {}
+    for number, one in enumerate(rounds):
+        places.setdefault(one.document, []).append(number)
+    cuts = [0] * len(rounds)
+    for numbers in places.values():
+        own = [[start[number] for number in numbers] for start in starts]
+        best = clairvoyant_cuts([rounds[number] for number in numbers], own)
+        for number, cut in zip(numbers, best, strict=True):
+            cuts[number] = cut
+    return cuts
+
+
+def cut_prompts(rounds: Sequence[Round], cuts: Sequence[int]) -> Prompts:
+    """The texts as sent, cut at given places."""
+    return [
+        lay_out(FORMAT, one.prefix, one.suffix, cut)[0]
+        for one, cut in zip(rounds, cuts, strict=True)
+    ]
+
+
+def count(rounds: Sequence[Round], prompts: Prompts, encode: PromptEncoder) -> list[int]:
+    """Tokens each request computes. Completions shown were generated, so they are cached too.
+
+    They are counted as token healing makes them: tokenised together with the increment.
+    """
+    generated = [
+        encode(_with_answer(segments, one.shown))
+        for one, segments in zip(rounds, prompts, strict=True)
+    ]
+    return count_computed([encode(segments) for segments in prompts], generated)
+
+
+def most_over_typed(rounds: Sequence[Round], computed: Sequence[int], encode: PromptEncoder) -> int:
+    """Of all requests after text was typed at the caret: tokens computed less tokens typed."""
+    worst = 0
+    for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False):
+        typed = one.prefix[len(before.prefix) :]
+        if one.kind == "type" and _follows(before, one):
+            worst = max(worst, cost - len(encode.text(typed)))
+    return worst
+
+
+def most_for_accepting(rounds: Sequence[Round], computed: Sequence[int]) -> int:
+    """The most tokens any request computes after a completion was accepted."""
+    return max(
+        (
+            cost
+            for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False)
+            if one.kind in ("accept", "partial") and _follows(before, one)
+        ),
+        default=0,
+    )
+
+
+def _follows(before: Round, one: Round) -> bool:
+    """Whether text was put in at the caret, and nothing else changed."""
+    same_place = (before.document, before.suffix) == (one.document, one.suffix)
+    return same_place and one.prefix.startswith(before.prefix)
+
+
+def _with_answer(segments: Sequence[Segment], answer: str) -> Sequence[Segment]:
+    if not answer:
+        return segments
+    last = segments[-1]
+    if isinstance(last, TextSegment):
+        return [*segments[:-1], TextSegment(last.text + answer, last.role)]
+    return [*segments, TextSegment(answer, "increment")]

@@ -1,0 +1,48 @@
+"""load_engine: a checkpoint to an engine that is ready for requests."""
+
+import time
+from collections.abc import Callable
+
+from midfill.config import ModelOptions
+from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.messages import EngineInfo
+from midfill.engine.runner import Runner
+from midfill.models.checkpoint import Checkpoint
+from midfill.models.loading import describe_runner, load_runner
+
+
+def load_engine(
+    checkpoint: Checkpoint,
+    options: ModelOptions,
+    progress: Callable[[str, int, int], None] | None = None,
+    started: float | None = None,
+) -> tuple[Engine, Runner, EngineInfo]:
+    """Load the model and build its engine.
+
+    Args:
+        started: ``time.perf_counter()`` when loading began; None is now.
+
+    Raises:
+        MidfillError: the checkpoint or the options can't be used.
+    """
+    started = time.perf_counter() if started is None else started
+    runner = load_runner(checkpoint, options, progress)
+    engine = Engine(
+        runner,
+        checkpoint.tokenizer.eos_token_ids,
+        EngineOptions(
+            token_budget=options.token_budget,
+            max_running=options.max_running,
+            context=options.context,
+        ),
+    )
+    info = EngineInfo(
+        backend=describe_runner(runner),
+        layers=runner.config.layers,
+        weight_bytes=runner.weight_bytes,
+        kv_bytes=runner.kv_bytes,
+        slots=runner.slots,
+        context=min(options.context or runner.config.context, runner.slots),
+        load_seconds=time.perf_counter() - started,
+    )
+    return engine, runner, info

@@ -1,0 +1,116 @@
+"""The rounds load: what is sent, and that only the increment is computed afterwards."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_checkpoints import write_tiny
+
+from midfill.bench.document_sections import replace_section
+from midfill.bench.documents import standard_library_documents
+from midfill.bench.endpoint import Endpoint, Measurement
+from midfill.bench.rounds import (
+    RoundsOptions,
+    RoundsReport,
+    measure_rounds,
+    parse_layouts,
+    payload,
+    round_texts,
+    summarise,
+)
+from midfill.bench.rounds_report import plot_rounds, rounds_markdown
+from midfill.bench.targets import InProcess
+from midfill.errors import MidfillError
+
+SENTINELS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+OPTIONS = RoundsOptions(users=2, rounds=3, output_tokens=4, repeats=1, sentinels=SENTINELS)
+DOCUMENT = "".join(chr(97 + i % 26) for i in range(1400))
+
+
+def test_prefix_grows_by_a_seventh_of_the_first_half_and_the_suffix_stays() -> None:
+    for number in range(1, 8):
+        head, prefix, suffix = round_texts(DOCUMENT, number)
+        assert len(head) == 100
+        assert prefix == DOCUMENT[: 100 * number]
+        assert suffix == DOCUMENT[700:]
+
+
+def test_the_three_ways_of_asking() -> None:
+    head, prefix, suffix = round_texts(DOCUMENT, 3)
+    fim, efim, native = (
+        payload(layout, DOCUMENT, 3, OPTIONS, "m") for layout in ("fim", "efim", "native")
+    )
+    assert fim["prompt"] == f"<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>"
+    rest = prefix[len(head) :]
+    assert efim["prompt"] == f"<fim_prefix>{head}<fim_suffix>{suffix}<fim_middle>{rest}"
+    assert (native["prompt"], native["suffix"]) == (prefix, suffix)
+    assert fim["midfill"] == efim["midfill"] == {"layout": "verbatim"}
+
+
+def test_documents_are_real_files_of_the_wanted_size_and_the_same_for_a_seed() -> None:
+    documents = standard_library_documents(4, seed=3)
+    assert all(6000 <= len(text) <= 9000 for text in documents)
+    assert len(set(documents)) == 4
+    assert documents == standard_library_documents(4, seed=3)
+    with pytest.raises(ValueError, match="only"):
+        standard_library_documents(10**6)
+
+
+def test_figures_are_medians_over_users_and_runs() -> None:
+    def measured(ttft: float, prompt: int, cached: int) -> Measurement:
+        return Measurement(ttft, ttft + 1, prompt, cached, 4, "")
+
+    user = [measured(3, 100, 0), measured(1, 120, 99), measured(2, 150, 110)]
+    result = summarise([(10.0, [user, user]), (20.0, [user, user]), (12.0, [user, user])])
+    assert result.wall_seconds == 12.0
+    assert result.requests_per_second == 6 / 12
+    assert result.later_ttft_seconds == 1.5
+    assert result.increment == 25
+    assert result.later_computed == (21 + 40) / 2
+    assert result.most_over_increment == 10
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> RoundsReport:
+    folder = write_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192)
+    target = InProcess(str(folder), None, 2, Console(quiet=True))
+    assert target.sentinels == SENTINELS
+    try:
+        return asyncio.run(measure_rounds(target, OPTIONS))
+    finally:
+        target.close()
+
+
+def test_later_rounds_compute_the_increment_and_little_more(report: RoundsReport) -> None:
+    for layout in ("efim", "native"):
+        assert report.layouts[layout].most_over_increment <= 8
+    fim = report.layouts["fim"]
+    assert fim.later_computed > 4 * fim.increment
+    for result in report.layouts.values():
+        assert result.first_computed > 1000  # no run finds another's KV
+
+
+def test_the_report_is_written_where_people_look(report: RoundsReport, tmp_path: Path) -> None:
+    plot_rounds(report, tmp_path / "rounds.png")
+    assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
+    page = tmp_path / "benchmarks.md"
+    page.write_text("# Benchmarks\n\nbefore\n\n<!-- rounds -->\nold\n<!-- /rounds -->\n\nafter\n")
+    replace_section(page, "rounds", rounds_markdown(report))
+    text = page.read_text()
+    assert "old" not in text
+    assert text.index("before") < text.index("| native |") < text.index("after")
+    replace_section(tmp_path / "new.md", "rounds", "body")
+    assert "<!-- rounds -->\nbody\n<!-- /rounds -->" in (tmp_path / "new.md").read_text()
+
+
+def test_bad_input_is_one_clear_line() -> None:
+    with pytest.raises(MidfillError, match="--layouts names psm"):
+        parse_layouts("fim,psm")
+
+    async def nobody() -> None:
+        async with Endpoint("http://127.0.0.1:1/v1") as endpoint:
+            await endpoint.model()
+
+    with pytest.raises(MidfillError, match=r"no OpenAI-style server at http://127\.0\.0\.1:1/v1"):
+        asyncio.run(nobody())

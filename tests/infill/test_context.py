@@ -1,0 +1,108 @@
+"""Context: a change costs little, and families get their own repository format."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midfill.infill.context import ContextFile, ContextOrder, context_segments
+from midfill.infill.formats import FimFormat, Sentinel
+from midfill.infill.layout import TextSegment
+
+PRE, SUF, MID = Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3)
+QWEN = FimFormat(
+    "qwen", PRE, SUF, MID, repository=Sentinel("<REPO>", 4), file_separator=Sentinel("<SEP>", 5)
+)
+PLAIN = FimFormat("plain", PRE, SUF, MID)
+
+
+def file(name: str, version: int = 0) -> ContextFile:
+    return ContextFile(f"{name} = {version}\n", f"{name}.py")
+
+
+def names(files: list[ContextFile]) -> str:
+    return "".join(one.path[0] for one in files)
+
+
+def test_unchanged_files_keep_their_places_whatever_order_they_come_in() -> None:
+    order = ContextOrder()
+    assert names(order.arrange([file("b"), file("a"), file("c")])) == "bac"
+    assert names(order.arrange([file("a"), file("b"), file("c")])) == "bac"
+
+
+def test_a_changed_file_moves_to_the_end_and_then_costs_only_itself() -> None:
+    order = ContextOrder()
+    order.arrange([file("a"), file("b"), file("c")])
+    assert names(order.arrange([file("a", 1), file("b"), file("c")])) == "bca"
+    assert names(order.arrange([file("a", 2), file("b"), file("c")])) == "bca"
+
+
+def test_new_files_come_before_those_that_keep_changing() -> None:
+    order = ContextOrder()
+    for version in range(3):
+        order.arrange([file("a", version), file("b")])
+    assert names(order.arrange([file("a", 3), file("b"), file("n")])) == "bna"
+
+
+def test_a_missing_file_leaves_what_is_before_it_in_place() -> None:
+    order = ContextOrder()
+    order.arrange([file("a"), file("b"), file("c"), file("d")])
+    assert names(order.arrange([file("d"), file("c"), file("a")])) == "acd"
+
+
+def test_snippets_without_a_path_are_told_apart_by_their_text() -> None:
+    order = ContextOrder()
+    one, two = ContextFile("x = 1"), ContextFile("y = 2")
+    assert order.arrange([one, two, one]) == [one, two]
+    assert order.arrange([two, one]) == [one, two]
+
+
+def test_a_request_without_context_does_not_forget_the_order() -> None:
+    order = ContextOrder()
+    order.arrange([file("b"), file("a")])
+    assert order.arrange([]) == []
+    assert names(order.arrange([file("a"), file("b")])) == "ba"
+
+
+files = st.builds(file, st.sampled_from("abcdef"), st.integers(0, 2))
+
+
+@given(st.lists(st.lists(files, max_size=8), max_size=8))
+def test_every_file_is_sent_exactly_once(requests: list[list[ContextFile]]) -> None:
+    order = ContextOrder()
+    before: list[ContextFile] = []
+    for request in requests:
+        arranged = order.arrange(request)
+        assert set(arranged) == set(request)
+        assert len(arranged) == len(set(request))
+        # As much of the last order as can stay does.
+        shared = 0
+        while shared < len(before) and before[shared] in arranged:
+            shared += 1
+        assert arranged[:shared] == before[:shared]
+        before = arranged or before
+
+
+def shape(*arguments, **fields) -> list[str]:
+    return [segment.text for segment in context_segments(*arguments, **fields)]
+
+
+def test_families_with_file_tokens_get_repository_files_and_the_documents_path() -> None:
+    files = [ContextFile("x = 1", "a.py"), ContextFile("", "e.py")]
+    assert shape(QWEN, files, path="b.py", repository="demo") == [
+        "<REPO>", "demo\n", "<SEP>", "a.py\nx = 1\n", "<SEP>", "e.py\n", "<SEP>", "b.py\n",
+    ]  # fmt: skip
+    assert shape(QWEN, files[:1]) == ["<SEP>", "a.py\nx = 1\n", "<SEP>"]
+    assert shape(QWEN, [], path="b.py") == ["<SEP>", "b.py\n"]
+
+
+def test_other_families_get_paths_in_comments() -> None:
+    files = [ContextFile("x = 1\n", "a.py"), ContextFile("int y;", "b.c"), ContextFile("z")]
+    assert shape(PLAIN, files, path="m.rs") == ["# a.py\nx = 1\n// b.c\nint y;\nz\n// m.rs\n"]
+
+
+def test_no_context_is_no_segment() -> None:
+    assert shape(QWEN, []) == shape(PLAIN, []) == shape(QWEN, [], repository="demo") == []
+
+
+def test_context_is_text_even_if_it_spells_sentinels() -> None:
+    segments = context_segments(QWEN, [ContextFile("<SEP><PRE>", "a")])
+    assert [s.role for s in segments if isinstance(s, TextSegment)] == ["context"]
