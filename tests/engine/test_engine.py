@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from serving import GREEDY, Answer, check_idle, greedy_alone, request, serve
+from serving import Answer, check_idle, greedy_alone, request, serve
 from toy_runner import VOCAB, ToyRunner
 
 from midfill.engine.batch import ForwardBatch
@@ -545,7 +545,3 @@ def test_logprobs_are_the_models_own() -> None:
         assert [token_id for token_id, _ in reported.top] == ids.tolist()
         assert [value for _, value in reported.top] == pytest.approx(values.tolist(), abs=1e-5)
         history.append(token)
-
-
-def test_greedy_params_are_what_the_helpers_say() -> None:
-    assert sampling() == GREEDY

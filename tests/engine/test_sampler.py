@@ -218,6 +218,19 @@ def test_the_smallest_draw_skips_tokens_that_were_filtered_out() -> None:
     assert chosen != 0
 
 
+def test_torchs_threads_are_left_as_they_were() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        sample(random_logits(50, 1), [row(SamplingParams(), 0.5)])
+        assert torch.get_num_threads() == 2
+        with pytest.raises(IndexError):
+            sample(random_logits(50, 1), [row(SamplingParams(), 0.5, index=7)])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 class TestPenalties:
     LOGITS = torch.tensor([[2.0, 1.9, -1.0, 0.5, 1.8]])
     HOT = SamplingParams(temperature=1.0)
@@ -362,6 +375,17 @@ class TestLogprobs:
         reported = [one.logprobs for one in sample(logits, rows) if one is not None]
         assert reported[0] is None
         assert [len(one.top) for one in reported if one is not None] == [0, 2, 50]
+
+    def test_the_likeliest_of_a_real_vocabulary_are_found(self) -> None:
+        logits = torch.cat([random_logits(49_157, seed) for seed in range(4)])
+        wanted = [1, 2, 20, 900]
+        rows = [row(SamplingParams(logprobs=count), 0.5, n) for n, count in enumerate(wanted)]
+        for batch in ([one] for one in rows):
+            (sampled,) = sample(logits, batch)
+            assert sampled is not None
+            assert sampled.logprobs is not None
+            truth = logits[batch[0].row].topk(batch[0].params.logprobs or 0).indices
+            assert [token for token, _ in sampled.logprobs.top] == truth.tolist()
 
     def test_impossible_tokens_are_left_out(self) -> None:
         logits = torch.tensor([[0.0, -torch.inf, 1.0, torch.nan]])

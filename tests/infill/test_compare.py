@@ -2,7 +2,7 @@
 
 from itertools import takewhile
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.compare import common_prefix, common_suffix
@@ -10,6 +10,7 @@ from midfill.infill.compare import common_prefix, common_suffix
 texts = st.text(alphabet="ab\né😀", max_size=40)
 
 
+@settings(deadline=None)
 @given(texts, texts, texts)
 def test_common_prefix_is_what_a_naive_count_finds(shared: str, a: str, b: str) -> None:
     a, b = shared + a, shared + b
@@ -17,6 +18,7 @@ def test_common_prefix_is_what_a_naive_count_finds(shared: str, a: str, b: str) 
     assert common_prefix(a, b) == sum(1 for _ in equal)
 
 
+@settings(deadline=None)
 @given(texts, texts, texts)
 def test_common_suffix_is_the_mirror_image(shared: str, a: str, b: str) -> None:
     a, b = a + shared, b + shared

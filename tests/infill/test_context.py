@@ -1,6 +1,6 @@
 """Context: a change costs little, and families get their own repository format."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.context import ContextFile, ContextOrder, context_segments
@@ -65,6 +65,7 @@ def test_a_request_without_context_does_not_forget_the_order() -> None:
 files = st.builds(file, st.sampled_from("abcdef"), st.integers(0, 2))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(files, max_size=8), max_size=8))
 def test_every_file_is_sent_exactly_once(requests: list[list[ContextFile]]) -> None:
     order = ContextOrder()

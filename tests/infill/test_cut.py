@@ -112,6 +112,7 @@ def test_one_visit_costs_at_most_four_times_the_best(erased: list[int], length: 
     assert cache.computed <= 4 * least(lengths, length) + slack
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60), st.integers(2, 40))
 def test_edits_below_cost_at_most_twice_the_best(lines: int, edits: int) -> None:
     """Keeping the cut pays the increment each time, moving it pays the suffix once: ski rental."""
@@ -136,6 +137,7 @@ def test_a_head_is_never_cut_between_carriage_return_and_line_feed() -> None:
         assert len(text) - cut >= wanted
 
 
+@settings(deadline=None)
 @given(st.text("ab\r\n", max_size=600), st.integers(0, 700))
 def test_a_cut_leaves_at_least_the_gap(prefix: str, wanted: int) -> None:
     cut = place(prefix, wanted)
@@ -163,6 +165,7 @@ def test_memory_is_bounded_and_shared_texts_are_counted_once() -> None:
     assert len(history.prompts) <= 16
 
 
+@settings(deadline=None)
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", max_size=4)))
 def test_pieces_keep_the_borders_of_what_still_stands(increment: str, typed: list[str]) -> None:
     pieces = go_on([piece for piece in typed if piece], increment)

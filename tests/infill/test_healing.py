@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
@@ -63,6 +63,7 @@ def test_every_allowed_path_begins_with_what_is_required() -> None:
     assert walk(b"ab\xc3\xa9b", []) > 2
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=3), max_size=30), st.binary(max_size=2))
 def test_slices_of_the_sorted_vocabulary_are_subtrees(
     vocabulary: list[bytes], start: bytes

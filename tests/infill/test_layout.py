@@ -1,7 +1,7 @@
 """Layouts: the order of segments, and that the text is all there."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.formats import FimFormat, Sentinel
@@ -36,6 +36,7 @@ def test_a_layout_is_named_by_its_cut(cut: int, name: str) -> None:
     assert lay_out(SEED, "abc", "xyz", cut)[1] == "spm"
 
 
+@settings(deadline=None)
 @given(st.text(), st.text(), st.integers(0, 50), st.sampled_from([PSM, SEED, CODESTRAL]))
 def test_no_text_is_lost_and_no_segment_is_empty(prefix, suffix, cut, format) -> None:
     cut = min(cut, len(prefix))

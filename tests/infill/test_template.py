@@ -1,7 +1,7 @@
 """Raw prompts that are the model's own template filled in are planned like any other request."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.formats import FimFormat, Sentinel
@@ -59,6 +59,7 @@ def test_anything_else_is_left_alone(format, prompt) -> None:
 texts = st.text(alphabet="ab<>PRESUFMID\n", max_size=12)
 
 
+@settings(deadline=None)
 @given(texts, texts, texts, st.sampled_from([PSM, SEED, CODESTRAL]))
 def test_what_is_recognised_is_what_was_filled_in(prefix, suffix, typed, format) -> None:
     if format is PSM:

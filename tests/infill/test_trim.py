@@ -1,7 +1,7 @@
 """Trimming: completions end where the suffix, the line or the block says."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.trim import block, first_line, trim, with_closed_brackets, without_overlap
@@ -29,6 +29,7 @@ def test_a_completion_that_runs_into_the_suffix_is_cut(completion, suffix, kept)
     assert without_overlap(completion, suffix) == kept
 
 
+@settings(deadline=None)
 @given(st.text("ab()[]\n ,;é", max_size=30), st.text("ab()[]\n ,;é", max_size=30))
 def test_only_text_that_the_suffix_has_is_ever_cut(completion: str, suffix: str) -> None:
     kept = without_overlap(completion, suffix)
@@ -37,6 +38,7 @@ def test_only_text_that_the_suffix_has_is_ever_cut(completion: str, suffix: str)
     assert "".join(suffix.split()).startswith(lost)
 
 
+@settings(deadline=None)
 @given(st.text("abcd \n", min_size=8, max_size=30), st.text("xyz", min_size=1, max_size=10))
 def test_a_long_repetition_is_always_found(shared: str, new: str) -> None:
     if sum(not char.isspace() for char in shared) >= 3:
@@ -87,6 +89,7 @@ def test_brackets_are_closed_unless_the_suffix_does_it(completion, suffix, close
     assert with_closed_brackets(completion, suffix) == closed
 
 
+@settings(deadline=None)
 @given(st.text("ab([{", max_size=20))
 def test_closing_closes_everything_the_completion_opened(completion: str) -> None:
     closed = with_closed_brackets(completion, "")

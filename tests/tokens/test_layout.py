@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -82,6 +82,7 @@ def spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> bytes:
 code = st.text(alphabet=st.sampled_from("ab_ (\n\té字🙂<>|PRESUFMID"), max_size=30)
 
 
+@settings(deadline=None)
 @given(code, code, st.integers(0, 30), st.sampled_from(["psm", "spm"]))
 def test_the_ids_spell_the_layout_byte_for_byte(
     tokenizer: Tokenizer, prefix: str, suffix: str, cut: int, order

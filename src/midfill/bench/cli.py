@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -115,6 +115,51 @@ def speed(
         _write_json(json, report)
     if docs is not None:
         replace_section(docs, "speed", speed_markdown(report))
+
+
+@app.command()
+def edits(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sessions: under 40 s.")] = False,
+    git: Annotated[
+        list[Path] | None,
+        typer.Option(help="A local git repository whose commits are replayed too; repeatable."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Count in this model's tokens; without it in pieces of words."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="All chance follows from it.")] = 0,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """What editing sessions cost under each prompt layout, counted without running a model.
+
+    Layouts: psm, spm, efim (a fixed cut), planner (what midfill does), and clairvoyant (the
+    cheapest cuts with the whole future known). Sessions come from an editing mix over files of the
+    standard library and from git histories.
+    """
+    from midfill.bench.document_sections import replace_section
+    from midfill.bench.edits import QUICK, EditsOptions, run_edits
+    from midfill.bench.edits_report import edits_markdown, edits_table
+
+    options = msgspec.structs.replace(
+        QUICK if quick else EditsOptions(),
+        seed=seed,
+        repositories=[str(path) for path in git or ()],
+    )
+    counting: dict[str, Any] = {}
+    if model is not None:
+        from midfill.models.checkpoint import open_checkpoint
+        from midfill.models.hub import resolve
+
+        counting = {"tokenize": open_checkpoint(resolve(model)).tokenizer.encode, "unit": model}
+    with Console(stderr=True).status("preparing") as status:
+        report = run_edits(options, progress=status.update, **counting)
+    Console().print(edits_table(report))
+    if json is not None:
+        _write_json(json, report)
+    if docs is not None:
+        replace_section(docs, "edits", edits_markdown(report))
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ class EditsOptions(msgspec.Struct, frozen=True, kw_only=True):
         mixes: sessions of the editing mix.
         rounds: requests of each of them, and of each repository.
         kind_rounds: requests of each session with one kind of action; 0 leaves them out.
+        planned: requests of the long files that planning is timed with.
         repositories: local git repositories to replay as well.
         seed: all chance follows from it.
     """
@@ -52,6 +53,7 @@ class EditsOptions(msgspec.Struct, frozen=True, kw_only=True):
     mixes: int = 5
     rounds: int = 1000
     kind_rounds: int = 600
+    planned: int = 400
     repositories: list[str] = []
     seed: int = 0
 
@@ -149,7 +151,7 @@ def run_edits(
         tokens_computed=mix.tokens_computed,
         windowed=_total(mix.windowed.values()),
         sessions=sessions,
-        planning=planning_time(options.seed),
+        planning=planning_time(options.planned, options.seed),
         unit=unit,
         options=options,
         machine=describe_machine(),
@@ -186,7 +188,7 @@ def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionRe
     )
 
 
-def planning_time(seed: int, requests: int = 400) -> PlanningTime:
+def planning_time(requests: int, seed: int) -> PlanningTime:
     """How long planning takes when the files are long and sent whole."""
     texts = standard_library_documents(4 * 10, seed=seed, shortest=8000, longest=30_000)
     sources = {
@@ -221,8 +223,9 @@ def _sessions(options: EditsOptions) -> Iterator[tuple[str, list[Round]]]:
             if name != "mix":
                 yield name, _mixed(name, options.kind_rounds, options.seed + options.mixes)
     for repository in options.repositories:
-        path = Path(repository)
-        yield path.resolve().name, git_session(path, rounds=options.rounds, seed=options.seed)
+        path = Path(repository).resolve()
+        rounds = git_session(path, rounds=options.rounds, seed=options.seed)
+        yield f"{path.parent.name}/{path.name}", rounds
 
 
 def _mixed(kind: str, rounds: int, seed: int) -> list[Round]:

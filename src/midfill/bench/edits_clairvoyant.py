@@ -39,7 +39,8 @@ def clairvoyant_cuts(
     best: list[int] = []
     best_cost: int | None = None
     chain = [max(0, number - 1) for number in range(len(states))]
-    for parents in [chain, *(_best_parents(rounds, cuts) for cuts in starts)]:
+    simple = [[len(one.prefix) for one in rounds], [0] * len(rounds)]
+    for parents in [chain, *(_best_parents(rounds, cuts) for cuts in [*starts, *simple])]:
         improving = True
         while improving:
             cost, cuts = _best_cuts(states, parents)

@@ -6,16 +6,22 @@ from rich.table import Table
 
 from midfill.bench.rounds import LayoutResult, RoundsReport
 
+# Short words: the table should fit a terminal of 80 columns.
 _COLUMNS = (
     "layout",
     "wall s",
-    "requests/s",
-    "speed-up",
-    "TTFT round 1 ms",
-    "TTFT later ms",
-    "increment tokens",
-    "computed later",
-    "most over increment",
+    "req/s",
+    "speed up",
+    "first TTFT ms",
+    "later TTFT ms",
+    "grown by",
+    "later computed",
+    "most over",
+)
+_LEGEND = (
+    "Speed up: requests/s against fim. Grown by: tokens a later round's prompt is longer than the "
+    "one before. Later computed: prompt tokens computed in a later round. Most over: the worst "
+    "later round's computed tokens less what its prompt had grown by."
 )
 
 
@@ -46,7 +52,7 @@ def _caption(report: RoundsReport) -> str:
 
 def rounds_table(report: RoundsReport) -> Table:
     """For the terminal."""
-    table = Table(title="EFIM rounds load", caption=_caption(report))
+    table = Table(title="EFIM rounds load", caption=f"{_caption(report)}.\n{_LEGEND}")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "layout" else "right")
     for name, result in report.layouts.items():
@@ -64,7 +70,7 @@ def rounds_markdown(report: RoundsReport) -> str:
             for name, result in report.layouts.items()
         ),
         "",
-        _caption(report) + ".",
+        f"{_caption(report)}. {_LEGEND}",
     ]
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ snippet under edit moves to the end with its first change and costs only itself 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import Segment, TextSegment
@@ -30,12 +31,15 @@ class ContextFile:
     path: str = ""
 
 
+_Key = tuple[str, int]  # path, hash of the text
+
+
 class ContextOrder:
-    """Keeps the order of one tenant's context from request to request."""
+    """Keeps the order of one tenant's context from request to request; holds no texts."""
 
     def __init__(self) -> None:
-        self._order: list[ContextFile] = []
-        self._texts: OrderedDict[str, str] = OrderedDict()  # path -> text last seen
+        self._order: list[_Key] = []  # of the last request that had context
+        self._texts: OrderedDict[str, int] = OrderedDict()  # path -> hash of the text last seen
         self._changes: Counter[str] = Counter()
 
     def arrange(self, files: Sequence[ContextFile]) -> list[ContextFile]:
@@ -44,36 +48,34 @@ class ContextOrder:
         As long as the last request's files come again unchanged, they keep their places; behind
         the first one that is missing or changed, files that changed less often come first.
         """
-        for file in files:
-            self._note(file)
-        waiting = dict.fromkeys(files)  # an ordered set
-        arranged = []
-        for file in self._order:
-            if file not in waiting:
-                break
-            del waiting[file]
-            arranged.append(file)
-        places = {file: place for place, file in enumerate(self._order)}
-        last = len(places)
-        arranged += sorted(
-            waiting, key=lambda file: (self._changes[file.path], places.get(file, last))
+        waiting = {_key(file): file for file in files}
+        for path, text in waiting:
+            self._note(path, text)
+        places = {key: place for place, key in enumerate(self._order)}
+        standing = list(takewhile(waiting.__contains__, self._order))
+        rest = sorted(
+            [key for key in waiting if key not in set(standing)],
+            key=lambda key: (self._changes[key[0]], places.get(key, len(places))),
         )
-        if arranged:
-            self._order = arranged
-        return list(arranged)
+        arranged = standing + rest
+        self._order = arranged or self._order
+        return [waiting[key] for key in arranged]
 
-    def _note(self, file: ContextFile) -> None:
+    def _note(self, path: str, text: int) -> None:
         """Count how often the text behind a path changed."""
-        if not file.path:
+        if not path:
             return
-        old = self._texts.get(file.path)
-        if old is not None and old != file.text:
-            self._changes[file.path] += 1
-        self._texts[file.path] = file.text
-        self._texts.move_to_end(file.path)
+        if self._texts.get(path, text) != text:
+            self._changes[path] += 1
+        self._texts[path] = text
+        self._texts.move_to_end(path)
         if len(self._texts) > _REMEMBERED_NAMES:
-            path, _ = self._texts.popitem(last=False)
-            del self._changes[path]
+            oldest, _ = self._texts.popitem(last=False)
+            del self._changes[oldest]
+
+
+def _key(file: ContextFile) -> _Key:
+    return file.path, hash(file.text)
 
 
 def context_segments(

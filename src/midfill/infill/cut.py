@@ -83,6 +83,11 @@ class _Match:
     head: int
     whole: int
 
+    @property
+    def cut(self) -> int:
+        """Of the cached prompt."""
+        return len(self.prompt.head)
+
 
 class CutHistory:
     """The cuts of one document; decides the next one from the prompts it remembers."""
@@ -96,38 +101,42 @@ class CutHistory:
     def choose(self, prefix: str, suffix: str) -> CachedPrompt:
         """Cut a new request's prefix; the prompt it makes is remembered.
 
-        Picks the least of: characters to compute now, the increment it leaves (which costs as
-        much again later), and the rent paid for it. Candidates are the cuts of the remembered
-        prompts, and a fresh one by ``gap``.
+        While the suffix stands, so does the cut: text at the caret never costs more than itself.
+        Otherwise this picks the least of: characters to compute now, the increment it leaves
+        (which costs as much again later), and the rent paid for it. Candidates are the cuts of
+        the remembered prompts, and a fresh one by ``gap``.
         """
-        here = len(prefix)
+        here, length = len(prefix), len(prefix) + len(suffix)
         if suffix != self._suffix:
             self._suffix, self._arrival, self._misses = suffix, here, 0
-        depth = max(0, self._arrival - here)
         matches = [_match(prompt, prefix, suffix) for prompt in self.prompts]
-        options: dict[int, _Match] = {}  # cut -> the most that can be reused with it
+        valid = [match for match in matches if match.whole >= 0]
         rents: dict[int, int] = {}
-        for match in matches:
-            cut = len(match.prompt.head)
-            if match.whole >= 0:
-                rents[cut] = max(rents.get(cut, 0), match.prompt.rent)
-                if cut not in options or match.whole >= options[cut].whole:
-                    options[cut] = match
-        misses = self._misses + (1 if depth else 0)
-        cut = place(prefix, gap(len(suffix), depth, misses))
-        if cut == 0 and misses == 0:
-            cut = here  # an empty head is SPM, which not every model knows well
-        head = max((match.head for match in matches), default=0)
-        least = here + len(suffix) - min(head, cut) + (here - cut)
-        chosen: CachedPrompt | None = None
-        for option, match in options.items():
-            total = here + len(suffix) - match.whole + (here - option) + rents[option]
+        for match in valid:
+            rents[match.cut] = max(rents.get(match.cut, 0), match.prompt.rent)
+        standing = [match for match in valid if match.prompt.suffix == suffix]
+        best: _Match | None = None
+        least = length + here
+        for match in standing or valid:
+            total = length - match.whole + (here - match.cut) + rents[match.cut]
             if total <= least:
-                cut, least, chosen = option, total, match.prompt
-        if chosen is None:
-            self._misses = misses
-        rent = rents[cut] if chosen is not None else 0
-        return self.remember(prefix, suffix, cut, chosen, rent)
+                best, least = match, total
+        if not standing:
+            cut = self._fresh(prefix, suffix)
+            head = max((match.head for match in matches), default=0)
+            if best is None or length - min(head, cut) + (here - cut) < least:
+                self._misses += here < self._arrival
+                return self.remember(prefix, suffix, cut)
+        assert best is not None
+        return self.remember(prefix, suffix, best.cut, best.prompt, rents[best.cut])
+
+    def _fresh(self, prefix: str, suffix: str) -> int:
+        """Where the next cut goes if it has to move now."""
+        depth = max(0, self._arrival - len(prefix))
+        misses = self._misses + (depth > 0)
+        cut = place(prefix, gap(len(suffix), depth, misses))
+        # An empty head is SPM, which not every model knows well.
+        return len(prefix) if cut == 0 and misses == 0 else cut
 
     def expect(self) -> int | None:
         """A better cut for the last prompt's text, worth preparing while there is nothing to do.
@@ -140,11 +149,9 @@ class CutHistory:
             return None
         last = self.prompts[-1]
         prefix, increment = last.head + last.increment, len(last.increment)
-        depth = self._arrival - len(prefix)
-        if depth > 0 and last.head and increment < _NEAR_CUT:
-            return place(prefix, gap(len(last.suffix), depth, self._misses + 1))
-        if increment > _LONG_INCREMENT:
-            return place(prefix, _FIRST_GAP)
+        nears_cut = len(prefix) < self._arrival and last.head and increment < _NEAR_CUT
+        if nears_cut or increment > _LONG_INCREMENT:
+            return self._fresh(prefix, last.suffix)
         return None
 
     def remember(

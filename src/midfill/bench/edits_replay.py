@@ -1,0 +1,128 @@
+"""A short editing session replayed against a model: tokens computed and time to first token.
+
+The requests are those of one session of the mix, one after the other. Each layout gets its own
+run; a first line of its own in every file keeps it from finding another run's KV. ``planner``
+sends prefix and suffix and lets the server choose; the other layouts are filled in here.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from midfill.bench import edits_layouts as layouts
+from midfill.bench.documents import standard_library_documents
+from midfill.bench.edits_editor import Round
+from midfill.bench.edits_sessions import SESSION_KINDS, edit_session
+from midfill.bench.endpoint import Measurement
+from midfill.bench.targets import Sentinels, Target
+from midfill.errors import MidfillError
+
+_FILES = 2
+
+
+class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One layout's figures.
+
+    Attributes:
+        requests: how many.
+        prompt_tokens, computed_tokens: over all requests, as the server counts them.
+        ttft_seconds: median over the requests.
+        ttft_p90_seconds: nine of ten requests are faster.
+        wall_seconds: all requests, one after the other.
+    """
+
+    requests: int
+    prompt_tokens: int
+    computed_tokens: int
+    ttft_seconds: float
+    ttft_p90_seconds: float
+    wall_seconds: float
+
+
+async def replay_edits(
+    target: Target,
+    *,
+    rounds: int = 60,
+    output_tokens: int = 8,
+    seed: int = 0,
+    names: Sequence[str] = ("psm", "spm", "efim", "planner", "clairvoyant"),
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, ReplayResult]:
+    """Replay a session of the mix under each of the named layouts.
+
+    Args:
+        rounds: requests of the session.
+        output_tokens: tokens of each answer, end-of-text ignored. What the model writes does not
+            change the session: the next request is what it was recorded to be.
+
+    Raises:
+        MidfillError: the target refuses a request, or its FIM tokens are needed and not known.
+    """
+    if target.sentinels is None and set(names) - {"planner"}:
+        raise MidfillError("laying prompts out takes the model's FIM tokens; name them")
+    model = await target.model()
+    await target.complete({"model": model, "prompt": "def", "max_tokens": 2})
+    recorded = _session(rounds, seed, target.sentinels or ("", "", ""))
+    results = {}
+    for name in names:
+        progress(name)
+        session = _marked(recorded)
+        body = {"model": model, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
+        measured = [
+            await target.complete({**body, **payload})
+            for payload in _payloads(name, session, target.sentinels)
+        ]
+        results[name] = _summary(measured)
+    return results
+
+
+def _session(rounds: int, seed: int, sentinels: Sentinels) -> list[Round]:
+    """A session over files that spell none of the sentinels: raw prompts would parse them."""
+    texts = standard_library_documents(3 * _FILES, seed=seed)
+    clean = [text for text in texts if not any(name and name in text for name in sentinels)]
+    sources = {f"{number}.py": text for number, text in enumerate(clean[:_FILES])}
+    return edit_session(sources, SESSION_KINDS["mix"], rounds=rounds, seed=seed)
+
+
+def _marked(rounds: Sequence[Round]) -> list[Round]:
+    """The session with a new first line in each file."""
+    mark = uuid.uuid4()
+    return [replace(one, prefix=f"# {mark} {one.document}\n{one.prefix}") for one in rounds]
+
+
+def _payloads(
+    name: str, rounds: Sequence[Round], sentinels: Sentinels | None
+) -> list[dict[str, Any]]:
+    if name == "planner" or sentinels is None:
+        return [{"prompt": one.prefix, "suffix": one.suffix} for one in rounds]
+    efim = layouts.efim_cuts(rounds)
+    cuts = {
+        "psm": layouts.psm_cuts(rounds),
+        "spm": [0] * len(rounds),
+        "efim": efim,
+        "clairvoyant": layouts.best_cuts(rounds, [layouts.plan(rounds).cuts, efim]),
+    }[name]
+    pre, suf, mid = sentinels
+    return [
+        {
+            "prompt": f"{pre}{one.prefix[:cut]}{suf}{one.suffix}{mid}{one.prefix[cut:]}",
+            "midfill": {"layout": "verbatim"},
+        }
+        for one, cut in zip(rounds, cuts, strict=True)
+    ]
+
+
+def _summary(measured: Sequence[Measurement]) -> ReplayResult:
+    ttfts = sorted(one.ttft_seconds for one in measured)
+    return ReplayResult(
+        requests=len(measured),
+        prompt_tokens=sum(one.prompt_tokens for one in measured),
+        computed_tokens=sum(one.computed_tokens for one in measured),
+        ttft_seconds=median(ttfts),
+        ttft_p90_seconds=ttfts[int(0.9 * len(ttfts))],
+        wall_seconds=sum(one.total_seconds for one in measured),
+    )
