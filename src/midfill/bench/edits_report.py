@@ -44,12 +44,28 @@ def _notes(report: EditsReport) -> list[str]:
 
 
 def edits_table(report: EditsReport) -> Table:
-    """For the terminal."""
-    table = Table(title="Editing sessions", caption="\n".join(_notes(report)))
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "session" else "right")
+    """For the terminal: short enough for 100 columns."""
+    title = "Editing sessions: tokens computed, in thousands, and the planner's share of others'"
+    table = Table(title=title, caption="\n".join(_notes(report)), padding=(0, 0))
+    heads = ("session", *LAYOUTS)
+    ratios = ("/clair", "/efim", "/psm", *(f"{name} /psm" for name in WINDOWS))
+    for head in heads + ratios:
+        table.add_column(head, justify="left" if head == "session" else "right")
+    table.columns[0].no_wrap = True
     for result in report.sessions:
-        table.add_row(*_cells(result))
+        computed = result.tokens_computed
+        planner = computed["planner"]
+        shares = [planner / computed[layout] for layout in ("clairvoyant", "efim", "psm")]
+        shares += [
+            counts["planner"] / counts["psm"]
+            for counts in map(result.windowed.get, WINDOWS)
+            if counts
+        ]
+        table.add_row(
+            result.name,
+            *(f"{computed[layout] / 1000:.1f}" for layout in LAYOUTS),
+            *(f"{share:.3f}" for share in shares),
+        )
     return table
 
 
