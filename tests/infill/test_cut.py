@@ -129,6 +129,16 @@ def test_edits_below_cost_at_most_twice_the_best(lines: int, edits: int) -> None
     assert cache.computed <= 2 * best + tails + 64 * edits
 
 
+def test_a_standing_suffix_keeps_its_cut_whatever_rent_was_paid() -> None:
+    """Rent argues for a new cut only when the suffix has to be computed anyway."""
+    history = CutHistory()
+    history.choose("ab", "x")
+    for below in ("xy", "xyz", "x", "xy"):
+        history.choose("abcdef" * 4, below)
+    kept = history.prompts[-1].head
+    assert history.choose("abcdef" * 4 + "g", "xy").head == kept
+
+
 def test_a_head_is_never_cut_between_carriage_return_and_line_feed() -> None:
     text = "a" * 400 + "\r\n" + "b" * 40
     for wanted in range(60):
@@ -215,3 +225,21 @@ def test_a_deletion_that_nears_the_cut_is_expected_to_pass_it() -> None:
     cut = history.expect()
     assert cut is not None
     assert cut < head
+    history.remember(HEAD[: head + 3], BELOW, cut)
+    assert history.expect() is None
+    assert len(history.choose(HEAD[: head - 1], BELOW).head) == cut
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-600, 600), max_size=20), st.integers(0, 3000))
+def test_preparing_what_is_expected_comes_to_an_end(moves: list[int], length: int) -> None:
+    history = CutHistory()
+    text = HEAD
+    for move in moves:
+        text = text[: len(text) + move] if move < 0 else text + BELOW[:move]
+        history.choose(text, BELOW[:length])
+        cut = history.expect()
+        if cut is not None:
+            assert 0 <= cut <= len(text)
+            history.remember(text, BELOW[:length], cut)
+            assert history.expect() is None

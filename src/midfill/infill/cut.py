@@ -114,20 +114,20 @@ class CutHistory:
         rents: dict[int, int] = {}
         for match in valid:
             rents[match.cut] = max(rents.get(match.cut, 0), match.prompt.rent)
+
+        def total(match: _Match) -> int:
+            return length - match.whole + (here - match.cut) + rents[match.cut]
+
         standing = [match for match in valid if match.prompt.suffix == suffix]
-        best: _Match | None = None
-        least = length + here
-        for match in standing or valid:
-            total = length - match.whole + (here - match.cut) + rents[match.cut]
-            if total <= least:
-                best, least = match, total
+        best = min(reversed(standing or valid), key=total, default=None)
         if not standing:
             cut = self._fresh(prefix, suffix)
             head = max((match.head for match in matches), default=0)
-            if best is None or length - min(head, cut) + (here - cut) < least:
+            fresh_total = length - min(head, cut) + (here - cut)
+            if best is None or fresh_total < total(best):
                 self._misses += here < self._arrival
                 return self.remember(prefix, suffix, cut)
-        assert best is not None
+        assert best is not None  # a standing match is one
         return self.remember(prefix, suffix, best.cut, best.prompt, rents[best.cut])
 
     def _fresh(self, prefix: str, suffix: str) -> int:
@@ -141,18 +141,20 @@ class CutHistory:
     def expect(self) -> int | None:
         """A better cut for the last prompt's text, worth preparing while there is nothing to do.
 
-        None if its own cut will do. A long increment will have to be computed once more when
-        the caret moves, and strains the model meanwhile; a deletion that has nearly come to the
-        cut is about to cost the whole suffix.
+        None if its own cut will do. A deletion that has nearly come to the cut is about to cost
+        the whole suffix; a long increment will have to be computed once more when the caret
+        moves, and strains the model meanwhile.
         """
         if not self.prompts:
             return None
         last = self.prompts[-1]
-        prefix, increment = last.head + last.increment, len(last.increment)
-        nears_cut = len(prefix) < self._arrival and last.head and increment < _NEAR_CUT
-        if nears_cut or increment > _LONG_INCREMENT:
-            return self._fresh(prefix, last.suffix)
-        return None
+        cut, increment = len(last.head), len(last.increment)
+        prefix = last.head + last.increment
+        if len(prefix) < self._arrival:
+            better = self._fresh(prefix, last.suffix) if increment < _NEAR_CUT else cut
+        else:
+            better = place(prefix, _FIRST_GAP) if increment > _LONG_INCREMENT else cut
+        return better if better != cut else None
 
     def remember(
         self,

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from midfill.infill.formats import Sentinel
-from midfill.infill.layout import PromptLayout
+from midfill.infill.layout import PromptLayout, Segment
 from midfill.tokens.tokenizer import Tokenizer
 
 
@@ -41,22 +41,25 @@ class LayoutEncoder:
 
     def encode(self, layout: PromptLayout) -> list[int]:
         """See ``encode_layout``."""
-        tokenizer = self._tokenizer
-        ids: list[int] = []
-        for segment in layout.segments:
-            if isinstance(segment, Sentinel):
-                ids.append(segment.token_id)
-            elif segment.role == "raw":
-                ids += tokenizer.encode(segment.text, parse_special=True)
-            elif layout.layout == "prefix-only":
-                ids += tokenizer.encode(segment.text)
-            else:
-                ids += self._text_ids(segment.text)
-        bos = tokenizer.bos_token_id
+        return [token_id for part in self.encode_parts(layout) for token_id in part]
+
+    def encode_parts(self, layout: PromptLayout) -> list[Sequence[int]]:
+        """The same ids in parts: of BOS, empty where none is added, and of each segment."""
+        parts = [self._segment_ids(segment, layout) for segment in layout.segments]
+        bos = self._tokenizer.bos_token_id
         # A raw prompt may spell its own BOS; two of them are never wanted.
-        if tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
-            ids.insert(0, bos)
-        return ids
+        first = next((part[0] for part in parts if part), None)
+        added = [bos] if self._tokenizer.add_bos and bos is not None and first != bos else []
+        return [added, *parts]
+
+    def _segment_ids(self, segment: Segment, layout: PromptLayout) -> Sequence[int]:
+        if isinstance(segment, Sentinel):
+            return [segment.token_id]
+        if segment.role == "raw":
+            return self._tokenizer.encode(segment.text, parse_special=True)
+        if layout.layout == "prefix-only":
+            return self._tokenizer.encode(segment.text)
+        return self._text_ids(segment.text)
 
     def _text_ids(self, text: str) -> Sequence[int]:
         found = self._ids.get(text)
