@@ -10,6 +10,23 @@ from rich.console import Console
 
 from midfill.cli.options import ModelArgument, ThreadsOption, parse_fim_tokens
 
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        help="An OpenAI-style server, e.g. http://127.0.0.1:8080/v1. Without it the model is"
+        " loaded here, into this process."
+    ),
+]
+LoadedModelOption = Annotated[
+    str | None, typer.Option(help="Model to load here; the default model if not given.")
+]
+BenchFimTokensOption = Annotated[
+    str | None,
+    typer.Option(
+        help="PRE,SUF,MID: the model's FIM tokens. Loaded here, a model without any gets three"
+        " spare ones: that changes its answers, not its speed."
+    ),
+]
 JsonOption = Annotated[Path | None, typer.Option(help="Write all figures here.")]
 DocsOption = Annotated[Path | None, typer.Option(help="Put the table into this Markdown file.")]
 
@@ -26,14 +43,8 @@ def _bench() -> None:
 
 @app.command()
 def rounds(
-    url: Annotated[
-        str | None,
-        typer.Option(help="An OpenAI-style server, e.g. http://127.0.0.1:8080/v1. "
-                     "Without it the model is loaded here, into this process."),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model to load here; the default model if not given.")
-    ] = None,
+    url: UrlOption = None,
+    model: LoadedModelOption = None,
     layouts: Annotated[
         str, typer.Option(help="Which ways of asking to measure, separated by commas.")
     ] = "fim,efim,native",
@@ -41,17 +52,13 @@ def rounds(
     rounds: Annotated[int, typer.Option(min=1, max=7, help="Requests a user sends.")] = 5,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Runs a layout; medians are shown.")] = 3,
-    fim_tokens: Annotated[
-        str | None,
-        typer.Option(help="PRE,SUF,MID: the model's FIM tokens. Loaded here, a model without any "
-                     "gets three spare ones: that changes its answers, not its speed."),
-    ] = None,
+    fim_tokens: BenchFimTokensOption = None,
     threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
     json: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")] = None,
     docs: DocsOption = None,
-) -> None:  # fmt: skip
+) -> None:
     """EFIM's load: documents that grow at the caret, round after round.
 
     fim sends PRE prefix SUF suffix MID each time; efim keeps the first prefix in place and sends
@@ -162,6 +169,50 @@ def edits(
         replace_section(docs, "edits", edits_markdown(report))
 
 
+@app.command()
+def replay(
+    url: UrlOption = None,
+    model: LoadedModelOption = None,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of the session.")] = 120,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
+    seed: Annotated[int, typer.Option(help="Which session.")] = 0,
+    fim_tokens: BenchFimTokensOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """An editing session against a model: tokens computed and time to first token, by layout.
+
+    The session is a short one of 'bench edits'; planner is the server's own choice.
+    """
+    from midfill.bench.document_sections import replace_section
+    from midfill.bench.edits_replay import replay_edits
+    from midfill.bench.replay_report import replay_markdown, replay_table
+    from midfill.bench.targets import open_target
+
+    console = Console(stderr=True)
+    sentinels = None if fim_tokens is None else parse_fim_tokens(fim_tokens)
+
+    async def measure() -> None:
+        async with open_target(url, model, sentinels, threads, console) as target:
+            name = await target.model()
+            with console.status("warming up") as status:
+                results = await replay_edits(
+                    target,
+                    rounds=requests,
+                    output_tokens=output_tokens,
+                    seed=seed,
+                    progress=status.update,
+                )
+        Console().print(replay_table(results, name))
+        if json is not None:
+            _write_json(json, results)
+        if docs is not None:
+            replace_section(docs, "replay", replay_markdown(results, name))
+
+    asyncio.run(measure())
+
+
 def _lengths(text: str) -> tuple[int, ...]:
     """Token counts separated by commas.
 
@@ -177,5 +228,5 @@ def _lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-def _write_json(path: Path, report: msgspec.Struct) -> None:
+def _write_json(path: Path, report: object) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
