@@ -274,7 +274,7 @@ class TestReport:
             mixes=1, rounds=60, kind_rounds=0, planned=10, repositories=[str(repository)]
         )
         result = run_edits(options).sessions[-1]
-        assert result.name.endswith(f"/{repository.name}")
+        assert result.name == f"git: {repository.name}"
         assert result.requests == 60
 
     def test_a_models_own_tokenizer_can_be_the_unit(self) -> None:

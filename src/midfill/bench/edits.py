@@ -223,9 +223,10 @@ def _sessions(options: EditsOptions) -> Iterator[tuple[str, list[Round]]]:
             if name != "mix":
                 yield name, _mixed(name, options.kind_rounds, options.seed + options.mixes)
     for repository in options.repositories:
-        path = Path(repository).resolve()
+        # Not resolved: the name is the one the user knows it by.
+        path = Path(repository).absolute()
         rounds = git_session(path, rounds=options.rounds, seed=options.seed)
-        yield f"{path.parent.name}/{path.name}", rounds
+        yield f"git: {path.name}", rounds
 
 
 def _mixed(kind: str, rounds: int, seed: int) -> list[Round]:
