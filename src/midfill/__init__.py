@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from midfill.frontend.sampling import SamplingParams
+    from midfill.frontend.trimming import Trimming
+    from midfill.infill.context import ContextFile
     from midfill.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "ContextFile", "SamplingParams", "Trimming", "__version__"]
 
-_HOMES = {"LLM": "midfill.llm", "SamplingParams": "midfill.frontend.sampling"}
+_HOMES = {
+    "ContextFile": "midfill.infill.context",
+    "LLM": "midfill.llm",
+    "SamplingParams": "midfill.frontend.sampling",
+    "Trimming": "midfill.frontend.trimming",
+}
 
 
 def __getattr__(name: str) -> Any:

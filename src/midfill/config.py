@@ -47,6 +47,8 @@ class ServeOptions:
         fim_tokens: the model's FIM sentinels (prefix, suffix, middle), where midfill doesn't know
             them.
         max_body_bytes: longest request body.
+        idle_prefill: compute the prompts that documents will probably ask for next while the
+            engine has nothing else to do.
         options: how the model is run.
     """
 
@@ -57,4 +59,5 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     fim_tokens: tuple[str, str, str] | None = None
     max_body_bytes: int = 16 * 1024 * 1024
+    idle_prefill: bool = True
     options: ModelOptions = field(default_factory=ModelOptions)

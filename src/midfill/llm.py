@@ -11,11 +11,12 @@ from typing import Self
 
 from midfill.config import Backend, ModelOptions, WeightsOption
 from midfill.engine.loading import load_engine
-from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
+from midfill.engine.request import EngineOutput, EngineStats
 from midfill.frontend.answer import AnswerDelta, TokenLogprob
 from midfill.frontend.prompts import LayoutReport, Prompt, PromptEncoder, fim_format
 from midfill.frontend.response import Response, Usage
 from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest, RequestedLayout
 from midfill.models.checkpoint import open_checkpoint
 from midfill.models.hub import DEFAULT_MODEL, resolve
@@ -29,10 +30,10 @@ class GeneratedAnswer:
 
     Attributes:
         text: without the prompt.
-        token_ids: its tokens, the one that ended it included.
+        token_ids: its tokens, the one that ended it and those of healed bytes included.
         finish_reason: "stop" or "length".
         stop_reason: the stop string or stop token id that ended it, if one did.
-        logprobs: one entry a token; empty when not asked for.
+        logprobs: one entry a token of the text; empty when not asked for.
     """
 
     text: str
@@ -91,6 +92,8 @@ class AnswerStream(Iterator[AnswerDelta]):
 
 class LLM:
     """A loaded model. Its prefix cache lives as long as it does, so edits of a text cost little.
+
+    It computes only while it is called: the server's prefill in idle time has no counterpart here.
 
     Any thread may call it; all share the engine, whose steps they take turns in running.
 
@@ -206,19 +209,36 @@ class LLM:
         *,
         layout: RequestedLayout = "auto",
         document: str | None = None,
+        context: Sequence[ContextFile] = (),
+        path: str = "",
+        repository: str = "",
+        healing: bool = True,
     ) -> GenerationResult:
         """Fill in between two texts; special tokens in them stay text.
 
         Args:
             prefix, suffix: the text before and after the caret.
             sampling: how; greedy, up to 128 tokens, when None.
-            layout, document: see ``midfill.infill.request.InfillRequest``.
+            layout, document, context, path, repository: see
+                ``midfill.infill.request.InfillRequest``.
+            healing: let the model write an unfinished last word again instead of going on right
+                at the caret; the answer's text is what comes after the caret either way.
 
         Raises:
             InvalidRequestError: a text or a parameter that can't be.
         """
-        prompt = self._infill_prompt(prefix, suffix, layout, document)
-        return self._results([prompt], self._checked(sampling))[0]
+        request = InfillRequest(
+            prefix=prefix,
+            suffix=suffix,
+            layout=layout,
+            document=document,
+            context=tuple(context),
+            path=path,
+            repository=repository,
+        )
+        sampling = self._checked(sampling)
+        prompt = self._infill_prompt(request, healing, sampling)
+        return self._results([prompt], sampling)[0]
 
     def infill_stream(
         self,
@@ -228,10 +248,23 @@ class LLM:
         *,
         layout: RequestedLayout = "auto",
         document: str | None = None,
+        context: Sequence[ContextFile] = (),
+        path: str = "",
+        repository: str = "",
+        healing: bool = True,
     ) -> AnswerStream:
         """Fill in between two texts, piece by piece; closing the stream ends the request."""
-        prompt = self._infill_prompt(prefix, suffix, layout, document)
-        return self._stream(prompt, self._checked(sampling))
+        request = InfillRequest(
+            prefix=prefix,
+            suffix=suffix,
+            layout=layout,
+            document=document,
+            context=tuple(context),
+            path=path,
+            repository=repository,
+        )
+        sampling = self._checked(sampling)
+        return self._stream(self._infill_prompt(request, healing, sampling), sampling)
 
     def _prompt(self, prompt: str | Sequence[int]) -> Prompt:
         with self._lock:
@@ -240,11 +273,12 @@ class LLM:
             return self._prompts.tokens(prompt)
 
     def _infill_prompt(
-        self, prefix: str, suffix: str, layout: RequestedLayout, document: str | None
+        self, request: InfillRequest, healing: bool, sampling: SamplingParams
     ) -> Prompt:
-        request = InfillRequest(prefix=prefix, suffix=suffix, layout=layout, document=document)
         with self._lock:
-            return self._prompts.infill(request)
+            return self._prompts.infill(
+                request, healing=healing, stop_token_ids=sampling.stop_token_ids
+            )
 
     def _checked(self, sampling: SamplingParams | None) -> SamplingParams:
         sampling = sampling or DEFAULT_SAMPLING
@@ -290,13 +324,8 @@ class LLM:
                 self._drop(request_id)
 
     def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
-        request = EngineRequest(
-            request_id=request_id,
-            token_ids=prompt.token_ids,
-            sampling=sampling.for_engine(prompt.stop_token_ids),
-        )
         with self._lock:
-            self._engine.add(request)
+            self._engine.add(prompt.request(request_id, sampling))
             self._mailboxes[request_id] = deque()
 
     def _drop(self, request_id: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from midfill.engine.batch import ForwardBatch
 from midfill.engine.engine import Engine
@@ -43,6 +44,16 @@ def request(
     )
 
 
+def background(request_id: str, prompt: Iterable[int], tenant: str = "") -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id,
+        token_ids=list(prompt),
+        sampling=SamplingParams(),
+        tenant=tenant,
+        background=True,
+    )
+
+
 def serve(
     engine: Engine,
     requests: Iterable[EngineRequest] = (),
@@ -79,25 +90,30 @@ def serve(
 def check_idle(engine: Engine) -> None:
     """Nobody runs or waits, and every slot is free or cached."""
     stats = engine.stats()
-    assert stats.running == stats.waiting == 0
+    assert stats.running == stats.waiting == stats.background == 0
     assert stats.slots_free + stats.slots_cached == stats.slots_total
 
 
+def next_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
+    """[vocab] float32, from a pass over the whole sequence: no engine, no cache."""
+    length = len(tokens)
+    slots = np.arange(length, dtype=np.int32)
+    ends = np.array([0, length], dtype=np.int32)
+    batch = ForwardBatch(
+        token_ids=np.array(tokens, dtype=np.int32),
+        positions=slots,
+        write_slots=slots,
+        query_indptr=ends,
+        kv_indptr=ends,
+        kv_slots=slots,
+        logit_rows=np.array([length - 1], dtype=np.int32),
+    )
+    return runner.forward(batch)[0]
+
+
 def greedy_alone(runner: Runner, prompt: list[int], count: int) -> list[int]:
-    """The naive truth: every token from a pass over the whole sequence, no engine, no cache."""
+    """The naive truth: every token from a pass over the whole sequence."""
     tokens = list(prompt)
     for _ in range(count):
-        length = len(tokens)
-        slots = np.arange(length, dtype=np.int32)
-        ends = np.array([0, length], dtype=np.int32)
-        batch = ForwardBatch(
-            token_ids=np.array(tokens, dtype=np.int32),
-            positions=slots,
-            write_slots=slots,
-            query_indptr=ends,
-            kv_indptr=ends,
-            kv_slots=slots,
-            logit_rows=np.array([length - 1], dtype=np.int32),
-        )
-        tokens.append(int(runner.forward(batch)[0].argmax()))
+        tokens.append(int(next_logits(runner, tokens).argmax()))
     return tokens[len(prompt) :]

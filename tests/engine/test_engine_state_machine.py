@@ -9,7 +9,7 @@ from functools import cache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from serving import Answer, check_idle, greedy_alone, request
+from serving import Answer, background, check_idle, greedy_alone, request
 from toy_runner import ToyRunner
 
 from midfill.engine.engine import Engine, EngineOptions
@@ -32,7 +32,8 @@ def truth(prompt: tuple[int, ...]) -> list[int]:
 class EngineMachine(RuleBasedStateMachine):
     @initialize(slots=st.integers(54, 120), budget=st.sampled_from([1, 5, 16, 64]))
     def start(self, slots: int, budget: int) -> None:
-        self.engine = Engine(ToyRunner(slots), (), EngineOptions(budget, max_running=5))
+        options = EngineOptions(budget, max_running=5, background_chunk=7, max_background=3)
+        self.engine = Engine(ToyRunner(slots), (), options)
         self.prompts: dict[str, tuple[tuple[int, ...], int]] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
 
@@ -49,6 +50,13 @@ class EngineMachine(RuleBasedStateMachine):
             self.answers[name, index] = Answer()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
         self.engine.add(request(name, prompt, params, tenant))
+
+    @rule(prompt=PROMPTS, tenant=st.sampled_from(["", "other"]))
+    def add_background(self, prompt: tuple[int, ...], tenant: str) -> None:
+        name = f"r{len(self.prompts)}"
+        self.prompts[name] = prompt, 0
+        self.answers[name, 0] = Answer()
+        self.engine.add(background(name, prompt, tenant))
 
     @rule(which=st.integers(0, 40))
     def cancel(self, which: int) -> None:
@@ -84,7 +92,7 @@ class EngineMachine(RuleBasedStateMachine):
                 assert sequence.kv.reserved == sequence.computed == sequence.length - 1
             else:
                 assert sequence.kv.reserved == sequence.length > sequence.computed
-        for sequence in self.engine._waiting:
+        for sequence in (*self.engine._waiting, *self.engine._background):
             assert sequence.kv is None
 
     def teardown(self) -> None:
@@ -98,7 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
             if answer.finish_reason == "cancelled":
                 assert answer.tokens == truth(prompt)[: len(answer.tokens)]
             else:
-                assert answer.finish_reason == "length"
+                assert answer.finish_reason == ("length" if max_tokens else "stop")
                 assert answer.tokens == truth(prompt)[:max_tokens]
 
 

@@ -99,6 +99,37 @@ def test_what_can_never_run_is_refused_and_the_rest_goes_on(engine: Running) -> 
     engine.run(test())
 
 
+def test_a_request_finds_what_was_prefilled_in_the_background(engine: Running) -> None:
+    async def test() -> None:
+        client, sampling = engine.client, SamplingParams(max_tokens=3, temperature=0)
+        prompt = list(range(20, 220))
+        ahead = EngineRequest(
+            request_id="ahead", token_ids=prompt, sampling=sampling, background=True
+        )
+        with client.submit(ahead) as stream:
+            outputs = [output async for output in stream]
+        assert [(output.token_ids, output.finish_reason) for output in outputs] == [([], "stop")]
+        await idle(client)
+        assert (client.stats.background, client.stats.background_tokens) == (0, 200)
+        real = EngineRequest(request_id="real", token_ids=[*prompt, 9], sampling=sampling)
+        with client.submit(real) as stream:
+            assert (await anext(stream)).cached_tokens == 200
+
+    engine.run(test())
+
+
+def test_a_required_beginning_reaches_the_engine(engine: Running) -> None:
+    async def test() -> None:
+        params = SamplingParams(max_tokens=1)
+        fields = {"token_ids": [5, 6], "sampling": params, "begins_with": b"\xff" * 200}
+        with engine.client.submit(EngineRequest(request_id="long", **fields)) as stream:
+            with pytest.raises(InvalidRequestError, match="200 bytes") as raised:
+                await anext(stream)
+            assert raised.value.param == "begins_with"
+
+    engine.run(test())
+
+
 def test_leaving_a_stream_cancels_it(engine: Running) -> None:
     async def test() -> None:
         client = engine.client

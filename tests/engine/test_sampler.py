@@ -395,6 +395,80 @@ class TestLogprobs:
         assert [token for token, _ in sampled.logprobs.top] == [2, 0]
 
 
+class TestAllowedTokens:
+    IDS = np.array([2, 3, 5, 20, 31, 32, 33, 50, 59], dtype=np.int32)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            {"temperature": 0.3},
+            {"top_k": 4},
+            {"top_k": 30},
+            {"top_p": 0.7},
+            {"min_p": 0.1},
+            {"typical_p": 0.6},
+            {"temperature": 1.5, "top_k": 7, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.9},
+        ],
+    )
+    def test_filters_see_nothing_else(self, fields: dict[str, float]) -> None:
+        params = SamplingParams(**fields)
+        logits = random_logits(60, 11)
+        draws = (np.arange(STRATA) + 0.5) / STRATA
+        rows = [row(params, draw)._replace(allowed=self.IDS) for draw in draws]
+        counts = Counter(tokens(sample(logits, rows)))
+        expected = reference(logits[0, self.IDS].double().numpy(), params) * STRATA
+        assert [counts[token] for token in self.IDS] == pytest.approx(expected.tolist(), abs=1.01)
+        assert counts.total() == sum(counts[token] for token in self.IDS)
+
+    def test_greedy_takes_the_likeliest_of_them_penalties_included(self) -> None:
+        logits = random_logits(60, 12)
+        best = int(self.IDS[logits[0, self.IDS].argmax()])
+        for fields, expected in (({}, best), ({"logit_bias": {31: 90.0, 4: 99.0}}, 31)):
+            one = row(SamplingParams(temperature=0.0, **fields))._replace(allowed=self.IDS)
+            assert tokens(sample(logits, [one])) == [expected]
+
+    def test_log_probabilities_stay_the_models(self) -> None:
+        logits = random_logits(60, 13)
+        params = SamplingParams(temperature=0.0, logprobs=3)
+        (sampled,) = sample(logits, [row(params)._replace(allowed=self.IDS)])
+        (free,) = sample(logits, [row(params)])
+        assert sampled is not None
+        assert free is not None
+        assert sampled.token_id in self.IDS.tolist()
+        assert sampled.logprobs is not None
+        assert free.logprobs is not None
+        truth = logits[0].log_softmax(-1)[sampled.token_id].item()
+        assert sampled.logprobs.logprob == pytest.approx(truth, abs=1e-5)
+        assert sampled.logprobs.top == free.logprobs.top
+
+    def test_rows_with_and_without_do_not_touch_each_other(self) -> None:
+        logits = torch.cat([random_logits(3000, seed) for seed in range(4)])
+        kinds = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}]
+        rows = [
+            row(SamplingParams(**kinds[n % 4]), (n + 0.5) / 48, n // 4 % 4)._replace(
+                allowed=self.IDS[: n % 9 + 1] if n % 3 else None
+            )
+            for n in range(48)
+        ]
+        alone = [tokens(sample(logits, [one]))[0] for one in rows]
+        assert tokens(sample(logits, rows)) == alone
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_values_that_are_not_finite_are_impossible_tokens(self, value: float) -> None:
+        logits = torch.tensor([[value, 1.0, 1.5, value, 0.0]])
+        params = SamplingParams(temperature=0.0, logprobs=1)
+        for ids in ([1, 4], [0, 1, 4]):
+            allowed = np.array(ids, dtype=np.int32)
+            (sampled,) = sample(logits, [row(params)._replace(allowed=allowed)])
+            assert sampled is not None
+            assert sampled.token_id == 1
+            assert sampled.logprobs is not None
+            assert math.isfinite(sampled.logprobs.logprob)
+        hopeless = row(params)._replace(allowed=np.array([0, 3], dtype=np.int32))
+        assert sample(logits, [hopeless]) == [None]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_agrees_with_the_cpu() -> None:
     logits = torch.cat([random_logits(3000, seed) for seed in range(6)])
@@ -403,4 +477,6 @@ def test_cuda_agrees_with_the_cpu() -> None:
         row(SamplingParams(logprobs=2, **kinds[n % 5]), (n + 0.5) / 30, n % 6, (1,), (2,))
         for n in range(30)
     ]
+    allowed = np.arange(0, 3000, 7, dtype=np.int32)
+    rows += [one._replace(allowed=allowed) for one in rows[::3]]
     assert tokens(sample(logits.cuda(), rows)) == tokens(sample(logits, rows))

@@ -1,6 +1,7 @@
 """Answers: engine outputs to text, log probabilities and finish reasons."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
 from midfill.frontend.answer import Answer, AnswerDelta, GenerationError
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopStrings
+from midfill.frontend.trimming import Trimming
 from midfill.models.checkpoint import open_checkpoint
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -35,9 +37,15 @@ def output(
 
 
 def run(
-    tokenizer: Tokenizer, outputs: list[EngineOutput], sampling: SamplingParams
+    tokenizer: Tokenizer,
+    outputs: list[EngineOutput],
+    sampling: SamplingParams,
+    *,
+    healed: int = 0,
+    trim: Callable[[str], str] | None = None,
 ) -> tuple[Answer, list[AnswerDelta]]:
-    answer = Answer(0, tokenizer, sampling, StopStrings(sampling.stop))
+    stops = StopStrings((*sampling.stop, *sampling.trimming.stop))
+    answer = Answer(0, tokenizer, sampling, stops, healed=healed, trim=trim)
     pushed = [answer.push(item) for item in outputs]
     return answer, [delta for delta in pushed if delta is not None]
 
@@ -53,7 +61,8 @@ def test_text_is_the_same_however_the_tokens_come(
     ids = tokenizer.encode(text)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(ids)), max_size=4)) | {0, len(ids)})
     outputs = [output(ids[a:b]) for a, b in itertools.pairwise(cuts)]
-    _, deltas = run(tokenizer, [*outputs, output([], "length")], SamplingParams())
+    sampling = SamplingParams(max_tokens=1000)
+    _, deltas = run(tokenizer, [*outputs, output([], "length")], sampling)
     assert text_of(deltas) == text
     assert [i for delta in deltas for i in delta.token_ids] == ids
     assert all("\ufffd" not in delta.text for delta in deltas) or "\ufffd" in text
@@ -133,3 +142,94 @@ def test_an_error_of_the_engine_is_raised(tokenizer: Tokenizer) -> None:
     )
     with pytest.raises(GenerationError, match="no slots left"):
         run(tokenizer, [failed], SamplingParams())
+
+
+def byte_tokens(tokenizer: Tokenizer, written: bytes) -> list[int]:
+    """One token a byte."""
+    single = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    return [single[bytes([byte])] for byte in written]
+
+
+@given(st.text(max_size=8), st.text(max_size=8), st.data())
+def test_healed_bytes_are_left_out_to_the_byte(
+    tokenizer: Tokenizer, before: str, after: str, data: st.DataObject
+) -> None:
+    """Where a token reaches over the caret, and where healing began inside a character."""
+    healed = data.draw(st.integers(0, len(before.encode())))
+    written = (before + after).encode()[len(before.encode()) - healed :]
+    ids = byte_tokens(tokenizer, written)
+    if healed == len(before.encode()) and data.draw(st.booleans()):
+        ids = tokenizer.encode(before + after)
+    sampling = SamplingParams(max_tokens=1000)
+    outputs = [*(output([token_id]) for token_id in ids), output([], "length")]
+    _, deltas = run(tokenizer, outputs, sampling, healed=healed)
+    assert text_of(deltas) == after
+    assert [i for delta in deltas for i in delta.token_ids] == ids
+
+
+def test_tokens_of_healed_bytes_are_neither_counted_nor_reported(tokenizer: Tokenizer) -> None:
+    (llama,) = tokenizer.encode("llama")
+    t, ok = tokenizer.encode("t"), byte_tokens(tokenizer, b"oken")
+    outputs = [output([i], logprobs=True) for i in (*t, *ok)]
+    answer, deltas = run(
+        tokenizer, outputs, SamplingParams(logprobs=1, max_tokens=3), healed=len("to")
+    )
+    assert text_of(deltas) == "ken"
+    assert answer.tokens == 3
+    assert deltas[-1].finish_reason == "length"
+    reports = [report for delta in deltas for report in delta.logprobs]
+    assert [(report.chosen.text, report.offset) for report in reports] == [
+        ("k", 0),
+        ("e", 1),
+        ("n", 2),
+    ]
+    only_healed, _ = run(tokenizer, [output([llama])], SamplingParams(), healed=len("llama"))
+    assert only_healed.tokens == 0
+
+
+def test_a_token_that_begins_with_healed_bytes_is_reported_without_them(
+    tokenizer: Tokenizer,
+) -> None:
+    names = ["token", "to", "tokenizer", "ti", "tor"]
+    chosen, *others = [tokenizer.encode(name)[0] for name in names]
+    logprobs = TokenLogprobs(-0.5, [(chosen, -0.5), *((other, -2.0) for other in others)])
+    written = EngineOutput(
+        request_id="r", index=0, token_ids=[chosen], logprobs=[logprobs], finish_reason="length"
+    )
+    _, (delta,) = run(tokenizer, [written], SamplingParams(logprobs=5), healed=len("to"))
+    (report,) = delta.logprobs
+    assert (delta.text, report.chosen.text, report.chosen.bytes) == ("ken", "ken", b"ken")
+    assert [candidate.text for candidate in report.top] == ["ken", "kenizer", "r"]
+
+
+def test_a_stop_string_in_healed_bytes_is_not_the_answers(tokenizer: Tokenizer) -> None:
+    outputs = [output([i]) for i in byte_tokens(tokenizer, b"\n  a\n b")]
+    _, deltas = run(tokenizer, outputs, SamplingParams(stop=("\n", " a")), healed=len("\n "))
+    assert text_of(deltas) == ""
+    assert deltas[-1].stop_reason == " a"
+    _, deltas = run(tokenizer, outputs, SamplingParams(stop=("\n",)), healed=len("\n "))
+    assert text_of(deltas) == " a"
+
+
+def test_a_trimmed_answer_comes_in_one_piece(tokenizer: Tokenizer) -> None:
+    outputs = [output([i], logprobs=True) for i in byte_tokens(tokenizer, b"abcd")]
+    sampling = SamplingParams(logprobs=0, max_tokens=4)
+    _, deltas = run(tokenizer, outputs, sampling, trim=lambda text: text[:2])
+    assert [delta.text for delta in deltas] == ["ab"]
+    assert [report.chosen.text for report in deltas[0].logprobs] == ["a", "b"]
+    assert len(deltas[0].token_ids) == 4
+    _, deltas = run(tokenizer, outputs, sampling, trim=lambda text: f"{text})")
+    assert [delta.text for delta in deltas] == ["abcd)"]
+    assert [report.chosen.text for report in deltas[0].logprobs] == ["a", "b", "c", "d"]
+
+
+def test_a_single_line_ends_with_its_line_break(tokenizer: Tokenizer) -> None:
+    trimming = Trimming(lines="single")
+    sampling = SamplingParams(trimming=trimming)
+    outputs = [output([i]) for i in byte_tokens(tokenizer, b"ab\r\ncd")]
+    answer, deltas = run(
+        tokenizer, outputs, sampling, trim=lambda text: trimming.apply(text, "", "")
+    )
+    assert text_of(deltas) == "ab"
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "\r\n")
+    assert answer.tokens == 4

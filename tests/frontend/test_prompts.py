@@ -7,6 +7,7 @@ import pytest
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoint import Checkpoint, open_checkpoint
 
@@ -119,6 +120,96 @@ def test_remembered_text_never_makes_a_prompt_too_long(
     moved = prompts.infill(InfillRequest(prefix=line[12:]))
     assert len(checkpoint.tokenizer.encode(line)) > CONTEXT
     assert len(moved.token_ids) == len(first.token_ids) < CONTEXT
+
+
+def test_an_unfinished_word_is_left_for_the_answer_to_write(
+    prompts: PromptEncoder, checkpoint: Checkpoint
+) -> None:
+    tokenizer = checkpoint.tokenizer
+    for prefix in ("a: Var", "self.toke", "x = 1\n  ", "größe = de"):
+        request = InfillRequest(prefix=prefix, suffix="\n", layout="spm")
+        plain = prompts.infill(request, healing=False)
+        healed = prompts.infill(request)
+        removed = plain.token_ids[len(healed.token_ids) :]
+        assert plain.begins_with == b""
+        assert plain.token_ids[: len(healed.token_ids)] == healed.token_ids
+        assert removed
+        assert b"".join(map(tokenizer.token_bytes, removed)) == healed.begins_with
+        assert prefix.encode().endswith(healed.begins_with)
+        assert healed.text == prefix
+        assert healed.report is not None
+        assert healed.report.healed == len(healed.begins_with)
+
+
+def test_nothing_but_the_text_before_the_caret_is_healed(
+    prompts: PromptEncoder, checkpoint: Checkpoint
+) -> None:
+    template = "<fim_prefix>a = 1\n<fim_suffix>x<fim_middle>"
+    for prompt in (
+        prompts.raw("a = tok"),
+        prompts.infill(InfillRequest(prefix=f"{template}tok", layout="verbatim")),
+        prompts.tokens(checkpoint.tokenizer.encode("a = tok")),
+        prompts.chat([{"role": "user", "content": "tok"}]),
+        prompts.infill(InfillRequest(prefix="a = tok", suffix="x", layout="psm")),  # ends in MID
+        prompts.infill(InfillRequest(prefix="", suffix="tok", layout="spm")),
+    ):
+        assert prompt.begins_with == b""
+    typed = prompts.raw(f"{template}{'b = 2; ' * 6}llam")  # planned, the text after MID is typed
+    assert typed.begins_with
+
+
+def test_healing_never_leaves_an_empty_prompt(checkpoint: Checkpoint) -> None:
+    prompts = PromptEncoder(checkpoint, None, CONTEXT)
+    assert len(checkpoint.tokenizer.encode("to")) == 1
+    only = prompts.infill(InfillRequest(prefix="to", suffix=""))
+    assert (len(only.token_ids), only.begins_with) == (1, b"")
+    with pytest.raises(InvalidRequestError, match="prompt is empty"):
+        prompts.infill(InfillRequest(prefix="", suffix="x"))
+
+
+def test_context_comes_before_the_document_and_what_changed_after_what_did_not(
+    prompts: PromptEncoder, checkpoint: Checkpoint
+) -> None:
+    def ask(*files: ContextFile) -> str:
+        request = InfillRequest(
+            prefix="p = ", suffix="\n", context=files, path="d.py", layout="spm"
+        )
+        return checkpoint.tokenizer.decode(prompts.infill(request, healing=False).token_ids)
+
+    one, two = ContextFile("A = 1\n", "a.py"), ContextFile("B = 2\n", "b.py")
+    assert ask(one, two) == "# a.py\nA = 1\n# b.py\nB = 2\n# d.py\n\np = "
+    changed = ContextFile("A = 3\n", "a.py")
+    assert ask(changed, two) == "# b.py\nB = 2\n# a.py\nA = 3\n# d.py\n\np = "
+
+
+@pytest.mark.parametrize("length", [CONTEXT, 10_000_000])
+def test_context_that_fills_the_context_is_named(prompts: PromptEncoder, length: int) -> None:
+    context = (ContextFile("ab" * length, "a.py"),)
+    with pytest.raises(InvalidRequestError, match=r"^context") as raised:
+        prompts.infill(InfillRequest(prefix="a", suffix="b", context=context))
+    assert raised.value.param == "context"
+    assert raised.value.code == "context_length_exceeded"
+    prompts.infill(InfillRequest(prefix="a", suffix="b"))
+
+
+def test_after_deletions_close_to_the_cut_another_one_is_expected(prompts: PromptEncoder) -> None:
+    prefix, suffix = "a = 1\nb = 2\n" * 6, "c\n"
+    first = prompts.infill(InfillRequest(prefix=prefix, suffix=suffix))
+    assert first.report is not None
+    assert first.report.cut is not None
+    assert first.report.document is not None
+    assert prompts.expect(first.report.document) is None
+    prompts.infill(InfillRequest(prefix=prefix[: first.report.cut + 2], suffix=suffix))
+    expected = prompts.expect(first.report.document)
+    assert expected is not None
+    assert expected.layout.cut < first.report.cut
+    assert expected.request("r").background
+    prompts.computed(expected)
+    deleted = prefix[: first.report.cut - 2]
+    later = prompts.infill(InfillRequest(prefix=deleted, suffix=suffix), healing=False)
+    assert later.report is not None
+    assert later.report.cut == expected.layout.cut
+    assert prompts.expect("document-999") is None
 
 
 def test_named_fim_tokens_must_exist(checkpoint: Checkpoint) -> None:

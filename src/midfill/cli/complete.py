@@ -22,6 +22,7 @@ from midfill.cli.options import (
     parse_fim_tokens,
 )
 from midfill.errors import MidfillError
+from midfill.infill.trim import Brackets, Lines
 
 _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?")
 
@@ -54,6 +55,15 @@ def complete(
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = None,
     stop: StopOption = None,
+    trim: Annotated[
+        bool, typer.Option(help="Cut the answer where it begins to repeat what comes after it.")
+    ] = True,
+    lines: Annotated[
+        Lines, typer.Option(help="How far to go: one line, to the end of the block, or on and on.")
+    ] = "block",
+    brackets: Annotated[
+        Brackets, typer.Option(help="Whether to close brackets the answer leaves open.")
+    ] = "keep",
     around: Annotated[int, typer.Option(min=0, help="Lines to show around it.")] = 4,
     fim_tokens: FimTokensOption = None,
     backend: BackendOption = "auto",
@@ -63,12 +73,17 @@ def complete(
     """Fill in at a place in a file and show the result there; the file stays as it is."""
     from midfill.cli.progress import show_progress
     from midfill.frontend.sampling import SamplingParams
+    from midfill.frontend.trimming import Trimming
     from midfill.llm import LLM
     from midfill.models.hub import DEFAULT_MODEL
 
     caret = find_caret(place)
     sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, seed=seed, stop=tuple(stop or ())
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop=tuple(stop or ()),
+        trimming=Trimming(overlap=trim, lines=lines, brackets=brackets),
     )
     with show_progress() as progress:
         llm = LLM(

@@ -51,6 +51,13 @@ def serve(
             help="Most tokens a step runs. Lower: steadier streams; higher: faster prompts.",
         ),
     ] = 256,
+    idle_prefill: Annotated[
+        bool,
+        typer.Option(
+            help="While there is nothing to do, compute the prompts that documents will probably"
+            " ask for next.",
+        ),
+    ] = True,
 ) -> None:
     """Serve a model over OpenAI's API; without MODEL a small one, fetched the first time."""
     import logging
@@ -68,6 +75,7 @@ def serve(
         port=port,
         api_keys=tuple(api_key or ()),
         fim_tokens=None if fim_tokens is None else parse_fim_tokens(fim_tokens),
+        idle_prefill=idle_prefill,
         options=ModelOptions(
             backend=backend,
             device=device,

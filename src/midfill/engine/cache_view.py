@@ -17,7 +17,7 @@ class EngineCacheView:
         self._sequences = sequences
 
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
-        """What a waiting sequence would find cached; its last token never counts, it must run."""
+        """What a queued sequence would find cached; its last token never counts, it must run."""
         sequence = self._sequences[sequence_id]
         return self._pool.cache.peek(sequence.tenant, sequence.tokens[:-1])
 

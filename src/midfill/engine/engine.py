@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from midfill.engine.cache_view import EngineCacheView
 from midfill.engine.packing import pack
+from midfill.engine.policies.idle_prefill import IdlePrefill
 from midfill.engine.policies.sarathi_serve import SarathiServe
 from midfill.engine.request import (
     EngineOutput,
@@ -28,6 +30,7 @@ from midfill.engine.scheduler import (
 )
 from midfill.engine.sequence import Sequence
 from midfill.engine.validation import validate
+from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.kv.pool import KVPool
 from midfill.kv.sequence_kv import SequenceKV
@@ -46,11 +49,15 @@ class EngineOptions:
         max_running: most sequences that hold KV at a time.
         context: most tokens of a sequence, prompt and answer; None takes the model's own, which
             is also the most it can be.
+        background_chunk: most tokens a step of prompts that are only to be cached.
+        max_background: most such prompts that are kept; the oldest go.
     """
 
     token_budget: int = 256
     max_running: int = 128
     context: int | None = None
+    background_chunk: int = 64
+    max_background: int = 64
 
 
 class Engine:
@@ -66,6 +73,7 @@ class Engine:
         eos_token_ids: SequenceOf[int],
         options: EngineOptions | None = None,
         policy: SchedulerPolicy | None = None,
+        token_bytes: Callable[[int], bytes] | None = None,
     ) -> None:
         """Serve ``runner``.
 
@@ -73,21 +81,31 @@ class Engine:
             runner: the model and its KV cells.
             eos_token_ids: token ids that end an answer, unless the request says ``ignore_eos``.
             options: sizes.
-            policy: the scheduler; SarathiServe with the options' sizes when None.
+            policy: the scheduler of all but background prompts, which IdlePrefill adds;
+                SarathiServe with the options' sizes when None.
+            token_bytes: the bytes of a token, b"" for ids that stand for no text; None refuses
+                requests with ``begins_with``.
         """
         options = options or EngineOptions()
         self._runner = runner
         self._eos = frozenset(eos_token_ids)
-        self._policy = policy or SarathiServe(options.token_budget, options.max_running)
+        self._policy = IdlePrefill(
+            policy or SarathiServe(options.token_budget, options.max_running),
+            options.background_chunk,
+            options.max_background,
+        )
+        self._vocabulary = Vocabulary(token_bytes, runner.config.vocab)
         self._max_running = options.max_running
         context = runner.config.context
-        self._longest = min(context, options.context or context, runner.slots)
+        self._context = min(context, options.context or context)
+        self._longest = min(self._context, runner.slots)
         self._pool = KVPool(runner.slots)
         self._sequences: dict[int, Sequence] = {}
         self._cache_view = EngineCacheView(self._pool, self._sequences)
         self._requests: dict[str, set[int]] = {}
         self._running: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
+        self._background: deque[Sequence] = deque()
         self._undelivered: list[EngineOutput] = []
         self._next_id = 0
         self._counts = _Counts()
@@ -96,19 +114,22 @@ class Engine:
         """Queue a request; its outputs come from ``step``.
 
         Raises:
-            InvalidRequestError: it can never run, or its request_id is in flight already.
+            InvalidRequestError: it can never run, or its request_id is in flight already. Whether
+                there are slots for a background prompt is seen when its turn comes.
         """
-        validate(request, self._runner.config.vocab, self._longest)
+        longest = self._context if request.background else self._longest
+        validate(request, self._runner.config.vocab, longest)
         if request.request_id in self._requests:
             raise InvalidRequestError(
                 f"a request with id {request.request_id!r} is in flight already",
                 param="request_id",
             )
-        sequence = Sequence(request, self._next_id, self._longest)
+        sequence = Sequence(request, self._next_id, longest)
+        sequence.constraint = self._vocabulary.constraint(request, self._eos)
         self._next_id += sequence.answers
         self._sequences[sequence.sequence_id] = sequence
         self._requests[sequence.request_id] = {sequence.sequence_id}
-        self._waiting.append(sequence)
+        (self._background if request.background else self._waiting).append(sequence)
 
     def cancel(self, request_id: str) -> None:
         """End a request now; its slots are free or evictable when this returns.
@@ -117,13 +138,11 @@ class Engine:
         answer. An unknown id is ignored: the request may just have ended.
         """
         for sequence_id in sorted(self._requests.get(request_id, ())):
-            sequence = self._sequences[sequence_id]
-            self._undelivered += _endings(sequence, "cancelled")
-            self._retire(sequence)
+            self._undelivered += self._end(self._sequences[sequence_id], "cancelled")
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return bool(self._running or self._waiting or self._undelivered)
+        return bool(self._running or self._waiting or self._background or self._undelivered)
 
     def step(self) -> list[EngineOutput]:
         """Run one forward pass over whatever the policy chooses; returns what is new.
@@ -133,8 +152,11 @@ class Engine:
         """
         started = time.perf_counter()
         outputs, self._undelivered = self._undelivered, []
-        if self._running or self._waiting:
-            scheduled = self._carry_out(self._policy.plan(self._state()))
+        if self._running or self._waiting or self._background:
+            plan = self._policy.plan(self._state())
+            for sequence_id in plan.drop:
+                outputs += self._end(self._sequences[sequence_id], "cancelled")
+            scheduled = self._carry_out(plan)
             if scheduled:
                 outputs += self._run(scheduled)
         self._counts.busy_seconds += time.perf_counter() - started
@@ -157,6 +179,8 @@ class Engine:
             evicted_tokens=self._pool.cache.evicted_tokens,
             steps=counts.steps,
             busy_seconds=counts.busy_seconds,
+            background=len(self._background),
+            background_tokens=counts.background_tokens,
         )
 
     def _state(self) -> ScheduleState:
@@ -167,11 +191,10 @@ class Engine:
                 )
                 for sequence in self._running
             ),
-            waiting=tuple(
-                WaitingSequence(sequence.sequence_id, sequence.length) for sequence in self._waiting
-            ),
+            waiting=_queued(self._waiting),
             available_slots=self._pool.available,
             cache=self._cache_view,
+            background=_queued(self._background),
         )
 
     # --- carrying out a plan ---
@@ -180,8 +203,10 @@ class Engine:
         """Preempt, admit and hand out slots; returns what runs, with each one's token count."""
         for sequence_id in plan.preempt:
             self._preempt(self._sequences[sequence_id])
-        # Admitted prefixes are locked before any slot is handed out, or it could evict them.
-        admitted = [self._open(self._sequences[chunk.sequence_id]) for chunk in plan.admit]
+        # Cached prefixes are locked before any slot is handed out, or it could evict them.
+        admitted = [self._admit(self._sequences[chunk.sequence_id]) for chunk in plan.admit]
+        for chunk in plan.background:
+            self._open(self._sequences[chunk.sequence_id])
         decoding = [self._sequences[sequence_id] for sequence_id in plan.decodes]
         slots = self._pool.allocate(len(decoding)).tolist()
         for sequence, slot in zip(decoding, slots, strict=True):
@@ -191,25 +216,35 @@ class Engine:
             assert sequence.kv is not None
             sequence.kv.reserve(sequence.length - sequence.computed)
         scheduled = [(sequence, 1) for sequence in decoding]
-        for chunk in (*plan.chunks, *plan.admit):
+        for chunk in (*plan.chunks, *plan.admit, *plan.background):
             sequence = self._sequences[chunk.sequence_id]
-            scheduled.append((sequence, min(chunk.tokens, sequence.length - sequence.computed)))
+            count = min(chunk.tokens, sequence.length - sequence.computed)
+            if sequence.background and sequence.kv is not None:
+                sequence.kv.reserve(count)
+            scheduled.append((sequence, count))
         return scheduled
 
-    def _open(self, sequence: Sequence) -> Sequence:
+    def _admit(self, sequence: Sequence) -> Sequence:
         """Move a waiting sequence into the running set with what the cache holds of it."""
         self._waiting.remove(sequence)
         self._running.append(sequence)
         self._running.sort(key=_arrival)
         sequence.decoding = False
+        new = sequence.cached_tokens is None
+        self._open(sequence)
+        if new:
+            self._counts.prompt_tokens += sequence.prompt_length
+            self._counts.cached_tokens += sequence.computed
+        return sequence
+
+    def _open(self, sequence: Sequence) -> None:
+        """Let a sequence hold what the cache has of it."""
         sequence.kv = SequenceKV(self._pool, sequence.tenant, sequence.limit)
-        # The last token has to run even if it is cached: its logits are what is wanted.
+        # The last token has to run even if it is cached: its logits are what is wanted. (Not so
+        # in the background, where a row more costs nobody anything.)
         sequence.computed = sequence.kv.open(sequence.tokens[:-1])
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
-            self._counts.prompt_tokens += sequence.prompt_length
-            self._counts.cached_tokens += sequence.cached_tokens
-        return sequence
 
     def _preempt(self, sequence: Sequence) -> None:
         """Put a running sequence back to the front of the queue; what it computed stays cached."""
@@ -230,7 +265,9 @@ class Engine:
 
     def _retire(self, sequence: Sequence, keep: bool = True) -> None:
         """Forget a sequence that has ended, wherever it is."""
-        if sequence.kv is not None:
+        if sequence.background:
+            self._background.remove(sequence)
+        elif sequence.kv is not None:
             self._running.remove(sequence)
         else:
             self._waiting.remove(sequence)
@@ -247,7 +284,7 @@ class Engine:
         finishing = [
             sequence
             for sequence, count in scheduled
-            if sequence.computed + count == sequence.length
+            if sequence.computed + count == sequence.length and not sequence.background
         ]
         try:
             logits = self._runner.forward(pack(scheduled))
@@ -261,7 +298,10 @@ class Engine:
         outputs: list[EngineOutput] = []
         for sequence, count in scheduled:
             sequence.computed += count
-            if sequence.computed < sequence.length:
+            if sequence.background:
+                self._counts.background_tokens += count
+                outputs += self._lay_down(sequence)
+            elif sequence.computed < sequence.length:
                 self._keep_prompt(sequence)
         for siblings in families:
             chosen = [next(tokens) for _ in siblings]
@@ -274,12 +314,21 @@ class Engine:
         """Choose a token for every answer; answers of one family share a row of the logits."""
         rows: list[SampleRow] = []
         for row, siblings in enumerate(families):
+            allowed = siblings[0].allowed()  # the others are at the same place
             for answer in siblings:
                 draw = 0.0 if is_greedy(answer.params) else answer.draw()
                 rows.append(
-                    SampleRow(row, answer.params, answer.tokens, answer.prompt_length, draw)
+                    SampleRow(
+                        row, answer.params, answer.tokens, answer.prompt_length, draw, allowed
+                    )
                 )
         return sample(logits, rows)
+
+    def _lay_down(self, sequence: Sequence) -> list[EngineOutput]:
+        """Leave a background prompt's chunk to the cache, and end it if that was the last one."""
+        finished = sequence.computed == sequence.length
+        self._release(sequence)
+        return self._end(sequence, "stop") if finished else []
 
     def _keep_prompt(self, sequence: Sequence) -> None:
         """Let others use the part of a prompt that is computed."""
@@ -319,6 +368,8 @@ class Engine:
     def _append(self, sequence: Sequence, token: SampledToken) -> EngineOutput:
         """Append a sampled token and end the answer if it is the last one."""
         sequence.append(token.token_id)
+        if sequence.constraint is not None:
+            sequence.constraint = self._vocabulary.advance(sequence.constraint, token.token_id)
         sequence.decoding = True
         self._counts.generated_tokens += 1
         reason = self._finish_reason(sequence, token.token_id)
@@ -345,8 +396,14 @@ class Engine:
         """End sequences with an error; KV that others do not already share is lost."""
         outputs: list[EngineOutput] = []
         for sequence in sequences:
-            outputs += _endings(sequence, "error", error)
+            outputs += sequence.endings("error", error)
             self._retire(sequence, keep=False)
+        return outputs
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> list[EngineOutput]:
+        """End all answers a sequence stands for; what it computed stays cached."""
+        outputs = sequence.endings(reason)
+        self._retire(sequence)
         return outputs
 
 
@@ -361,24 +418,12 @@ class _Counts:
     preemptions: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
+    background_tokens: int = 0
 
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.sequence_id
 
 
-def _endings(
-    sequence: Sequence, reason: FinishReason, error: str | None = None
-) -> list[EngineOutput]:
-    """The last outputs of all answers a sequence stands for."""
-    return [
-        EngineOutput(
-            request_id=sequence.request_id,
-            index=index,
-            token_ids=[],
-            finish_reason=reason,
-            cached_tokens=sequence.cached_tokens or 0,
-            error=error,
-        )
-        for index in range(sequence.index, sequence.index + sequence.answers)
-    ]
+def _queued(sequences: Iterable[Sequence]) -> tuple[WaitingSequence, ...]:
+    return tuple(WaitingSequence(sequence.sequence_id, sequence.length) for sequence in sequences)

@@ -35,6 +35,7 @@ def load_engine(
             max_running=options.max_running,
             context=options.context,
         ),
+        token_bytes=checkpoint.tokenizer.token_bytes,
     )
     info = EngineInfo(
         backend=describe_runner(runner),

@@ -11,8 +11,8 @@ from midfill.engine.sequence import Sequence
 def pack(scheduled: SequenceOf[tuple[Sequence, int]]) -> ForwardBatch:
     """Lay out the next ``count`` uncomputed tokens of each (sequence, count) in one batch.
 
-    Logits are wanted for the last row of every sequence whose tokens end with this batch. Each
-    sequence must hold slots for the tokens it runs.
+    Logits are wanted for the last row of every sequence whose tokens end with this batch, unless
+    it runs in the background. Each sequence must hold slots for the tokens it runs.
     """
     token_ids, positions, write_slots, kv_slots = [], [], [], []
     query_ends, kv_ends, logit_rows = [0], [0], []
@@ -27,7 +27,7 @@ def pack(scheduled: SequenceOf[tuple[Sequence, int]]) -> ForwardBatch:
         kv_slots.append(visible)
         query_ends.append(query_ends[-1] + count)
         kv_ends.append(kv_ends[-1] + end)
-        if end == sequence.length:
+        if end == sequence.length and not sequence.background:
             logit_rows.append(query_ends[-1] - 1)
     return ForwardBatch(
         token_ids=np.concatenate(token_ids),

@@ -58,12 +58,19 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         token_ids: the whole prompt; at least one token.
         sampling: how to go on from it.
         tenant: whose prefix cache to use; caches of different tenants never touch.
+        begins_with: bytes that every answer has to begin with (token healing); nothing ends it
+            before but max_tokens, and afterwards it is free.
+        background: compute the prompt into the prefix cache while no other request is there, and
+            generate nothing. Ends with "stop", or with "cancelled" when newer ones or a lack of
+            slots push it out.
     """
 
     request_id: str
     token_ids: list[int]
     sampling: SamplingParams
     tenant: str = ""
+    begins_with: bytes = b""
+    background: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -115,6 +122,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         evicted_tokens: slots the prefix cache gave up.
         steps: forward passes.
         busy_seconds: time spent in steps.
+        background: background requests not yet ended; they count as neither running nor waiting,
+            and in none of the counters of tokens but the next one and computed_tokens.
+        background_tokens: of computed_tokens, the ones of background requests.
     """
 
     running: int = 0
@@ -130,3 +140,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     evicted_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
+    background: int = 0
+    background_tokens: int = 0

@@ -7,6 +7,9 @@ those of the model's own distribution, before all of that.
 
 One number in [0, 1) decides a row (inversion of the cumulative distribution), and every row is
 worked out on its own, so a row's token does not depend on what else is in the batch.
+
+A row that may choose among some tokens only is a row over a smaller vocabulary: their logits are
+gathered after the penalties, and all that follows sees nothing else.
 """
 
 import math
@@ -42,6 +45,7 @@ class SampleRow(NamedTuple):
         history: [n] int32, the tokens so far.
         prompt_length: how many of them are the prompt's.
         draw: a number in [0, 1), uniformly random; greedy rows ignore it.
+        allowed: [n] int32, ascending, the tokens to choose among; None allows all.
     """
 
     row: int
@@ -49,6 +53,7 @@ class SampleRow(NamedTuple):
     history: Int32Array
     prompt_length: int
     draw: float
+    allowed: Int32Array | None = None
 
 
 class SampledToken(NamedTuple):
@@ -64,9 +69,11 @@ class _Row:
 
     Attributes:
         spec: what is asked.
-        logits: [vocab], after penalties.
-        clean: whether NaN and infinity (not -infinity) are absent, from the model's logits too.
-        token_id: the likeliest token, until another is drawn.
+        logits: [vocab] or, in the order of the allowed tokens, [n]; after penalties.
+        clean: whether NaN and infinity (not -infinity) are known to be absent, from all of the
+            model's logits too.
+        token_id: the likeliest token, until another is drawn; until both are done, its place in
+            ``logits``.
     """
 
     spec: SampleRow
@@ -91,10 +98,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
     Returns:
         One entry a row: the token, or None where the row's logits hold no finite value.
     """
+    working: list[_Row | None] = [None] * len(rows)
     with _one_thread():
-        working = _find_peaks([_adjusted(logits[spec.row], spec) for spec in rows], rows)
+        for places in _groups(rows):
+            chosen = _choose(logits, [rows[place] for place in places])
+            for place, row in zip(places, chosen, strict=True):
+                working[place] = row
         alive = [row for row in working if row is not None]
-        _draw([row for row in alive if not is_greedy(row.spec.params)])
         reported = _logprobs(logits, [row for row in alive if row.spec.params.logprobs is not None])
     return [
         None if row is None else SampledToken(row.token_id, reported.get(id(row)))
@@ -115,6 +125,31 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _groups(rows: Sequence[SampleRow]) -> list[list[int]]:
+    """Which rows go together: those over the whole vocabulary; every other one is by itself."""
+    whole = [place for place, spec in enumerate(rows) if spec.allowed is None]
+    return [whole, *([place] for place, spec in enumerate(rows) if spec.allowed is not None)]
+
+
+def _choose(logits: torch.Tensor, specs: Sequence[SampleRow]) -> list[_Row | None]:
+    """Choose the tokens of rows that have vectors of one length; None as ``sample`` says."""
+    vectors = [_allowed(_adjusted(logits[spec.row], spec), spec) for spec in specs]
+    rows = _find_peaks(vectors, specs)
+    alive = [row for row in rows if row is not None]
+    _draw([row for row in alive if not is_greedy(row.spec.params)])
+    for row in alive:
+        if row.spec.allowed is not None:
+            row.token_id = int(row.spec.allowed[row.token_id])
+    return rows
+
+
+def _allowed(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
+    """[n] the logits of the allowed tokens; [vocab] the tensor itself where all are."""
+    if spec.allowed is None:
+        return logits
+    return logits[torch.from_numpy(spec.allowed).to(logits.device)]
 
 
 def _adjusted(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
@@ -147,7 +182,8 @@ def _find_peaks(vectors: list[torch.Tensor], specs: Sequence[SampleRow]) -> list
     """Start each row at its likeliest token; None for rows without a finite logit."""
     rows: list[_Row | None] = []
     for logits, spec, (peak, value) in zip(vectors, specs, _argmax(vectors), strict=True):
-        clean = math.isfinite(value)  # argmax stops at a NaN or an infinity
+        # argmax stops at a NaN or an infinity, if it sees all there are.
+        clean = spec.allowed is None and math.isfinite(value)
         if not clean:
             logits = _finite(logits)
             peak, value = _argmax([logits])[0]

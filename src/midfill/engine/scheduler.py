@@ -34,7 +34,7 @@ class RunningSequence(NamedTuple):
 
 
 class WaitingSequence(NamedTuple):
-    """A sequence in the queue, new or preempted; it holds nothing.
+    """A sequence in a queue, new, preempted or in the background; it holds nothing.
 
     Attributes:
         sequence_id: its name; ids grow in order of arrival.
@@ -49,7 +49,7 @@ class CacheView(Protocol):
     """Questions about the KV cache; asking changes nothing."""
 
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
-        """What a waiting sequence would find cached; its last token never counts, it must run."""
+        """What a queued sequence would find cached; its last token never counts, it must run."""
         ...
 
     def common_prefix(self, first: int, second: int) -> int:
@@ -70,12 +70,14 @@ class ScheduleState:
         waiting: the queue, its head first.
         available_slots: slots that are free or that the cache can give up.
         cache: questions about the cache.
+        background: prompts to be cached when there is nothing better to do, oldest first.
     """
 
     running: tuple[RunningSequence, ...]
     waiting: tuple[WaitingSequence, ...]
     available_slots: int
     cache: CacheView
+    background: tuple[WaitingSequence, ...] = ()
 
 
 class Chunk(NamedTuple):
@@ -87,7 +89,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step's work, done in this order: preempt, admit, then one forward pass.
+    """One step's work, done in this order: drop, preempt, admit, then one forward pass.
 
     Attributes:
         preempt: running sequences to put back into the queue, each one to its front, in this
@@ -96,12 +98,17 @@ class StepPlan:
         chunks: prefilling sequences and how many tokens each runs.
         admit: waiting sequences to start, with their first chunk. Each gets the slots of all its
             tokens that are not cached.
+        drop: background sequences to end without having finished.
+        background: background sequences and how many uncached tokens each runs. Each gets the
+            slots of these for this pass; then they are the cache's, and it holds nothing again.
     """
 
     preempt: tuple[int, ...] = ()
     decodes: tuple[int, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     admit: tuple[Chunk, ...] = ()
+    drop: tuple[int, ...] = ()
+    background: tuple[Chunk, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -110,6 +117,7 @@ class StepPlan:
             len(self.decodes)
             + sum(chunk.tokens for chunk in self.chunks)
             + sum(chunk.tokens for chunk in self.admit)
+            + sum(chunk.tokens for chunk in self.background)
         )
 
 

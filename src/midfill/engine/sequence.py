@@ -6,7 +6,8 @@ import secrets
 import numpy as np
 
 from midfill.engine.batch import Int32Array
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.request import EngineOutput, EngineRequest, FinishReason, SamplingParams
+from midfill.infill.healing import HealingConstraint
 from midfill.kv.sequence_kv import SequenceKV
 
 
@@ -28,14 +29,18 @@ class Sequence:
         decoding: whether it has sampled a token since it was admitted last.
         cached_tokens: prompt tokens found cached when first admitted; None before that.
         kv: its slots; None while it waits.
+        background: whether its prompt is only to be cached; it holds slots during a pass alone.
+        constraint: what its next tokens have to spell; None when they are free.
     """
 
     __slots__ = (
         "_generator",
         "_tokens",
         "answers",
+        "background",
         "cached_tokens",
         "computed",
+        "constraint",
         "decoding",
         "index",
         "kv",
@@ -58,11 +63,14 @@ class Sequence:
         self.index = 0
         self.answers = request.sampling.n
         self.prompt_length = self.length = len(request.token_ids)
-        self.limit = min(self.prompt_length + request.sampling.max_tokens, longest)
+        self.background = request.background
+        room = 0 if request.background else request.sampling.max_tokens
+        self.limit = min(self.prompt_length + room, longest)
         self.computed = 0
         self.decoding = False
         self.cached_tokens: int | None = None
         self.kv: SequenceKV | None = None
+        self.constraint: HealingConstraint | None = None
         seed = request.sampling.seed
         self.seed = secrets.randbits(64) if seed is None else seed
         self._generator: np.random.Generator | None = None
@@ -84,6 +92,11 @@ class Sequence:
         """Add a generated token."""
         self._tokens[self.length] = token_id
         self.length += 1
+
+    def allowed(self) -> Int32Array | None:
+        """[n] int32, ascending: the ids its next token may have; None if any."""
+        ids = None if self.constraint is None else self.constraint.allowed()
+        return None if ids is None else np.sort(np.array(ids, dtype=np.int32))
 
     def draw(self) -> float:
         """The next number in [0, 1) of this answer's own random stream.
@@ -110,5 +123,20 @@ class Sequence:
             twin.answers = 1
             twin.kv = None
             twin.computed = 0
+            twin.constraint = copy.copy(self.constraint)
             siblings.append(twin)
         return siblings
+
+    def endings(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
+        """The last outputs of all answers it stands for."""
+        return [
+            EngineOutput(
+                request_id=self.request_id,
+                index=index,
+                token_ids=[],
+                finish_reason=reason,
+                cached_tokens=self.cached_tokens or 0,
+                error=error,
+            )
+            for index in range(self.index, self.index + self.answers)
+        ]

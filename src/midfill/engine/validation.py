@@ -6,6 +6,8 @@ from midfill.engine.request import EngineRequest, SamplingParams
 from midfill.errors import InvalidRequestError
 
 _MOST_ANSWERS = 128
+# A constraint costs the square of its length; healing takes back a few tokens.
+_MOST_REQUIRED_BYTES = 128
 
 
 def validate(request: EngineRequest, vocab: int, longest: int) -> None:
@@ -40,6 +42,12 @@ def validate(request: EngineRequest, vocab: int, longest: int) -> None:
     if not in_range:
         raise InvalidRequestError(
             f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt"
+        )
+    if len(request.begins_with) > _MOST_REQUIRED_BYTES:
+        raise InvalidRequestError(
+            f"begins_with has {len(request.begins_with)} bytes; "
+            f"at most {_MOST_REQUIRED_BYTES} can be required of an answer",
+            param="begins_with",
         )
     _validate_sampling(request.sampling, vocab)
 

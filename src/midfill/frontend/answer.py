@@ -1,5 +1,10 @@
-"""Answer: one answer's tokens on their way to text, up to its end."""
+"""Answer: one answer's tokens on their way to text, up to its end.
 
+A healed answer begins with bytes that its prompt already ended with. They are no part of its text,
+and the tokens that stand for nothing else count neither as generated nor towards ``max_tokens``.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from midfill.engine.request import EngineOutput, TokenLogprobs
@@ -21,7 +26,7 @@ class Candidate:
     Attributes:
         token_id: its id.
         text: its name; for a piece of a character, with U+FFFD in it.
-        bytes: exactly what it stands for.
+        bytes: exactly what it stands for, healed bytes left out.
         logprob: natural log of its probability.
     """
 
@@ -37,7 +42,8 @@ class TokenLogprob:
 
     Attributes:
         chosen: the token itself.
-        top: the likeliest, best first; empty when only the chosen one was asked for.
+        top: the likeliest, best first; empty when only the chosen one was asked for. Beside a
+            token that begins with healed bytes only those that go on from the same bytes.
         offset: where its text starts in the answer, in characters.
     """
 
@@ -53,8 +59,9 @@ class AnswerDelta:
     Attributes:
         index: which of the request's answers.
         text: new text; all deltas together are the answer.
-        token_ids: new tokens, end and stop tokens included.
-        logprobs: of tokens whose text has begun to come out; empty when not asked for.
+        token_ids: new tokens, end and stop tokens included, and those of healed bytes.
+        logprobs: of tokens whose text has begun to come out; empty when not asked for. Tokens of
+            nothing but healed bytes have none.
         finish_reason: "stop" or "length" in the last delta, None before.
         stop_reason: the stop string or token id that ended it, None for the model's own end.
     """
@@ -70,23 +77,39 @@ class AnswerDelta:
 class Answer:
     """One answer of a request: detokenises, finds stop strings, knows when it is done.
 
-    Attributes:
+    Args:
         index: which of the request's answers.
+        tokenizer: the model's.
+        sampling: how it is generated.
+        stops: strings that end it, built once for all answers.
+        healed: bytes at its start that its prompt already ended with.
+        trim: makes the whole answer's text what is shown of it; all of it is held back till then.
+
+    Attributes:
+        index: the same.
         tokens: how many were generated, the one that ended it included.
         finished: whether the last delta is out; outputs after that are ignored.
     """
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, sampling: SamplingParams, stops: StopStrings
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        stops: StopStrings,
+        *,
+        healed: int = 0,
+        trim: Callable[[str], str] | None = None,
     ) -> None:
-        """Start an answer; ``stops`` are ``sampling.stop``, built once for all answers."""
         self.index = index
         self.tokens = 0
         self.finished = False
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, healed)
         self._scanner = StopScanner(stops, include_stop=sampling.include_stop_str_in_output)
+        self._trim = trim
+        self._whole = ""  # text held back to be trimmed
         self._decoded = 0  # characters that came out of the detokenizer
         self._shown = 0  # characters given away
         self._pending: list[TokenLogprob] = []
@@ -102,24 +125,27 @@ class Answer:
             return None
         if output.finish_reason == "error":
             raise GenerationError(output.error or "the engine gave up on the request")
-        ended_by_token = output.finish_reason == "stop"
+        finish_reason: str | None = output.finish_reason
         text = ""
-        taken = 0
         for position, token_id in enumerate(output.token_ids):
-            taken += 1
-            is_end = ended_by_token and position == len(output.token_ids) - 1
+            self._untold.append(token_id)
+            healed = self._detokenizer.skip
+            shown = healed == 0 or len(self._tokenizer.token_bytes(token_id)) > healed
+            self.tokens += shown
+            is_end = output.finish_reason == "stop" and position == len(output.token_ids) - 1
             if is_end and not self._sampling.include_stop_str_in_output:
                 break
-            if output.logprobs is not None:
-                self._pending.append(self._report(token_id, output.logprobs[position]))
+            if shown and output.logprobs is not None:
+                self._pending.append(self._report(token_id, output.logprobs[position], healed))
             decoded = self._detokenizer.push([token_id])
             self._decoded += len(decoded)
             text += self._scanner.push(decoded)
             if self._scanner.stopped is not None:
                 break
-        self.tokens += taken
-        self._untold += output.token_ids[:taken]
-        return self._delta(text, output.finish_reason)
+            if self.tokens == self._sampling.max_tokens:
+                finish_reason = finish_reason or "length"
+                break
+        return self._delta(text, finish_reason)
 
     def _delta(self, text: str, finish_reason: str | None) -> AnswerDelta | None:
         stop_reason: str | int | None = self._scanner.stopped
@@ -134,16 +160,20 @@ class Answer:
                 last = self._untold[-1]
                 stop_reason = last if last in self._sampling.stop_token_ids else None
         self.finished = finish_reason is not None
+        complete = self.finished and self._scanner.stopped is None
+        if self._trim is not None:
+            self._whole += text
+            text = self._trim(self._whole) if self.finished else ""
+            complete = complete and text.startswith(self._whole)
         self._shown += len(text)
-        logprobs = self._release()
+        logprobs = self._release(complete)
         if not (text or logprobs or self.finished):
             return None
         token_ids, self._untold = tuple(self._untold), []
         return AnswerDelta(self.index, text, token_ids, logprobs, finish_reason, stop_reason)
 
-    def _release(self) -> tuple[TokenLogprob, ...]:
-        """Log probabilities of the tokens whose text has been given away."""
-        complete = self.finished and self._scanner.stopped is None
+    def _release(self, complete: bool) -> tuple[TokenLogprob, ...]:
+        """Log probabilities of the tokens whose text has been given away; of all if complete."""
         count = 0
         while count < len(self._pending) and (
             complete or self._pending[count].offset < self._shown
@@ -152,15 +182,23 @@ class Answer:
         released, self._pending = self._pending[:count], self._pending[count:]
         return tuple(released)
 
-    def _report(self, token_id: int, logprobs: TokenLogprobs) -> TokenLogprob:
+    def _report(self, token_id: int, logprobs: TokenLogprobs, healed: int) -> TokenLogprob:
+        """``healed`` bytes at the token's start are no part of the answer."""
         top = logprobs.top if self._sampling.logprobs else []
+        if healed:
+            start = self._tokenizer.token_bytes(token_id)[:healed]
+            top = [one for one in top if self._goes_on(one[0], start)]
         return TokenLogprob(
-            chosen=self._candidate(token_id, logprobs.logprob),
-            top=tuple(self._candidate(other, logprob) for other, logprob in top),
+            chosen=self._candidate(token_id, logprobs.logprob, healed),
+            top=tuple(self._candidate(other, logprob, healed) for other, logprob in top),
             offset=self._decoded,
         )
 
-    def _candidate(self, token_id: int, logprob: float) -> Candidate:
+    def _goes_on(self, token_id: int, start: bytes) -> bool:
         raw = self._tokenizer.token_bytes(token_id)
+        return raw.startswith(start) and len(raw) > len(start)
+
+    def _candidate(self, token_id: int, logprob: float, healed: int) -> Candidate:
+        raw = self._tokenizer.token_bytes(token_id)[healed:]
         text = raw.decode(errors="replace") or self._tokenizer.token_text(token_id)
         return Candidate(token_id, text, raw, logprob)

@@ -1,13 +1,17 @@
 """Prompts: what clients send, as token ids: raw text, ids, the text around a caret, a chat."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
+from midfill.frontend.sampling import SamplingParams
 from midfill.infill.formats import FimFormat, custom_format, find_format
-from midfill.infill.layout import LayoutName
+from midfill.infill.healing import TokenTrie
+from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoint import Checkpoint
@@ -26,14 +30,17 @@ class LayoutReport:
     Attributes:
         layout: what was built.
         cut: characters of the prefix before the suffix in the prompt; None for a raw prompt.
-        sentinels: whether the model has FIM tokens. Without, the suffix was not seen.
+        sentinels: whether the model has FIM tokens. Without, neither the suffix nor extra context
+            was seen.
         document: the server's id of the document; None where none is kept.
+        healed: bytes of the text before the caret that the model wrote again.
     """
 
     layout: LayoutName
     cut: int | None
     sentinels: bool
     document: str | None = None
+    healed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +52,51 @@ class Prompt:
         text: what the client sent before the place to go on from, for echoing.
         report: how it was laid out; None for chats and token ids.
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
+        begins_with: the last bytes before the caret, where they were left out of ``token_ids`` for
+            the answer to begin with (token healing).
+        prefix, suffix: the text around the place to go on from, as far as it is known.
     """
 
     token_ids: list[int]
     text: str
     report: LayoutReport | None = None
     stop_token_ids: tuple[int, ...] = ()
+    begins_with: bytes = b""
+    prefix: str = ""
+    suffix: str = ""
+
+    def request(self, request_id: str, sampling: SamplingParams, tenant: str = "") -> EngineRequest:
+        """What the engine is asked; see ``EngineRequest``."""
+        return EngineRequest(
+            request_id=request_id,
+            token_ids=self.token_ids,
+            sampling=sampling.for_engine(self.stop_token_ids, len(self.begins_with)),
+            tenant=tenant,
+            begins_with=self.begins_with,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedPrompt:
+    """A prompt that will probably be wanted next.
+
+    Attributes:
+        token_ids: to be in the cache by then.
+        layout: the planner's.
+    """
+
+    token_ids: list[int]
+    layout: PromptLayout
+
+    def request(self, request_id: str, tenant: str = "") -> EngineRequest:
+        """What the engine is asked: to compute it when there is nothing else to do."""
+        return EngineRequest(
+            request_id=request_id,
+            token_ids=self.token_ids,
+            sampling=SamplingParams().for_engine(),
+            tenant=tenant,
+            background=True,
+        )
 
 
 class PromptEncoder:
@@ -77,22 +123,41 @@ class PromptEncoder:
         self._chat = _chat_template(checkpoint.tokenizer)
         self._longest_token = _longest_token(checkpoint.tokenizer)
 
-    def infill(self, request: InfillRequest) -> Prompt:
+    def infill(
+        self,
+        request: InfillRequest,
+        *,
+        healing: bool = True,
+        stop_token_ids: Collection[int] = (),
+    ) -> Prompt:
         """The prompt for a caret, or of a raw text (``request.raw``).
+
+        Args:
+            request: the text and how to lay it out.
+            healing: let the model write an unfinished last word again, see ``infill.healing``;
+                means nothing to a raw prompt that is sent as it is.
+            stop_token_ids: tokens that the client wants to end the answer. The answer can't write
+                one again, so nothing is healed where one would be taken back.
 
         Raises:
             InvalidRequestError: too long, empty, or a layout that doesn't fit the request.
         """
         self._refuse_oversized(len(request.prefix) + len(request.suffix))
+        self._refuse_oversized(
+            sum(len(file.path) + len(file.text) for file in request.context), "context"
+        )
+        self._refuse_oversized(len(request.path) + len(request.repository), "path")
         try:
-            return self._planned(request)
+            prompt, last = self._planned(request)
         except InvalidRequestError as error:
             if error.code != _TOO_LONG or request.window == "as-sent":
                 raise
             # What the planner added from earlier requests may be what was too much.
-            return self._planned(dataclasses.replace(request, window="as-sent"))
+            prompt, last = self._planned(dataclasses.replace(request, window="as-sent"))
+        return self._healed(prompt, last, stop_token_ids) if healing else prompt
 
-    def _planned(self, request: InfillRequest) -> Prompt:
+    def _planned(self, request: InfillRequest) -> tuple[Prompt, int]:
+        """The prompt, and how many tokens at its end are user text that the answer continues."""
         layout = self._planner.plan(request)
         if layout.layout == "verbatim" and request.layout not in ("auto", "verbatim"):
             raise InvalidRequestError(
@@ -100,14 +165,66 @@ class PromptEncoder:
                 " model's FIM format filled in",
                 param="midfill.layout",
             )
+        parts = self._layouts.encode_parts(layout)
+        ids = [token_id for part in parts for token_id in part]
+        self._check_length(len(ids), _too_long_field(layout, parts, self.context))
+        raw = layout.layout == "verbatim"
         report = LayoutReport(
             layout=layout.layout,
-            cut=None if layout.layout == "verbatim" else layout.cut,
+            cut=None if raw else layout.cut,
             sentinels=self.format is not None,
             document=layout.document,
         )
+        filled = request.raw and not raw  # a template: its texts are not the request's
+        prompt = Prompt(
+            ids,
+            request.prefix,
+            report,
+            layout.stop_token_ids,
+            prefix=layout.planned_prefix if filled else request.prefix,
+            suffix=layout.planned_suffix if filled else request.suffix,
+        )
+        end = layout.segments[-1] if layout.segments else None
+        is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")
+        return prompt, len(parts[-1]) if is_open else 0
+
+    def _healed(self, prompt: Prompt, last: int, stop_token_ids: Collection[int]) -> Prompt:
+        """The prompt without those of its ``last`` tokens that a longer one might have swallowed.
+
+        Its first token stays in any case: the engine can't start from nothing.
+        """
+        if not last:
+            return prompt
+        ids = prompt.token_ids
+        healing = self._trie.back_off(ids, max(1, len(ids) - last))
+        kept = len(ids) - healing.removed
+        if not set(stop_token_ids).isdisjoint(ids[kept:]):
+            return prompt
+        report = prompt.report and dataclasses.replace(prompt.report, healed=len(healing.required))
+        return dataclasses.replace(
+            prompt, token_ids=ids[:kept], begins_with=healing.required, report=report
+        )
+
+    @cached_property
+    def _trie(self) -> TokenTrie:
+        token_bytes = self._tokenizer.token_bytes
+        return TokenTrie([token_bytes(token_id) for token_id in range(self._tokenizer.vocab_size)])
+
+    def expect(self, document: str) -> ExpectedPrompt | None:
+        """The prompt to compute while there is nothing to do after a document's last one, if any.
+
+        Args:
+            document: ``LayoutReport.document``.
+        """
+        layout = self._planner.expect(document)
+        if layout is None:
+            return None
         ids = self._layouts.encode(layout)
-        return self._checked(Prompt(ids, request.prefix, report, layout.stop_token_ids))
+        return ExpectedPrompt(ids, layout) if len(ids) < self.context else None
+
+    def computed(self, expected: ExpectedPrompt) -> None:
+        """Take note that an expected prompt is in the engine's cache now."""
+        self._planner.computed(expected.layout)
 
     def raw(self, text: str) -> Prompt:
         """The prompt for a raw text; special tokens in it are parsed.
@@ -123,7 +240,7 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: too many, none, or ids the model doesn't have.
         """
-        self._checked(Prompt(list(token_ids), ""))
+        self._check_length(len(token_ids))
         vocab = self._tokenizer.vocab_size
         for token_id in token_ids:
             if not 0 <= token_id < vocab:
@@ -132,7 +249,8 @@ class PromptEncoder:
                     f"this model's go from 0 to {vocab - 1}",
                     param="prompt",
                 )
-        return Prompt(list(token_ids), self._tokenizer.decode(token_ids))
+        text = self._tokenizer.decode(token_ids)
+        return Prompt(list(token_ids), text, prefix=text)
 
     def chat(self, messages: Sequence[Message]) -> Prompt:
         """The prompt of a conversation.
@@ -148,7 +266,9 @@ class PromptEncoder:
         self._refuse_oversized(
             sum(len(message.get("content", "")) for message in messages), "messages"
         )
-        return self._checked(Prompt(self._chat.encode(messages), ""), "messages")
+        ids = self._chat.encode(messages)
+        self._check_length(len(ids), "messages")
+        return Prompt(ids, "")
 
     def _refuse_oversized(self, characters: int, field: str = "prompt") -> None:
         """Refuse what can't fit before spending time on tokenising it."""
@@ -160,18 +280,17 @@ class PromptEncoder:
                 code=_TOO_LONG,
             )
 
-    def _checked(self, prompt: Prompt, field: str = "prompt") -> Prompt:
-        count = len(prompt.token_ids)
+    def _check_length(self, count: int, field: str = "prompt") -> None:
         if count == 0:
             raise InvalidRequestError(f"{field} is empty", param=field)
         if count >= self.context:
+            named = "context and prompt together have" if field == "context" else f"{field} has"
             raise InvalidRequestError(
-                f"{field} has {count} tokens; this server's context of {self.context} tokens "
+                f"{named} {count} tokens; this server's context of {self.context} tokens "
                 "leaves no room for an answer",
                 param=field,
                 code=_TOO_LONG,
             )
-        return prompt
 
 
 def fim_format(
@@ -190,6 +309,16 @@ def fim_format(
     if fim_tokens is not None:
         return custom_format(*fim_tokens, special_tokens)
     return find_format(checkpoint.config.family, special_tokens, checkpoint.metadata)
+
+
+def _too_long_field(layout: PromptLayout, parts: Sequence[Sequence[int]], context: int) -> str:
+    """Which field a too long prompt is due to: the context, if it would fit without."""
+    extra = sum(
+        len(part)
+        for segment, part in zip(layout.segments, parts[1:], strict=True)
+        if isinstance(segment, TextSegment) and segment.role == "context"
+    )
+    return "context" if extra and sum(map(len, parts)) - extra < context else "prompt"
 
 
 def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -16,7 +16,7 @@ class Usage:
 
     Attributes:
         prompt_tokens: of the prompts.
-        completion_tokens: generated.
+        completion_tokens: generated; tokens of nothing but healed bytes are not counted.
         cached_tokens: of the prompt tokens, the ones found in the cache and not computed.
     """
 
@@ -46,8 +46,15 @@ class Response:
 
     def __init__(self, prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self.prompt = prompt
-        stops = StopStrings(sampling.stop)
-        self._answers = [Answer(index, tokenizer, sampling, stops) for index in range(sampling.n)]
+        trimming = sampling.trimming
+        stops = StopStrings((*sampling.stop, *trimming.stop))
+        healed = len(prompt.begins_with)
+        trim = self._trimmed if trimming else None
+        self._answers = [
+            Answer(index, tokenizer, sampling, stops, healed=healed, trim=trim)
+            for index in range(sampling.n)
+        ]
+        self._trimming = trimming
         self._cached_tokens = 0
 
     @property
@@ -69,3 +76,6 @@ class Response:
         """
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         return self._answers[output.index].push(output)
+
+    def _trimmed(self, answer: str) -> str:
+        return self._trimming.apply(answer, self.prompt.prefix, self.prompt.suffix)

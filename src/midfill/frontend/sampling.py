@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from midfill.engine.request import SamplingParams as TokenSampling
 from midfill.errors import InvalidRequestError
+from midfill.frontend.trimming import Trimming
 
 MAX_ANSWERS = 128
 MAX_LOGPROBS = 20
@@ -15,25 +16,31 @@ MAX_STOP_TOKENS = 1024
 
 
 class SamplingParams(TokenSampling, frozen=True, kw_only=True):
-    """How an answer is generated; the engine's fields and two more.
+    """How an answer is generated; the engine's fields and three more.
 
     Attributes:
         stop: strings that end the answer.
         include_stop_str_in_output: keep the stop string (or stop token's text) that ended it.
+        trimming: what to cut off it.
     """
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    trimming: Trimming = Trimming()
 
-    def for_engine(self, end_tokens: tuple[int, ...] = ()) -> TokenSampling:
+    def for_engine(self, end_tokens: tuple[int, ...] = (), healed: int = 0) -> TokenSampling:
         """The part the engine understands.
 
-        ``end_tokens`` end this prompt's answer like the model's own end tokens: unless
-        ``ignore_eos``.
+        Args:
+            end_tokens: end this prompt's answer like the model's own end tokens: unless
+                ``ignore_eos``.
+            healed: bytes of the prompt that the answer writes again; the tokens for them come on
+                top of ``max_tokens``.
         """
         fields = {name: getattr(self, name) for name in TokenSampling.__struct_fields__}
         stops = (*self.stop_token_ids, *(() if self.ignore_eos else end_tokens))
         fields["stop_token_ids"] = tuple(dict.fromkeys(stops))
+        fields["max_tokens"] = self.max_tokens + healed
         return TokenSampling(**fields)
 
 

@@ -53,8 +53,9 @@ class ContextOrder:
             self._note(path, text)
         places = {key: place for place, key in enumerate(self._order)}
         standing = list(takewhile(waiting.__contains__, self._order))
+        kept = set(standing)
         rest = sorted(
-            [key for key in waiting if key not in set(standing)],
+            [key for key in waiting if key not in kept],
             key=lambda key: (self._changes[key[0]], places.get(key, len(places))),
         )
         arranged = standing + rest

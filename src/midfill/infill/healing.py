@@ -96,18 +96,22 @@ class HealingConstraint:
     Args:
         trie: of the vocabulary.
         required: what the answer has to begin with.
+        forbidden: ids of tokens that may not help to write it (those that would end the answer).
     """
 
-    def __init__(self, trie: TokenTrie, required: bytes) -> None:
+    def __init__(
+        self, trie: TokenTrie, required: bytes, forbidden: frozenset[int] = frozenset()
+    ) -> None:
         self._trie = trie
         self._required = required
+        self._forbidden = forbidden
         self._written = 0
         length = len(required)
         # From which positions of the required bytes the rest can be written at all.
         self._open = [False] * length + [True]
         for start in range(length - 1, -1, -1):
-            self._open[start] = bool(trie.beginning_with(required[start:])) or any(
-                self._open[end] and trie.spelling(required[start:end])
+            self._open[start] = bool(self._usable(trie.beginning_with(required[start:]))) or any(
+                self._open[end] and self._usable(trie.spelling(required[start:end]))
                 for end in range(start + 1, length)
             )
 
@@ -130,7 +134,7 @@ class HealingConstraint:
         for end in range(start + 1, length):
             if self._open[end]:
                 ids += self._trie.spelling(self._required[start:end])
-        return ids
+        return self._usable(ids)
 
     def advance(self, written: bytes) -> None:
         """Take note of the bytes of the token that was chosen.
@@ -142,3 +146,8 @@ class HealingConstraint:
         if rest and not (written and (written.startswith(rest) or rest.startswith(written))):
             raise ValueError(f"{written!r} does not go on with {rest!r}")
         self._written += len(written)
+
+    def _usable(self, ids: list[int]) -> list[int]:
+        if not self._forbidden:
+            return ids
+        return [token_id for token_id in ids if token_id not in self._forbidden]

@@ -92,6 +92,10 @@ class _EngineCollector(Collector):
         gauges = {
             "num_requests_running": ("Answers that hold KV.", stats.running),
             "num_requests_waiting": ("Answers in the queue.", stats.waiting),
+            "num_requests_background": (
+                "Prompts to compute while there is nothing else to do.",
+                stats.background,
+            ),
             "kv_cache_usage_perc": (
                 "Share of the KV slots that answers in progress use (1 is all).",
                 used / total if total else 0.0,
@@ -107,6 +111,10 @@ class _EngineCollector(Collector):
             "prefix_cache_hits": ("Prompt tokens found in the cache.", stats.cached_tokens),
             "num_preemptions": ("Answers put back into the queue.", stats.preemptions),
             "computed_tokens": ("Tokens that went through the model.", stats.computed_tokens),
+            "background_tokens": (
+                "Of these, the ones nobody had asked for yet.",
+                stats.background_tokens,
+            ),
             "evicted_tokens": ("Tokens the prefix cache gave up.", stats.evicted_tokens),
             "steps": ("Forward passes.", stats.steps),
             "busy_seconds": ("Time spent in steps.", stats.busy_seconds),

@@ -13,7 +13,10 @@ from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import TokenLogprob
 from midfill.frontend.prompts import Prompt, PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.frontend.trimming import Trimming
+from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
+from midfill.infill.trim import Brackets, Lines
 from midfill.server.bodies import body_reference, read_json
 from midfill.server.event_stream import EventStream, while_connected
 from midfill.server.openai_fields import (
@@ -25,6 +28,26 @@ from midfill.server.openai_fields import (
 from midfill.server.service import Generation, ModelService, most_choices
 
 _DEFAULT_MAX_TOKENS = 16
+_MAX_CONTEXT_FILES = 256
+
+
+class ContextEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A file, or a part of one, that the model should see beside the document.
+
+    Attributes:
+        text: its text.
+        path: where it comes from, if that is known.
+    """
+
+    text: str
+    path: str | None = None
+
+
+class ExtraInput(msgspec.Struct, kw_only=True):
+    """The same in llama.cpp's spelling."""
+
+    text: str
+    filename: str | None = None
 
 
 class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -34,11 +57,35 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         layout: how to lay the prompt out; "auto" when null.
         document: the client's name for the document, if it has one.
         window: "as-sent" forbids prompts with text of earlier requests beside what was sent now.
+        healing: false goes on right at the caret; otherwise the model writes the last tokens
+            before it again where a longer one could begin like them, and they are left out of the
+            answer.
+        context: other files to show the model; what changes least is put first.
+        path, repository: where the document is, told to the model as it was trained to read it.
+        trim: cut the answer where it begins to repeat the suffix.
+        lines: "single" ends the answer at its first line break, "block" where the block around
+            the caret ends.
+        brackets: "close" closes what the answer leaves open.
+
+    A streamed answer that ``trim``, ``lines`` or ``brackets`` may change comes in one piece.
     """
 
     layout: RequestedLayout | None = None
     document: str | None = None
     window: WindowMode | None = None
+    healing: bool | None = None
+    context: list[ContextEntry] | None = None
+    path: str | None = None
+    repository: str | None = None
+    trim: bool | None = None
+    lines: Lines | None = None
+    brackets: Brackets | None = None
+
+    def trimming(self) -> Trimming:
+        """What to cut off the answer."""
+        return Trimming(
+            overlap=bool(self.trim), lines=self.lines or "all", brackets=self.brackets or "keep"
+        )
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -50,6 +97,13 @@ class CompletionRequest(GenerationFields, kw_only=True):
     best_of: int | None = None
     logprobs: int | None = None
     midfill: MidfillFields | None = None
+    input_extra: list[ExtraInput] | None = None
+
+    def context(self) -> tuple[ContextFile, ...]:
+        """Other files to show the model, in either spelling."""
+        extra = [ContextFile(one.text, one.filename or "") for one in self.input_extra or ()]
+        own = self.midfill.context if self.midfill is not None else None
+        return (*extra, *(ContextFile(one.text, one.path or "") for one in own or ()))
 
 
 def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]) -> APIRouter:
@@ -75,6 +129,8 @@ def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]
 
 def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
     sampling = body.sampling(default_max_tokens=_DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
+    if body.midfill is not None:
+        sampling = msgspec.structs.replace(sampling, trimming=body.midfill.trimming())
     check_sampling(sampling, service.tokenizer.vocab_size)
     body.wants_usage()
     if body.best_of is not None and body.best_of != sampling.n:
@@ -98,6 +154,7 @@ def _prompts(body: CompletionRequest, tenant: str, encoder: PromptEncoder) -> li
     if not items:
         raise InvalidRequestError("prompt is empty", param="prompt")
     most_choices(len(items), 1)
+    names = _context_names(body)
     if len({type(item) for item in items}) > 1 or isinstance(items[0], int):
         raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
     prompts = []
@@ -118,9 +175,47 @@ def _prompts(body: CompletionRequest, tenant: str, encoder: PromptEncoder) -> li
             document=fields.document,
             tenant=tenant,
             window=fields.window or "stable",
+            context=body.context(),
+            path=fields.path or "",
+            repository=fields.repository or "",
         )
-        prompts.append(encoder.infill(request))
+        try:
+            prompt = encoder.infill(
+                request,
+                healing=fields.healing is not False,
+                stop_token_ids=body.stop_token_ids or (),
+            )
+        except InvalidRequestError as error:
+            name = names.get(error.param or "")
+            if name is None:
+                raise
+            message = str(error).replace(error.param or "", name, 1)
+            raise InvalidRequestError(message, param=name, code=error.code) from None
+        prompts.append(prompt)
     return prompts
+
+
+def _context_names(body: CompletionRequest) -> dict[str, str]:
+    """How the client spelled the fields that tell of other files.
+
+    Raises:
+        InvalidRequestError: there are too many, or they come with a prompt that is not infilled.
+    """
+    fields = body.midfill or MidfillFields()
+    context = "input_extra" if body.input_extra else "midfill.context"
+    count = len(body.context())
+    if count > _MAX_CONTEXT_FILES:
+        raise InvalidRequestError(
+            f"{context} holds {count} files; at most {_MAX_CONTEXT_FILES} are accepted",
+            param=context,
+        )
+    given = {context: count, "midfill.path": fields.path, "midfill.repository": fields.repository}
+    useless = next((name for name, value in given.items() if value), None)
+    if useless is not None and (body.suffix is None or fields.layout == "verbatim"):
+        raise InvalidRequestError(
+            f"{useless} is only for infilling; send a suffix, which may be empty", param=useless
+        )
+    return {"context": context, "path": "midfill.path"}
 
 
 class _Completion:

@@ -104,6 +104,8 @@ def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
         fields["cut"] = prompt.report.cut
     if prompt.report.document is not None:
         fields["document"] = prompt.report.document
+    if prompt.report.healed:
+        fields["healed"] = prompt.report.healed
     return fields
 
 

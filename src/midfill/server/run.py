@@ -67,7 +67,14 @@ async def open_service(
         )
         prompts = await asyncio.to_thread(PromptEncoder, checkpoint, format, info.context)
         name = options.served_name or _short_name(options.model)
-        service = ModelService(name, engine, checkpoint.tokenizer, prompts, options.max_body_bytes)
+        service = ModelService(
+            name,
+            engine,
+            checkpoint.tokenizer,
+            prompts,
+            options.max_body_bytes,
+            idle_prefill=options.idle_prefill,
+        )
         try:
             yield service
         finally:

@@ -1,6 +1,7 @@
 """ModelService: one served model; what every dialect calls to get text for prompts."""
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -8,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from midfill.engine.client import EngineClient
-from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.prompts import Prompt, PromptEncoder
@@ -17,6 +17,8 @@ from midfill.frontend.sampling import SamplingParams
 from midfill.server.errors import ApiError
 from midfill.server.metrics import Metrics
 from midfill.tokens.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -40,7 +42,13 @@ class ModelService:
         tokenizer: Tokenizer,
         prompts: PromptEncoder,
         max_body_bytes: int,
+        *,
+        idle_prefill: bool = True,
     ) -> None:
+        """Serve ``engine``; ``idle_prefill`` computes expected prompts while it has nothing to do.
+
+        The other arguments are the attributes' and the encoder of the model's prompts.
+        """
         self.name = name
         self.created = int(time.time())
         self.engine = engine
@@ -50,6 +58,8 @@ class ModelService:
         self._prompts = prompts
         # One thread: the encoder remembers documents. A long text must not stop the event loop.
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")
+        self._idle_prefill = idle_prefill
+        self._prefills: dict[str, asyncio.Task[None]] = {}  # by document
 
     @property
     def context(self) -> int:
@@ -84,8 +94,46 @@ class ModelService:
         """Answers to some prompts; the engine starts when they are asked for."""
         return Generation(self, prompts, sampling, tenant)
 
+    def prepare_next(self, document: str, tenant: str) -> None:
+        """Have the prompt computed that this document will probably ask for next.
+
+        It waits until the engine is idle, and changes nothing but how long the next answer takes;
+        what was being prepared for the document before is given up.
+        """
+        if not self._idle_prefill:
+            return
+        self._give_up_prefill(document)
+        task = asyncio.create_task(self._prefill(document, tenant), name="idle prefill")
+        self._prefills[document] = task
+        task.add_done_callback(lambda _: self._forget_prefill(document, task))
+
+    def _give_up_prefill(self, document: str) -> None:
+        task = self._prefills.pop(document, None)
+        if task is not None:
+            task.cancel()
+
+    def _forget_prefill(self, document: str, task: "asyncio.Task[None]") -> None:
+        if self._prefills.get(document) is task:
+            del self._prefills[document]
+
+    async def _prefill(self, document: str, tenant: str) -> None:
+        try:
+            expected = await self.encode(lambda encoder: encoder.expect(document))
+            if expected is None:
+                return
+            request_id = f"prefill-{uuid.uuid4().hex}"
+            with self.engine.submit(expected.request(request_id, tenant)) as outputs:
+                ended = {output.finish_reason async for output in outputs}
+            if "stop" in ended:
+                await self.encode(lambda encoder: encoder.computed(expected))
+        except Exception as error:
+            # Nobody asked for it, so nobody hears of it.
+            _log.debug("idle prefill failed: %s", error)
+
     def close(self) -> None:
-        """End the encoding thread."""
+        """End idle prefills and the encoding thread."""
+        for document in list(self._prefills):
+            self._give_up_prefill(document)
         self._encoding.shutdown(cancel_futures=True)
 
 
@@ -105,13 +153,9 @@ class Generation:
     ) -> None:
         self._service = service
         identity = uuid.uuid4().hex
+        self._tenant = tenant
         self._requests = [
-            EngineRequest(
-                request_id=f"{identity}-{index}",
-                token_ids=prompt.token_ids,
-                sampling=sampling.for_engine(prompt.stop_token_ids),
-                tenant=tenant,
-            )
+            prompt.request(f"{identity}-{index}", sampling, tenant)
             for index, prompt in enumerate(prompts)
         ]
         self.responses = [Response(prompt, sampling, service.tokenizer) for prompt in prompts]
@@ -155,6 +199,10 @@ class Generation:
                         if response.finished:
                             self._count(response)
                     yield place, delta
+            for response in self.responses:
+                report = response.prompt.report
+                if report is not None and report.document is not None:
+                    self._service.prepare_next(report.document, self._tenant)
         finally:
             for _ in range(len(self._requests) * self._answers - complete):
                 self._service.metrics.answer_finished("abort")

@@ -1,0 +1,185 @@
+"""What infill requests can say beside prefix and suffix, through a real socket."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running_server import RunningServer, start
+from tiny_checkpoints import tiny_tokenizer
+
+from midfill.frontend.trimming import Trimming
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+PREFIX, SUFFIX = "x = 1\ny = [2, 3]\nz = toke", ")\nprint(x)\n"
+
+
+def stream(server: RunningServer, **body: object) -> list[str]:
+    """The texts of a streamed answer's chunks that have any."""
+    with server.client.stream(
+        "POST", f"{server.url}/v1/completions", json={**body, "stream": True}
+    ) as response:
+        events = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
+    texts = [json.loads(event)["choices"][0]["text"] for event in events]
+    return [text for text in texts if text]
+
+
+def test_healing_through_the_official_client(server: RunningServer) -> None:
+    answer = server.openai().completions.create(
+        model="tiny-llama",
+        prompt=PREFIX,
+        suffix=SUFFIX,
+        temperature=0,
+        max_tokens=6,
+        logprobs=2,
+        extra_body={"ignore_eos": True, "midfill": {"layout": "spm"}},
+    )
+    assert answer.model_extra is not None
+    assert answer.model_extra["midfill"]["healed"] == len("toke")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 6
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert answer.choices[0].text.startswith((logprobs.tokens or [])[0])
+    assert (logprobs.text_offset or [])[0] == 0
+    assert len(logprobs.token_logprobs or []) == 6
+
+
+def test_healing_can_be_turned_off(server: RunningServer) -> None:
+    body = {"prompt": PREFIX, "suffix": SUFFIX, **GREEDY}
+    healed = server.complete(**body, midfill={"layout": "spm"})
+    plain = server.complete(**body, midfill={"layout": "spm", "healing": False})
+    assert "healed" not in plain["midfill"]
+    assert plain["usage"]["prompt_tokens"] > healed["usage"]["prompt_tokens"]
+    echoed = server.complete(**body, echo=True, midfill={"layout": "spm"})
+    assert echoed["choices"][0]["text"] == PREFIX + healed["choices"][0]["text"]
+
+
+def test_streamed_and_whole_answers_are_the_same(server: RunningServer) -> None:
+    for layout in ("spm", "psm", "auto"):
+        body = {"prompt": PREFIX, "suffix": SUFFIX, **GREEDY, "midfill": {"layout": layout}}
+        whole = server.complete(**body)["choices"][0]["text"]
+        assert "".join(stream(server, **body)) == whole
+
+
+@pytest.mark.parametrize("spelling", ["midfill", "llama.cpp"])
+def test_context_is_shown_to_the_model(server: RunningServer, spelling: str) -> None:
+    def ask(*files: tuple[str, str]) -> dict[str, Any]:
+        own = [{"path": path, "text": text} for path, text in files]
+        extra = [{"filename": path, "text": text} for path, text in files]
+        fields = {"context": own} if spelling == "midfill" else {}
+        return server.complete(
+            prompt="p = ",
+            suffix="\n",
+            **GREEDY,
+            midfill={"layout": "psm", **fields},
+            **({} if spelling == "midfill" else {"input_extra": extra}),
+        )
+
+    one, two = (f"{spelling}-1.py", "A = 1\n" * 20), (f"{spelling}-2.py", "B = 2\n" * 20)
+    alone = ask()
+    assert alone["usage"]["prompt_tokens"] < 10
+    assert ask(one, two)["choices"][0]["text"] != alone["choices"][0]["text"]
+    changed = ask((one[0], "A = 3\n" * 20), two)
+    assert changed["usage"]["prompt_tokens"] > 150
+    # What changed has moved to the end: the next change leaves the other file cached.
+    again = ask((one[0], "A = 4\n" * 20), two)
+    assert again["midfill"]["cached_tokens"] > 80
+
+
+def test_the_documents_path_is_shown(server: RunningServer) -> None:
+    body = {"prompt": "p = ", "suffix": "\n", **GREEDY}
+    plain = server.complete(**body, midfill={"layout": "psm"})
+    named = server.complete(**body, midfill={"layout": "psm", "path": "src/long/path/name.py"})
+    assert named["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"] + 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "trimming"),
+    [
+        ({"trim": True}, Trimming(overlap=True)),
+        ({"lines": "single"}, Trimming(lines="single")),
+        ({"lines": "block"}, Trimming(lines="block")),
+        ({"brackets": "close"}, Trimming(brackets="close")),
+        (
+            {"trim": True, "lines": "single", "brackets": "close"},
+            Trimming(overlap=True, lines="single", brackets="close"),
+        ),
+    ],
+)
+def test_trimming_is_the_same_streamed_and_whole(
+    server: RunningServer, fields: dict[str, Any], trimming: Trimming
+) -> None:
+    # What makes something to trim: brackets, line breaks, the suffix's beginning.
+    likely = tiny_tokenizer().encode("()]\n\n   print").ids
+    for seed in range(4):
+        body = {
+            "prompt": "def f(x):\n    y = [",
+            "suffix": ")\n\nprint(f(1))\n",
+            "max_tokens": 30,
+            "temperature": 1,
+            "seed": seed,
+            "ignore_eos": True,
+            "logit_bias": {str(token_id): 4 for token_id in likely},
+        }
+        untrimmed = server.complete(**body, midfill={"layout": "psm"})["choices"][0]["text"]
+        expected = trimming.apply(untrimmed, body["prompt"], body["suffix"])
+        whole = server.complete(**body, midfill={"layout": "psm", **fields})["choices"][0]
+        pieces = stream(server, **body, midfill={"layout": "psm", **fields})
+        assert whole["text"] == expected
+        assert pieces == [expected] * bool(expected)
+
+
+def test_a_single_line_ends_generation(server: RunningServer) -> None:
+    (newline,) = tiny_tokenizer().encode("\n").ids
+    answer = server.complete(
+        prompt="a = ",
+        suffix="",
+        temperature=0,
+        max_tokens=400,
+        logit_bias={str(newline): 100},
+        midfill={"lines": "single"},
+    )
+    assert answer["choices"][0]["text"] == ""
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 1
+    server.wait_for(lambda: server.metric("num_requests_running") == 0)
+
+
+DOCUMENT, REST = "a = 1\nb = 2\n" * 10, "print(a)\n" * 12
+
+
+def delete_past_the_cut(server: RunningServer, prepares: bool) -> list[dict[str, Any]]:
+    """A whole document, one deleted back to the cut, and one deleted past it."""
+    body = {"suffix": REST, **GREEDY, "midfill": {"healing": False}}
+    before = server.metric("background_tokens_total")
+    answers = [server.complete(prompt=DOCUMENT, **body)]
+    cut = answers[0]["midfill"]["cut"]
+    answers.append(server.complete(prompt=DOCUMENT[: cut + 4], **body))
+    if prepares:
+        server.wait_for(lambda: server.metric("background_tokens_total") > before)
+        server.wait_for(lambda: server.metric("num_requests_background") == 0)
+    answers.append(server.complete(prompt=DOCUMENT[: cut - 2], **body))
+    return answers
+
+
+def test_idle_prefill_leaves_less_to_compute_and_changes_no_answer(tiny_folder: Path) -> None:
+    with start(tiny_folder, "--kv-memory", "4MB") as server:
+        prepared = delete_past_the_cut(server, prepares=True)
+    with start(tiny_folder, "--kv-memory", "4MB", "--no-idle-prefill") as server:
+        unprepared = delete_past_the_cut(server, prepares=False)
+        assert server.metric("background_tokens_total") == 0
+        cut, end = prepared[2]["midfill"]["cut"], prepared[0]["midfill"]["cut"] - 2
+        head, typed = DOCUMENT[:cut], DOCUMENT[cut:end]
+        same_prompt = server.complete(
+            prompt=f"<fim_prefix>{head}<fim_suffix>{REST}<fim_middle>{typed}",
+            **GREEDY,
+            midfill={"layout": "verbatim"},
+        )
+    assert prepared[2]["choices"] == same_prompt["choices"]
+    assert prepared[2]["usage"]["prompt_tokens"] == same_prompt["usage"]["prompt_tokens"]
+    for with_prefill, without in zip(prepared[:2], unprepared[:2], strict=True):
+        assert with_prefill["choices"] == without["choices"]
+        assert with_prefill["midfill"] == without["midfill"]
+    assert unprepared[2]["midfill"]["computed_tokens"] > 50
+    assert prepared[2]["midfill"]["computed_tokens"] < 25
