@@ -31,7 +31,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     context: int | None = None
     kv_memory: int | None = None
-    token_budget: int = 256
+    token_budget: int = 128
     max_running: int = 128
 
 

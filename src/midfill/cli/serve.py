@@ -50,7 +50,7 @@ def serve(
             min=1,
             help="Most tokens a step runs. Lower: steadier streams; higher: faster prompts.",
         ),
-    ] = 256,
+    ] = 128,
     idle_prefill: Annotated[
         bool,
         typer.Option(

@@ -53,7 +53,7 @@ class EngineOptions:
         max_background: most such prompts that are kept; the oldest go.
     """
 
-    token_budget: int = 256
+    token_budget: int = 128
     max_running: int = 128
     context: int | None = None
     background_chunk: int = 64

@@ -62,7 +62,7 @@ class SarathiServe:
             twice. An addition to the paper.
     """
 
-    token_budget: int = 256
+    token_budget: int = 128
     max_running: int = 128
     dynamic_chunks: DynamicChunks | None = None
     worth_waiting: int = 32
