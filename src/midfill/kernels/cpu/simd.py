@@ -9,7 +9,6 @@ NEON or SSE), with the same result on each that has fused multiply-add.
 Offsets are in elements of the array they go with.
 """
 
-import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -343,59 +342,3 @@ def transpose_cells(
     index = types.intp
     signature = types.void(source, index, slots, index, index, index, target, index, index)
     return signature, codegen
-
-
-# ---- atomics and waiting ----------------------------------------------------------------------
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def atomic_add(typing_context: Any, array: Any, index: Any, value: Any) -> tuple[Any, Codegen]:
-    """array[index] += value (int64); returns the value before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        return builder.atomic_rmw("add", pointer, arguments[2], "acq_rel")
-
-    return types.int64(array, types.intp, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def atomic_load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]:
-    """array[index] (int64), ordered after what its writer did before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return types.int64(array, types.intp), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def atomic_store(typing_context: Any, array: Any, index: Any, value: Any) -> tuple[Any, Codegen]:
-    """array[index] = value (int64), after all that this thread did before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        builder.store_atomic(arguments[2], pointer, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def spin_pause(typing_context: Any) -> tuple[Any, Codegen]:
-    """Tell the core that this is a waiting loop."""
-    machine = platform.machine()
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if machine in ("x86_64", "AMD64"):
-            llvm_call(builder, "llvm.x86.sse2.pause", [], ir.VoidType())
-        elif machine in ("aarch64", "arm64"):
-            llvm_call(builder, "llvm.aarch64.hint", [ir.Constant(I32, 1)], ir.VoidType())
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-sched_yield = types.ExternalFunction("sched_yield", types.int32())
-"""Give the core to another thread (POSIX)."""

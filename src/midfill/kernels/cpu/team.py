@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midfill.kernels.cpu.jit import kernel
-from midfill.kernels.cpu.simd import (
+from midfill.kernels.cpu.atomics import (
     atomic_add,
     atomic_load,
     atomic_store,
     sched_yield,
     spin_pause,
 )
+from midfill.kernels.cpu.jit import kernel
 
 ARRIVED, GENERATION, WORK = 0, 16, 32
 SYNC_CELLS = 48
