@@ -1,5 +1,8 @@
 """The team: barriers order the phases, and a failure on any thread is reported."""
 
+import gc
+import threading
+
 import numpy as np
 import pytest
 
@@ -34,15 +37,30 @@ def test_phases_never_overlap(threads: int) -> None:
     np.testing.assert_array_equal(sums, each)
 
 
-def test_a_failure_on_another_thread_reaches_the_caller() -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_on_any_thread_reaches_the_caller(failing: int) -> None:
     def fail(thread: int, threads: int, sync: np.ndarray) -> None:
-        if thread == 1:
-            raise ValueError("thread 1 failed")
+        if thread == failing:
+            raise ValueError(f"thread {thread} failed")
 
     team = Team(2)
-    with pytest.raises(ValueError, match="thread 1 failed"):
+    with pytest.raises(ValueError, match=f"thread {failing} failed"):
         team.run(fail)
     done: list[int] = []
     team.run(lambda thread, threads, sync: done.append(thread))
     team.close()
     assert sorted(done) == [0, 1]
+
+
+def test_threads_end_with_the_team_closed_or_forgotten() -> None:
+    def workers() -> int:
+        return sum(thread.name.startswith("kernel-") for thread in threading.enumerate())
+
+    before = workers()
+    closed, forgotten = Team(3), Team(2)
+    assert workers() == before + 3
+    closed.close()
+    assert workers() == before + 1
+    del forgotten
+    gc.collect()
+    assert workers() == before

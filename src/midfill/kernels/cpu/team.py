@@ -9,6 +9,7 @@ threads meet at barriers of a few hundred nanoseconds inside it.
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -65,40 +66,83 @@ def available_threads() -> int:
         return os.cpu_count() or 1
 
 
+_Task = tuple[int, Callable[..., None], tuple[Any, ...]]
+_Outcome = tuple[int, BaseException | None]
+
+
 class Team:
-    """Threads that wait between steps. ``run`` is called from one thread at a time."""
+    """Threads that wait between steps. ``run`` is called from one thread at a time.
+
+    The threads end with ``close``, with the team itself, or when the program ends.
+    """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self.sync: npt.NDArray[np.int64] = np.zeros(SYNC_CELLS, np.int64)
-        self._tasks: list[SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None]] = []
-        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._tasks: list[SimpleQueue[_Task | None]] = []
+        self._done: SimpleQueue[_Outcome] = SimpleQueue()
+        self._runs = 0
+        workers = []
         for thread in range(1, threads):
-            tasks: SimpleQueue[Any] = SimpleQueue()
+            tasks: SimpleQueue[_Task | None] = SimpleQueue()
             self._tasks.append(tasks)
-            threading.Thread(
-                target=self._work, args=(thread, tasks), name=f"kernel-{thread}", daemon=True
-            ).start()
+            # No reference to the team itself, or it would live as long as its threads.
+            arguments = (thread, threads, self.sync, tasks, self._done)
+            workers.append(
+                threading.Thread(target=_work, args=arguments, name=f"kernel-{thread}", daemon=True)
+            )
+            workers[-1].start()
+        # Joined, not left to die: a thread that wakes while the interpreter goes away can take
+        # the process down.
+        self._end = weakref.finalize(self, _end_workers, self._tasks, workers)
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call function(thread, threads, sync, *arguments) on every thread; wait for all."""
+        self._runs += 1
         for tasks in self._tasks:
-            tasks.put((function, arguments))
-        function(0, self.threads, self.sync, *arguments)
-        failures = [failure for _ in self._tasks if (failure := self._done.get()) is not None]
+            tasks.put((self._runs, function, arguments))
+        failures: list[BaseException] = []
+        try:
+            function(0, self.threads, self.sync, *arguments)
+        except BaseException as failure:
+            failures.append(failure)
+        missing = len(self._tasks)
+        while missing:
+            run, outcome = self._done.get()
+            # An interrupted run (Ctrl-C) leaves its outcomes behind; they are not this one's.
+            missing -= run == self._runs
+            if outcome is not None and run == self._runs:
+                failures.append(outcome)
         if failures:
             raise failures[0]
 
     def close(self) -> None:
-        """End the threads."""
-        for tasks in self._tasks:
-            tasks.put(None)
+        """End the threads; ``run`` must not be called again."""
+        self._end()
 
-    def _work(self, thread: int, tasks: "SimpleQueue[Any]") -> None:
-        while (task := tasks.get()) is not None:
-            function, arguments = task
-            try:
-                function(thread, self.threads, self.sync, *arguments)
-                self._done.put(None)
-            except BaseException as failure:
-                self._done.put(failure)
+
+def _work(
+    thread: int,
+    threads: int,
+    sync: npt.NDArray[np.int64],
+    tasks: "SimpleQueue[_Task | None]",
+    done: "SimpleQueue[_Outcome]",
+) -> None:
+    """One thread's life: task after task until None comes."""
+    while (task := tasks.get()) is not None:
+        run, function, arguments = task
+        try:
+            function(thread, threads, sync, *arguments)
+            done.put((run, None))
+        except BaseException as failure:
+            done.put((run, failure))
+        del task, function, arguments
+
+
+def _end_workers(
+    queues: "list[SimpleQueue[_Task | None]]", workers: list[threading.Thread]
+) -> None:
+    for tasks in queues:
+        tasks.put(None)
+    for worker in workers:
+        worker.join()
