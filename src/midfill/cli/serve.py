@@ -102,8 +102,9 @@ def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
     from midfill import __version__
     from midfill.cli.sizes import format_size
 
-    if service.has_sentinels:
-        infill = "the model's own FIM tokens"
+    if (format := service.fim_format) is not None:
+        sentinels = [each.text for each in (format.prefix, format.suffix, format.middle) if each]
+        infill = f"FIM tokens {' '.join(sentinels)}"
         body: dict[str, object] = {
             "prompt": "def mean(values):\n    return ",
             "suffix": " / len(values)\n",

@@ -18,7 +18,7 @@ def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]
             "created": service.created,
             "owned_by": "midfill",
             "max_model_len": service.context,  # vLLM's name for it
-            "midfill": {"sentinels": service.has_sentinels},
+            "midfill": {"sentinels": service.fim_format is not None},
         }
 
     @router.get("/v1/models")

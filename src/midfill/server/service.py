@@ -14,6 +14,7 @@ from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.prompts import Prompt, PromptEncoder
 from midfill.frontend.response import Response, Usage
 from midfill.frontend.sampling import SamplingParams
+from midfill.infill.formats import FimFormat
 from midfill.server.errors import ApiError
 from midfill.server.metrics import Metrics
 from midfill.tokens.tokenizer import Tokenizer
@@ -67,9 +68,9 @@ class ModelService:
         return self._prompts.context
 
     @property
-    def has_sentinels(self) -> bool:
-        """Whether the model was found to have FIM tokens."""
-        return self._prompts.format is not None
+    def fim_format(self) -> FimFormat | None:
+        """The model's FIM tokens and their order; None where none are known."""
+        return self._prompts.format
 
     def check_model(self, model: str | None) -> None:
         """Refuse requests for another model; None asks for whatever is served.
