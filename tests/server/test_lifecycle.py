@@ -15,6 +15,9 @@ import pytest
 from running_server import RunningServer, start
 from tiny_checkpoints import write_tiny
 
+from midfill.config import ModelOptions, ServeOptions
+from midfill.server.run import run_server
+
 CONTEXT = 16_384  # long enough that a request takes seconds if nobody ends it
 LONG = {"prompt": "a", "max_tokens": 16_000, "n": 2, "temperature": 0, "ignore_eos": True}
 
@@ -91,6 +94,22 @@ def test_the_banner_tells_what_is_served(server: RunningServer) -> None:
     assert "3 layers" in server.banner
     assert f"{server.metric('kv_slots'):.0f} tokens" in server.banner
     assert f"curl {server.url}/v1/completions" in server.banner
+
+
+def test_whoever_hears_ready_can_connect_at_once(tiny_folder: Path) -> None:
+    class EnoughError(Exception):
+        pass
+
+    def ready(url: str, *_: object) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        socket.create_connection((host, int(port)), timeout=5).close()
+        raise EnoughError
+
+    options = ServeOptions(
+        model=str(tiny_folder), port=0, options=ModelOptions(kv_memory=4_000_000, threads=1)
+    )
+    with pytest.raises(EnoughError):
+        run_server(options, tiny_folder, on_ready=ready)
 
 
 def test_a_dead_engine_is_noticed_and_started_again_once(server: RunningServer) -> None:

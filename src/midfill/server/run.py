@@ -36,7 +36,7 @@ def run_server(
         options: what to serve and how.
         path: the checkpoint, already on disk.
         on_progress: hears (stage, done, total) while the engine loads.
-        on_ready: hears the URL, the engine and the service just before requests are taken.
+        on_ready: hears the URL, the engine and the service once connections are taken.
 
     Raises:
         MidfillError: the address can't be used, or the model can't be loaded.
@@ -103,6 +103,9 @@ async def _serve(
             lifespan="off",
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
+        # From here on connections wait in the queue until uvicorn takes them, so that whoever
+        # hears "ready" can connect at once.
+        listener.listen(config.backlog)
         if on_ready is not None and service.engine.info is not None:
             on_ready(_url(listener), service.engine.info, service)
         loop.remove_signal_handler(signal.SIGTERM)
