@@ -263,6 +263,42 @@ def _clear_totals(totals: Any, total_sums: Any, rows: int, head_dim: int) -> Non
 
 
 @kernel
+def _load_queries(
+    qkv: Any, qkv_stride: int, row: int, rows: int, group: int, head: int, head_dim: int,
+    scale: float, queries: Any,
+) -> None:  # fmt: skip
+    """queries[rows, head_dim] = the tile's query heads of one KV head, times the score scale."""
+    factor = splat(np.float32(scale))
+    for r in range(rows):
+        at = (row + r // group) * qkv_stride + (head * group + r % group) * head_dim
+        for d in range(0, head_dim, LANES):
+            store(queries, r * head_dim + d, multiply(load(qkv, at + d), factor))
+
+
+@kernel
+def _merge_tile(
+    total: Any, total_sums: Any, part: Any, part_at: int, part_sums: Any, rows: int, head_dim: int
+) -> None:
+    """Merge a segment's rows, which start at row ``part_at`` of part, into what came before."""
+    for r in range(rows):
+        _merge_row(
+            total, r * 2, total_sums, r * head_dim, part, (part_at + r) * 2, part_sums,
+            (part_at + r) * head_dim, head_dim,
+        )  # fmt: skip
+
+
+@kernel
+def _finish_tile(
+    totals: Any, total_sums: Any, row: int, rows: int, group: int, head: int, query_heads: int,
+    head_dim: int, out: Any,
+) -> None:  # fmt: skip
+    """Write a tile's finished rows to out[rows, query_heads * head_dim]."""
+    for r in range(rows):
+        at = ((row + r // group) * query_heads + head * group + r % group) * head_dim
+        _finish_row(totals, r, total_sums, head_dim, out, at)
+
+
+@kernel
 def attend(
     sync: Any, items: Any, tiles: int, partials: int, query_indptr: Any, kv_indptr: Any,
     kv_slots: Any, qkv: Any, qkv_stride: int, keys_cells: Any, values_cells: Any, layer_at: int,
@@ -311,11 +347,7 @@ def attend(
         behind = query_indptr[request + 1] - row
         length = kv_indptr[request + 1] - kv_indptr[request] - behind + query_rows
         first_limit = length - query_rows + 1
-        factor = splat(np.float32(scale))
-        for r in range(rows):
-            at = (row + r // group) * qkv_stride + (head * group + r % group) * head_dim
-            for d in range(0, head_dim, LANES):
-                store(queries, r * head_dim + d, multiply(load(qkv, at + d), factor))
+        _load_queries(qkv, qkv_stride, row, rows, group, head, head_dim, scale, queries)
         if split:
             entry = work * most
             _attend_segment(
@@ -334,15 +366,8 @@ def attend(
                 first_limit, window, group, stride, head * head_dim, head_dim, queries, rows,
                 keys, values, scores, weights, state, sums, tile,
             )  # fmt: skip
-            for r in range(rows):
-                _merge_row(
-                    totals, r * 2, total_sums, r * head_dim, state, r * 2, sums, r * head_dim,
-                    head_dim,
-                )  # fmt: skip
-        for r in range(rows):
-            at = (row + r // group) * query_heads * head_dim
-            at += (head * group + r % group) * head_dim
-            _finish_row(totals, r, total_sums, head_dim, out, at)
+            _merge_tile(totals, total_sums, state, 0, sums, rows, head_dim)
+        _finish_tile(totals, total_sums, row, rows, group, head, query_heads, head_dim, out)
 
 
 @kernel
@@ -365,15 +390,9 @@ def merge_partials(
         _clear_totals(totals, total_sums, rows, head_dim)
         for partial in range(first, last):
             entry = (partial * kv_heads + head) * most
-            for r in range(rows):
-                _merge_row(
-                    totals, r * 2, total_sums, r * head_dim, partial_state, (entry + r) * 2,
-                    partial_sums, (entry + r) * head_dim, head_dim,
-                )  # fmt: skip
-        for r in range(rows):
-            at = (items[tile_index, ROW] + r // group) * query_heads * head_dim
-            at += (head * group + r % group) * head_dim
-            _finish_row(totals, r, total_sums, head_dim, out, at)
+            _merge_tile(totals, total_sums, partial_state, entry, partial_sums, rows, head_dim)
+        row = items[tile_index, ROW]
+        _finish_tile(totals, total_sums, row, rows, group, head, query_heads, head_dim, out)
 
 
 def scratch_size(group: int, head_dim: int) -> int:

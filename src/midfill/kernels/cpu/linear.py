@@ -53,7 +53,7 @@ MAX_TILE_ROWS = 8
 DIRECT_ROWS = 4
 """Up to so many rows are multiplied with the codes; more pay for dequantising the panel first."""
 
-SILU, GELU_TANH, GELU = 0, 1, 2
+SILU, GELU_TANH = 0, 1
 
 
 @kernel
