@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -374,13 +373,10 @@ class TestBrokenFiles:
 
 @pytest.mark.real_model
 class TestDefaultModel:
-    def test_it_opens_in_well_below_a_second(self) -> None:
-        path = resolve(DEFAULT_MODEL)
-        start = time.perf_counter()
-        checkpoint = open_checkpoint(path)
+    def test_it_opens_whole(self) -> None:
+        checkpoint = open_checkpoint(resolve(DEFAULT_MODEL))
         assert checkpoint.tokenizer.vocab_size == checkpoint.config.vocab == 49152
         assert len(checkpoint.fingerprint) == 64
-        assert time.perf_counter() - start < 1.0
 
     def test_metadata_and_tensors_are_what_the_gguf_library_reads(self) -> None:
         path = resolve(DEFAULT_MODEL)
