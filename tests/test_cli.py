@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from tiny_adapters import write_adapter, write_record
 
 from midfill.cli import main
 from midfill.cli.complete import find_caret, render
@@ -32,6 +34,12 @@ class Command(Protocol):
     """Runs ``midfill`` with these arguments."""
 
     def __call__(self, *arguments: object, stdin: str = "") -> Result: ...
+
+
+@pytest.fixture(scope="module")
+def lora(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter for the tiny model; made early, since that writes to stderr."""
+    return write_adapter(tiny_folder, tmp_path_factory.mktemp("adapters") / "lora")
 
 
 @pytest.fixture
@@ -130,6 +138,31 @@ def test_generate_writes_the_answer(midfill: Command, tiny_folder: Path) -> None
     assert given.status == piped.status == 0
     assert given.stdout == piped.stdout
     assert len(given.stdout) > 1
+
+
+def test_an_adapter_is_merged_or_left_out(midfill: Command, tiny_folder: Path, lora: Path) -> None:
+    options = ["--model", tiny_folder, "-n", "10", "--threads", "1"]
+    plain = midfill("generate", "def f(", *options)
+    without = midfill("generate", "def f(", *options, "--adapter", "none")
+    adapted = midfill("generate", "def f(", *options, "--adapter", lora)
+    assert plain.status == without.status == adapted.status == 0
+    assert without.stdout == plain.stdout
+    assert adapted.stdout != plain.stdout
+
+
+@pytest.mark.parametrize("command", ["serve", "generate x --model", "complete FILE:1 --model"])
+def test_an_adapter_that_doesnt_fit_is_one_line_and_1(
+    midfill: Command, tiny_folder: Path, lora: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "code.py").write_text("x = 1\n")
+    words = command.replace("FILE", str(tmp_path / "code.py")).split()
+    folder = Path(shutil.copytree(lora, tmp_path / "lora"))
+    write_record(folder, None, base={"name": "other-model", "digest": "0" * 64})
+    for adapter, problem in ((folder, "other-model"), (tmp_path / "nowhere", "no such folder")):
+        result = midfill(*words, tiny_folder, "--adapter", adapter)
+        assert result.status == 1
+        assert result.stderr.count("\n") == 1, result.stderr
+        assert problem in result.stderr
 
 
 def test_complete_shows_the_answer_in_its_place(

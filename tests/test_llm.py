@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tiny_adapters import FIM, write_adapter, write_record
 
 from midfill import LLM, SamplingParams
 from midfill.errors import InvalidRequestError, MidfillError
@@ -93,3 +94,19 @@ def test_what_cant_be_is_refused_at_once(llm: LLM) -> None:
 def test_a_model_that_isnt_there() -> None:
     with pytest.raises(MidfillError, match="no-such-model"):
         LLM("./no-such-model.gguf")
+
+
+def test_an_adapter_changes_the_answers_and_the_fim_tokens(
+    llm: LLM, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = write_adapter(tiny_folder, tmp_path / "tiny-fim")
+    write_record(folder, tiny_folder)
+    with LLM(str(tiny_folder), adapter=folder, threads=1, kv_memory=4 * 2**20) as adapted:
+        assert adapted.info.adapter == "tiny-fim"
+        assert adapted.info.weight_bytes == llm.info.weight_bytes
+        assert adapted.fim_format is not None
+        assert adapted.fim_format.prefix.text == FIM["prefix"]
+        assert adapted.generate("def f(", GREEDY)[0].text != llm.generate("def f(", GREEDY)[0].text
+    with LLM(str(tiny_folder), adapter="none", threads=1, kv_memory=4 * 2**20) as plain:
+        assert plain.info.adapter is None
+        assert plain.generate("def f(", GREEDY)[0].text == llm.generate("def f(", GREEDY)[0].text

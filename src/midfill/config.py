@@ -1,6 +1,7 @@
 """Options: how a model is loaded and run, and how it is served."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -23,6 +24,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         kv_memory: bytes for KV; None sizes it from the memory that is free.
         token_budget: most tokens a step runs.
         max_running: most answers in progress at a time; others wait.
+        adapter: folder of the LoRA adapter that is merged into the model; None for none.
     """
 
     backend: Backend = "auto"
@@ -33,6 +35,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: int | None = None
     token_budget: int = 128
     max_running: int = 128
+    adapter: str | None = None
+
+    @property
+    def adapter_path(self) -> Path | None:
+        """``adapter`` as a path."""
+        return None if self.adapter is None else Path(self.adapter)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -17,9 +18,10 @@ from midfill.frontend.prompts import LayoutReport, Prompt, PromptEncoder, fim_fo
 from midfill.frontend.response import Response, Usage
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.context import ContextFile
+from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest, RequestedLayout
-from midfill.models.checkpoint import open_checkpoint
-from midfill.models.hub import DEFAULT_MODEL, resolve
+from midfill.models.adapted_checkpoint import open_model
+from midfill.models.hub import DEFAULT_MODEL, resolve, resolve_adapter
 
 DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=128)
 
@@ -114,6 +116,7 @@ class LLM:
         threads: int | None = None,
         context: int | None = None,
         kv_memory: int | None = None,
+        adapter: str | Path | None = None,
         fim_tokens: tuple[str, str, str] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -123,12 +126,15 @@ class LLM:
             model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
             backend, device, weights, threads, context, kv_memory: see
                 ``midfill.config.ModelOptions``.
+            adapter: folder of a LoRA adapter to merge into it, or "none"; None takes the one that
+                midfill ships for a model of this name, if it does.
             fim_tokens: the prefix, suffix and middle token, where midfill doesn't know them.
             progress: hears (stage, done, total).
 
         Raises:
             MidfillError: the model can't be found or loaded.
         """
+        folder = resolve_adapter(model, None if adapter is None else str(adapter))
         options = ModelOptions(
             backend=backend,
             device=device,
@@ -136,9 +142,10 @@ class LLM:
             threads=threads,
             context=context,
             kv_memory=kv_memory,
+            adapter=None if folder is None else str(folder),
         )
         started = time.perf_counter()
-        checkpoint = open_checkpoint(resolve(model, progress))
+        checkpoint = open_model(resolve(model, progress), folder, weights)
         self.fim_format = fim_format(checkpoint, fim_tokens)
         self._tokenizer = checkpoint.tokenizer
         self._engine, self._runner, self.info = load_engine(checkpoint, options, progress, started)
@@ -240,6 +247,32 @@ class LLM:
         prompt = self._infill_prompt(request, healing, sampling)
         return self._results([prompt], sampling)[0]
 
+    def infill_all(
+        self,
+        items: Sequence[InfillRequest | PromptLayout],
+        sampling: SamplingParams | None = None,
+        *,
+        healing: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[GenerationResult]:
+        """Fill in many holes, all at once.
+
+        Args:
+            items: each one a request for the planner, or a layout to be used as it is.
+            sampling: how; greedy, up to 128 tokens, when None.
+            healing: see ``infill``.
+            progress: hears (answered, total).
+
+        Returns:
+            One result an item, in order.
+
+        Raises:
+            InvalidRequestError: an item or a parameter that can't be.
+        """
+        sampling = self._checked(sampling)
+        prompts = [self._infill_prompt(item, healing, sampling) for item in items]
+        return self._results(prompts, sampling, progress)
+
     def infill_stream(
         self,
         prefix: str,
@@ -273,12 +306,13 @@ class LLM:
             return self._prompts.tokens(prompt)
 
     def _infill_prompt(
-        self, request: InfillRequest, healing: bool, sampling: SamplingParams
+        self, item: InfillRequest | PromptLayout, healing: bool, sampling: SamplingParams
     ) -> Prompt:
+        stops = sampling.stop_token_ids
         with self._lock:
-            return self._prompts.infill(
-                request, healing=healing, stop_token_ids=sampling.stop_token_ids
-            )
+            if isinstance(item, PromptLayout):
+                return self._prompts.laid_out(item, healing=healing, stop_token_ids=stops)
+            return self._prompts.infill(item, healing=healing, stop_token_ids=stops)
 
     def _checked(self, sampling: SamplingParams | None) -> SamplingParams:
         sampling = sampling or DEFAULT_SAMPLING
@@ -286,12 +320,20 @@ class LLM:
         return sampling
 
     def _results(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[GenerationResult]:
         responses = [Response(prompt, sampling, self._tokenizer) for prompt in prompts]
         deltas: list[list[list[AnswerDelta]]] = [[[] for _ in range(sampling.n)] for _ in prompts]
+        finished = 0
         for place, delta in self._deltas(responses, sampling):
             deltas[place][delta.index].append(delta)
+            if responses[place].finished:
+                finished += 1
+                if progress is not None:
+                    progress(finished, len(prompts))
         return [
             GenerationResult(
                 tuple(_join(answer) for answer in answers), response.usage, response.prompt.report

@@ -73,6 +73,20 @@ def test_gguf_metadata_wins_over_the_vocabulary() -> None:
     assert 7 in found.stop_token_ids
 
 
+def test_several_stop_tokens_may_stand_in_a_list() -> None:
+    special = vocabulary(*QWEN, "<end>", "<gap>")
+    metadata = {
+        "tokenizer.ggml.fim_pre_token_id": 103,
+        "tokenizer.ggml.fim_suf_token_id": 101,
+        "tokenizer.ggml.fim_mid_token_id": 102,
+        "tokenizer.ggml.eot_token_id": 7,
+        "eot_token": ["<end>", "<gap>", "<no such token>"],
+    }
+    found = find_format("qwen2", special, metadata)
+    assert found is not None
+    assert found.stop_token_ids == (103, 101, 102, 7, special["<end>"], special["<gap>"])
+
+
 def test_metadata_that_agrees_with_a_known_family_keeps_its_order_and_separators() -> None:
     special = vocabulary("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>")
     metadata = {

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -170,6 +171,8 @@ def test_packed_weights_are_made_once_and_a_damaged_cache_is_replaced(
     second = load_packed(llama, "q8", progress, tmp_path)
     assert not steps
     np.testing.assert_array_equal(first.weights.qkv, second.weights.qkv)
+    # Else the kernels would be compiled twice: once for the first start, once for all others.
+    assert [numba.typeof(a) for a in first.weights] == [numba.typeof(a) for a in second.weights]
 
     cached.write_bytes(whole[: len(whole) // 2])
     load_packed(llama, "q8", progress, tmp_path)

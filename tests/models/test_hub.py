@@ -460,3 +460,28 @@ def test_repositories_of_the_hub(tmp_path: Path) -> None:
     )
     assert [path for path, _ in again[:3]] == [folder, q8, one]
     assert again[3][0].startswith(f"error: org/other: can't be fetched from {offline}: ")
+
+
+class TestAdapters:
+    @pytest.fixture(autouse=True)
+    def shipped(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        """A folder of shipped adapters with the default model's in it."""
+        name = hub.REGISTERED[hub.DEFAULT_MODEL].adapter
+        assert name is not None
+        folder = tmp_path / "adapters" / name
+        folder.mkdir(parents=True)
+        monkeypatch.setattr(hub, "SHIPPED_ADAPTERS", tmp_path / "adapters")
+        return folder
+
+    def test_a_registered_model_goes_with_the_one_shipped_for_it(self, shipped: Path) -> None:
+        assert hub.resolve_adapter(hub.DEFAULT_MODEL, None) == shipped
+
+    def test_other_models_go_without(self, tmp_path: Path) -> None:
+        for model in (str(tmp_path), str(tmp_path / "m.gguf"), "org/name"):
+            assert hub.resolve_adapter(model, None) is None
+
+    def test_the_user_has_the_last_word(self, tmp_path: Path) -> None:
+        for model in (hub.DEFAULT_MODEL, "org/name"):
+            assert hub.resolve_adapter(model, "none") is None
+            assert hub.resolve_adapter(model, str(tmp_path)) == tmp_path
+        assert hub.resolve_adapter("org/name", "~/mine") == Path.home() / "mine"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -13,6 +14,7 @@ import httpx
 import openai
 import pytest
 from running_server import RunningServer, start
+from tiny_adapters import FIM, write_adapter, write_record
 from tiny_checkpoints import write_tiny
 
 from midfill.config import ModelOptions, ServeOptions
@@ -92,8 +94,19 @@ def test_an_idle_engine_takes_no_processor_time(server: RunningServer) -> None:
 def test_the_banner_tells_what_is_served(server: RunningServer) -> None:
     assert "tiny-llama" in server.banner
     assert "3 layers" in server.banner
+    assert "adapter" not in server.banner
     assert f"{server.metric('kv_slots'):.0f} tokens" in server.banner
     assert f"curl {server.url}/v1/completions" in server.banner
+
+
+def test_an_adapter_is_served_and_named(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tiny_folder, tmp_path / "tiny-fim")
+    write_record(folder, tiny_folder)
+    with start(tiny_folder, "--kv-memory", "4MB", "--adapter", str(folder)) as server:
+        assert re.search(r"^  adapter  tiny-fim$", server.banner, re.MULTILINE)
+        assert f"FIM tokens {FIM['prefix']} {FIM['suffix']} {FIM['middle']}" in server.banner
+        answer = server.complete(prompt="a", suffix="b", max_tokens=2)
+        assert answer["midfill"]["sentinels"] is True
 
 
 def test_whoever_hears_ready_can_connect_at_once(tiny_folder: Path) -> None:

@@ -1,15 +1,16 @@
 """The ``midfill`` command with its subcommands."""
 
-import importlib.util
 from typing import Annotated
 
 import typer
 
 from midfill import __version__
+from midfill.bench.cli import app as bench
 from midfill.cli.complete import complete
 from midfill.cli.generate import generate
 from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
+from midfill.evaluation.cli import app as evaluation
 
 app = typer.Typer(
     name="midfill",
@@ -40,7 +41,5 @@ def _root(
 for command in (serve, complete, generate, pull, models):
     app.command()(command)
 
-if importlib.util.find_spec("midfill.bench.cli") is not None:
-    from midfill.bench.cli import app as bench
-
-    app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench")
+app.add_typer(evaluation, name="eval")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from midfill.cli.options import (
+    AdapterOption,
     BackendOption,
     DeviceOption,
     FimTokensOption,
@@ -51,6 +52,7 @@ def complete(
         ),
     ],
     model: ModelOption = None,
+    adapter: AdapterOption = None,
     max_tokens: MaxTokensOption = 64,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = None,
@@ -91,6 +93,7 @@ def complete(
             backend=backend,
             device=device,
             threads=threads,
+            adapter=adapter,
             fim_tokens=None if fim_tokens is None else parse_fim_tokens(fim_tokens),
             progress=progress,
         )

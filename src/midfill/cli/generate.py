@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from midfill.cli.options import (
+    AdapterOption,
     BackendOption,
     DeviceOption,
     MaxTokensOption,
@@ -20,6 +21,7 @@ from midfill.cli.options import (
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads standard input.")],
     model: ModelOption = None,
+    adapter: AdapterOption = None,
     max_tokens: MaxTokensOption = 128,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = None,
@@ -44,6 +46,7 @@ def generate(
             backend=backend,
             device=device,
             threads=threads,
+            adapter=adapter,
             progress=progress,
         )
     with llm:

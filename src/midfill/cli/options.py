@@ -55,6 +55,14 @@ KvMemoryOption = Annotated[
         help="Memory for KV, like 2GB; sized from what is free if not set.",
     ),
 ]
+AdapterOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH|none",
+        help="Folder of a LoRA adapter to merge into the model; the one that comes with a model"
+        " midfill knows by name if not set.",
+    ),
+]
 FimTokensOption = Annotated[
     str | None,
     typer.Option(

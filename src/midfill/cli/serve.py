@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midfill.cli.options import (
+    AdapterOption,
     BackendOption,
     ContextOption,
     DeviceOption,
@@ -43,6 +44,7 @@ def serve(
     threads: ThreadsOption = None,
     context: ContextOption = None,
     kv_memory: KvMemoryOption = None,
+    adapter: AdapterOption = None,
     fim_tokens: FimTokensOption = None,
     token_budget: Annotated[
         int,
@@ -64,10 +66,11 @@ def serve(
 
     from midfill.cli.progress import show_progress
     from midfill.config import ModelOptions, ServeOptions
-    from midfill.models.hub import DEFAULT_MODEL, resolve
+    from midfill.models.hub import DEFAULT_MODEL, resolve, resolve_adapter
     from midfill.server.run import run_server
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    folder = resolve_adapter(model or DEFAULT_MODEL, adapter)
     options = ServeOptions(
         model=model or DEFAULT_MODEL,
         served_name=served_name,
@@ -84,6 +87,7 @@ def serve(
             context=context,
             kv_memory=kv_memory,
             token_budget=token_budget,
+            adapter=None if folder is None else str(folder),
         ),
     )
     with ExitStack() as shown:
@@ -113,8 +117,9 @@ def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
         infill = "no FIM tokens known: answers see the prefix alone (--fim-tokens names some)"
         body = {"prompt": "def mean(values):\n    return "}
     body |= {"max_tokens": 16, "temperature": 0}
+    adapter = f"\n  adapter  {info.adapter}" if info.adapter is not None else ""
     return f"""midfill {__version__} serves {service.name}
-  model    {info.layers} layers, weights {format_size(info.weight_bytes)}, {info.backend}
+  model    {info.layers} layers, weights {format_size(info.weight_bytes)}, {info.backend}{adapter}
   KV pool  {format_size(info.kv_bytes)} ({info.kv_bytes} bytes), {info.slots} tokens
   context  {info.context} tokens
   infill   {infill}

@@ -7,7 +7,7 @@ from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.messages import EngineInfo
 from midfill.engine.runner import Runner
-from midfill.models.checkpoint import Checkpoint
+from midfill.models.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.models.loading import describe_runner, load_runner
 
 
@@ -45,5 +45,6 @@ def load_engine(
         slots=runner.slots,
         context=min(options.context or runner.config.context, runner.slots),
         load_seconds=time.perf_counter() - started,
+        adapter=str(name) if (name := checkpoint.metadata.get(ADAPTER_KEY)) is not None else None,
     )
     return engine, runner, info

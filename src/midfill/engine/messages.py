@@ -17,6 +17,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         slots: tokens the KV pool holds.
         context: most tokens of a prompt and its answer.
         load_seconds: from the engine's start to here.
+        adapter: name of the adapter merged into the model; None for none.
     """
 
     backend: str
@@ -26,6 +27,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     context: int
     load_seconds: float
+    adapter: str | None = None
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

@@ -126,10 +126,11 @@ def _load(
     send(Loading("loading libraries", 0, 1))
     # The heavy imports: only this process pays for them.
     from midfill.engine.loading import load_engine
-    from midfill.models.checkpoint import open_checkpoint
+    from midfill.models.adapted_checkpoint import open_model
 
-    checkpoint = open_checkpoint(Path(start.path))
-    engine, _, info = load_engine(checkpoint, start.options, _throttled(send), started)
+    options = start.options
+    checkpoint = open_model(Path(start.path), options.adapter_path, options.weights)
+    engine, _, info = load_engine(checkpoint, options, _throttled(send), started)
     return engine, info
 
 

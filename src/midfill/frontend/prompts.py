@@ -14,7 +14,7 @@ from midfill.infill.healing import TokenTrie
 from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
-from midfill.models.checkpoint import Checkpoint
+from midfill.models.checkpoint import FRAGMENTS_KEY, Checkpoint
 from midfill.tokens.layout import LayoutEncoder
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -117,7 +117,11 @@ class PromptEncoder:
         self.format = format
         self._tokenizer = checkpoint.tokenizer
         self._planner = Planner(
-            format, PlannerOptions(max_prompt_characters=context * _CHARACTERS_A_TOKEN)
+            format,
+            PlannerOptions(
+                max_prompt_characters=context * _CHARACTERS_A_TOKEN,
+                fragments=checkpoint.metadata.get(FRAGMENTS_KEY) is True,
+            ),
         )
         self._layouts = LayoutEncoder(checkpoint.tokenizer)
         self._chat = _chat_template(checkpoint.tokenizer)
@@ -156,6 +160,21 @@ class PromptEncoder:
             prompt, last = self._planned(dataclasses.replace(request, window="as-sent"))
         return self._healed(prompt, last, stop_token_ids) if healing else prompt
 
+    def laid_out(
+        self,
+        layout: PromptLayout,
+        *,
+        healing: bool = True,
+        stop_token_ids: Collection[int] = (),
+    ) -> Prompt:
+        """The prompt of a layout that the caller made, as ``infill`` makes it of the planner's.
+
+        Raises:
+            InvalidRequestError: too long or empty.
+        """
+        prompt, last = self._encoded(layout, layout.planned_prefix, layout.planned_suffix)
+        return self._healed(prompt, last, stop_token_ids) if healing else prompt
+
     def _planned(self, request: InfillRequest) -> tuple[Prompt, int]:
         """The prompt, and how many tokens at its end are user text that the answer continues."""
         layout = self._planner.plan(request)
@@ -165,25 +184,24 @@ class PromptEncoder:
                 " model's FIM format filled in",
                 param="midfill.layout",
             )
+        filled = request.raw and layout.layout != "verbatim"  # its texts are not the request's
+        prefix = layout.planned_prefix if filled else request.prefix
+        suffix = layout.planned_suffix if filled else request.suffix
+        prompt, last = self._encoded(layout, prefix, suffix)
+        return dataclasses.replace(prompt, text=request.prefix), last
+
+    def _encoded(self, layout: PromptLayout, prefix: str, suffix: str) -> tuple[Prompt, int]:
+        """The prompt of a layout, and how many tokens at its end the answer continues."""
         parts = self._layouts.encode_parts(layout)
         ids = [token_id for part in parts for token_id in part]
         self._check_length(len(ids), _too_long_field(layout, parts, self.context))
-        raw = layout.layout == "verbatim"
         report = LayoutReport(
             layout=layout.layout,
-            cut=None if raw else layout.cut,
+            cut=None if layout.layout == "verbatim" else layout.cut,
             sentinels=self.format is not None,
             document=layout.document,
         )
-        filled = request.raw and not raw  # a template: its texts are not the request's
-        prompt = Prompt(
-            ids,
-            request.prefix,
-            report,
-            layout.stop_token_ids,
-            prefix=layout.planned_prefix if filled else request.prefix,
-            suffix=layout.planned_suffix if filled else request.suffix,
-        )
+        prompt = Prompt(ids, prefix, report, layout.stop_token_ids, prefix=prefix, suffix=suffix)
         end = layout.segments[-1] if layout.segments else None
         is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")
         return prompt, len(parts[-1]) if is_open else 0

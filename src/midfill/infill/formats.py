@@ -185,7 +185,8 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 # A checkpoint's own word on its sentinels, newest key first: GGUF keys hold token ids, the names
-# without a dot are those of a Hugging Face tokenizer_config.json and hold token texts.
+# without a dot are those of a Hugging Face tokenizer_config.json and hold token texts. Several stop
+# tokens may stand in a list.
 _PREFIX_KEYS = (
     "tokenizer.ggml.fim_pre_token_id",
     "tokenizer.ggml.prefix_token_id",
@@ -239,9 +240,9 @@ def find_format(
     elif middle is None:
         return None  # two sentinels of an unknown family do not tell its order
     own_stop = [
-        stop
+        _from_metadata((key,), {key: value}, special_tokens, names)
         for key in _STOP_KEYS
-        if (stop := _from_metadata((key,), metadata, special_tokens, names))
+        for value in _each(metadata.get(key))
     ]
     repository = _from_metadata(_REPOSITORY_KEYS, metadata, special_tokens, names)
     separator = _from_metadata(_SEPARATOR_KEYS, metadata, special_tokens, names)
@@ -316,6 +317,11 @@ def _known_format(family: str, special_tokens: Mapping[str, int]) -> FimFormat |
         repository=sentinel(best.repository),
         file_separator=sentinel(best.file_separator),
     )
+
+
+def _each(value: object) -> Iterable[object]:
+    """The items of a list; anything else is one."""
+    return value if isinstance(value, list) else (value,)
 
 
 def _from_metadata(

@@ -8,7 +8,8 @@ Canonical names (weights are [out_features, in_features], rotary halves in NEOX 
     layers.{i}.{gate,up,down}.weight|bias   (no gate when the MLP is not gated)
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,8 +24,16 @@ from midfill.models.config import ModelConfig
 from midfill.models.tensors import tensor_shapes
 from midfill.tokens.tokenizer import Tokenizer
 
+ADAPTER_KEY = "midfill.adapter"
+"""Metadata: name of the adapter that was merged into a model when it was opened."""
+
+FRAGMENTS_KEY = "midfill.fragments"
+"""Metadata: true where a model was trained on text tokenised in fragments, as EFIM cuts it."""
+
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
+_TENSOR_SAMPLES = 16
+_TENSOR_SAMPLE_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,15 @@ class Checkpoint(Protocol):
         """Hex digest that changes with the content, cheap to take; keys caches of derived data."""
         ...
 
+    @property
+    def content_digest(self) -> str:
+        """Hex sha256 of what the model is: the same wherever and whenever it was stored.
+
+        Names, shapes, kinds and samples of all tensors go into it, see ``digest_tensors``, so a
+        fine-tuned or otherwise quantised model has another one. An adapter names its base by it.
+        """
+        ...
+
     def names(self) -> list[str]:
         """Canonical names of the tensors it holds."""
         ...
@@ -136,6 +154,25 @@ def samples(start: int, stop: int) -> list[slice]:
     last = max(stop - _SAMPLE_BYTES, start)
     starts = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
     return [slice(at, min(at + _SAMPLE_BYTES, stop)) for at in starts]
+
+
+def digest_tensors(tensors: Iterable[StoredTensor]) -> str:
+    """Hex sha256 over tensors in order of their names: name, kind, shape and samples of the data.
+
+    Small tensors go in whole, of others 16 stretches of 512 bytes from all over the data.
+    """
+    digest = hashlib.sha256()
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        digest.update(f"{tensor.name} {tensor.kind} {list(tensor.shape)}\n".encode())
+        data = tensor.data.reshape(-1).view(np.uint8)
+        last = len(data) - _TENSOR_SAMPLE_BYTES
+        if len(data) <= _TENSOR_SAMPLES * _TENSOR_SAMPLE_BYTES:
+            digest.update(data.tobytes())
+            continue
+        for i in range(_TENSOR_SAMPLES):
+            at = last * i // (_TENSOR_SAMPLES - 1)
+            digest.update(data[at : at + _TENSOR_SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()
 
 
 def check_layers(config: ModelConfig, tensors: int, source: object) -> None:

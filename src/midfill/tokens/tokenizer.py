@@ -124,6 +124,10 @@ class Tokenizer:
 
         return build_tokenizer(metadata)
 
+    def save(self, path: Path) -> None:
+        """Write it as a Hugging Face tokenizer.json."""
+        self._parsing.save(str(path))
+
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of a text; BOS is never added.
 

@@ -1,0 +1,310 @@
+"""The ``midfill eval`` commands."""
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midfill.cli.options import (
+    AdapterOption,
+    BackendOption,
+    DeviceOption,
+    FimTokensOption,
+    ModelOption,
+    ThreadsOption,
+    WeightsFormatOption,
+    parse_fim_tokens,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from midfill.evaluation.models import Model
+    from midfill.evaluation.problems import Task
+    from midfill.evaluation.run import InfillingReport, Progress
+
+HumanEvalOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="HumanEval-Infilling: the 'data' folder of OpenAI's human-eval-infilling repository.",
+    ),
+]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure how good answers are; tables, JSON, plots, and comparisons.",
+)
+
+
+@app.callback()
+def _eval() -> None:
+    """Measure how good answers are."""
+
+
+@app.command()
+def infilling(
+    humaneval: HumanEvalOption = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Python files, or folders of them, that the model hasn't seen; repeatable.",
+        ),
+    ] = None,
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="An OpenAI-style server instead, e.g. http://127.0.0.1:8080/v1; prompts are laid"
+            " out here, with --fim-tokens."
+        ),
+    ] = None,
+    fim_tokens: FimTokensOption = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Kinds of holes, separated by commas: single-line, multi-line, random-span"
+            " (HumanEval), line, subtoken, block, span (files). All there is data for if not set."
+        ),
+    ] = None,
+    conditions: Annotated[
+        str | None,
+        typer.Option(
+            help="Ways of asking, separated by commas: prefix-only, prefix-only+healing, psm, spm,"
+            " efim, efim+healing, auto. All that the model can do if not set."
+        ),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(min=0, help="Holes of each kind; 0 takes all (of files, a thousand).")
+    ] = 200,
+    seed: Annotated[int, typer.Option(help="All chance follows from it.")] = 0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Longest answer; if not set 64 tokens in a line, 256 for multi-line, else 128.",
+        ),
+    ] = None,
+    context_characters: Annotated[
+        str,
+        typer.Option(metavar="BEFORE,AFTER", help="Most text the model sees around the hole."),
+    ] = "2000,1000",
+    typed: Annotated[
+        bool,
+        typer.Option(
+            "--typed",
+            help="Tokenise the last 40 characters after the middle token in pieces of 1 to 8, as"
+            " they would be typed.",
+        ),
+    ] = False,
+    weights: WeightsFormatOption = "auto",
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write every answer and score here, for 'eval compare'; kept up to date while the"
+            " run goes on."
+        ),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="Put the tables into this Markdown file.")
+    ] = None,
+) -> None:
+    """Infilling quality: pass@1 on HumanEval-Infilling, exact match in held-out files.
+
+    The same holes are asked in every condition: the prefix alone, PSM, SPM, EFIM cut at a random
+    character, the first and the last of these with token healing, and as midfill lays prompts out.
+    """
+    from midfill.cli.progress import show_progress
+    from midfill.errors import MidfillError
+    from midfill.evaluation.conditions import choose_conditions, parse_conditions
+    from midfill.evaluation.report import (
+        plot_report,
+        report_markdown,
+        report_tables,
+        write_report,
+    )
+    from midfill.evaluation.run import RunOptions, evaluate, load_problems
+
+    if url is not None and (model or adapter or typed):
+        raise MidfillError(
+            "--url names the model: it goes with neither --model nor --adapter, nor with --typed"
+        )
+    _check_outputs(json, plot, docs)
+    names = None if conditions is None else parse_conditions(conditions)
+    before, after = _context(context_characters)
+    options = RunOptions(
+        tasks=_tasks(tasks, humaneval, files or []),
+        limit=limit,
+        seed=seed,
+        before=before,
+        after=after,
+        typed=typed,
+        max_tokens=max_tokens,
+    )
+    problems = load_problems(options, humaneval, files or [])
+    sentinels = None if fim_tokens is None else parse_fim_tokens(fim_tokens)
+
+    def save(report: "InfillingReport") -> None:
+        if json is not None:
+            write_report(report, json, finished=False)
+
+    def run(asked: "Model", progress: "Progress") -> "InfillingReport":
+        chosen = choose_conditions(names, asked.format, remote=asked.remote)
+        return evaluate(asked, problems, chosen, options, progress, save)
+
+    with show_progress() as progress:
+        if url is not None:
+            from midfill.evaluation.models import RemoteModel
+
+            report = run(RemoteModel(url, sentinels), progress)
+        else:
+            from midfill.evaluation.models import LocalModel
+            from midfill.llm import LLM
+            from midfill.models.hub import DEFAULT_MODEL
+
+            name = model or DEFAULT_MODEL
+            with LLM(
+                name,
+                adapter=adapter,
+                weights=weights,
+                backend=backend,
+                device=device,
+                threads=threads,
+                fim_tokens=sentinels,
+                progress=progress,
+            ) as llm:
+                report = run(LocalModel(llm, f"{name} (weights {weights})"), progress)
+    if json is not None:
+        write_report(report, json, finished=True)
+    console = _console()
+    for table in report_tables(report):
+        console.print(table)
+    if plot is not None:
+        plot_report(report, plot)
+    if docs is not None:
+        from midfill.bench.document_sections import replace_section
+
+        replace_section(docs, "infilling", report_markdown(report))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="Written by 'eval infilling'.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Of the model to compare.")],
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A=B",
+            help="Compare condition A of the first with B of the second, as in prefix-only=psm;"
+            " repeatable. Each with itself if not set.",
+        ),
+    ] = None,
+) -> None:
+    """How the second run differs from the first, hole by hole, where both asked the same."""
+    from midfill.evaluation.report import comparison_tables, read_report
+    from midfill.evaluation.summary import compare
+
+    pairs = [_pair(text) for text in pair or ()]
+    one, other = read_report(first), read_report(second)
+    comparisons = compare(one, other, pairs)
+    console = _console()
+    console.print(f"first:  {one.model}\nsecond: {other.model}", markup=False, highlight=False)
+    for table in comparison_tables(comparisons):
+        console.print(table)
+
+
+@app.command()
+def check(humaneval: HumanEvalOption = None) -> None:
+    """Run HumanEval-Infilling's own solutions in the sandbox: all should pass here, too."""
+    import time
+
+    from midfill.cli.progress import show_progress
+    from midfill.errors import MidfillError
+    from midfill.evaluation.humaneval import WHERE, load_humaneval
+    from midfill.evaluation.sandbox import Sandbox
+
+    if humaneval is None:
+        raise MidfillError(f"name the data with --humaneval FOLDER: {WHERE}")
+    problems = load_humaneval(humaneval, "single-line")
+    with Sandbox() as sandbox, show_progress() as progress:
+        started = time.perf_counter()
+        verdicts = sandbox.run(
+            [problem.program(problem.hole) for problem in problems],
+            lambda done, total: progress("programs", done, total),
+        )
+        seconds = time.perf_counter() - started
+    failed = [
+        f"{problem.id}: {verdict.reason}"
+        for problem, verdict in zip(problems, verdicts, strict=True)
+        if not verdict.passed
+    ]
+    typer.echo(
+        f"{len(problems) - len(failed)} of {len(problems)} programs passed in {seconds:.1f} s,"
+        f" kept apart with {sandbox.isolation}"
+    )
+    if failed:
+        raise MidfillError(f"{len(failed)} did not, first {failed[0]}")
+
+
+def _console() -> "Console":
+    """Standard output; as wide as the tables where it is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=130)
+
+
+def _tasks(text: str | None, humaneval: Path | None, files: list[Path]) -> "tuple[Task, ...]":
+    """The tasks asked for, or those there is data for."""
+    from midfill.errors import MidfillError
+    from midfill.evaluation.humaneval import WHERE
+    from midfill.evaluation.problems import FILE_TASKS, PUBLIC_TASKS, parse_tasks
+
+    if humaneval is None and not files:
+        raise MidfillError(
+            "nothing to ask: name held-out Python files with --files, or HumanEval-Infilling with"
+            f" --humaneval FOLDER; for that, {WHERE}"
+        )
+    if text is not None:
+        return parse_tasks(text)
+    return (*(PUBLIC_TASKS if humaneval is not None else ()), *(FILE_TASKS if files else ()))
+
+
+def _context(text: str) -> tuple[int, int]:
+    """Two numbers of characters from "2000,1000"."""
+    try:
+        before, after = (int(part) for part in text.split(","))
+    except ValueError:
+        before = after = -1
+    if before < 1 or after < 0:
+        raise typer.BadParameter("--context-characters takes two numbers like 2000,1000")
+    return before, after
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Two conditions from "prefix-only=psm"."""
+    first, equals, second = text.partition("=")
+    if not (first and equals and second):
+        raise typer.BadParameter(f"--pair takes two conditions like prefix-only=psm, not {text!r}")
+    return first, second
+
+
+def _check_outputs(json: Path | None, plot: Path | None, docs: Path | None) -> None:
+    """Say now, and not after hours, that a result could not be written."""
+    from midfill.errors import MidfillError
+
+    for path in (json, plot, docs):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise MidfillError(f"{path} can't be written: there is no folder {path.parent}")
+    if plot is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise MidfillError("--plot needs matplotlib: install midfill[bench]")
+        if plot.suffix not in (".png", ".svg", ".pdf"):
+            raise MidfillError(f"--plot {plot}: the name must end in .png, .svg or .pdf")

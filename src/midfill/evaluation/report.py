@@ -1,0 +1,194 @@
+"""Reports as tables, as Markdown, as a plot, and as the JSON files that are compared later."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from midfill.errors import MidfillError
+from midfill.evaluation.problems import Task
+from midfill.evaluation.run import InfillingReport
+from midfill.evaluation.statistics import Estimate
+from midfill.evaluation.summary import (
+    SCORES,
+    Comparison,
+    baseline_of,
+    differences,
+    summarise,
+    tasks_of,
+)
+
+_LEGEND = "Percent with 95% intervals (bootstrap over functions or files, paired for differences)."
+
+
+class _Grid(msgspec.Struct, frozen=True):
+    """A table before it is drawn; its first ``labels`` columns are names, the others numbers."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    labels: int = 1
+
+
+def report_tables(report: InfillingReport) -> list[Table]:
+    """For the terminal: of each task the scores, and the differences from the baseline."""
+    tables = [_drawn(grid) for grid in _grids(report)]
+    tables[-1].caption = _caption(report)
+    return tables
+
+
+def report_markdown(report: InfillingReport) -> str:
+    """For a document."""
+    parts = []
+    for grid in _grids(report):
+        lines = [grid.columns, ["---"] * len(grid.columns), *grid.rows]
+        parts.append(f"{grid.title}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join([*parts, _caption(report)])
+
+
+def comparison_tables(
+    comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
+) -> list[Table]:
+    """For the terminal: of each task a row a condition and score."""
+    tables = []
+    for task, conditions in comparisons.items():
+        rows = [
+            [
+                condition,
+                SCORES[name],
+                f"{100 * found.first.value:.1f}",
+                f"{100 * found.second.value:.1f}",
+                _cell(found.difference, signed=True),
+            ]
+            for condition, scores in conditions.items()
+            for name, found in scores.items()
+        ]
+        count = next(iter(next(iter(conditions.values())).values())).first.count
+        columns = ["condition", "score", "first", "second", "second - first"]
+        tables.append(_drawn(_Grid(f"{task}, {count} holes in both", columns, rows, labels=2)))
+    tables[-1].caption = _LEGEND
+    return tables
+
+
+def plot_report(report: InfillingReport, path: Path) -> None:
+    """Bars with intervals, a panel a task; the file's ending chooses the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = tasks_of(report)
+    figure, panels = pyplot.subplots(
+        len(tasks), 1, figsize=(11, 3.2 * len(tasks)), squeeze=False, layout="constrained"
+    )
+    for axes, task in zip(panels[:, 0], tasks, strict=True):
+        summary = summarise(report, task)
+        names = list(next(iter(summary.values())))
+        width = 0.8 / len(names)
+        for number, name in enumerate(names):
+            found = [scores[name] for scores in summary.values()]
+            at = [place + (number - (len(names) - 1) / 2) * width for place in range(len(found))]
+            values = [100 * estimate.value for estimate in found]
+            below = [max(0.0, 100 * (e.value - e.low)) for e in found]
+            above = [max(0.0, 100 * (e.high - e.value)) for e in found]
+            axes.bar(at, values, width, yerr=[below, above], label=SCORES[name], capsize=2)
+        axes.set_xticks(range(len(summary)), list(summary))
+        axes.set_ylim(0, 100)
+        axes.set_ylabel("percent")
+        axes.set_title(_title(report, task))
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(report.model, fontsize="medium")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def write_report(report: InfillingReport, path: Path, *, finished: bool) -> None:
+    """Write a report as JSON; never half of it. A finished one begins with its summaries.
+
+    Raises:
+        MidfillError: it can't be written.
+    """
+    summaries = {
+        task: {"scores": summarise(report, task), "differences": differences(report, task)}
+        for task in (tasks_of(report) if finished else ())
+    }
+    record = {"summary": summaries, **msgspec.to_builtins(report)}
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise MidfillError(f"{path} can't be written: {error.strerror}") from None
+
+
+def read_report(path: Path) -> InfillingReport:
+    """A report that ``write_report`` wrote.
+
+    Raises:
+        MidfillError: it is none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=InfillingReport)
+    except OSError as error:
+        raise MidfillError(f"{path} can't be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise MidfillError(f"{path} is no file of 'midfill eval infilling': {error}") from None
+
+
+def _grids(report: InfillingReport) -> Iterator[_Grid]:
+    base = baseline_of(report)
+    for task in tasks_of(report):
+        summary = summarise(report, task)
+        names = list(next(iter(summary.values())))
+        columns = [SCORES[name] for name in names]
+        rows = [
+            [condition, *(_cell(scores[name]) for name in names)]
+            for condition, scores in summary.items()
+        ]
+        yield _Grid(_title(report, task), ["condition", *columns], rows)
+        rows = [
+            [condition, *(_cell(scores[name], signed=True) for name in names)]
+            for condition, scores in differences(report, task).items()
+        ]
+        if rows:
+            yield _Grid(f"{task}, less {base}", ["condition", *columns], rows)
+
+
+def _title(report: InfillingReport, task: Task) -> str:
+    count = sum(problem.task == task for problem in report.problems)
+    return f"{task}, {count} holes"
+
+
+def _cell(estimate: Estimate, *, signed: bool = False) -> str:
+    sign = "+" if signed else ""
+    parts = (estimate.value, estimate.low, estimate.high)
+    value, low, high = (round(100 * part, 1) + 0.0 for part in parts)  # no -0.0
+    return f"{value:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
+
+
+def _caption(report: InfillingReport) -> str:
+    options = report.options
+    typed = ", increments typed in pieces" if options.typed else ""
+    ran = f", programs run with {report.isolation}" if report.isolation else ""
+    return (
+        f"{report.model}; at most {options.before} characters before and {options.after} after the"
+        f" caret, greedy, seed {options.seed}{typed}{ran}. {_LEGEND}"
+    )
+
+
+def _drawn(grid: _Grid) -> Table:
+    table = Table(title=grid.title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    for place, column in enumerate(grid.columns):
+        label = place < grid.labels
+        table.add_column(column, justify="left" if label else "right", no_wrap=label)
+    # Intervals below their values, where a line of them would be too wide.
+    interval = "\n[" if grid.labels == 1 else " ["
+    for row in grid.rows:
+        table.add_row(*(Text(cell.replace(" [", interval)) for cell in row))  # no markup
+    return table

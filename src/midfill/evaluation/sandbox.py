@@ -1,0 +1,225 @@
+"""Sandbox: runs programs that a model wrote, with their tests, and says which passed.
+
+Every program gets a process of its own, in a session of its own, with an empty folder to work in,
+no environment, nothing on standard input, its output thrown away, and limits of CPU time, memory,
+file size, open files and processes (the last means nothing to root). It has passed if it ran to
+its end, its tests included: only then a random token, made for this run, comes back. An exception
+(SystemExit too), ``os._exit``, a signal, a limit or the wall time limit is a failure; nothing a
+program does makes the caller wait longer than that limit.
+
+How a program is kept from the rest of the machine depends on what the system permits:
+
+namespaces (Linux, where unprivileged user namespaces are allowed)
+    The kernel's guarantee, whatever the program calls, C libraries included. There is no network,
+    not even the machine's own; every file system is read-only but for a folder in memory that
+    nobody else sees; no other process can be seen or signalled; the program has no capabilities;
+    and when it ends or is killed, all processes that it started end with it.
+audit-hook (elsewhere)
+    Python's own guarantee: an audit hook refuses sockets, processes, ctypes, signals and writing
+    outside the folder. It holds against what Python code does by ordinary means, which is what
+    models write, but not against code made to get around it: an extension module's own system
+    calls pass unseen. The kernel still enforces the limits, a user other than root can't start
+    any process, and the program's process group is killed as a whole.
+
+Files can be read in both. A program's output goes nowhere, so what it reads goes nowhere either.
+"""
+
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, Self
+
+from midfill.errors import MidfillError
+
+Isolation = Literal["namespaces", "audit-hook"]
+
+_GRACE_SECONDS = 30.0  # for a worker to answer after the wall time limit, on a busy machine
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use.
+
+    Attributes:
+        cpu_seconds: of each of its processes.
+        wall_seconds: from start to end.
+        memory_bytes: address space of each of its processes.
+        file_bytes: of each file it writes.
+    """
+
+    cpu_seconds: int = 4
+    wall_seconds: float = 15.0
+    memory_bytes: int = 1 << 30
+    file_bytes: int = 1 << 24
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one program ended.
+
+    Attributes:
+        passed: it ran to its end.
+        reason: "passed", or what came between, for people.
+    """
+
+    passed: bool
+    reason: str
+
+
+class Sandbox:
+    """A pool of workers that run programs. To be used as a context manager.
+
+    Args:
+        workers: programs that run at a time; None takes the cores this process may use.
+        limits: of each program.
+        isolation: insist on one kind; None takes the best that the system permits.
+
+    Raises:
+        MidfillError: the system can't run it, or not with this isolation.
+
+    Attributes:
+        isolation: the kind in use.
+    """
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        limits: Limits | None = None,
+        isolation: Isolation | None = None,
+    ) -> None:
+        if os.name != "posix":
+            raise MidfillError("running programs needs Linux or macOS; pass@1 can't be measured")
+        self._limits = limits or Limits()
+        self._folder = tempfile.mkdtemp(prefix="midfill-sandbox-")
+        self._workers: list[_Worker] = []
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        try:
+            for _ in range(workers or _cores()):
+                self._workers.append(_Worker(isolation or "auto", self._folder))
+                self._idle.put(self._workers[-1])
+        except BaseException:
+            self.close()
+            raise
+        self.isolation: Isolation = self._workers[0].isolation
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers and whatever runs in them."""
+        for worker in self._workers:
+            worker.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(
+        self, programs: Sequence[str], progress: Callable[[int, int], None] | None = None
+    ) -> list[Verdict]:
+        """Run programs, as many at a time as there are workers.
+
+        Args:
+            programs: Python source; what it prints is not seen, only whether it comes to its end.
+            progress: hears (done, total).
+
+        Raises:
+            MidfillError: the sandbox itself failed.
+        """
+        pool = ThreadPoolExecutor(len(self._workers))
+        try:
+            futures = [pool.submit(self._run, program) for program in programs]
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                if progress is not None:
+                    progress(done, len(programs))
+            return [future.result() for future in futures]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _run(self, program: str) -> Verdict:
+        worker = self._idle.get()
+        try:
+            return worker.run(program, self._limits)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process of ``sandbox_worker.py``, started again if it is lost."""
+
+    def __init__(self, mode: str, folder: str) -> None:
+        script = Path(__file__).with_name("sandbox_worker.py")
+        self._command = [sys.executable, "-BPSs", str(script), mode, folder]
+        self._start()
+
+    def run(self, program: str, limits: Limits) -> Verdict:
+        job = {"source": program, "token": secrets.token_hex(16), **asdict(limits)}
+        reply = self._ask(job, limits.wall_seconds + _GRACE_SECONDS)
+        if reply is None:
+            self.close()
+            self._start()
+            return Verdict(False, "killed with its worker")
+        if "error" in reply:
+            raise MidfillError(f"the sandbox failed: {reply['error']}")
+        return Verdict(reply["passed"], reply["reason"])
+
+    def close(self) -> None:
+        """Kill it; the kernel kills the program it runs."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def _start(self) -> None:
+        # PYTHONHASHSEED: the same program always ends the same way.
+        environment = {"PYTHONHASHSEED": "0"}
+        if "LD_LIBRARY_PATH" in os.environ:
+            environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        hello = self._read(_GRACE_SECONDS)
+        if hello is None or "error" in hello:
+            self.close()
+            why = (hello or {}).get("error", "its worker does not start")
+            raise MidfillError(f"the sandbox can't be used here: {why}")
+        self.isolation: Isolation = hello["isolation"]
+
+    def _ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """The reply to a job; None if the worker is gone."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        return self._read(seconds)
+
+    def _read(self, seconds: float) -> dict[str, Any] | None:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        line = self._process.stdout.readline() if ready else b""
+        return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

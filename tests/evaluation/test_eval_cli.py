@@ -1,0 +1,127 @@
+"""``midfill eval``, run as users run it."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from midfill.cli import main
+
+HERE = Path(__file__).parent
+HEAVY = ("torch", "numba", "numpy", "tokenizers", "matplotlib", "httpx", "rich.progress")
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def midfill(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The entry point in this process; returns status, standard output and standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["midfill", "eval", *map(str, arguments)])
+        status: object = 0
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code or 0
+        assert isinstance(status, int)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"import sys, midfill.cli.app; print([m for m in {HEAVY} if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_a_run_and_what_it_leaves(
+    midfill: Command, tiny_folder: Path, humaneval: Path, tmp_path: Path
+) -> None:
+    results = [tmp_path / "a.json", tmp_path / "b.json"]
+    for seed, json in enumerate(results):
+        status, shown, _ = midfill(
+            *("infilling", "--model", tiny_folder, "--adapter", "none", "--threads", 1),
+            *("--humaneval", humaneval, "--files", HERE, "--tasks", "single-line,subtoken"),
+            *("--conditions", "psm,efim+healing", "--limit", 4, "--max-tokens", 4),
+            *("--context-characters", "200,100", "--seed", seed, "--json", json),
+            *("--plot", tmp_path / "plot.png", "--docs", tmp_path / "page.md"),
+        )
+        assert status == 0
+        assert "single-line, 4 holes" in shown
+        assert "subtoken, less psm" in shown
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert "| efim+healing |" in (tmp_path / "page.md").read_text()
+    status, shown, _ = midfill("compare", *results, "--pair", "psm=efim+healing")
+    assert status == 0
+    assert "psm | efim+healing" in shown
+
+
+def test_the_data_checks_the_sandbox(midfill: Command, humaneval: Path) -> None:
+    status, shown, _ = midfill("check", "--humaneval", humaneval)
+    assert status == 0
+    assert shown.startswith("5 of 5 programs passed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["infilling"], "nothing to ask: name held-out Python files with --files, or"),
+        (["infilling", "--files", "nowhere"], "--files nowhere: no such file or folder"),
+        (["infilling", "--humaneval", "nowhere"], "no HumanEval-SingleLineInfilling.jsonl.gz in"),
+        (["infilling", "--files", HERE, "--tasks", "words"], "--tasks names words"),
+        (["infilling", "--files", HERE, "--tasks", "single-line"], "needs --humaneval"),
+        (["infilling", "--files", HERE, "--conditions", "pms"], "--conditions names pms"),
+        (["infilling", "--files", HERE, "--json", "no/a.json"], "there is no folder no"),
+        (["infilling", "--files", HERE, "--plot", "a.bmp"], "must end in .png, .svg or .pdf"),
+        (["infilling", "--files", HERE, "--url", "http://127.0.0.1:1/v1"], "no OpenAI-style"),
+        (["infilling", "--files", HERE, "--url", "x", "--typed"], "--url names the model"),
+        (["infilling", "--files", HERE, "--model", "./none.gguf"], "none.gguf"),
+        (["compare", "a.json", "b.json"], "a.json can't be read"),
+        (["check"], "name the data with --humaneval FOLDER"),
+    ],
+)
+def test_bad_input_is_one_line_and_1(
+    midfill: Command, arguments: list[object], problem: str
+) -> None:
+    status, _, said = midfill(*arguments)
+    assert status == 1
+    assert said.count("\n") == 1
+    assert problem in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["infilling", "--files", HERE, "--context-characters", "many"],
+        ["infilling", "--files", HERE, "--fim-tokens", "a,b"],
+        ["infilling", "--files", HERE, "--limit", "-1"],
+        ["compare", "a.json"],
+        ["compare", "a.json", "b.json", "--pair", "psm"],
+    ],
+)
+def test_wrong_usage_exits_with_2(midfill: Command, arguments: list[object]) -> None:
+    status, _, said = midfill(*arguments)
+    assert status == 2
+    assert "Usage" in said
+
+
+def test_a_model_without_fim_tokens_asked_for_psm(
+    midfill: Command, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "plain")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace("fim_", "mif_"))
+    options = ["--model", folder, "--threads", 1, "--files", HERE, "--conditions", "psm"]
+    status, _, said = midfill("infilling", *options)
+    assert status == 1
+    assert said == (
+        "midfill: condition psm needs the model's FIM tokens: name them with"
+        " --fim-tokens PRE,SUF,MID\n"
+    )

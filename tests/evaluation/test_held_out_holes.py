@@ -1,0 +1,121 @@
+"""Held-out holes: every kind is what it claims, spread over the files, the same for a seed."""
+
+import keyword
+import re
+from pathlib import Path
+
+import pytest
+
+from midfill.errors import MidfillError
+from midfill.evaluation.holes import SourceFile, cut_holes, read_files
+from midfill.evaluation.problems import FILE_TASKS, FileTask, Problem
+
+HERE = Path(__file__).parent
+FILES = read_files([HERE])
+TEXTS = {file.name: file.text for file in FILES}
+
+
+@pytest.fixture(params=FILE_TASKS)
+def task(request: pytest.FixtureRequest) -> FileTask:
+    chosen: FileTask = request.param
+    return chosen
+
+
+def holes(task: FileTask, count: int = 150, seed: int = 0) -> list[Problem]:
+    return cut_holes(FILES, task, count, seed)
+
+
+def test_a_hole_is_cut_from_its_file(task: FileTask) -> None:
+    for problem in holes(task):
+        assert problem.prefix + problem.hole + problem.suffix == TEXTS[problem.group]
+        assert problem.task == task
+        assert problem.hole.strip()
+        assert problem.prefix
+
+
+def test_holes_differ_and_the_seed_decides(task: FileTask) -> None:
+    found = holes(task)
+    assert len(found) == len({problem.id for problem in found}) == 150
+    assert found == holes(task)
+    assert found != holes(task, seed=1)
+    assert len({problem.group for problem in found}) == len(FILES)
+
+
+def test_a_file_decides_its_own_holes(task: FileTask) -> None:
+    """Another file more or less changes how many are cut from this one, not which."""
+    alone = {problem.id for problem in cut_holes(FILES[:1], task, 60, 0)}
+    among = {problem.id for problem in holes(task, 60) if problem.group == FILES[0].name}
+    assert among <= alone
+
+
+def test_lines_and_subtokens_end_with_their_line() -> None:
+    for problem in (*holes("line"), *holes("subtoken")):
+        assert "\n" not in problem.hole
+        assert problem.suffix[:1] in ("\n", "")
+    assert any(problem.prefix[-1] != " " for problem in holes("line"))
+
+
+def test_a_subtoken_caret_is_strictly_inside_a_word() -> None:
+    for problem in holes("subtoken"):
+        start = re.search(r"\w+$", problem.prefix)
+        rest = re.match(r"\w+", problem.hole)
+        assert start is not None
+        assert rest is not None
+        assert rest[0] == problem.word_rest
+        word = start[0] + rest[0]
+        assert word.isidentifier() or keyword.iskeyword(word)
+        assert len(word) >= 4
+
+
+def test_subtokens_are_of_code_and_not_of_strings_or_comments() -> None:
+    text = '"""A docstring of some words."""\n' + "# a comment with words\nvalue = 'string'\n" * 20
+    for problem in cut_holes([SourceFile("a.py", text)], "subtoken", 30, 0):
+        assert problem.prefix.rsplit("\n", 1)[1] in ("v", "va", "val", "valu")
+
+
+def test_blocks_are_a_few_whole_lines() -> None:
+    for problem in holes("block"):
+        assert 1 <= problem.hole.count("\n") < 10
+        assert not problem.prefix.rsplit("\n", 1)[1].strip()
+        assert problem.suffix[:1] in ("\n", "")
+
+
+def test_spans_are_short_and_anywhere() -> None:
+    found = holes("span")
+    assert all(4 <= len(problem.hole) <= 160 for problem in found)
+    assert {bool(re.match(r"\w", problem.hole)) for problem in found} == {True, False}
+
+
+def test_files_are_searched_for_in_folders_and_odd_ones_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "good.py").write_bytes(b"value = 1\r\n" * 50)
+    (tmp_path / "binary.py").write_bytes(b"\xff\x00" * 500)
+    (tmp_path / "short.py").write_text("x = 1\n")
+    (tmp_path / "other.txt").write_text("x = 1\n" * 100)
+    (only,) = read_files([tmp_path])
+    assert only.name == f"{tmp_path.name}/deep/er/good.py"
+    assert only.text == "value = 1\n" * 50
+    assert len(read_files([tmp_path / "other.txt"])) == 1  # named itself
+
+
+def test_a_file_that_is_no_python_has_lines_all_the_same() -> None:
+    files = [SourceFile("a.py", "def ((( broken 'text\n" * 40)]
+    assert len(cut_holes(files, "line", 10, 0)) == 10
+
+
+def test_less_is_cut_where_there_is_no_more() -> None:
+    files = [SourceFile("a.py", "ab = 1\n\n\n\n\n\n\n\n\n" * 50)]
+    found = cut_holes(files, "line", 10**5, 0)
+    assert 50 < len(found) <= 300
+
+
+def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(MidfillError, match="no such file"):
+        read_files([tmp_path / "none"])
+    with pytest.raises(MidfillError, match="no Python files"):
+        read_files([tmp_path])
+    (tmp_path / "short.py").write_text("x = 1\n")
+    with pytest.raises(MidfillError, match=r"none of the 1 files .* at least 400 characters"):
+        read_files([tmp_path])
+    with pytest.raises(MidfillError, match="no place for a hole of kind 'subtoken'"):
+        cut_holes([SourceFile("a.py", "x = 1\n" * 100)], "subtoken", 5, 0)

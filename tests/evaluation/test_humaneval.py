@@ -1,0 +1,60 @@
+"""HumanEval-Infilling's files: read as they are, refused in one line when they are not."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from midfill.errors import MidfillError
+from midfill.evaluation.humaneval import load_humaneval
+from midfill.evaluation.problems import choose
+from midfill.evaluation.sandbox import Sandbox
+
+NAME = "HumanEval-SingleLineInfilling.jsonl.gz"
+
+
+def test_problems_are_what_the_file_says(humaneval: Path, records: list[dict[str, str]]) -> None:
+    problems = load_humaneval(humaneval, "single-line")
+    assert [problem.id for problem in problems] == [record["task_id"] for record in records]
+    assert {problem.group for problem in problems} == {"HumanEval/0", "HumanEval/1"}
+    assert problems[0].hole == records[0]["canonical_solution"]
+    assert all(problem.task == "single-line" for problem in problems)
+
+
+def test_the_files_own_solutions_pass_and_others_dont(humaneval: Path) -> None:
+    problems = load_humaneval(humaneval, "single-line")
+    programs = [problem.program(problem.hole) for problem in problems]
+    programs += [problem.program("    pass\n") for problem in problems]
+    with Sandbox(2) as sandbox:
+        passed = [verdict.passed for verdict in sandbox.run(programs)]
+    assert passed == [True] * len(problems) + [False] * len(problems)
+
+
+def test_samples_are_seeded_and_keep_their_order(humaneval: Path) -> None:
+    problems = load_humaneval(humaneval, "single-line") * 30
+    some = choose(problems, 10, seed=1)
+    assert len(some) == 10
+    assert some == choose(problems, 10, seed=1) != choose(problems, 10, seed=2)
+    assert choose(problems, 0, seed=1) == choose(problems, 10**6, seed=1) == problems
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"not gzip", "can't be read"),
+        (gzip.compress(b"not json"), "can't be read"),
+        (gzip.compress(b"x" * 10**4)[:-20], "can't be read"),
+        (gzip.compress(b'{"task_id": "a"}\n'), "something else than problems: KeyError"),
+        (gzip.compress(b"[]\n"), "something else than problems"),
+        (gzip.compress(b""), "no problems"),
+    ],
+)
+def test_broken_files(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    with pytest.raises(MidfillError, match=problem):
+        load_humaneval(tmp_path, "single-line")
+
+
+def test_missing_files_say_where_to_get_them(tmp_path: Path) -> None:
+    with pytest.raises(MidfillError, match=r"github\.com/openai/human-eval-infilling"):
+        load_humaneval(tmp_path, "multi-line")

@@ -1,0 +1,235 @@
+"""The sandbox: only programs that run to their end pass, and nothing else comes of them.
+
+Programs here do what they shouldn't for real. Those of ``EVERYWHERE`` fail however they are kept
+apart; what the kernel alone can guarantee is tested where it permits namespaces.
+"""
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from midfill.errors import MidfillError
+from midfill.evaluation.sandbox import Isolation, Limits, Sandbox, Verdict
+
+LIMITS = Limits(cpu_seconds=1, wall_seconds=1.5, memory_bytes=1 << 28, file_bytes=1 << 20)
+
+EVERYWHERE = {
+    "runs forever": ("while True: pass", "time limit"),
+    "sleeps forever": ("import time\ntime.sleep(1000)", "wall time limit"),
+    "allocates without end": ("a = []\nwhile True: a.append(bytearray(10**7))", "MemoryError"),
+    "writes a huge file": (
+        "with open('x', 'wb') as f:\n    for _ in range(100): f.write(bytes(10**6))",
+        "OSError",
+    ),
+    "reads standard input": ("input()", "EOFError"),
+    "leaves before its tests": ("import os\nos._exit(0)", "ended before"),
+    "leaves politely": ("raise SystemExit", "SystemExit"),
+    "leaves politely with 0": ("import sys\nsys.exit(0)", "SystemExit"),
+    "fails a test": ("assert 1 == 2", "AssertionError"),
+    "is no Python": ("def f(:", "SyntaxError"),
+    "holds a null byte": ("a = '\0'", "SyntaxError"),
+    "holds half a character": ("a = '\ud800'", "UnicodeEncodeError"),
+    "nests too deep": ("(" * 10**5, "raised"),
+    "closes the pipe": ("import os\nos.closerange(0, 100)", "ended before"),
+    "raises without a handler": ("class E(BaseException): pass\nraise E", "raised E"),
+    "aborts": ("import os\nos.abort()", "killed by signal"),
+    "writes where it likes": (f"open({tempfile.gettempdir()!r} + '/midfill-x', 'w')", "raised"),
+    "removes files": (f"import os\nos.remove({__file__!r})", "raised"),
+    "makes listening sockets": (
+        "import socket\nsocket.socket().connect(('192.0.2.1', 80))",
+        "raised",
+    ),
+}
+PASSING = {
+    "does nothing": "",
+    "prints megabytes": (
+        "import sys\nfor _ in range(50): print('x' * 10**5); sys.stderr.write('y' * 10**5)"
+    ),
+    "uses its folder": (
+        "import os\nassert os.listdir() == []\nopen('a', 'w').write('b')\nassert open('a').read()"
+    ),
+    "has no environment": "import os\nassert not os.environ",
+    "imports the standard library": "import math, re, hashlib, collections, decimal, statistics",
+    "has threads": "import threading\nprint(threading.current_thread().name)",
+}
+
+
+@pytest.fixture(scope="module", params=["namespaces", "audit-hook"])
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    isolation: Isolation = request.param
+    try:
+        sandbox = Sandbox(2, LIMITS, isolation)
+    except MidfillError as error:
+        pytest.skip(f"this system has none: {error}")
+    with sandbox:
+        assert sandbox.isolation == isolation
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def contained() -> Iterator[Sandbox]:
+    try:
+        sandbox = Sandbox(1, LIMITS, "namespaces")
+    except MidfillError as error:
+        pytest.skip(f"this system has none: {error}")
+    with sandbox:
+        yield sandbox
+
+
+def run(sandbox: Sandbox, program: str) -> Verdict:
+    (verdict,) = sandbox.run([program])
+    return verdict
+
+
+def test_programs_that_must_fail_do_so_in_time(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+    verdicts = sandbox.run([program for program, _ in EVERYWHERE.values()])
+    assert time.monotonic() - started < 20
+    for (name, (_, reason)), verdict in zip(EVERYWHERE.items(), verdicts, strict=True):
+        assert not verdict.passed, name
+        assert reason in verdict.reason, name
+    assert Path(__file__).exists()
+    assert not (Path(tempfile.gettempdir()) / "midfill-x").exists()
+
+
+def test_programs_that_come_to_their_end_pass(sandbox: Sandbox) -> None:
+    verdicts = sandbox.run(list(PASSING.values()))
+    assert dict(zip(PASSING, verdicts, strict=True)) == {
+        name: Verdict(True, "passed") for name in PASSING
+    }
+
+
+def test_programs_leave_nothing_to_each_other(sandbox: Sandbox) -> None:
+    write = "import builtins, math\nbuiltins.x = math.y = 1\nopen('a', 'w').write('b')"
+    read = "import builtins, math, os\nassert not os.listdir()\nassert not hasattr(math, 'y')"
+    assert all(verdict.passed for verdict in sandbox.run([write, read] * 4))
+
+
+def test_a_server_on_this_machine_is_out_of_reach(sandbox: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        reach = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 5).send(b'x')"
+        verdict = run(sandbox, reach)
+        assert not verdict.passed
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_verdicts_come_in_the_order_of_the_programs(sandbox: Sandbox) -> None:
+    programs = [f"import time\ntime.sleep({0.02 * (i % 3)})\nassert {i} % 2" for i in range(12)]
+    heard: list[tuple[int, int]] = []
+    verdicts = sandbox.run(programs, lambda done, total: heard.append((done, total)))
+    assert [verdict.passed for verdict in verdicts] == [bool(i % 2) for i in range(12)]
+    assert heard == [(done, 12) for done in range(1, 13)]
+    assert sandbox.run([]) == []
+
+
+def test_many_programs_take_little_time(sandbox: Sandbox) -> None:
+    started = time.monotonic()
+    assert all(verdict.passed for verdict in sandbox.run(["x = 1"] * 100))
+    assert time.monotonic() - started < 6  # a thousand in a minute
+
+
+@pytest.mark.parametrize(
+    ("end", "passes"), [("time.sleep(0.5)", True), ("while True: time.sleep(1)", False)]
+)
+def test_children_end_with_their_program(contained: Sandbox, end: str, passes: bool) -> None:
+    mark = f"midfill-heartbeat-{os.getpid()}-{passes}"
+    program = _ORPHAN.format(mark=mark, interpreter=sys.executable) + end
+    with ThreadPoolExecutor(1) as pool:
+        verdict = pool.submit(run, contained, program)
+        assert _waits_for(lambda: _running(mark))
+        assert verdict.result(timeout=10).passed == passes
+    assert _waits_for(lambda: not _running(mark))
+
+
+def test_a_child_that_outlives_its_parent_passes_no_tests(contained: Sandbox) -> None:
+    verdict = run(contained, "import os\nif os.fork(): os._exit(0)")
+    assert verdict == Verdict(False, "ended before its tests did")
+
+
+def test_c_code_is_contained_too(contained: Sandbox) -> None:
+    folder = tempfile.gettempdir().encode()
+    through_libc = f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.open({folder!r} + b"/midfill-y", os.O_WRONLY | os.O_CREAT, 0o600) == -1
+assert libc.mount(None, b"/", None, 1 << 5, None) == -1  # to remount it writable
+assert os.getpid() == 1
+assert libc.setuid(0) == -1
+"""
+    assert run(contained, through_libc) == Verdict(True, "passed")
+    assert not (Path(tempfile.gettempdir()) / "midfill-y").exists()
+
+
+def test_without_namespaces_python_starts_nothing() -> None:
+    starts = [
+        "import os\nos.fork()",
+        "import subprocess\nsubprocess.run(['true'])",
+        "import os\nos.system('true')",
+        "import os\nos.execv('/bin/true', ['true'])",
+        "import ctypes\nctypes.CDLL(None)",
+        "import socket\nsocket.socket()",
+        "import os\nos.kill(os.getppid(), 9)",
+        "import shutil\nshutil.rmtree('/nowhere')",
+    ]
+    with Sandbox(2, LIMITS, "audit-hook") as sandbox:
+        for program, verdict in zip(starts, sandbox.run(starts), strict=True):
+            assert verdict.reason == "raised PermissionError", program
+
+
+def test_a_lost_worker_is_a_failure_and_is_replaced() -> None:
+    with Sandbox(1, LIMITS, "audit-hook") as sandbox:
+        worker = sandbox._workers[0]._process
+        worker.kill()
+        worker.wait()
+        assert not run(sandbox, "x = 1").passed
+        assert run(sandbox, "x = 1").passed
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Sandbox(2, LIMITS) as sandbox:
+        processes = [worker._process for worker in sandbox._workers]
+        sandbox.run(["open('a', 'w').write('b')"] * 3)
+        assert any(tmp_path.iterdir())
+    assert not any(tmp_path.iterdir())
+    assert all(process.returncode is not None for process in processes)
+
+
+# Leaves a process in a session of its own behind, whose command line holds a mark.
+_ORPHAN = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv({interpreter!r}, ["python", "-c", "import time; time.sleep(60)  # {mark}"])
+    os._exit(0)
+"""
+
+
+def _running(mark: str) -> bool:
+    """Whether there is a process whose command line holds a mark."""
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if mark.encode() in line.read_bytes():
+                return True
+    return False
+
+
+def _waits_for(condition: Callable[[], bool], seconds: float = 3.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
