@@ -27,7 +27,7 @@ from midfill.engine.runner import Runner
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
 from midfill.models.adapted_checkpoint import AdaptedCheckpoint, open_model
-from midfill.models.adapter import Adapter, load_adapter
+from midfill.models.adapter import Adapter, AdapterRecord, load_adapter
 from midfill.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from midfill.models.config import ModelConfig
 from midfill.models.cpu_runner import CpuRunner
@@ -234,7 +234,7 @@ class TestFloatBases:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
         model.save_pretrained(tmp_path)
         half = open_checkpoint(tmp_path)
-        adapted = AdaptedCheckpoint(half, replace(adapter, fim=None))
+        adapted = AdaptedCheckpoint(half, replace(adapter, record=AdapterRecord()))
         for name, update in adapter.updates.items():
             tensor = adapted.tensor(name)
             assert tensor.kind == "f32"
@@ -259,6 +259,13 @@ class TestIdentity:
         assert len({each.fingerprint for each in others} | {checkpoint.fingerprint}) == 6
         assert len({each.content_digest for each in others} | {checkpoint.content_digest}) == 6
         assert AdaptedCheckpoint(checkpoint, adapter).fingerprint == others[0].fingerprint
+
+    def test_the_adapter_s_own_rounding_is_used(self, base: Path, folder: Path) -> None:
+        write_record(folder, None, rounding="stochastic")
+        checkpoint = Quantised(open_checkpoint(base), "q4_1")
+        own = AdaptedCheckpoint(checkpoint, load_adapter(folder, checkpoint))
+        assert own.rounding == "stochastic"
+        assert AdaptedCheckpoint(checkpoint, own.adapter, rounding="nearest").rounding == "nearest"
 
     def test_room_for_more_bits_is_used(self, base: Path, folder: Path) -> None:
         exact = {}
@@ -303,7 +310,7 @@ class TestMetadata:
 
     def test_a_plain_lora_leaves_the_format_alone(self, base: Path, adapter: Adapter) -> None:
         checkpoint = open_checkpoint(base)
-        plain = AdaptedCheckpoint(checkpoint, replace(adapter, fim=None, fragments=False))
+        plain = AdaptedCheckpoint(checkpoint, replace(adapter, record=AdapterRecord()))
         assert fim_format(plain) == fim_format(checkpoint)
 
     def test_fragments_keep_every_token_that_was_computed(self, base: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ from tiny_adapters import END_OF_TEXT, FIM, edit_config, edit_tensors, write_ada
 from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill.errors import CheckpointError, MidfillError, ModelNotFoundError
-from midfill.models.adapter import FimTokens, load_adapter
+from midfill.models.adapter import AdapterRecord, FimTokens, load_adapter
 from midfill.models.checkpoint import open_checkpoint
 
 LAYERS, HIDDEN, FFN = 3, 64, 160
@@ -54,15 +54,17 @@ def test_what_peft_writes_is_read(base: Path, written: Path) -> None:
     rows = adapter.rows["embed.weight"]
     assert rows.token_ids == (3, 1)
     assert rows.values.shape == (2, HIDDEN)
-    assert adapter.fim == FimTokens(FIM["prefix"], FIM["suffix"], FIM["middle"], (END_OF_TEXT,))
-    assert adapter.fragments
-    assert adapter.base_digest == checkpoint.content_digest
+    assert adapter.record.fim == FimTokens(
+        FIM["prefix"], FIM["suffix"], FIM["middle"], (END_OF_TEXT,)
+    )
+    assert adapter.record.fragments
+    assert adapter.record.base_digest == checkpoint.content_digest
 
 
 def test_an_adapter_without_a_record_says_nothing_of_fim(base: Path, folder: Path) -> None:
     (folder / "midfill.json").unlink()
     adapter = load_adapter(folder, open_checkpoint(base))
-    assert (adapter.fim, adapter.fragments, adapter.base_digest) == (None, False, None)
+    assert adapter.record == AdapterRecord()
 
 
 def test_ranks_and_scales_of_single_modules(base: Path, tmp_path: Path) -> None:
@@ -226,6 +228,7 @@ def test_tensors_that_dont_fit(
         ({"fim": FIM | {"stop": ["<nope>"]}}, "'<nope>' is not a special token of"),
         ({"fim": FIM | {"suffix": FIM["prefix"]}}, "prefix, suffix and middle must differ"),
         ({"fragments": "yes"}, "'fragments' must be true or false"),
+        ({"rounding": "up"}, "'rounding' must be one of nearest, diffusion, stochastic, not 'up'"),
     ],
 )
 def test_a_record_that_cant_be(

@@ -44,7 +44,7 @@ class AdaptedCheckpoint:
             ``midfill.fragments`` says whether the model was trained on text tokenised in fragments.
         base, adapter: the two.
         exact: merged tensors are float32, whatever the base stores.
-        rounding: how the others are requantised.
+        rounding: how the others are requantised; the adapter's own rule if None is given.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class AdaptedCheckpoint:
         adapter: Adapter,
         *,
         exact: bool = False,
-        rounding: Rounding = "diffusion",
+        rounding: Rounding | None = None,
     ) -> None:
         self.base = base
         self.adapter = adapter
         self.exact = exact
-        self.rounding: Rounding = rounding
+        self.rounding: Rounding = rounding or adapter.record.rounding
         self.path: Path = base.path
         self.config: ModelConfig = base.config
         self.metadata: Mapping[str, object] = {
             **base.metadata,
-            **(_fim_metadata(adapter.fim, base.tokenizer) if adapter.fim else {}),
-            **({FRAGMENTS_KEY: True} if adapter.fragments else {}),
+            **(_fim_metadata(adapter.record.fim, base.tokenizer) if adapter.record.fim else {}),
+            **({FRAGMENTS_KEY: True} if adapter.record.fragments else {}),
             ADAPTER_KEY: adapter.name,
         }
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from midfill.models.checkpoint import Checkpoint, StoredTensor
 from midfill.models.config import ModelConfig
 from midfill.models.families import huggingface_names
 from midfill.models.low_rank import LowRankUpdate
+from midfill.models.requantise import DEFAULT_ROUNDING, Rounding
 from midfill.models.safetensors_file import SafetensorsFile
 from midfill.models.tensors import tensor_shapes
 from midfill.tokens.huggingface_tokenizer import read_json
@@ -80,6 +82,24 @@ class FimTokens:
 
 
 @dataclass(frozen=True)
+class AdapterRecord:
+    """What midfill.json says of an adapter; the defaults are what is taken where there is none.
+
+    Attributes:
+        fim: the FIM tokens, None where it doesn't say.
+        fragments: whether it was trained on text tokenised in fragments (EFIM).
+        base_digest: ``Checkpoint.content_digest`` of the base; None where it doesn't say.
+        rounding: how a merge into quantised weights is rounded; adapters that were trained
+            through that rounding depend on it.
+    """
+
+    fim: FimTokens | None = None
+    fragments: bool = False
+    base_digest: str | None = None
+    rounding: Rounding = DEFAULT_ROUNDING
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An adapter, known to fit its base.
 
@@ -87,18 +107,14 @@ class Adapter:
         path: its folder.
         updates: canonical tensor name -> what is added to it.
         rows: canonical tensor name -> rows of it that are replaced.
-        fim: the FIM tokens, None where the adapter doesn't say.
-        fragments: whether it was trained on text tokenised in fragments (EFIM).
-        base_digest: ``Checkpoint.content_digest`` of the base; None where it doesn't say.
+        record: what else it says of itself.
         fingerprint: hex digest of what it does to the weights.
     """
 
     path: Path
     updates: Mapping[str, LowRankUpdate]
     rows: Mapping[str, ReplacedRows]
-    fim: FimTokens | None
-    fragments: bool
-    base_digest: str | None
+    record: AdapterRecord
     fingerprint: str
 
     @property
@@ -126,12 +142,12 @@ def load_adapter(path: Path, base: Checkpoint) -> Adapter:
         raise CheckpointError(f"{path}: holds no {WEIGHTS_FILE}; save the adapter as safetensors")
     config = _LoraConfig(path / CONFIG_FILE)
     record = read_json(path / RECORD_FILE, optional=True)
-    base_digest, fim, fragments = _read_record(path / RECORD_FILE, record, base)
+    known = _read_record(path / RECORD_FILE, record, base)
     weights = SafetensorsFile(path / WEIGHTS_FILE)
     updates, rows = _Reader(config, weights, base.config).read()
     digest = hashlib.sha256(config.path.read_bytes())
     digest.update(weights.bytes_at(slice(0, len(weights))))
-    return Adapter(path, updates, rows, fim, fragments, base_digest, digest.hexdigest())
+    return Adapter(path, updates, rows, known, digest.hexdigest())
 
 
 class _LoraConfig:
@@ -320,16 +336,14 @@ class _Reader:
         return values
 
 
-def _read_record(
-    path: Path, record: Mapping[str, object], base: Checkpoint
-) -> tuple[str | None, FimTokens | None, bool]:
-    """Base digest, FIM tokens and the fragments flag of midfill.json.
+def _read_record(path: Path, record: Mapping[str, object], base: Checkpoint) -> AdapterRecord:
+    """What midfill.json says.
 
     Raises:
         CheckpointError: malformed, or of another base.
     """
     if not record:
-        return None, None, False
+        return AdapterRecord()
     if record.get("format") != RECORD_FORMAT:
         raise CheckpointError(
             f"{path}: format {record.get('format')!r} is not known; this midfill reads "
@@ -351,7 +365,14 @@ def _read_record(
     fragments = record.get("fragments", False)
     if not isinstance(fragments, bool):
         raise CheckpointError(f"{path}: 'fragments' must be true or false")
-    return digest, _read_fim(path, record.get("fim"), base), fragments
+    rounding = record.get("rounding", DEFAULT_ROUNDING)
+    if rounding not in get_args(Rounding):
+        raise CheckpointError(
+            f"{path}: 'rounding' must be one of {', '.join(get_args(Rounding))}, not {rounding!r}"
+        )
+    return AdapterRecord(
+        _read_fim(path, record.get("fim"), base), fragments, digest, cast(Rounding, rounding)
+    )
 
 
 def _read_fim(path: Path, fim: object, base: Checkpoint) -> FimTokens | None:

@@ -37,6 +37,9 @@ stochastic: the groups keep their grids, and a sum goes up or down with the prob
 Both of the last two are right on average, and leave a weight that nothing is added to as it is.
 """
 
+DEFAULT_ROUNDING: Rounding = "diffusion"
+"""Loses least of an update that was trained in floats."""
+
 VERSION = 1
 """Changes whenever the same input would be rounded otherwise."""
 
@@ -83,7 +86,7 @@ LAYOUTS = {
 
 
 def requantise(
-    tensor: StoredTensor, update: Float32Array, rounding: Rounding = "diffusion"
+    tensor: StoredTensor, update: Float32Array, rounding: Rounding = DEFAULT_ROUNDING
 ) -> StoredTensor:
     """A quantised matrix plus an update, in the same kind.
 
