@@ -11,6 +11,7 @@ from midfill.cli.generate import generate
 from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
 from midfill.evaluation.cli import app as evaluation
+from midfill.training.cli import app as training
 
 app = typer.Typer(
     name="midfill",
@@ -43,3 +44,4 @@ for command in (serve, complete, generate, pull, models):
 
 app.add_typer(bench, name="bench")
 app.add_typer(evaluation, name="eval")
+app.add_typer(training, name="train")

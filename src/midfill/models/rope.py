@@ -26,7 +26,7 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[Float32Array, Float32
     Returns:
         cos, sin: float32 [length, head_dim / 2]. YaRN's attention factor is multiplied in.
     """
-    frequencies, attention_factor = _frequencies(config)
+    frequencies, attention_factor = rope_frequencies(config)
     positions = torch.arange(length, dtype=torch.float32)
     angles = positions[:, None] * frequencies
     cos = angles.cos() * attention_factor
@@ -34,7 +34,7 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[Float32Array, Float32
     return cos.numpy(), sin.numpy()
 
 
-def _frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
+def rope_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """Radians a position [head_dim / 2], and what cosines and sines are multiplied with."""
     scaling = config.rope_scaling
     theta, dim = config.rope_theta, config.head_dim

@@ -1,0 +1,1 @@
+"""Training: documents to infilling examples, and the trainer that teaches a model with them."""

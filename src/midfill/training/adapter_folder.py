@@ -1,0 +1,162 @@
+"""The folders a run leaves: a LoRA adapter, or a whole model, each with midfill's record of it."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from midfill.infill.formats import FimFormat
+from midfill.models.adapter import RECORD_FILE, RECORD_FORMAT
+from midfill.models.checkpoint import FRAGMENTS_KEY, Checkpoint
+from midfill.models.requantise import DEFAULT_ROUNDING, Rounding
+from midfill.tokens.tokenizer import Tokenizer
+from midfill.training.atomic import write_folder
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_SAVED_ROW_KEY = "trainable_tokens_delta"
+
+
+def adapter_record(
+    checkpoint: Checkpoint,
+    format: FimFormat,
+    end_token_id: int,
+    fragments: bool,
+    rounding: Rounding = DEFAULT_ROUNDING,
+    *,
+    name: str | None = None,
+    **sections: object,
+) -> dict[str, Any]:
+    """What midfill.json says: which base, which sentinels, and how the adapter was made.
+
+    Args:
+        checkpoint: the base.
+        format, end_token_id: what was taught.
+        fragments: whether text was tokenised in fragments.
+        rounding: how a merge into a quantised base has to be rounded.
+        name: what people know the base by; None takes what it calls itself.
+        sections: what else it says (recipe, data, training, ...), plain values.
+    """
+    record: dict[str, Any] = {
+        "format": RECORD_FORMAT,
+        "base": {
+            "name": name or str(checkpoint.metadata.get("general.name") or checkpoint.path.stem),
+            "digest": checkpoint.content_digest,
+            "licence": checkpoint.metadata.get("general.license"),
+        },
+    }
+    # Only a model's own format can be suffix-first, and that needs no naming.
+    if format.order == "psm" and format.middle is not None:
+        record["fim"] = {
+            "prefix": format.prefix.text,
+            "suffix": format.suffix.text,
+            "middle": format.middle.text,
+            "stop": [checkpoint.tokenizer.token_text(end_token_id)],
+        }
+    return {**record, "fragments": fragments, "rounding": rounding, **sections}
+
+
+def write_adapter(folder: Path, model: Any, record: Mapping[str, Any], card: str) -> None:
+    """Write a PEFT adapter in bfloat16, midfill.json and the model card.
+
+    Raises:
+        MidfillError: the folder can't be written; what was there stays.
+    """
+
+    def write(temporary: Path) -> None:
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        weights = {
+            name: each.detach().to("cpu", torch.bfloat16).contiguous()
+            for name, each in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+            # A tied output layer repeats the embedding's rows; readers take the embedding's.
+            if not (name.endswith(_SAVED_ROW_KEY) and ".lm_head." in name)
+        }
+        save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        configuration = model.peft_config["default"]
+        was_training, configuration.inference_mode = configuration.inference_mode, True
+        configuration.save_pretrained(str(temporary))
+        configuration.inference_mode = was_training
+        _write_record(temporary, record, card)
+
+    write_folder(folder, write)
+
+
+def write_model(
+    folder: Path,
+    model: Any,
+    checkpoint: Checkpoint,
+    format: FimFormat,
+    record: Mapping[str, Any],
+    card: str,
+) -> None:
+    """Write a whole Hugging Face folder that knows its FIM tokens; LoRA updates are merged in.
+
+    ``model`` is used up: it can't be trained on.
+
+    Raises:
+        MidfillError: the folder can't be written; what was there stays.
+    """
+    merged = model.merge_and_unload() if hasattr(model, "peft_config") else model
+
+    def write(temporary: Path) -> None:
+        merged.save_pretrained(temporary)
+        _write_tokenizer(temporary, checkpoint, format, record)
+        _write_record(temporary, record, card)
+
+    write_folder(folder, write)
+
+
+def _write_tokenizer(
+    folder: Path, checkpoint: Checkpoint, format: FimFormat, record: Mapping[str, Any]
+) -> None:
+    """The base's tokenizer files, with the sentinels named in tokenizer_config.json."""
+    tokenizer = checkpoint.tokenizer
+    if checkpoint.path.is_dir() and (checkpoint.path / _TOKENIZER_FILES[0]).is_file():
+        for name in _TOKENIZER_FILES:
+            if (checkpoint.path / name).is_file():
+                shutil.copy(checkpoint.path / name, folder / name)
+    else:
+        tokenizer.save(folder / "tokenizer.json")
+    path = folder / "tokenizer_config.json"
+    settings: dict[str, Any] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else _settings(tokenizer)
+    )
+    sentinels = {
+        "prefix_token": format.prefix,
+        "suffix_token": format.suffix,
+        "middle_token": format.middle,
+    }
+    settings |= {key: each.text for key, each in sentinels.items() if each is not None}
+    if "fim" in record:
+        settings["eot_token"] = record["fim"]["stop"][0]
+    if record["fragments"]:
+        settings[FRAGMENTS_KEY] = True
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer_config.json of a base that has none."""
+    begin, ends = tokenizer.bos_token_id, tokenizer.eos_token_ids
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None if begin is None else tokenizer.token_text(begin),
+        "eos_token": tokenizer.token_text(ends[0]) if ends else None,
+        "add_bos_token": tokenizer.add_bos,
+        "chat_template": tokenizer.chat_template,
+    }
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def _write_record(folder: Path, record: Mapping[str, Any], card: str) -> None:
+    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")

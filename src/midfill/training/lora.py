@@ -1,0 +1,54 @@
+"""What of a model is trained: LoRA updates and the sentinels' embedding rows, or all of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from midfill.training.recipe import TrainingRecipe
+
+LORA_MODULES = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "c_fc",
+    "c_proj",
+)
+
+
+def trainable(model: Any, recipe: TrainingRecipe, sentinel_ids: Sequence[int]) -> Any:
+    """The model with just what the recipe trains requiring gradients, kept in float32.
+
+    Args:
+        model: a transformers causal model.
+        recipe: method, rank and alpha.
+        sentinel_ids: tokens whose embedding rows are trained beside LoRA's updates.
+    """
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    if recipe.method == "full":
+        model.requires_grad_(True)
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    leaves = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    torch.manual_seed(recipe.seed)
+    wrapped = get_peft_model(
+        model,
+        LoraConfig(
+            r=recipe.rank,
+            lora_alpha=recipe.alpha,
+            target_modules=sorted(leaves.intersection(LORA_MODULES)),
+            trainable_token_indices=sorted(sentinel_ids),
+            task_type="CAUSAL_LM",
+        ),
+    )
+    for each in wrapped.parameters():
+        if each.requires_grad:
+            each.data = each.data.float()
+    return wrapped

@@ -1,0 +1,92 @@
+"""What the tests of training share: a tiny corpus, and a run on the tiny model."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from midfill.infill.formats import FimFormat, custom_format
+from midfill.models.checkpoint import Checkpoint, open_checkpoint
+from midfill.training.recipe import DataRecipe, TrainingRecipe
+from midfill.training.run import FimRun, RunInputs, prepare
+
+FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+
+SHORT = DataRecipe(
+    prefix_characters=(5, 40), suffix_characters=(5, 30), long_share=0.0, span_characters=20
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> None:
+    """One thread, so that gradients are summed in one order; and accelerate as in a new process."""
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> Checkpoint:
+    return open_checkpoint(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def fim_format(tiny: Checkpoint) -> FimFormat:
+    return custom_format(*FIM, tiny.tokenizer.special_tokens)
+
+
+def source_text(number: int) -> str:
+    """A source file that has little in common with any other."""
+    draw = random.Random(number)
+
+    def name() -> str:
+        return "".join(draw.choices("abcdefgh", k=7))
+
+    lines = [f"# module {number} of the corpus"]
+    for _ in range(30):
+        first, second = name(), name()
+        lines += [
+            f"def {name()}({first}, {second}):",
+            f"    return {first} * {draw.randrange(1000)} + {second} - {draw.randrange(1000)}",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of twelve Python files under the MIT licence."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "LICENSE").write_text("MIT License\n")
+    for number in range(12):
+        (folder / "package").mkdir(exist_ok=True)
+        (folder / "package" / f"module_{number}.py").write_text(source_text(number))
+    return folder
+
+
+@pytest.fixture
+def recipe() -> TrainingRecipe:
+    """Twelve small steps."""
+    return TrainingRecipe(
+        tokens=12 * 400,
+        tokens_a_step=400,
+        row_tokens=200,
+        rank=4,
+        alpha=8,
+        learning_rate=5e-3,
+        precision="fp32",
+        data=SHORT,
+    )
+
+
+@pytest.fixture
+def start(tiny: Checkpoint, corpus: Path) -> Callable[..., FimRun]:
+    """Prepares a run on the tiny model: ``start(folder, recipe)``."""
+
+    def run(folder: Path, recipe: TrainingRecipe, **inputs: object) -> FimRun:
+        given = {"sources": (corpus,), "folder": folder, "fim_tokens": FIM} | inputs
+        return prepare(tiny, recipe, RunInputs(**given))  # type: ignore[arg-type]
+
+    return run

@@ -1,0 +1,126 @@
+"""Holes lie inside their document and are what their kind says."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midfill.training.holes import Hole, draw_hole
+from midfill.training.recipe import DataRecipe
+
+TEXTS = st.text(st.sampled_from("ab  \t\n\n(é漢😀"), max_size=300)
+SEEDS = st.integers(0, 10**6)
+RECIPE = DataRecipe(prefix_characters=(2, 40), suffix_characters=(1, 30), long_characters=90)
+
+
+def only(**fields: object) -> DataRecipe:
+    """A recipe of one kind of hole or layout."""
+    none = dict.fromkeys(("line", "block", "span"), 0.0)
+    return dataclasses.replace(RECIPE, **(none | fields))  # type: ignore[arg-type]
+
+
+def draw(text: str, recipe: DataRecipe, seed: int) -> Hole | None:
+    return draw_hole(text, recipe, random.Random(seed))
+
+
+@given(TEXTS, SEEDS)
+def test_bounds_always_hold(text: str, seed: int) -> None:
+    hole = draw(text, RECIPE, seed)
+    if hole is not None:
+        assert 0 <= hole.start <= hole.caret < hole.end <= hole.stop <= len(text)
+        assert 0 <= hole.cut <= hole.caret - hole.start
+        assert text[hole.caret : hole.end].strip()
+
+
+@given(TEXTS, SEEDS)
+def test_shown_text_is_cut_at_line_ends(text: str, seed: int) -> None:
+    hole = draw(text, dataclasses.replace(RECIPE, empty_suffix=0.0), seed)
+    if hole is not None:
+        assert hole.start == 0 or text[hole.start - 1] == "\n"
+        assert hole.stop == len(text) or text[hole.stop] == "\n"
+
+
+@given(TEXTS, SEEDS)
+def test_a_line_hole_reaches_to_the_end_of_its_line(text: str, seed: int) -> None:
+    hole = draw(text, only(line=1.0), seed)
+    if hole is not None:
+        assert hole.kind == "line"
+        assert "\n" not in text[hole.caret : hole.end]
+        assert hole.end == len(text) or text[hole.end] == "\n"
+
+
+@given(TEXTS, SEEDS, st.integers(1, 5))
+def test_a_block_as_an_editor_leaves_it_begins_behind_an_indent_and_ends_at_a_line_end(
+    text: str, seed: int, lines: int
+) -> None:
+    hole = draw(text, only(block=1.0, block_lines=lines, whole_lines=0.0), seed)
+    if hole is not None:
+        assert hole.kind == "block"
+        assert not text[: hole.caret].rpartition("\n")[2].strip()
+        assert not text[hole.caret].isspace() or text[hole.caret] == "\n"
+        assert hole.end == len(text) or text[hole.end] == "\n"
+        assert text[hole.caret : hole.end].count("\n") < lines
+
+
+@given(TEXTS, SEEDS, st.integers(1, 5))
+def test_a_block_of_whole_lines_begins_and_ends_where_lines_begin(
+    text: str, seed: int, lines: int
+) -> None:
+    hole = draw(text, only(block=1.0, block_lines=lines, whole_lines=1.0), seed)
+    if hole is not None:
+        assert hole.caret == 0 or text[hole.caret - 1] == "\n"
+        assert hole.end == len(text) or text[hole.end - 1] == "\n"
+        assert len(text[hole.caret : hole.end].removesuffix("\n").split("\n")) <= lines
+
+
+@given(TEXTS, SEEDS, st.integers(1, 20))
+def test_a_span_hole_is_no_longer_than_asked_for(text: str, seed: int, longest: int) -> None:
+    hole = draw(text, only(span=1.0, span_characters=longest), seed)
+    if hole is not None:
+        assert hole.kind == "span"
+        assert hole.end - hole.caret <= longest
+
+
+@pytest.mark.parametrize("layout", ["psm", "spm", "efim"])
+def test_layouts_say_where_the_cut_is(layout: str) -> None:
+    text = "some words in a line\n" * 40
+    none = {"psm": 0.0, "spm": 0.0, "efim": 0.0}
+    recipe = dataclasses.replace(RECIPE, **(none | {layout: 1.0}))
+    holes = [hole for seed in range(300) if (hole := draw(text, recipe, seed)) is not None]
+    lengths = [hole.caret - hole.start for hole in holes]
+    cuts = [hole.cut for hole in holes]
+    assert {hole.layout for hole in holes} == {layout}
+    if layout == "psm":
+        assert cuts == lengths
+    elif layout == "spm":
+        assert not any(cuts)
+    else:
+        shares = [cut / length for cut, length in zip(cuts, lengths, strict=True) if length > 9]
+        assert 0.4 < sum(shares) / len(shares) < 0.6
+
+
+def test_the_mix_is_as_stated() -> None:
+    text = "some words in a line\n" * 40
+    holes = [hole for seed in range(2000) if (hole := draw(text, RECIPE, seed)) is not None]
+    for name in ("line", "block", "span"):
+        share = sum(hole.kind == name for hole in holes) / len(holes)
+        assert share == pytest.approx(getattr(RECIPE, name), abs=0.06)
+    for name in ("psm", "spm", "efim"):
+        share = sum(hole.layout == name for hole in holes) / len(holes)
+        assert share == pytest.approx(getattr(RECIPE, name), abs=0.06)
+    at_the_end = sum(hole.stop == hole.end for hole in holes) / len(holes)
+    assert at_the_end > RECIPE.empty_suffix / 2
+
+
+@pytest.mark.parametrize("text", ["", "\n", "   \n\t\n"])
+def test_blank_text_has_no_hole(text: str) -> None:
+    assert all(draw(text, RECIPE, seed) is None for seed in range(50))
+
+
+def test_the_same_draws_make_the_same_hole() -> None:
+    text = "some words in a line\n" * 40
+    assert [draw(text, RECIPE, seed) for seed in range(20)] == [
+        draw(text, RECIPE, seed) for seed in range(20)
+    ]

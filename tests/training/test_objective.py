@@ -1,0 +1,79 @@
+"""The loss of a packed row is the weighted sum over its examples, each by itself."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import VOCAB, write_variant
+
+from midfill.models.checkpoint import open_checkpoint
+from midfill.training.base_model import load_base
+from midfill.training.lora import trainable
+from midfill.training.objective import InfillingLoss
+from midfill.training.packing import PackedRow
+from midfill.training.recipe import TrainingRecipe
+
+
+def row(*lengths: int) -> PackedRow:
+    draw = np.random.default_rng(0)
+    total = sum(lengths)
+    weights = draw.choice([0.0, 0.5, 1.0], total).astype(np.float32)
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    weights[starts[:-1]] = 0.0
+    return PackedRow(draw.integers(0, VOCAB, total).astype(np.int32), weights, starts, total)
+
+
+def naive(model: torch.nn.Module, row: PackedRow) -> float:
+    """Example by example, token by token."""
+    total = 0.0
+    for start, stop in pairwise(row.starts.tolist()):
+        ids = torch.from_numpy(row.ids[start:stop].astype(np.int64))[None]
+        positions = torch.arange(stop - start)[None]
+        with torch.inference_mode():
+            logits = model(
+                input_ids=ids,
+                position_ids=positions,
+                cu_seq_lens_q=[0, stop - start],
+                use_cache=False,
+            ).logits[0]
+        for at in range(start + 1, stop):
+            likelihood = torch.log_softmax(logits[at - start - 1].float(), 0)[row.ids[at]]
+            total -= float(row.weights[at]) * float(likelihood)
+    return total
+
+
+@pytest.fixture(params=["llama-tied", "granite", "mistral"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return load_base(open_checkpoint(write_variant(request.param, tmp_path)), torch.float32)
+
+
+def test_the_sum_is_that_of_a_naive_reference(model: torch.nn.Module) -> None:
+    packed = row(9, 30, 2, 14)
+    loss = InfillingLoss(model)(packed)
+    assert loss.dtype == torch.float32
+    assert float(loss.detach()) == pytest.approx(naive(model, packed), rel=1e-5)
+
+
+def test_it_is_the_same_behind_peft(model: torch.nn.Module) -> None:
+    packed = row(9, 30)
+    plain = float(InfillingLoss(model)(packed).detach())
+    adapted = trainable(model, TrainingRecipe(rank=2), [1, 2, 3])
+    assert float(InfillingLoss(adapted)(packed).detach()) == pytest.approx(plain, rel=1e-6)
+
+
+def test_checkpointed_gradients_are_the_gradients(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_variant("llama-tied", tmp_path))
+    gradients = []
+    for checkpointing in (False, True):
+        recipe = TrainingRecipe(rank=2, gradient_checkpointing=checkpointing)
+        model = trainable(load_base(checkpoint, torch.float32), recipe, [1, 2, 3])
+        InfillingLoss(model)(row(9, 30)).backward()
+        gradients.append(
+            {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+        )
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, each in gradients[0].items():
+        torch.testing.assert_close(each, gradients[1][name])

@@ -1,0 +1,102 @@
+"""Recipes: from TOML, within their ranges, and the learning rate they make."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from midfill.errors import MidfillError
+from midfill.training.recipe import DataRecipe, TrainingRecipe
+
+
+def test_toml(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        'method = "full"\nlearning_rate = 1\n\n[data]\nsuffixes = [".js", ".ts"]\n'
+        "prefix_characters = [10, 20]\nfragments = false\n"
+    )
+    assert TrainingRecipe.from_toml(path) == TrainingRecipe(
+        method="full",
+        learning_rate=1.0,
+        data=DataRecipe(suffixes=(".js", ".ts"), prefix_characters=(10, 20), fragments=False),
+    )
+
+
+def test_a_recipe_survives_json() -> None:
+    recipe = TrainingRecipe(rank=3, data=DataRecipe(documents=7))
+    assert TrainingRecipe.from_dict(json.loads(json.dumps(recipe.as_dict()))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"rank = ", "recipe.toml: "),
+        (b"rnak = 3", "recipe.toml: unknown name rnak; known: method, rank"),
+        (b"[data]\nline = 'x'", "recipe.toml: data.line must be a number, not 'x'"),
+        (b"data = 3", "recipe.toml: data must be a table"),
+        (b"method = 'fast'", "recipe.toml: method must be one of lora, full"),
+        (b"rank = 0", "recipe.toml: rank must be at least 1, not 0"),
+        (b"# caf\xe9", "recipe.toml: "),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(content)
+    with pytest.raises(MidfillError, match=message):
+        TrainingRecipe.from_toml(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MidfillError, match=r"none.toml: can't be read: No such file"):
+        TrainingRecipe.from_toml(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tokens", 0),
+        ("row_tokens", 0),
+        ("learning_rate", -1.0),
+        ("warmup", 1.5),
+        ("decay", -0.1),
+        ("data.windows", 0),
+        ("data.documents", 0),
+        ("data.empty_suffix", 2.0),
+        ("data.line", -1.0),
+        ("data.prefix_characters", (20, 10)),
+        ("data.suffix_characters", (0, 10)),
+        ("data.fragment_cuts", -1),
+    ],
+)
+def test_values_out_of_their_range_are_named(field: str, value: object) -> None:
+    table, _, name = field.rpartition(".")
+    with pytest.raises(MidfillError, match=f"^{name} "):
+        TrainingRecipe.from_dict({table: {name: value}} if table else {name: value})
+
+
+def test_some_kind_of_hole_must_be_wanted() -> None:
+    with pytest.raises(MidfillError, match="one of line, block, span must be above 0"):
+        DataRecipe(line=0.0, block=0.0, span=0.0)
+
+
+class TestLearningRate:
+    RECIPE = TrainingRecipe(
+        tokens=100_000, tokens_a_step=1000, learning_rate=0.5, warmup=0.1, decay=0.4
+    )
+
+    def test_it_rises_stays_and_falls_linearly(self) -> None:
+        rates = [self.RECIPE.rate_at(step) for step in range(self.RECIPE.steps)]
+        assert len(rates) == 100
+        assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
+        assert rates[10:60] == [0.5] * 50
+        assert rates[60:] == pytest.approx([0.5 * (100 - step) / 40 for step in range(60, 100)])
+
+    def test_it_is_never_0_in_the_run(self) -> None:
+        for tokens in (1, 1500, 5000):
+            recipe = dataclasses.replace(self.RECIPE, tokens=tokens)
+            assert all(recipe.rate_at(step) > 0 for step in range(recipe.steps))
+
+    def test_without_warmup_and_decay_it_stays(self) -> None:
+        recipe = dataclasses.replace(self.RECIPE, warmup=0.0, decay=0.0)
+        assert {recipe.rate_at(step) for step in range(recipe.steps)} == {0.5}

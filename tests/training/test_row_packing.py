@@ -1,0 +1,55 @@
+"""Packed rows hold every example whole, once, and never more than a row's tokens."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midfill.training.examples import Example
+from midfill.training.holes import Hole
+from midfill.training.packing import PackedRow, Packer
+
+
+def example(number: int, length: int) -> Example:
+    ids = np.full(length, number, np.int32)
+    hole = Hole("line", 0, 1, 2, 3 + number, 0, "psm")
+    return Example(ids, np.linspace(0, 1, length, dtype=np.float32), hole)
+
+
+def parts(row: PackedRow) -> list[tuple[list[int], list[float]]]:
+    """Ids and weights of each example of a row."""
+    starts = row.starts[1:-1]
+    ids, weights = np.split(row.ids, starts), np.split(row.weights, starts)
+    return [(a.tolist(), b.tolist()) for a, b in zip(ids, weights, strict=True)]
+
+
+@given(st.lists(st.integers(1, 70), max_size=80))
+def test_every_example_that_fits_a_row_comes_out_once_and_whole(lengths: list[int]) -> None:
+    packer = Packer(50)
+    examples = [example(number, length) for number, length in enumerate(lengths)]
+    rows = [row for each in examples if (row := packer.add(each)) is not None]
+    rows += packer.flush()
+    fitting = [each for each in examples if len(each.ids) <= 50]
+    assert packer.refused == len(examples) - len(fitting)
+    assert all(len(row.ids) <= 50 for row in rows)
+    assert sorted(part for row in rows for part in parts(row)) == sorted(
+        (each.ids.tolist(), each.weights.tolist()) for each in fitting
+    )
+    assert sum(row.characters for row in rows) == sum(each.characters for each in fitting)
+
+
+def test_positions_begin_anew_with_each_example() -> None:
+    packer = Packer(10)
+    for number, length in enumerate((3, 1, 4)):
+        assert packer.add(example(number, length)) is None
+    (row,) = packer.flush()
+    assert row.starts.tolist() == [0, 3, 4, 8]
+    assert row.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert row.positions.dtype == np.int32
+
+
+def test_rows_are_well_filled() -> None:
+    packer = Packer(1000)
+    lengths = np.random.default_rng(0).integers(20, 600, 400)
+    examples = [example(number, int(length)) for number, length in enumerate(lengths)]
+    rows = [row for each in examples if (row := packer.add(each)) is not None]
+    assert np.mean([len(row.ids) for row in rows]) > 900

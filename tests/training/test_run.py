@@ -1,0 +1,120 @@
+"""What a run is prepared from: sentinels, end token, and what must not be copied."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tiny_checkpoints import SPECIAL_TOKENS, tiny_tokenizer, write_tiny
+
+from midfill.errors import InvalidRequestError, MidfillError
+from midfill.infill.formats import find_format
+from midfill.models.checkpoint import Checkpoint, open_checkpoint
+from midfill.training.recipe import TrainingRecipe
+from midfill.training.run import (
+    FimRun,
+    RunInputs,
+    end_token_of,
+    fim_format_of,
+    open_stream,
+    require_libraries,
+)
+
+Start = Callable[..., FimRun]
+
+
+def with_special_tokens(folder: Path, *names: str) -> Checkpoint:
+    """The tiny llama with other names for its special tokens, fewer if fewer are named."""
+    write_tiny("llama", folder)
+    content = tiny_tokenizer().to_str()
+    tokenizer = json.loads(content)
+    renamed = dict(zip(SPECIAL_TOKENS, names, strict=False))
+    kept = [each for each in tokenizer["added_tokens"] if each["content"] in renamed]
+    for each in kept:
+        each["content"] = renamed[each["content"]]
+    tokenizer["added_tokens"] = kept
+    vocabulary = tokenizer["model"]["vocab"]
+    for old in SPECIAL_TOKENS:
+        vocabulary[renamed.get(old, f"unused {old}")] = vocabulary.pop(old)
+    tokenizers.Tokenizer.from_str(json.dumps(tokenizer)).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    return open_checkpoint(folder)
+
+
+def test_a_models_own_format_is_taken(tiny: Checkpoint) -> None:
+    format = fim_format_of(tiny, None)
+    assert format == find_format("llama", tiny.tokenizer.special_tokens, tiny.metadata)
+    assert format.prefix.text == "<fim_prefix>"
+
+
+def test_named_tokens_go_before_it(tiny: Checkpoint) -> None:
+    format = fim_format_of(tiny, ("<fim_middle>", "<fim_prefix>", "<fim_suffix>"))
+    assert format.prefix.text == "<fim_middle>"
+    with pytest.raises(InvalidRequestError, match="'<nothing>' is not a special token"):
+        fim_format_of(tiny, ("<nothing>", "<fim_prefix>", "<fim_suffix>"))
+
+
+def test_spare_tokens_are_proposed_and_end_tokens_are_none(tmp_path: Path) -> None:
+    checkpoint = with_special_tokens(tmp_path, "<|endoftext|>", "<a>", "<b>", "<c>")
+    with pytest.raises(MidfillError, match=r"--fim-tokens PRE,SUF,MID. It has: <a>, <b>, <c>$"):
+        fim_format_of(checkpoint, None)
+
+
+def test_a_tokenizer_without_spare_tokens_is_refused(tmp_path: Path) -> None:
+    checkpoint = with_special_tokens(tmp_path, "<|endoftext|>", "<a>")
+    message = r"no FIM tokens and too few spare special tokens to serve as such \(<a>\); add three"
+    with pytest.raises(MidfillError, match=message):
+        fim_format_of(checkpoint, None)
+
+
+def test_end_of_text_ends_an_answer(tiny: Checkpoint, tmp_path: Path) -> None:
+    assert end_token_of(tiny, fim_format_of(tiny, None)) == 0
+    other = with_special_tokens(tmp_path, "</s>", "<a>", "<b>", "<c>")
+    assert end_token_of(other, fim_format_of(other, ("<a>", "<b>", "<c>"))) == 0
+
+
+def test_a_familys_own_end_goes_first(tmp_path: Path) -> None:
+    codellama = with_special_tokens(tmp_path, "▁<EOT>", "▁<PRE>", "▁<SUF>", "▁<MID>")
+    assert end_token_of(codellama, fim_format_of(codellama, None)) == 0
+
+
+def test_protected_and_held_out_texts_are_kept_away(
+    tiny: Checkpoint, corpus: Path, recipe: TrainingRecipe, tmp_path: Path
+) -> None:
+    texts = [path.read_text() for path in sorted((corpus / "package").iterdir())]
+    protected = tmp_path / "evaluation.jsonl"
+    protected.write_text(json.dumps({"task_id": "T/0", "prompt": texts[0][200:500]}) + "\n")
+    held_out = tmp_path / "held"
+    held_out.mkdir()
+    (held_out / "old_version.py").write_text(texts[1] + "\n# an older version\n")
+    stream = open_stream(
+        tiny,
+        fim_format_of(tiny, None),
+        recipe,
+        RunInputs(sources=(corpus,), folder=tmp_path, protected=(protected,), held_out=(held_out,)),
+    )
+    for _ in stream.read_examples():
+        if stream.place.epoch:
+            break
+    assert stream.refused == {"contaminated": 1, "duplicate": 1}
+    assert len(stream.manifest) == 10
+
+
+def test_any_licence(tiny: Checkpoint, recipe: TrainingRecipe, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("\n".join(f"value_{n} = compute({n})" for n in range(40)))
+    inputs = RunInputs(sources=(tmp_path,), folder=tmp_path, any_licence=True)
+    stream = open_stream(tiny, fim_format_of(tiny, None), recipe, inputs)
+    assert next(stream.rows()).characters
+    assert stream.licences == {"unknown": 1}
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_libraries()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "peft" else find(name)
+    )
+    with pytest.raises(MidfillError, match=r"training needs peft; install it with: pip install"):
+        require_libraries()
