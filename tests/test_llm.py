@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tiny_adapters import FIM, write_adapter, write_record
 
 from midfill import LLM, SamplingParams
@@ -81,6 +82,31 @@ def test_several_answers_and_stop_strings(llm: LLM) -> None:
     assert [answer.text for answer in result.answers] == [whole[: whole.index(stop)]] * 2
     assert result.answers[0].stop_reason == stop
     assert llm.stats.running == 0
+
+
+def test_an_answer_that_met_its_stop_string_costs_nothing_more(llm: LLM) -> None:
+    drawn = SamplingParams(temperature=1.5, seed=4, max_tokens=60, ignore_eos=True, n=4)
+    whole = llm.generate("def f(", drawn)[0].answers
+    stop = whole[2].text[3:5]
+    before = llm.stats.generated_tokens
+    stopped = llm.generate("def f(", replace(drawn, stop=(stop,)))[0]
+    for answer, free in zip(stopped.answers, whole, strict=True):
+        assert answer.text == free.text.partition(stop)[0]
+    assert stopped.answers[2].finish_reason == "stop"
+    assert any(answer.finish_reason == "length" for answer in stopped.answers)
+    # A step may bring a few tokens more than were needed.
+    assert llm.stats.generated_tokens - before <= stopped.usage.completion_tokens + 4 * 17
+
+
+def test_speculation_changes_no_answer(llm: LLM, tiny_folder: Path) -> None:
+    text = "total = 0\nfor value in values:\n    total += value\n" * 4
+    drawn = replace(GREEDY, temperature=0.9, seed=1, n=2, logprobs=2, max_tokens=40)
+    with LLM(str(tiny_folder), threads=1, kv_memory=4 * 2**20, speculation=False) as plain:
+        for params in (GREEDY, drawn, replace(GREEDY, logit_bias={5: 90.0, 9: 90.0})):
+            for prefix in (text, text + "for va"):
+                with_drafts = llm.infill(prefix, "print(total)", params)
+                assert with_drafts.answers == plain.infill(prefix, "print(total)", params).answers
+        assert plain.stats.draft_tokens == 0
 
 
 def test_what_cant_be_is_refused_at_once(llm: LLM) -> None:

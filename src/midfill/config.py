@@ -8,6 +8,7 @@ import msgspec
 
 Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
+KvDtype = Literal["auto", "f32", "f16", "i8"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,9 +23,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         threads: CPU threads of a step; None takes the cores this process may use.
         context: most tokens of a prompt and its answer; None takes the model's own.
         kv_memory: bytes for KV; None sizes it from the memory that is free.
+        kv_dtype: how the CPU kernels keep KV: "auto" is float32 beside float32 weights and float16
+            otherwise; "i8" has a scale for each token and head.
         token_budget: most tokens a step runs.
         max_running: most answers in progress at a time; others wait.
         adapter: folder of the LoRA adapter that is merged into the model; None for none.
+        speculation: run drafts of an answer's next tokens, copied from its own text, where they
+            make steps shorter than the tokens they save. Answers are the same with and without.
     """
 
     backend: Backend = "auto"
@@ -33,9 +38,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     context: int | None = None
     kv_memory: int | None = None
+    kv_dtype: KvDtype = "auto"
     token_budget: int = 128
     max_running: int = 128
     adapter: str | None = None
+    speculation: bool = True
 
     @property
     def adapter_path(self) -> Path | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from midfill.config import Backend, ModelOptions, WeightsOption
+from midfill.config import Backend, KvDtype, ModelOptions, WeightsOption
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineOutput, EngineStats
 from midfill.frontend.answer import AnswerDelta, TokenLogprob
@@ -116,7 +116,9 @@ class LLM:
         threads: int | None = None,
         context: int | None = None,
         kv_memory: int | None = None,
+        kv_dtype: KvDtype = "auto",
         adapter: str | Path | None = None,
+        speculation: bool = True,
         fim_tokens: tuple[str, str, str] | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
@@ -124,7 +126,7 @@ class LLM:
 
         Args:
             model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
-            backend, device, weights, threads, context, kv_memory: see
+            backend, device, weights, threads, context, kv_memory, kv_dtype, speculation: see
                 ``midfill.config.ModelOptions``.
             adapter: folder of a LoRA adapter to merge into it, or "none"; None takes the one that
                 midfill ships for a model of this name, if it does.
@@ -142,7 +144,9 @@ class LLM:
             threads=threads,
             context=context,
             kv_memory=kv_memory,
+            kv_dtype=kv_dtype,
             adapter=None if folder is None else str(folder),
+            speculation=speculation,
         )
         started = time.perf_counter()
         checkpoint = open_model(resolve(model, progress), folder, weights)
@@ -359,6 +363,8 @@ class LLM:
                     delta = responses[place].push(output)
                     if delta is not None:
                         yield place, delta
+                        if delta.finish_reason is not None and output.finish_reason is None:
+                            self._end(output.request_id, output.index)
                     if responses[place].finished:
                         self._drop(output.request_id)
         finally:
@@ -370,8 +376,13 @@ class LLM:
             self._engine.add(prompt.request(request_id, sampling))
             self._mailboxes[request_id] = deque()
 
+    def _end(self, request_id: str, index: int) -> None:
+        """End an answer: a stop string was found in it before the engine knows."""
+        with self._lock:
+            self._engine.cancel(request_id, index)
+
     def _drop(self, request_id: str) -> None:
-        """End a request, wherever it is; a stop string ends one before the engine knows."""
+        """End a request, wherever it is."""
         with self._lock:
             if self._mailboxes.pop(request_id, None) is not None:
                 self._engine.cancel(request_id)

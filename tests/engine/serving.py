@@ -33,6 +33,20 @@ class Answer:
         self.error = output.error
 
 
+@dataclass(frozen=True)
+class FixedCost:
+    """A step cost that learns nothing: each further row costs ``row`` times the first one."""
+
+    row: float = 0.02
+
+    def seconds(self, rows: int) -> float:
+        return 1.0 + self.row * (rows - 1)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        assert rows >= 1
+        assert seconds > 0.0
+
+
 Answers = dict[tuple[str, int], Answer]
 
 
@@ -58,7 +72,7 @@ def serve(
     engine: Engine,
     requests: Iterable[EngineRequest] = (),
     arrivals: Mapping[int, list[EngineRequest]] | None = None,
-    cancellations: Mapping[int, str] | None = None,
+    cancellations: Mapping[int, str | tuple[str, int]] | None = None,
     after_step: Callable[[Engine], None] | None = None,
 ) -> Answers:
     """Step the engine until it has nothing left to do; returns answers by (request, index).
@@ -75,7 +89,8 @@ def serve(
         for one in pending.pop(step, []):
             engine.add(one)
         if step in cancelled:
-            engine.cancel(cancelled[step])
+            one_of = cancelled[step]
+            engine.cancel(*([one_of] if isinstance(one_of, str) else one_of))
         for output in engine.step():
             answers.setdefault((output.request_id, output.index), Answer()).take(output)
         if after_step is not None:

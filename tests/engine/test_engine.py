@@ -237,7 +237,7 @@ class TestPreemption:
             one.step()
         one.add(request("d", [4]))
         one.step()
-        assert [sequence.request_id for sequence in one._waiting] == ["c", "d"]
+        assert [sequence.request_id for sequence in one._roster.waiting] == ["c", "d"]
         ended: list[str] = []
         while one.has_work():
             ended += [output.request_id for output in one.step() if output.finish_reason]
@@ -417,9 +417,33 @@ class TestCancellation:
         ended = [(output.request_id, output.index) for output in one.step()]
         assert ended == [("running", 0), ("running", 1), ("running", 2)]
 
+    @pytest.mark.parametrize("index", [0, 1, 2])
+    @pytest.mark.parametrize("step", range(5))
+    def test_one_answer_of_several(self, step: int, index: int) -> None:
+        tokens = prompt(30)
+        one = engine(token_budget=12)  # three steps of prompt
+        answers = serve(
+            one, [request("a", tokens, sampling(n=3))], cancellations={step: ("a", index)}
+        )
+        reasons = {answer: answers["a", answer].finish_reason for answer in range(3)}
+        assert reasons == {0: "length", 1: "length", 2: "length"} | {index: "cancelled"}
+        for answer in range(3):
+            got = answers["a", answer].tokens
+            assert got == truth(tokens)[: max(step - 2, 0) if answer == index else 12]
+
+    def test_all_answers_one_by_one(self) -> None:
+        one = engine()
+        one.add(request("a", prompt(5), sampling(n=3)))
+        for index in (1, 1, 0, 2, 7):
+            one.cancel("a", index)
+        assert [output.index for output in one.step()] == [1, 0, 2]
+        check_idle(one)
+        assert not one.has_work()
+
     def test_an_unknown_id_is_ignored(self) -> None:
         one = engine()
         one.cancel("nobody")
+        one.cancel("nobody", 3)
         assert not one.has_work()
 
 

@@ -1,4 +1,5 @@
-"""The engine under any order of arrivals, cancellations and steps, in a pool that is too small.
+"""The engine under any order of arrivals, cancellations and steps, in a pool that is too small,
+with and without speculation.
 
 Every answer must be what the model alone would say, or the beginning of it where it was cancelled,
 and after every operation each slot belongs to exactly one owner.
@@ -9,7 +10,7 @@ from functools import cache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from serving import Answer, background, check_idle, greedy_alone, request
+from serving import Answer, FixedCost, background, check_idle, greedy_alone, request
 from toy_runner import ToyRunner
 
 from midfill.engine.engine import Engine, EngineOptions
@@ -24,16 +25,26 @@ PROMPTS = st.builds(
 )
 
 
+# Answers that repeat themselves, so that drafts are often right.
+POSITIONS = 0.2
+
+
 @cache
 def truth(prompt: tuple[int, ...]) -> list[int]:
-    return greedy_alone(ToyRunner(64), list(prompt), MOST_TOKENS)
+    return greedy_alone(ToyRunner(64, positions=POSITIONS), list(prompt), MOST_TOKENS)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(slots=st.integers(54, 120), budget=st.sampled_from([1, 5, 16, 64]))
-    def start(self, slots: int, budget: int) -> None:
+    @initialize(
+        slots=st.integers(54, 120),
+        budget=st.sampled_from([1, 5, 16, 64]),
+        row_cost=st.sampled_from([None, 0.0, 0.01, 0.2]),
+    )
+    def start(self, slots: int, budget: int, row_cost: float | None) -> None:
         options = EngineOptions(budget, max_running=5, background_chunk=7, max_background=3)
-        self.engine = Engine(ToyRunner(slots), (), options)
+        cost = None if row_cost is None else FixedCost(row_cost)
+        runner = ToyRunner(slots, positions=POSITIONS)
+        self.engine = Engine(runner, (), options, step_cost=cost)
         self.prompts: dict[str, tuple[tuple[int, ...], int]] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
 
@@ -58,9 +69,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.answers[name, 0] = Answer()
         self.engine.add(background(name, prompt, tenant))
 
-    @rule(which=st.integers(0, 40))
-    def cancel(self, which: int) -> None:
-        self.engine.cancel(f"r{which}")
+    @rule(which=st.integers(0, 40), index=st.sampled_from([None, None, 0, 1, 4]))
+    def cancel(self, which: int, index: int | None) -> None:
+        self.engine.cancel(f"r{which}", index)
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
@@ -72,10 +83,10 @@ class EngineMachine(RuleBasedStateMachine):
     def every_slot_has_one_owner(self) -> None:
         if not hasattr(self, "engine"):
             return
-        pool = self.engine._pool
+        pool = self.engine._roster.pool
         own = [
             slot
-            for sequence in self.engine._running
+            for sequence in self.engine._roster.running
             if sequence.kv is not None
             for slot in sequence.kv.slots[sequence.kv.shared :].tolist()
         ]
@@ -86,13 +97,13 @@ class EngineMachine(RuleBasedStateMachine):
     def running_sequences_hold_what_they_need_and_no_more(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for sequence in self.engine._running:
+        for sequence in self.engine._roster.running:
             assert sequence.kv is not None
             if sequence.decoding:
                 assert sequence.kv.reserved == sequence.computed == sequence.length - 1
             else:
                 assert sequence.kv.reserved == sequence.length > sequence.computed
-        for sequence in (*self.engine._waiting, *self.engine._background):
+        for sequence in (*self.engine._roster.waiting, *self.engine._roster.background):
             assert sequence.kv is None
 
     def teardown(self) -> None:

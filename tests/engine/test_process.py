@@ -144,6 +144,40 @@ def test_leaving_a_stream_cancels_it(engine: Running) -> None:
     engine.run(test())
 
 
+def test_one_answer_can_be_ended_while_the_others_go_on(engine: Running) -> None:
+    async def test() -> None:
+        client = engine.client
+        before = client.stats.generated_tokens
+        tokens = [0, 0, 0]
+        with client.submit(request("a", max_tokens=60, n=3), request("b")) as stream:
+            async for output in stream:
+                if output.request_id == "b":
+                    continue
+                tokens[output.index] += len(output.token_ids)
+                if output.index == 1:
+                    assert tokens[1] == len(output.token_ids), "an output of what was cancelled"
+                    stream.cancel("a", 1)
+                    stream.cancel("a", 7)  # there is none
+        await idle(client)
+        assert tokens[0] == tokens[2] == 60
+        assert client.stats.generated_tokens - before <= 60 + 60 + 59 + 5
+
+    engine.run(test())
+
+
+def test_a_stream_ends_when_its_answers_are_cancelled_one_by_one(engine: Running) -> None:
+    async def test() -> None:
+        client = engine.client
+        with client.submit(request("a", max_tokens=400, n=2), request("b")) as stream:
+            stream.cancel("a", 1)
+            stream.cancel("a", 0)
+            assert {output.request_id async for output in stream} == {"b"}
+            stream.cancel("b", 0)
+        await idle(client)
+
+    engine.run(test())
+
+
 def test_death_fails_what_is_in_flight_and_one_restart_follows(engine: Running) -> None:
     async def drain(stream: OutputStream) -> None:
         async with asyncio.timeout(5):

@@ -17,7 +17,8 @@ LAYERS, HIDDEN, VOCAB, CONTEXT = 2, 12, 40, 200
 class ToyRunner:
     """A two-layer, single-head decoder with random weights; implements engine.runner.Runner."""
 
-    def __init__(self, slots: int, context: int = CONTEXT) -> None:
+    def __init__(self, slots: int, context: int = CONTEXT, positions: float = 1.0) -> None:
+        """``positions`` is their weight; without them greedy answers repeat themselves."""
         self.config = ModelConfig(
             family="toy",
             layers=LAYERS,
@@ -32,7 +33,7 @@ class ToyRunner:
         generator = torch.Generator().manual_seed(7)
         options = {"generator": generator, "dtype": torch.float64}
         self._embed = torch.randn(VOCAB, HIDDEN, **options)
-        self._positions = torch.randn(context, HIDDEN, **options)
+        self._positions = positions * torch.randn(context, HIDDEN, **options)
         self._weights = torch.randn(LAYERS, 3, HIDDEN, HIDDEN, **options) / HIDDEN**0.5
         self._head = torch.randn(HIDDEN, VOCAB, **options)
         # NaN until written: whoever reads a slot too early gets NaN logits.

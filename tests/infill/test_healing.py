@@ -46,6 +46,34 @@ def test_the_constraint_is_exact_over_a_small_vocabulary(missing: int | None) ->
         assert constraint.possible == bool(exact)
 
 
+@pytest.mark.parametrize("forbidden", [frozenset(), frozenset({2}), frozenset({0, 8})])
+def test_the_likely_spelling_is_allowed_and_certain_where_it_says_so(
+    forbidden: frozenset[int],
+) -> None:
+    trie = TokenTrie(SMALL)
+    texts = [bytes(text) for n in range(1, 6) for text in product(b"ab\xc3\xa9", repeat=n)]
+    for required in texts:
+        constraint = HealingConstraint(trie, required, forbidden)
+        written = b""
+        for token, certain in constraint.spelling():
+            allowed = constraint.allowed()
+            assert allowed is not None
+            assert token in allowed
+            assert certain == (len(allowed) == 1)
+            if not certain:
+                rest = required[len(written) :]
+                assert rest.startswith(SMALL[token])
+                longer = [SMALL[one] for one in allowed if rest.startswith(SMALL[one])]
+                assert max(map(len, longer)) == len(SMALL[token])
+            constraint.advance(SMALL[token])
+            written += SMALL[token]
+        # It ends where no token that is allowed writes only what is required.
+        allowed = constraint.allowed()
+        if allowed is not None:
+            rest = required[len(written) :]
+            assert not any(rest.startswith(SMALL[token]) for token in allowed)
+
+
 def test_every_allowed_path_begins_with_what_is_required() -> None:
     trie = TokenTrie(SMALL)
 

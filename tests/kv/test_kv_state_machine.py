@@ -8,6 +8,7 @@ the same order of eviction, no leak, no double free.
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -204,6 +205,19 @@ class KVMachine(RuleBasedStateMachine):
         self.model.locks.append(twin.lock)
         self.live.append(twin)
         return twin
+
+    @rule(holder=holders, count=st.integers(1, 4))
+    def truncate(self, holder: Holder, count: int) -> None:
+        """The last tokens are taken back; what the cache holds can't be."""
+        kept = len(holder.slots) - count
+        if kept < holder.shared:
+            with pytest.raises(ValueError, match="the cache's"):
+                holder.kv.truncate(kept)
+            return
+        holder.kv.truncate(kept)
+        self.free.update(holder.slots[kept:])
+        del holder.slots[kept:], holder.tokens[kept:]
+        assert holder.kv.slots.tolist() == holder.slots
 
     @rule(holder=consumes(holders), part=st.floats(0, 1))
     def close(self, holder: Holder, part: float) -> None:

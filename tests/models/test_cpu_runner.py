@@ -9,10 +9,12 @@ import pytest
 import torch
 from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_variant
 
+from midfill.config import KvDtype
 from midfill.engine.batch import ForwardBatch
 from midfill.errors import CheckpointError
+from midfill.kernels.cpu.cells import CellFormat
 from midfill.models.checkpoint import Checkpoint, open_checkpoint
-from midfill.models.cpu_runner import CpuRunner, slot_bytes
+from midfill.models.cpu_runner import CpuRunner, choose_cell_format, slot_bytes
 from midfill.models.packed_model import load_packed
 
 SLOTS = 400
@@ -70,6 +72,15 @@ def run(
 def run_last(runner: CpuRunner, ids: Sequence[int], slots: np.ndarray) -> np.ndarray:
     """Logits of the last token, all before it being computed."""
     return runner.forward(batch([(ids[-1:], len(ids) - 1, slots)])).numpy().copy()
+
+
+def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean KL divergence of logits [n, vocab], in nats a token."""
+    return float(
+        torch.nn.functional.kl_div(
+            other.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
+    )
 
 
 def token_ids(count: int, seed: int = 0) -> list[int]:
@@ -134,22 +145,51 @@ def test_threads_do_not_change_a_bit(llama: Checkpoint) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize("kv_dtype", ["f16", "i8"])
+def test_rounded_kv_keeps_the_same_bits_however_computed(
+    llama: Checkpoint, kv_dtype: KvDtype
+) -> None:
+    ids = token_ids(150, seed=8)
+    expected = None
+    for threads in (1, 3):
+        runner = CpuRunner(llama, slots=SLOTS, threads=threads, kv_dtype=kv_dtype)
+        for cuts in ([], [1, 2, 7, 70, 71, 149]):
+            got = run(runner, ids, scattered(threads), cuts)
+            expected = got if expected is None else expected
+            np.testing.assert_array_equal(got, expected)
+        runner.close()
+
+
+@pytest.mark.parametrize(("kv_dtype", "allowed"), [("f16", 1e-6), ("i8", 1e-3)])
+def test_rounded_kv_stays_close(llama: Checkpoint, kv_dtype: KvDtype, allowed: float) -> None:
+    ids = token_ids(50, seed=9)
+    exact = CpuRunner(llama, slots=SLOTS, threads=1)
+    rounded = CpuRunner(llama, slots=SLOTS, threads=1, kv_dtype=kv_dtype)
+    assert exact.cell_format == CellFormat.F32
+    a, b = (torch.from_numpy(run(r, ids, scattered(), [])) for r in (exact, rounded))
+    assert 0 < divergence(a, b) < allowed
+    assert rounded.kv_bytes == SLOTS * slot_bytes(llama.config, CellFormat(kv_dtype))
+
+
+def test_kv_is_rounded_by_default_where_weights_are(llama: Checkpoint) -> None:
+    assert choose_cell_format(llama, "auto", "auto") == CellFormat.F32
+    assert choose_cell_format(llama, "q4", "auto") == CellFormat.F16
+    assert choose_cell_format(llama, "q4", "f32") == CellFormat.F32
+
+
 @pytest.mark.parametrize(("weights", "allowed"), [("q8", 0.02), ("q4", 1.0)])
 def test_quantised_weights_stay_close(llama: Checkpoint, weights: str, allowed: float) -> None:
     ids = token_ids(50, seed=7)
     exact = CpuRunner(llama, slots=SLOTS, threads=1)
     rounded = CpuRunner(llama, slots=SLOTS, threads=1, weights=weights)
     a, b = (torch.from_numpy(run(r, ids, scattered(), [])) for r in (exact, rounded))
-    divergence = torch.nn.functional.kl_div(
-        b.log_softmax(-1), a.log_softmax(-1), log_target=True, reduction="batchmean"
-    )
-    assert 0 < float(divergence) < allowed
+    assert 0 < divergence(a, b) < allowed
     assert rounded.weight_bytes < exact.weight_bytes / 2
 
 
 def test_memory_is_stated_in_bytes(llama: Checkpoint) -> None:
     runner = CpuRunner(llama, slots=100, threads=1)
-    assert runner.kv_bytes == 100 * slot_bytes(llama.config)
+    assert runner.kv_bytes == 100 * slot_bytes(llama.config, CellFormat.F32)
     tensors = [llama.tensor(name).to_float32().nbytes for name in llama.names()]
     # Beside the checkpoint's weights only zero biases and the rotary tables are kept.
     assert sum(tensors) <= runner.weight_bytes < 1.5 * sum(tensors)

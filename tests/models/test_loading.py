@@ -54,10 +54,18 @@ def test_options_that_cant_be_met(tiny_folder: Path, options: ModelOptions, prob
 
 def test_the_pool_takes_a_share_of_what_is_free_up_to_what_is_useful(tiny_folder: Path) -> None:
     config = open_checkpoint(tiny_folder).config
-    assert choose_slots(config, ModelOptions(), 1000 * SLOT_BYTES, 4) == 1000
-    assert choose_slots(config, ModelOptions(), 1e12, 4) == 16 * config.context
-    assert choose_slots(config, ModelOptions(context=64), 1e12, 4) == 16 * 64
-    assert choose_slots(config, ModelOptions(kv_memory=50 * SLOT_BYTES), 1e12, 4) == 50
+    assert choose_slots(config, ModelOptions(), 1000 * SLOT_BYTES, SLOT_BYTES) == 1000
+    assert choose_slots(config, ModelOptions(), 1e12, SLOT_BYTES) == 16 * config.context
+    assert choose_slots(config, ModelOptions(context=64), 1e12, SLOT_BYTES) == 16 * 64
+    assert choose_slots(config, ModelOptions(kv_memory=50 * SLOT_BYTES), 1e12, SLOT_BYTES) == 50
+
+
+def test_the_precision_of_kv_is_chosen(tiny_folder: Path) -> None:
+    checkpoint = open_checkpoint(tiny_folder)
+    # int8 keeps a scale (4 bytes) beside the 32 codes of a token and head.
+    for kv_dtype, slots in (("f32", 100), ("f16", 200), ("i8", 100 * 128 // 36)):
+        options = ModelOptions(backend="cpu", threads=1, kv_memory=KV_MEMORY, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+        assert load_runner(checkpoint, options).slots == slots
 
 
 def test_there_is_memory() -> None:

@@ -146,6 +146,36 @@ def test_a_stop_string_is_not_shown(server: RunningServer) -> None:
     server.wait_for(lambda: server.metric("num_requests_running") == 0)
 
 
+def test_one_of_several_answers_that_meets_its_stop_string_ends_in_the_engine_too(
+    server: RunningServer,
+) -> None:
+    body = {"prompt": "def f(", "n": 3, "temperature": 1.5, "seed": 4, "max_tokens": 400}
+    body["ignore_eos"] = True
+    whole = server.complete(**body, timeout=60)["choices"]
+    stop = whole[1]["text"][5:8]
+    before = server.metric("generation_tokens_total")
+    answers = server.complete(**body, stop=stop)
+    for stopped, free in zip(answers["choices"], whole, strict=True):
+        assert stopped["text"] == free["text"].partition(stop)[0]
+    server.wait_for(lambda: server.metric("num_requests_running") == 0)
+    assert server.metric("generation_tokens_total") - before < 1100
+
+
+def test_speculation_is_counted(server: RunningServer) -> None:
+    counts = [
+        server.metric(f"spec_decode_num_{what}_total")
+        for what in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    server.complete(prompt="a b " * 20, max_tokens=60, logit_bias={"5": 90, "9": 90})
+    later = [
+        server.metric(f"spec_decode_num_{what}_total")
+        for what in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    assert all(after >= before >= 0 for before, after in zip(counts, later, strict=True))
+    assert later[0] <= later[1]
+    assert later[2] <= later[1]
+
+
 def test_logprobs(server: RunningServer) -> None:
     answer = server.openai().completions.create(
         model="tiny-llama", prompt="def f(", logprobs=2, **GREEDY

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from midfill.cli.sizes import parse_size
-from midfill.config import Backend, WeightsOption
+from midfill.config import Backend, KvDtype, WeightsOption
 
 _MODEL_HELP = (
     "A .gguf file, a model folder, ORG/NAME on the Hugging Face hub, or a name that"
@@ -55,6 +55,14 @@ KvMemoryOption = Annotated[
         help="Memory for KV, like 2GB; sized from what is free if not set.",
     ),
 ]
+KvDtypeOption = Annotated[
+    KvDtype,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="How the CPU kernels keep KV: float32, float16 or 8-bit; float16 beside quantised"
+        " weights if not set.",
+    ),
+]
 AdapterOption = Annotated[
     str | None,
     typer.Option(
@@ -68,6 +76,13 @@ FimTokensOption = Annotated[
     typer.Option(
         metavar="PRE,SUF,MID",
         help="The model's FIM tokens, for models midfill doesn't know.",
+    ),
+]
+SpeculationOption = Annotated[
+    bool,
+    typer.Option(
+        help="Guess tokens that copy from the text and check several in one step; never changes"
+        " an answer.",
     ),
 ]
 MaxTokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Longest answer.")]

@@ -12,8 +12,10 @@ from midfill.cli.options import (
     ContextOption,
     DeviceOption,
     FimTokensOption,
+    KvDtypeOption,
     KvMemoryOption,
     ModelArgument,
+    SpeculationOption,
     ThreadsOption,
     WeightsFormatOption,
     parse_fim_tokens,
@@ -44,6 +46,7 @@ def serve(
     threads: ThreadsOption = None,
     context: ContextOption = None,
     kv_memory: KvMemoryOption = None,
+    kv_cache_dtype: KvDtypeOption = "auto",
     adapter: AdapterOption = None,
     fim_tokens: FimTokensOption = None,
     token_budget: Annotated[
@@ -60,6 +63,7 @@ def serve(
             " ask for next.",
         ),
     ] = True,
+    speculation: SpeculationOption = True,
 ) -> None:
     """Serve a model over OpenAI's API; without MODEL a small one, fetched the first time."""
     import logging
@@ -86,8 +90,10 @@ def serve(
             threads=threads,
             context=context,
             kv_memory=kv_memory,
+            kv_dtype=kv_cache_dtype,
             token_budget=token_budget,
             adapter=None if folder is None else str(folder),
+            speculation=speculation,
         ),
     )
     with ExitStack() as shown:

@@ -54,7 +54,9 @@ class OutputStream:
     def __init__(self, client: "EngineClient", requests: tuple[EngineRequest, ...]) -> None:
         self._client = client
         self._queue: asyncio.Queue[EngineOutput | MidfillError] = asyncio.Queue()
-        self._unfinished = {request.request_id: request.sampling.n for request in requests}
+        self._unfinished = {
+            request.request_id: set(range(request.sampling.n)) for request in requests
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -77,26 +79,36 @@ class OutputStream:
             InvalidRequestError: the engine can never run one of the requests.
             EngineDeadError: the engine process ended.
         """
-        if not self._unfinished:
-            raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, MidfillError):
-            raise item
-        if item.finish_reason is not None:
-            self._unfinished[item.request_id] -= 1
-            if self._unfinished[item.request_id] == 0:
-                del self._unfinished[item.request_id]
-                self._client.forget(item.request_id, cancel=False)
-        return item
+        while self._unfinished:
+            item = await self._queue.get()
+            if isinstance(item, MidfillError):
+                raise item
+            answers = self._unfinished.get(item.request_id, set())
+            if item.index not in answers:
+                continue  # cancelled when it was on its way
+            if item.finish_reason is not None:
+                answers.remove(item.index)
+                if not answers:
+                    del self._unfinished[item.request_id]
+                    self._client.forget(item.request_id)
+            return item
+        raise StopAsyncIteration
 
     def put(self, item: EngineOutput | MidfillError) -> None:
         """For the client: something came in."""
         self._queue.put_nowait(item)
 
-    def cancel(self, request_id: str) -> None:
-        """End one of the requests; nothing more comes from it."""
-        if self._unfinished.pop(request_id, None) is not None:
-            self._client.forget(request_id, cancel=True)
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """End one of the requests, or one of its answers; nothing more comes from it."""
+        answers = self._unfinished.get(request_id, set())
+        if index is not None and answers != {index}:
+            if index in answers:
+                answers.remove(index)
+                self._client.cancel(request_id, index)
+        elif answers:
+            del self._unfinished[request_id]
+            self._client.cancel(request_id)
+            self._client.forget(request_id)
 
     def close(self) -> None:
         """End all of them."""
@@ -236,11 +248,14 @@ class EngineClient:
             self._process.send(Submit(request))
         return stream
 
-    def forget(self, request_id: str, *, cancel: bool) -> None:
-        """Route no more outputs of a request, and end it if it may still be going on."""
-        if self._streams.pop(request_id, None) is not None and cancel:  # noqa: SIM102
-            if self.state == "ready" and self._process is not None:
-                self._process.send(Cancel(request_id))
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Have the engine end a request, or one of its answers, if it is still going on."""
+        if request_id in self._streams and self.state == "ready" and self._process is not None:
+            self._process.send(Cancel(request_id, index))
+
+    def forget(self, request_id: str) -> None:
+        """Route no more outputs of a request."""
+        self._streams.pop(request_id, None)
 
     async def _supervise(self) -> None:
         restarted = -_RESTART_SECONDS

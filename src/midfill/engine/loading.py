@@ -7,6 +7,7 @@ from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.messages import EngineInfo
 from midfill.engine.runner import Runner
+from midfill.engine.step_cost import MeasuredStepCost
 from midfill.models.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.models.loading import describe_runner, load_runner
 
@@ -36,6 +37,7 @@ def load_engine(
             context=options.context,
         ),
         token_bytes=checkpoint.tokenizer.token_bytes,
+        step_cost=MeasuredStepCost() if options.speculation else None,
     )
     info = EngineInfo(
         backend=describe_runner(runner),

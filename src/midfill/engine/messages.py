@@ -44,9 +44,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: end a request before its next step."""
+    """To the engine: end a request, or one of its answers, before its next step."""
 
     request_id: str
+    index: int | None = None
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):

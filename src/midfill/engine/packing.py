@@ -1,6 +1,7 @@
 """Packing: scheduled sequences become one ForwardBatch."""
 
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,27 +9,48 @@ from midfill.engine.batch import ForwardBatch
 from midfill.engine.sequence import Sequence
 
 
-def pack(scheduled: SequenceOf[tuple[Sequence, int]]) -> ForwardBatch:
-    """Lay out the next ``count`` uncomputed tokens of each (sequence, count) in one batch.
+class Scheduled(NamedTuple):
+    """A sequence's part in a step.
 
-    Logits are wanted for the last row of every sequence whose tokens end with this batch, unless
-    it runs in the background. Each sequence must hold slots for the tokens it runs.
+    Attributes:
+        sequence: holds slots for all that it runs.
+        tokens: its next uncomputed tokens that run.
+        sampled: whether its last token is among them and a next one is wanted; its drafted tokens
+            run too then.
+    """
+
+    sequence: Sequence
+    tokens: int
+    sampled: bool
+
+    @property
+    def rows(self) -> int:
+        """Tokens that go through the model."""
+        return self.tokens + self.sequence.drafted
+
+
+def pack(scheduled: SequenceOf[Scheduled]) -> ForwardBatch:
+    """Lay a step out in one batch.
+
+    Logits are wanted for the last token of every sequence that gets a next one, and for each of
+    its drafted tokens, in the order of ``scheduled``.
     """
     token_ids, positions, write_slots, kv_slots = [], [], [], []
-    query_ends, kv_ends, logit_rows = [0], [0], []
-    for sequence, count in scheduled:
+    query_ends, kv_ends, logit_rows = [0], [0], list[int]()
+    for entry in scheduled:
+        sequence, rows = entry.sequence, entry.rows
         assert sequence.kv is not None
         start = sequence.computed
-        end = start + count
+        end = start + rows
         visible = sequence.kv.slots[:end]
-        token_ids.append(sequence.tokens[start:end])
+        token_ids.append(sequence.rows(rows))
         positions.append(np.arange(start, end, dtype=np.int32))
         write_slots.append(visible[start:])
         kv_slots.append(visible)
-        query_ends.append(query_ends[-1] + count)
+        query_ends.append(query_ends[-1] + rows)
         kv_ends.append(kv_ends[-1] + end)
-        if end == sequence.length and not sequence.background:
-            logit_rows.append(query_ends[-1] - 1)
+        if entry.sampled:
+            logit_rows += range(query_ends[-1] - sequence.drafted - 1, query_ends[-1])
     return ForwardBatch(
         token_ids=np.concatenate(token_ids),
         positions=np.concatenate(positions),

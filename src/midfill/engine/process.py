@@ -101,7 +101,7 @@ def run_loop(engine: "Engine", channel: _Channel) -> NoReturn:
             message = channel.receive()
             taken += 1
             if isinstance(message, Cancel):
-                engine.cancel(message.request_id)
+                engine.cancel(message.request_id, message.index)
             elif isinstance(message, Submit):
                 _add(engine, message, channel)
         channel.send(StepReport(engine.step(), engine.stats()))

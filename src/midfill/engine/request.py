@@ -125,6 +125,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         background: background requests not yet ended; they count as neither running nor waiting,
             and in none of the counters of tokens but the next one and computed_tokens.
         background_tokens: of computed_tokens, the ones of background requests.
+        drafts: drafts that were verified.
+        draft_tokens: their tokens; each is one of computed_tokens.
+        accepted_tokens: of these, the ones that were right; each is one of generated_tokens.
     """
 
     running: int = 0
@@ -142,3 +145,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     busy_seconds: float = 0.0
     background: int = 0
     background_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0

@@ -19,21 +19,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from midfill.engine.batch import Int32Array
+from midfill.engine.filters import (
+    FOLDS,
+    Float64Array,
+    Int64Array,
+    invert,
+    keep_likely,
+    largest,
+)
 from midfill.engine.request import SamplingParams, TokenLogprobs
 
 # Below this a temperature means greedy: dividing by it would leave one token anyway.
 _GREEDY_TEMPERATURE = 1e-5
 # Where no top-k bounds the candidates, so many of the likeliest are tried before all are.
 _FEW_CANDIDATES = 256
-_FOLDS = 64
-_BINS = 1024
-
-_Float64Array = npt.NDArray[np.float64]
-_Int64Array = npt.NDArray[np.int64]
 
 
 class SampleRow(NamedTuple):
@@ -98,6 +100,14 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
     Returns:
         One entry a row: the token, or None where the row's logits hold no finite value.
     """
+    if logits.device.type == "cpu" and all(map(_is_plain, rows)):
+        values = logits.numpy()
+        peaks = [int(values[spec.row].argmax()) for spec in rows]
+        # argmax stops at a NaN or an infinity.
+        if all(
+            math.isfinite(values[spec.row, peak]) for spec, peak in zip(rows, peaks, strict=True)
+        ):
+            return [SampledToken(peak, None) for peak in peaks]
     working: list[_Row | None] = [None] * len(rows)
     with _one_thread():
         for places in _groups(rows):
@@ -110,6 +120,19 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
         None if row is None else SampledToken(row.token_id, reported.get(id(row)))
         for row in working
     ]
+
+
+def _is_plain(spec: SampleRow) -> bool:
+    """Whether the likeliest token is all that is asked for. Nearly all completions are like that,
+    and while a small model's step takes milliseconds, what else there is to do for a row counts.
+    """
+    params = spec.params
+    return (
+        is_greedy(params)
+        and spec.allowed is None
+        and params.logprobs is None
+        and not _is_adjusted(params)
+    )
 
 
 @contextmanager
@@ -152,21 +175,29 @@ def _allowed(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
     return logits[torch.from_numpy(spec.allowed).to(logits.device)]
 
 
+def _is_adjusted(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.logit_bias
+    )
+
+
 def _adjusted(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
     """[vocab] logits with penalties and bias; the tensor itself where there are none."""
     params = spec.params
-    repeats = params.repetition_penalty != 1.0
-    counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    if not (repeats or counts or params.logit_bias):
+    if not _is_adjusted(params):
         return logits
     logits = logits.clone()
-    if repeats:
+    if params.repetition_penalty != 1.0:
         met = np.zeros(len(logits), dtype=bool)
         met[spec.history] = True
         seen = torch.from_numpy(np.flatnonzero(met)).to(logits.device)
         old = logits[seen]
         penalty = params.repetition_penalty
         logits[seen] = torch.where(old > 0, old / penalty, old * penalty)
+    counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     if counts and len(spec.history) > spec.prompt_length:
         times = np.bincount(spec.history[spec.prompt_length :])
         ids = np.flatnonzero(times)
@@ -254,9 +285,9 @@ def _draw_top_k(rows: list[_Row], top_k: int) -> None:
     ids = _likeliest(logits, top_k)
     for row, values, row_ids in zip(rows, _pick(logits, ids), ids, strict=True):
         weights = np.exp((values - values.max()) / row.spec.params.temperature)
-        kept = _filter(weights / weights.sum(), row.spec.params, complete=True)
+        kept = keep_likely(weights / weights.sum(), row.spec.params, complete=True)
         assert kept is not None
-        row.token_id = _invert(kept, row_ids, row.spec.draw)
+        row.token_id = invert(kept, row_ids, row.spec.draw)
 
 
 def _draw_filtered(rows: list[_Row]) -> None:
@@ -266,113 +297,25 @@ def _draw_filtered(rows: list[_Row]) -> None:
     few = _likeliest(logits, min(_FEW_CANDIDATES, logits.shape[-1]))
     for index, weights in enumerate(_pick(probabilities, few)):
         row, ids = rows[index], few[index]
-        kept = _filter(weights, row.spec.params, complete=False)
+        kept = keep_likely(weights, row.spec.params, complete=False)
         if kept is None:
             ids = np.arange(logits.shape[-1])
             weights = probabilities[index].double().cpu().numpy()
-            kept = _filter(weights, row.spec.params, complete=True)
+            kept = keep_likely(weights, row.spec.params, complete=True)
         assert kept is not None
-        row.token_id = _invert(kept, ids, row.spec.draw)
+        row.token_id = invert(kept, ids, row.spec.draw)
 
 
-def _likeliest(logits: torch.Tensor, count: int) -> _Int64Array:
+def _likeliest(logits: torch.Tensor, count: int) -> Int64Array:
     """Ids of the ``count`` largest of each row of [rows, vocab]; [rows, count], ascending."""
-    if logits.device.type == "cpu" and count <= logits.shape[-1] // _FOLDS:
-        return np.stack([_largest(row, count) for row in logits.numpy()])
+    if logits.device.type == "cpu" and count <= logits.shape[-1] // FOLDS:
+        return np.stack([largest(row, count) for row in logits.numpy()])
     return logits.topk(count).indices.sort().values.cpu().numpy()
 
 
-def _largest(row: npt.NDArray[np.float32], count: int) -> _Int64Array:
-    """Indices of the ``count`` largest values, ascending; several times as fast as topk.
-
-    The row is folded into columns of _FOLDS values. The ``count``-th largest of the columns'
-    maxima can't be above the ``count``-th largest value, so nothing below it is looked at again.
-    """
-    columns = len(row) // _FOLDS
-    maxima = row[: columns * _FOLDS].reshape(_FOLDS, columns).max(0)
-    threshold = np.partition(maxima, columns - count)[columns - count]
-    candidates = np.flatnonzero(row >= threshold)
-    if len(candidates) > count:
-        order = np.argpartition(row[candidates], len(candidates) - count)
-        candidates = np.sort(candidates[order[len(candidates) - count :]])
-    return candidates
-
-
-def _pick(source: torch.Tensor, ids: _Int64Array) -> _Float64Array:
+def _pick(source: torch.Tensor, ids: Int64Array) -> Float64Array:
     """The [rows, count] values of [rows, vocab] ``source`` at [rows, count] ids."""
     return source.gather(-1, torch.from_numpy(ids).to(source.device)).double().cpu().numpy()
-
-
-def _filter(weights: _Float64Array, params: SamplingParams, complete: bool) -> _Float64Array | None:
-    """Apply top-p, min-p and typical-p.
-
-    Args:
-        weights: [n] float64 probabilities of the n likeliest tokens, in any order.
-        params: the filters.
-        complete: whether no others are possible.
-
-    Returns:
-        [n] weights with the dropped ones at zero; None where tokens beyond these might have to be
-        kept too.
-    """
-    least, most = weights.min(), weights.max()
-    settled = complete or least == 0.0
-    if params.top_p < 1.0:
-        settled = settled or weights.sum() >= params.top_p
-        # The logarithm spreads them evenly over the bins; no float32 is below the floor but 0.
-        surprise = -np.log(np.maximum(weights, 1e-46))
-        weights = _smallest_set(surprise, weights, params.top_p)
-    if params.min_p > 0.0:
-        settled = settled or least < params.min_p * most
-        weights = np.where(weights >= params.min_p * most, weights, 0.0)
-    if not settled:
-        return None
-    return _typical(weights, params.typical_p) if params.typical_p < 1.0 else weights
-
-
-def _typical(weights: _Float64Array, mass: float) -> _Float64Array:
-    """Locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023).
-
-    Keeps the smallest set of tokens whose surprise is closest to the entropy and whose
-    probabilities add up to ``mass``; zeroes the others.
-    """
-    possible = np.flatnonzero(weights)
-    probabilities = weights[possible] / weights.sum()
-    surprise = -np.log(probabilities)
-    entropy = probabilities @ surprise
-    typical = np.zeros_like(weights)
-    typical[possible] = _smallest_set(np.abs(surprise - entropy), probabilities, mass)
-    return typical
-
-
-def _smallest_set(keys: _Float64Array, weights: _Float64Array, mass: float) -> _Float64Array:
-    """Keep weights in ascending order of their keys until they add up to ``mass``, zero the rest.
-
-    Large arrays are sorted into bins first; only the bin in which the mass is reached needs more.
-    """
-    lowest, highest = keys.min(), keys.max()
-    bins = 1 if len(keys) <= _BINS or lowest == highest else _BINS
-    place = ((keys - lowest) * ((bins - 1) / max(highest - lowest, 1e-300))).astype(np.int64)
-    filled = np.bincount(place, weights, minlength=bins).cumsum()
-    border = min(int(filled.searchsorted(mass)), bins - 1)
-    inside = float(filled[border - 1]) if border else 0.0
-    kept = np.where(place < border, weights, 0.0)
-    undecided = np.flatnonzero(place == border)
-    undecided = undecided[keys[undecided].argsort(kind="stable")]
-    count = int(weights[undecided].cumsum().searchsorted(mass - inside)) + 1
-    kept[undecided[:count]] = weights[undecided[:count]]
-    return kept
-
-
-def _invert(weights: _Float64Array, ids: _Int64Array, draw: float) -> int:
-    """The token where the cumulative distribution passes ``draw``, tokens taken in order of id.
-
-    In order of probability, two nearly equal tokens could change places over a rounding error in
-    the logits, and the draw would land on the other one. In float64 a draw below 1 times the total
-    stays below the total, so there always is such a token.
-    """
-    cumulative = weights.cumsum()
-    return int(ids[cumulative.searchsorted(draw * cumulative[-1], side="right")])
 
 
 def _logprobs(logits: torch.Tensor, rows: list[_Row]) -> dict[int, TokenLogprobs]:

@@ -61,6 +61,21 @@ class CacheView(Protocol):
         ...
 
 
+class DraftView(Protocol):
+    """Guesses at the next tokens of sequences, and what a row costs."""
+
+    def chances(self, sequence_id: int) -> Sequence[float]:
+        """Estimated probabilities that the first, the first two, ... tokens drafted are all right.
+
+        Of a sequence that this step would take past its last token; empty where nothing is drafted.
+        """
+        ...
+
+    def seconds(self, rows: int) -> float:
+        """Estimated time of a step of ``rows`` >= 1 rows."""
+        ...
+
+
 @dataclass(frozen=True)
 class ScheduleState:
     """What a policy may look at.
@@ -71,6 +86,7 @@ class ScheduleState:
         available_slots: slots that are free or that the cache can give up.
         cache: questions about the cache.
         background: prompts to be cached when there is nothing better to do, oldest first.
+        drafts: guesses at what comes next; None without speculation.
     """
 
     running: tuple[RunningSequence, ...]
@@ -78,10 +94,11 @@ class ScheduleState:
     available_slots: int
     cache: CacheView
     background: tuple[WaitingSequence, ...] = ()
+    drafts: DraftView | None = None
 
 
 class Chunk(NamedTuple):
-    """``tokens`` next tokens of a sequence that is prefilling."""
+    """``tokens`` next tokens of a sequence, of its prompt or of its draft."""
 
     sequence_id: int
     tokens: int
@@ -101,6 +118,8 @@ class StepPlan:
         drop: background sequences to end without having finished.
         background: background sequences and how many uncached tokens each runs. Each gets the
             slots of these for this pass; then they are the cache's, and it holds nothing again.
+        drafts: sequences whose last token runs in this step, and how many drafted tokens run after
+            it. Each gets the slots of these, and gives back those of wrong ones.
     """
 
     preempt: tuple[int, ...] = ()
@@ -109,6 +128,7 @@ class StepPlan:
     admit: tuple[Chunk, ...] = ()
     drop: tuple[int, ...] = ()
     background: tuple[Chunk, ...] = ()
+    drafts: tuple[Chunk, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -118,6 +138,7 @@ class StepPlan:
             + sum(chunk.tokens for chunk in self.chunks)
             + sum(chunk.tokens for chunk in self.admit)
             + sum(chunk.tokens for chunk in self.background)
+            + sum(chunk.tokens for chunk in self.drafts)
         )
 
 

@@ -2,10 +2,13 @@
 
 import copy
 import secrets
+from collections.abc import Collection
 
 import numpy as np
 
+from midfill.engine.acceptance import Calibration
 from midfill.engine.batch import Int32Array
+from midfill.engine.drafting import Draft
 from midfill.engine.request import EngineOutput, EngineRequest, FinishReason, SamplingParams
 from midfill.infill.healing import HealingConstraint
 from midfill.kv.sequence_kv import SequenceKV
@@ -20,8 +23,7 @@ class Sequence:
     Attributes:
         request_id, tenant, params: the request's.
         sequence_id: unique; grows in order of arrival.
-        index: which of the request's answers.
-        answers: how many answers it still stands for, ``index`` the first of them.
+        answers: which of the request's answers it still stands for.
         prompt_length: tokens of the prompt.
         length: tokens so far, prompt and generated.
         limit: the length at which it ends.
@@ -31,6 +33,10 @@ class Sequence:
         kv: its slots; None while it waits.
         background: whether its prompt is only to be cached; it holds slots during a pass alone.
         constraint: what its next tokens have to spell; None when they are free.
+        ends: token ids that end it.
+        draft: guesses at its next tokens, until it advances.
+        drafted: how many of them run in this step.
+        calibration: how well its drafts do.
     """
 
     __slots__ = (
@@ -39,10 +45,13 @@ class Sequence:
         "answers",
         "background",
         "cached_tokens",
+        "calibration",
         "computed",
         "constraint",
         "decoding",
-        "index",
+        "draft",
+        "drafted",
+        "ends",
         "kv",
         "length",
         "limit",
@@ -54,14 +63,26 @@ class Sequence:
         "tenant",
     )
 
-    def __init__(self, request: EngineRequest, sequence_id: int, longest: int) -> None:
-        """Start from a request; ``longest`` is what the context and the pool allow in all."""
+    def __init__(
+        self,
+        request: EngineRequest,
+        sequence_id: int,
+        longest: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Start from a request.
+
+        Args:
+            request: what is asked.
+            sequence_id: the first of as many as it has answers.
+            longest: tokens that the context and the pool allow in all.
+            eos_token_ids: the model's own end tokens.
+        """
         self.request_id = request.request_id
         self.tenant = request.tenant
         self.params: SamplingParams = request.sampling
         self.sequence_id = sequence_id
-        self.index = 0
-        self.answers = request.sampling.n
+        self.answers = tuple(range(request.sampling.n))
         self.prompt_length = self.length = len(request.token_ids)
         self.background = request.background
         room = 0 if request.background else request.sampling.max_tokens
@@ -71,6 +92,11 @@ class Sequence:
         self.cached_tokens: int | None = None
         self.kv: SequenceKV | None = None
         self.constraint: HealingConstraint | None = None
+        own = frozenset() if request.sampling.ignore_eos else eos_token_ids
+        self.ends = own.union(request.sampling.stop_token_ids)
+        self.draft: Draft | None = None
+        self.drafted = 0
+        self.calibration = Calibration()
         seed = request.sampling.seed
         self.seed = secrets.randbits(64) if seed is None else seed
         self._generator: np.random.Generator | None = None
@@ -88,10 +114,31 @@ class Sequence:
         """[computed] int32, a view: the tokens whose KV is there."""
         return self._tokens[: self.computed]
 
-    def append(self, token_id: int) -> None:
-        """Add a generated token."""
+    @property
+    def index(self) -> int:
+        """Which of the request's answers it is, or the first of those it stands for."""
+        return self.answers[0]
+
+    def run_draft(self, count: int) -> None:
+        """Let the first ``count`` tokens of the draft run in the next step."""
+        assert self.draft is not None
+        self._tokens[self.length : self.length + count] = self.draft.tokens[:count]
+        self.drafted = count
+
+    def rows(self, count: int) -> Int32Array:
+        """[count] int32, a view: what runs after the computed tokens, drafted ones included."""
+        return self._tokens[self.computed : self.computed + count]
+
+    def append(self, token_id: int) -> bool:
+        """Add a generated token; returns whether it was drafted, so that what follows it ran too.
+
+        If it was not, what was drafted after it is void.
+        """
+        agrees = self.drafted > 0 and int(self._tokens[self.length]) == token_id
+        self.drafted = self.drafted - 1 if agrees else 0
         self._tokens[self.length] = token_id
         self.length += 1
+        return agrees
 
     def allowed(self) -> Int32Array | None:
         """[n] int32, ascending: the ids its next token may have; None if any."""
@@ -111,24 +158,29 @@ class Sequence:
     def part(self) -> list["Sequence"]:
         """The answers this sequence stands for, itself first; the others are new and hold no KV.
 
-        This one is not changed: set ``answers`` to 1 when the others take over.
+        This one is not changed: cut ``answers`` to its own when the others take over.
         """
         siblings = [self]
-        for offset in range(1, self.answers):
+        for offset, index in enumerate(self.answers[1:], 1):
             twin = copy.copy(self)
             twin._tokens = np.empty_like(self._tokens)
             twin._tokens[: self.length] = self.tokens
             twin.sequence_id += offset
-            twin.index += offset
-            twin.answers = 1
+            twin.answers = (index,)
+            twin.calibration = Calibration()
             twin.kv = None
             twin.computed = 0
             twin.constraint = copy.copy(self.constraint)
             siblings.append(twin)
         return siblings
 
-    def endings(self, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
-        """The last outputs of all answers it stands for."""
+    def endings(
+        self,
+        reason: FinishReason,
+        error: str | None = None,
+        answers: Collection[int] | None = None,
+    ) -> list[EngineOutput]:
+        """The last outputs of all answers it stands for, or of some."""
         return [
             EngineOutput(
                 request_id=self.request_id,
@@ -138,5 +190,5 @@ class Sequence:
                 cached_tokens=self.cached_tokens or 0,
                 error=error,
             )
-            for index in range(self.index, self.index + self.answers)
+            for index in (self.answers if answers is None else answers)
         ]

@@ -27,20 +27,16 @@ class Vocabulary:
         """Built for the first request that needs it: some 0.1 s for 50,000 tokens."""
         return TokenTrie([self._token_bytes(token_id) for token_id in range(self._size)])
 
-    def constraint(
-        self, request: EngineRequest, eos_token_ids: frozenset[int]
-    ) -> HealingConstraint | None:
+    def constraint(self, request: EngineRequest, ends: frozenset[int]) -> HealingConstraint | None:
         """What holds the request's answers to ``begins_with``; None where they are free.
 
-        Tokens that would end the answer may not take part.
+        Tokens that would end the answer (``ends``) may not take part.
 
         Raises:
             InvalidRequestError: no tokens of the model can write the bytes.
         """
         if request.background or not request.begins_with:
             return None
-        params = request.sampling
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         forbidden = frozenset(token_id for token_id in ends if self._token_bytes(token_id))
         constraint = HealingConstraint(self._trie, request.begins_with, forbidden)
         if not constraint.possible:

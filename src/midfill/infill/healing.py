@@ -57,6 +57,10 @@ class TokenTrie:
         low, high = bisect_left(self._bytes, text), bisect_left(self._bytes, text + b"\0")
         return self._ids[low:high]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for."""
+        return self._token_bytes[token_id]
+
     def back_off(self, token_ids: Sequence[int], fixed: int = 0) -> Healing:
         """The tokens at a prompt's end that a longer token might have swallowed.
 
@@ -127,14 +131,40 @@ class HealingConstraint:
 
     def allowed(self) -> list[int] | None:
         """Ids allowed next, in no particular order; None if all are."""
-        if self.satisfied:
-            return None
-        start, length = self._written, len(self._required)
+        return None if self.satisfied else self._allowed_at(self._written)
+
+    def _allowed_at(self, start: int) -> list[int]:
+        length = len(self._required)
         ids = self._trie.beginning_with(self._required[start:])
         for end in range(start + 1, length):
             if self._open[end]:
                 ids += self._trie.spelling(self._required[start:end])
         return self._usable(ids)
+
+    def spelling(self) -> list[tuple[int, bool]]:
+        """The likely way to write what is still required: the longest token at each place.
+
+        Returns:
+            (token id, whether no other is allowed there) as far as they write nothing else; a
+            token that goes on behind the required bytes only where no other is allowed.
+        """
+        tokens = list[tuple[int, bool]]()
+        start, length = self._written, len(self._required)
+        while start < length:
+            allowed = self._allowed_at(start)
+            if len(allowed) == 1:
+                tokens.append((allowed[0], True))
+                start += len(self._trie.token_bytes(allowed[0]))
+                continue
+            for end in range(length, start, -1):
+                exact = self._usable(self._trie.spelling(self._required[start:end]))
+                if exact and self._open[end]:
+                    tokens.append((exact[0], False))
+                    start = end
+                    break
+            else:
+                break
+        return tokens
 
     def advance(self, written: bytes) -> None:
         """Take note of the bytes of the token that was chosen.

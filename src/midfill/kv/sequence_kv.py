@@ -69,6 +69,17 @@ class SequenceKV:
         self._buffer[self.reserved] = slot
         self.reserved += 1
 
+    def truncate(self, count: int) -> None:
+        """Give back all slots after the first ``count``.
+
+        Raises:
+            ValueError: some of them are the cache's.
+        """
+        if count < self.shared:
+            raise ValueError(f"{self.shared} slots are the cache's, so {count} can't be kept alone")
+        self._pool.slots.free(self._buffer[count : self.reserved])
+        self.reserved = count
+
     def keep(self, tokens: Int32Array) -> None:
         """Hand the KV of [n] int32 ``tokens`` over to the cache and go on using it there.
 

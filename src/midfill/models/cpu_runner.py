@@ -4,21 +4,33 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from midfill.config import WeightsOption
+from midfill.config import KvDtype, WeightsOption
 from midfill.engine.batch import ForwardBatch
 from midfill.kernels.cpu.attention import ITEM_FIELDS, TILE_ROWS, plan_attention, scratch_size
+from midfill.kernels.cpu.cells import CellFormat, allocate_cells, cell_bytes
 from midfill.kernels.cpu.decoder import Batch, Cells, Workspace, forward
 from midfill.kernels.cpu.linear import DIRECT_ROWS, MAX_TILE_ROWS
-from midfill.kernels.cpu.packing import PANEL, panel_count
+from midfill.kernels.cpu.packing import PANEL, WeightFormat, panel_count
 from midfill.kernels.cpu.team import Team, available_threads
 from midfill.models.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
-from midfill.models.packed_model import PackedModel, Progress, load_packed
+from midfill.models.packed_model import PackedModel, Progress, block_format, load_packed
 
 
-def slot_bytes(config: ModelConfig) -> int:
-    """Bytes of one token's K and V in all layers, float32."""
-    return config.layers * config.kv_heads * config.head_dim * 2 * 4
+def slot_bytes(config: ModelConfig, cell_format: CellFormat) -> int:
+    """Bytes of one token's K and V in all layers."""
+    return config.layers * config.kv_heads * 2 * cell_bytes(cell_format, config.head_dim)
+
+
+def choose_cell_format(checkpoint: Checkpoint, weights: WeightsOption, kv: KvDtype) -> CellFormat:
+    """The KV precision that ``kv`` means for a checkpoint whose weights are kept as ``weights``.
+
+    "auto" is float32 beside float32 weights, and float16 where weights are rounded anyway.
+    """
+    if kv != "auto":
+        return CellFormat(kv)
+    exact = block_format(checkpoint, weights) is WeightFormat.F32
+    return CellFormat.F32 if exact else CellFormat.F16
 
 
 class CpuRunner:
@@ -35,9 +47,13 @@ class CpuRunner:
         slots: int,
         threads: int | None = None,
         weights: WeightsOption = "auto",
+        kv_dtype: KvDtype = "auto",
         progress: Progress | None = None,
     ) -> None:
         """Load the weights, take the memory for ``slots`` slots and compile the kernels.
+
+        Args:
+            kv_dtype: see ``choose_cell_format``.
 
         Raises:
             CheckpointError: see ``load_packed``.
@@ -45,8 +61,11 @@ class CpuRunner:
         self.config = checkpoint.config
         self._model: PackedModel = load_packed(checkpoint, weights, progress)
         self._team = Team(threads or available_threads())
-        cells = self.config.layers * slots * self.config.kv_heads * self.config.head_dim
-        self._cells = Cells(np.zeros(cells, np.float32), np.zeros(cells, np.float32))
+        self.cell_format = choose_cell_format(checkpoint, weights, kv_dtype)
+        cells = self.config.layers * self.config.kv_heads * slots
+        keys, key_scales = allocate_cells(self.cell_format, cells, self.config.head_dim)
+        values, value_scales = allocate_cells(self.cell_format, cells, self.config.head_dim)
+        self._cells = Cells(keys, values, key_scales, value_scales)
         self._slots = slots
         self._rows = 0
         self._outputs = 0
@@ -64,7 +83,7 @@ class CpuRunner:
 
     @property
     def kv_bytes(self) -> int:
-        return self._cells.keys.nbytes + self._cells.values.nbytes
+        return sum(array.nbytes for array in self._cells)
 
     @property
     def weight_bytes(self) -> int:

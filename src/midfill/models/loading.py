@@ -9,7 +9,7 @@ from midfill.engine.runner import Runner
 from midfill.errors import MidfillError
 from midfill.models.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
-from midfill.models.cpu_runner import CpuRunner
+from midfill.models.cpu_runner import CpuRunner, choose_cell_format, slot_bytes
 from midfill.models.memory import available_memory
 from midfill.models.packed_model import unsupported_reason
 from midfill.models.torch_runner import TorchRunner
@@ -50,12 +50,16 @@ def load_runner(
     )
     if use_torch:
         return _load_torch(checkpoint, options, device)
-    slots = choose_slots(config, options, available_memory() * _CPU_SHARE, element_bytes=4)
+    cell_format = choose_cell_format(checkpoint, options.weights, options.kv_dtype)
+    slots = choose_slots(
+        config, options, available_memory() * _CPU_SHARE, slot_bytes(config, cell_format)
+    )
     return CpuRunner(
         checkpoint,
         slots=slots,
         threads=options.threads,
         weights=options.weights,
+        kv_dtype=options.kv_dtype,
         progress=progress,
     )
 
@@ -70,7 +74,7 @@ def describe_runner(runner: Runner) -> str:
 
 
 def choose_slots(
-    config: ModelConfig, options: ModelOptions, free_bytes: float, element_bytes: int
+    config: ModelConfig, options: ModelOptions, free_bytes: float, slot_bytes: int
 ) -> int:
     """KV slots for ``options.kv_memory``, or for a pool sized from what is free.
 
@@ -78,12 +82,11 @@ def choose_slots(
         config: the model.
         options: ``kv_memory`` and ``context`` matter here.
         free_bytes: what the pool may take where ``kv_memory`` doesn't say.
-        element_bytes: of one number in the pool.
+        slot_bytes: of one token's KV.
 
     Raises:
         MidfillError: the memory holds no useful number of tokens.
     """
-    slot_bytes = 2 * config.layers * config.kv_heads * config.head_dim * element_bytes
     context = options.context or config.context
     if options.kv_memory is not None:
         slots = options.kv_memory // slot_bytes
@@ -108,7 +111,9 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> T
     else:
         dtype = torch.float32
         budget = available_memory() * _CPU_SHARE
-    slots = choose_slots(checkpoint.config, options, budget, dtype.itemsize)
+    config = checkpoint.config
+    token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+    slots = choose_slots(config, options, budget, token_bytes)
     return TorchRunner(checkpoint, slots=slots, device=device, dtype=dtype)
 
 

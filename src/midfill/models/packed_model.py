@@ -119,6 +119,17 @@ def _format_for(kinds: list[str], option: WeightsOption) -> WeightFormat:
     return max(natural_format(kind) for kind in kinds)
 
 
+def block_format(checkpoint: Checkpoint, option: WeightsOption) -> WeightFormat:
+    """The least precise format among the matrices of the first decoder block."""
+    names = set(checkpoint.names())
+    formats = []
+    for parts in _MATRICES.values():
+        stored = [name for part in parts if (name := f"layers.0.{part}.weight") in names]
+        if stored:
+            formats.append(_format_for([checkpoint.tensor(n).kind for n in stored], option))
+    return min(formats)
+
+
 def _pack_all(
     checkpoint: Checkpoint, option: WeightsOption, progress: Progress
 ) -> dict[str, npt.NDArray[np.generic]]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midfill.kernels.cpu import simd
+from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.simd import LANES
 from midfill.models.checkpoint import StoredTensor
@@ -182,8 +183,8 @@ def _read_grid(
     """Of 16 blocks: the scales, and the weights that code 0 stands for."""
     for lane in range(LANES):
         block = at + lane * stride
-        scale = simd.half_to_float(blocks, block)
-        minimum = simd.half_to_float(blocks, block + 2) if has_minimum else np.float32(0)
+        scale = half_to_float(blocks, block)
+        minimum = half_to_float(blocks, block + 2) if has_minimum else np.float32(0)
         scales[lane] = scale
         origins[lane] = minimum - np.float32(zero) * scale
 

@@ -115,6 +115,12 @@ class _EngineCollector(Collector):
                 "Of these, the ones nobody had asked for yet.",
                 stats.background_tokens,
             ),
+            "spec_decode_num_drafts": ("Drafts verified.", stats.drafts),
+            "spec_decode_num_draft_tokens": ("Tokens of drafts.", stats.draft_tokens),
+            "spec_decode_num_accepted_tokens": (
+                "Of these, the ones that were right.",
+                stats.accepted_tokens,
+            ),
             "evicted_tokens": ("Tokens the prefix cache gave up.", stats.evicted_tokens),
             "steps": ("Forward passes.", stats.steps),
             "busy_seconds": ("Time spent in steps.", stats.busy_seconds),

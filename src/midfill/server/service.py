@@ -189,12 +189,12 @@ class Generation:
                     if output.token_ids:
                         self._time(place, output.index)
                     delta = response.push(output)
-                    if response.finished:
-                        # A stop string ends an answer before the engine knows.
-                        outputs.cancel(output.request_id)
                     if delta is None:
                         continue
                     if delta.finish_reason is not None:
+                        if output.finish_reason is None:
+                            # A stop string ends an answer before the engine knows.
+                            outputs.cancel(output.request_id, output.index)
                         complete += 1
                         self._service.metrics.answer_finished(delta.finish_reason)
                         if response.finished:

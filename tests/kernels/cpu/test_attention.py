@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from midfill.kernels.cpu import attention
+from midfill.kernels.cpu.cells import CellFormat, allocate_cells, write_cell
+from midfill.kernels.cpu.decoder import Cells
 from midfill.kernels.cpu.team import SYNC_CELLS
 
 QUERY_HEADS, KV_HEADS, DIM = 6, 2, 32
@@ -14,12 +16,39 @@ WIDTH = (QUERY_HEADS + 2 * KV_HEADS) * DIM
 
 
 class Pool:
-    """K and V of some slots, filled with noise."""
+    """K and V of some slots, filled with noise and kept as ``cell_format``.
 
-    def __init__(self, slots: int, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
-        self.keys = rng.normal(size=(slots, KV_HEADS, DIM)).astype(np.float32)
-        self.values = rng.normal(size=(slots, KV_HEADS, DIM)).astype(np.float32)
+    ``keys`` and ``values`` [slots, heads, dim] are what the cells stand for, after rounding.
+    """
+
+    def __init__(
+        self, slots: int, cell_format: CellFormat = CellFormat.F32, source: "Pool | None" = None,
+        order: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(0)
+        shape = (slots, KV_HEADS, DIM)
+        exact = [rng.normal(size=shape).astype(np.float32) for _ in range(2)]
+        if source is not None and order is not None:
+            for mine, other in zip(exact, source.exact, strict=True):
+                mine[: len(order)] = other[order]
+        self.slots, self.exact = slots, exact
+        arrays = []
+        for values in exact:
+            cells, scales = allocate_cells(cell_format, slots * KV_HEADS, DIM)
+            for slot, head in np.ndindex(slots, KV_HEADS):
+                write_cell(values[slot, head], 0, DIM, cells, scales, head * slots, slot)
+            arrays.append((cells, scales))
+        (keys, key_scales), (values, value_scales) = arrays
+        self.cells = Cells(keys, values, key_scales, value_scales)
+        self.keys, self.values = (self._as_float(*each) for each in arrays)
+
+    def _as_float(self, cells: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        if cells.dtype == np.uint16:
+            cells = cells.view(np.float16)
+        floats = cells.reshape(KV_HEADS, self.slots, DIM).astype(np.float64)
+        if len(scales):
+            floats *= scales.reshape(KV_HEADS, self.slots, 1)
+        return floats.transpose(1, 0, 2)
 
 
 def naive(pool: Pool, slots: np.ndarray, queries: np.ndarray, window: int) -> np.ndarray:
@@ -29,7 +58,7 @@ def naive(pool: Pool, slots: np.ndarray, queries: np.ndarray, window: int) -> np
         end = len(slots) - len(queries) + i + 1
         seen = slots[max(0, end - window) if window else 0 : end]
         for head in range(QUERY_HEADS):
-            scores = pool.keys[seen, head // GROUP].astype(np.float64) @ row[head] / np.sqrt(DIM)
+            scores = pool.keys[seen, head // GROUP] @ row[head] / np.sqrt(DIM)
             weights = np.exp(scores - scores.max())
             out[i, head] = weights @ pool.values[seen, head // GROUP] / weights.sum()
     return out.reshape(len(queries), -1)
@@ -61,8 +90,8 @@ def attend(
     out = np.full((rows, QUERY_HEADS * DIM), np.nan, np.float32)
     attention.attend(
         np.zeros(SYNC_CELLS, np.int64), items, tiles, partials, query_indptr, kv_indptr, slots,
-        qkv.reshape(-1), WIDTH, pool.keys.reshape(-1), pool.values.reshape(-1), 0, QUERY_HEADS,
-        KV_HEADS, DIM, DIM**-0.5, window, out.reshape(-1), scratch, state, sums,
+        qkv.reshape(-1), WIDTH, pool.cells, 0, pool.slots, QUERY_HEADS, KV_HEADS, DIM, DIM**-0.5,
+        window, out.reshape(-1), scratch, state, sums,
     )  # fmt: skip
     if partials:
         attention.merge_partials(
@@ -72,24 +101,53 @@ def attend(
     return out
 
 
+@pytest.mark.parametrize("dim", [32, 96, 128])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9])
+def test_any_width_of_head_and_number_of_rows(dim: int, rows: int) -> None:
+    rng = np.random.default_rng(dim + rows)
+    keys, values = (rng.normal(size=(300, dim)).astype(np.float32) for _ in range(2))
+    query = rng.normal(size=(rows, dim)).astype(np.float32)
+    none = np.zeros(0, np.float32)
+    items = np.zeros((2, attention.ITEM_FIELDS), np.int32)
+    one, all_keys = np.array([0, 1], np.int32), np.array([0, 300], np.int32)
+    attention.plan_attention(one, all_keys, rows, 1, 1, items)
+    out = np.empty(rows * dim, np.float32)
+    attention.attend(
+        np.zeros(SYNC_CELLS, np.int64), items, 1, 0, one, all_keys, np.arange(300, dtype=np.int32),
+        query.reshape(-1), rows * dim, Cells(keys.reshape(-1), values.reshape(-1), none, none), 0,
+        300, rows, 1, dim, 0.1, 0, out, np.empty(attention.scratch_size(rows, dim), np.float32),
+        none, none,
+    )  # fmt: skip
+    weights = np.exp(query.astype(np.float64) @ keys.T.astype(np.float64) * 0.1)
+    expected = weights @ values / weights.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(out.reshape(rows, dim), expected, atol=2e-6)
+
+
 def queries(rows: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, QUERY_HEADS, DIM)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Pool:
+    return Pool(1200, request.param)
 
 
 @pytest.mark.parametrize("length", [1, 15, 64, 65, 256, 257, 700])
 @pytest.mark.parametrize("window", [0, 1, 50, 300])
 @pytest.mark.parametrize("split", [False, True])
-def test_equals_softmax_over_the_keys_a_row_may_see(length: int, window: int, split: bool) -> None:
-    pool = Pool(1000)
-    slots = np.random.default_rng(length).permutation(1000)[:length]
+@pytest.mark.parametrize("pool", list(CellFormat), indirect=True)
+def test_equals_softmax_over_the_keys_a_row_may_see(
+    pool: Pool, length: int, window: int, split: bool
+) -> None:
+    slots = np.random.default_rng(length).permutation(1200)[:length]
     rows = queries(min(length, 21), length)
     got = attend(pool, [(slots, rows)], window=window, split=split)
     np.testing.assert_allclose(got, naive(pool, slots, rows, window), atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [0, 100])
-def test_the_same_bits_however_the_rows_are_cut_and_split(window: int) -> None:
-    pool = Pool(1200)
+@pytest.mark.parametrize("pool", list(CellFormat), indirect=True)
+def test_the_same_bits_however_the_rows_are_cut_and_split(pool: Pool, window: int) -> None:
     slots = np.random.default_rng(1).permutation(1200)[:600]
     rows = queries(600, 2)
     whole = attend(pool, [(slots, rows)], window=window)
@@ -102,14 +160,14 @@ def test_the_same_bits_however_the_rows_are_cut_and_split(window: int) -> None:
             np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-def test_the_same_bits_in_a_batch_and_for_any_placement_of_slots() -> None:
-    pool = Pool(1500)
+@pytest.mark.parametrize("cell_format", list(CellFormat))
+def test_the_same_bits_in_a_batch_and_for_any_placement_of_slots(cell_format: CellFormat) -> None:
+    pool = Pool(1500, cell_format)
     order = np.random.default_rng(3).permutation(1500)
     long, short = queries(40, 4), queries(3, 5)
     apart = [attend(pool, [(order[:500], long)]), attend(pool, [(order[500:777], short)])]
     together = attend(pool, [(order[:500], long), (order[500:777], short)])
     np.testing.assert_array_equal(together, np.concatenate(apart))
 
-    moved = Pool(1500)
-    moved.keys[:500], moved.values[:500] = pool.keys[order[:500]], pool.values[order[:500]]
+    moved = Pool(1500, cell_format, pool, order[:500])
     np.testing.assert_array_equal(attend(moved, [(np.arange(500), long)]), apart[0])

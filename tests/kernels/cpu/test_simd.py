@@ -22,11 +22,6 @@ def _keep(x, out, first, end):  # type: ignore[no-untyped-def]
     simd.store(out, 0, simd.keep_lanes(simd.load(x, 0), first, end, np.float32(-7.0)))
 
 
-@kernel
-def _transpose(x, slots, out, count):  # type: ignore[no-untyped-def]
-    simd.transpose_cells(x, 3, slots, 2, count, 20, out, 0, 16)
-
-
 def test_exp_is_within_two_units_in_the_last_place() -> None:
     x = np.linspace(-87, 88, 160_000, dtype=np.float32)
     out = np.empty_like(x)
@@ -59,14 +54,3 @@ def test_keep_lanes_masks_outside_any_bounds() -> None:
         _keep(x, out, first, end)
         inside = (x >= first) & (x < end)
         np.testing.assert_array_equal(out, np.where(inside, x, -7))
-
-
-def test_transposes_cells_of_scattered_slots() -> None:
-    x = np.arange(3 + 30 * 20, dtype=np.float32)
-    slots = np.random.default_rng(0).permutation(29)[:18].astype(np.int32)
-    for count in (16, 5, 40):
-        out = np.empty(256, np.float32)
-        _transpose(x, slots, out, count)
-        for i in range(16):
-            start = 3 + slots[2 + (i if i < count else 0)] * 20
-            np.testing.assert_array_equal(out.reshape(16, 16)[:, i], x[start : start + 16])

@@ -1,24 +1,30 @@
 """Attention over scattered slots, for decodes and prefill chunks alike.
 
-The keys of a request are cut into segments of 256 and blocks of 64, counted from its first key.
-For a tile of query rows (all query heads that share a KV head together) each block gives scores
-[rows, 64]; a segment keeps a running maximum, sum and weighted V (online softmax: Milakov and
-Gimelshein, 2018), and segments are merged in order. The cuts depend on nothing but the position
-of a key, so an answer does not depend on how the prompt was chunked. Where few rows meet a long
+The keys of a request are cut into segments of 256, counted from its first key. For a tile of
+query rows (all query heads that share a KV head together) each segment gives scores [rows, 256],
+their maximum, the sum of their exponentials and a weighted sum of V; segments are merged in order
+(online softmax: Milakov and Gimelshein, 2018). The cuts depend on nothing but the position of a
+key, so an answer does not depend on how the prompt was chunked. Where few rows meet a long
 context, threads share a request's segments among them and merge afterwards (as Flash-Decoding
 does, Dao et al., 2023), with the same sums in the same order.
 
-K is turned into panels [head_dim, 32 keys] in cache-sized scratch, block by block; V is read in
-place while slots are consecutive.
+Work on a segment's cells is in segments.py.
 """
 
 from typing import Any
 
 import numpy as np
 
+from midfill.kernels.cpu.cell_kernels import MAX_CELL_ROWS
+from midfill.kernels.cpu.cells import is_coded
 from midfill.kernels.cpu.jit import entry_point, kernel
-from midfill.kernels.cpu.linear import MAX_TILE_ROWS, multiply_floats
-from midfill.kernels.cpu.packing import PANEL
+from midfill.kernels.cpu.segments import (
+    BLOCK,
+    SEGMENT,
+    add_segment,
+    multiply_scales,
+    score_segment,
+)
 from midfill.kernels.cpu.simd import (
     LANES,
     add,
@@ -34,12 +40,9 @@ from midfill.kernels.cpu.simd import (
     store,
     subtract,
     sum_lanes,
-    transpose_cells,
 )
 from midfill.kernels.cpu.team import take_work
 
-BLOCK = 64
-SEGMENT = 256
 TILE_ROWS = 32
 """Most query rows times group heads that a tile holds."""
 
@@ -61,7 +64,7 @@ def plan_attention(
     items: int32 [tiles, 4]: request, first row, rows, first partial.
     """
     widest = max(1, TILE_ROWS // group)
-    while widest > 1 and widest * group % MAX_TILE_ROWS != 0:
+    while widest > 1 and widest * group % MAX_CELL_ROWS != 0:
         widest -= 1
     tiles = 0
     partials = 0
@@ -84,146 +87,67 @@ def plan_attention(
 
 
 @kernel
-def _load_keys(
-    cells: Any, base: int, slots: Any, first: int, count: int, stride: int,
-    head_dim: int, keys: Any,
-) -> None:  # fmt: skip
-    """keys = two panels [head_dim, 32]: K of up to 64 slots, transposed.
-
-    Columns past ``count`` repeat some key of the block; their scores are masked.
-    """
-    for part in range(0, count, LANES):
-        panel = (part // PANEL) * head_dim * PANEL + part % PANEL
-        for d in range(0, head_dim, LANES):
-            transpose_cells(
-                cells, base + d, slots, first + part, count - part, stride, keys,
-                panel + d * PANEL, PANEL,
-            )  # fmt: skip
-
-
-@kernel
 def _softmax_row(
-    scores: Any, row: int, rows: int, first: int, end: int, state: Any, sums: Any, sums_at: int,
-    head_dim: int, weights: Any,
-) -> None:  # fmt: skip
-    """Turn one row's 64 scores into weights and scale what was summed before.
+    scores: Any, at: int, count: int, first: int, end: int, state: Any, row: int
+) -> None:
+    """Turn a row's scores of ``count`` keys into exponentials, of keys first <= j < end alone.
 
-    scores: [2, rows, 32]; keys first <= j < end of the block count. state: [rows, 2], maximum
-    and sum. weights: [rows, 64].
+    state[row] = their maximum, before the exponential, and their sum.
     """
-    at = row * BLOCK
-    if end <= first:
-        zero = splat(np.float32(0.0))
-        for j in range(0, BLOCK, LANES):
-            store(weights, at + j, zero)
-        return
-    low, high = row * PANEL, (rows + row) * PANEL
-    s0 = keep_lanes(load(scores, low), first, end, _MINUS_INFINITY)
-    s1 = keep_lanes(load(scores, low + LANES), first - 16, end - 16, _MINUS_INFINITY)
-    s2 = keep_lanes(load(scores, high), first - 32, end - 32, _MINUS_INFINITY)
-    s3 = keep_lanes(load(scores, high + LANES), first - 48, end - 48, _MINUS_INFINITY)
-    before = state[row * 2]
-    peak = max(before, max_lanes(maximum(maximum(s0, s1), maximum(s2, s3))))
-    shift = splat(peak)
-    p0, p1 = exp(subtract(s0, shift)), exp(subtract(s1, shift))
-    p2, p3 = exp(subtract(s2, shift)), exp(subtract(s3, shift))
-    total = sum_lanes(add(add(p0, p1), add(p2, p3)))
-    if before != peak:
-        decay = exp(splat(before - peak))
-        state[row * 2] = peak
-        state[row * 2 + 1] = max_lanes(decay) * state[row * 2 + 1] + total
-        for d in range(0, head_dim, LANES):
-            cell = sums_at + row * head_dim + d
-            store(sums, cell, multiply(load(sums, cell), decay))
-    else:
-        state[row * 2 + 1] = np.float32(1.0) * state[row * 2 + 1] + total
-    store(weights, at, p0)
-    store(weights, at + 16, p1)
-    store(weights, at + 32, p2)
-    store(weights, at + 48, p3)
+    peaks = splat(_MINUS_INFINITY)
+    for part in range(0, count, LANES):
+        seen = keep_lanes(load(scores, at + part), first - part, end - part, _MINUS_INFINITY)
+        store(scores, at + part, seen)
+        peaks = maximum(peaks, seen)
+    peak = max_lanes(peaks)
+    # A row that sees nothing here: any number will do that keeps exp away from inf - inf.
+    shift = splat(peak if peak > _MINUS_INFINITY else np.float32(0.0))
+    total = splat(np.float32(0.0))
+    for part in range(0, count, LANES):
+        weight = exp(subtract(load(scores, at + part), shift))
+        store(scores, at + part, weight)
+        total = add(total, weight)
+    state[row * 2] = peak
+    state[row * 2 + 1] = sum_lanes(total)
 
 
 @kernel
-def _add_values(
-    cells: Any, base: int, slots: Any, first: int, count: int, stride: int,
-    head_dim: int, weights: Any, rows: int, values: Any, sums: Any, tile: Any,
-) -> None:  # fmt: skip
-    """sums[rows, head_dim] += weights[rows, count] @ V of ``count`` slots."""
-    consecutive = slots[first + count - 1] - slots[first] == count - 1
-    if consecutive:
-        for j in range(1, count):
-            if slots[first + j] != slots[first] + j:
-                consecutive = False
-                break
-    if not consecutive:
-        for j in range(count):
-            cell = base + slots[first + j] * stride
-            for d in range(0, head_dim, LANES):
-                store(values, j * head_dim + d, load(cells, cell + d))
-    start = base + slots[first] * stride
-    for d in range(0, head_dim, PANEL):
-        row = 0
-        while row < rows:
-            n = min(MAX_TILE_ROWS, rows - row)
-            if consecutive:
-                multiply_floats(
-                    weights, row * BLOCK, BLOCK, n, count, cells, start + d, stride, tile, 0
-                )
-            else:
-                multiply_floats(weights, row * BLOCK, BLOCK, n, count, values, d, head_dim, tile, 0)
-            for r in range(n):
-                for lane in range(0, PANEL, LANES):
-                    cell = (row + r) * head_dim + d + lane
-                    store(sums, cell, add(load(sums, cell), load(tile, r * PANEL + lane)))
-            row += n
+def _clear_totals(totals: Any, total_sums: Any, rows: int, head_dim: int) -> None:
+    zero = splat(np.float32(0.0))
+    for row in range(rows):
+        totals[row * 2] = _MINUS_INFINITY
+        totals[row * 2 + 1] = np.float32(0.0)
+    for i in range(0, rows * head_dim, LANES):
+        store(total_sums, i, zero)
 
 
 @kernel
 def _attend_segment(
-    keys_cells: Any, values_cells: Any, layer_at: int, slots: Any, slots_at: int, segment: int,
-    length: int, first_limit: int, window: int, group: int, stride: int, head_at: int,
-    head_dim: int, queries: Any, rows: int, keys: Any, values: Any, scores: Any, weights: Any,
-    state: Any, sums: Any, tile: Any,
+    cells: Any, head_at: int, slots: Any, slots_at: int, segment: int, length: int,
+    first_limit: int, window: int, group: int, head_dim: int, queries: Any, rows: int,
+    floats: Any, scores: Any, scales: Any, state: Any, sums: Any,
 ) -> None:  # fmt: skip
     """Attention of a tile over one segment into state [rows, 2] and sums [rows, head_dim].
 
     Row r belongs to query row r // group, which sees keys up to first_limit + r // group
-    (exclusive) and, with a window, only that many of the last ones.
+    (exclusive) and, with a window, only that many of the last ones. head_at: cells before those
+    of this layer and head.
     """
+    _clear_totals(state, sums, rows, head_dim)
+    start = segment * SEGMENT
+    count = min(SEGMENT, length - start)
+    behind = length - start - count
+    base, first_slot = head_at * head_dim, slots_at + start
+    score_segment(cells, base, slots, first_slot, count, head_dim, queries, rows, floats, scores)
+    if is_coded(cells.keys):
+        multiply_scales(cells.key_scales, head_at, slots, first_slot, count, scales, rows, scores)
     for row in range(rows):
-        state[row * 2] = _MINUS_INFINITY
-        state[row * 2 + 1] = np.float32(0.0)
-    zero = splat(np.float32(0.0))
-    for i in range(0, rows * head_dim, LANES):
-        store(sums, i, zero)
-    end_of_segment = min((segment + 1) * SEGMENT, length)
-    for block in range(segment * SEGMENT, end_of_segment, BLOCK):
-        count = min(BLOCK, end_of_segment - block)
-        if window > 0 and block + count <= first_limit - window:
-            continue
-        base, first_key = layer_at + head_at, slots_at + block
-        _load_keys(keys_cells, base, slots, first_key, count, stride, head_dim, keys)
-        panels = (count + PANEL - 1) // PANEL
-        for panel in range(panels):
-            row = 0
-            while row < rows:
-                n = min(MAX_TILE_ROWS, rows - row)
-                multiply_floats(
-                    queries, row * head_dim, head_dim, n, head_dim, keys,
-                    panel * head_dim * PANEL, PANEL, scores, (panel * rows + row) * PANEL,
-                )  # fmt: skip
-                row += n
-        for row in range(rows):
-            limit = first_limit + row // group
-            first = max(0, limit - window - block) if window > 0 else 0
-            _softmax_row(
-                scores, row, rows, first, min(count, limit - block), state, sums, 0, head_dim,
-                weights,
-            )  # fmt: skip
-        _add_values(
-            values_cells, base, slots, first_key, count, stride, head_dim,
-            weights, rows, values, sums, tile,
-        )  # fmt: skip
+        limit = first_limit + row // group - start
+        first = max(0, limit - window) if window > 0 else 0
+        _softmax_row(scores, row * SEGMENT, count, first, limit, state, row)
+    if is_coded(cells.values):
+        multiply_scales(cells.value_scales, head_at, slots, first_slot, count, scales, rows, scores)
+    add_segment(cells, base, slots, first_slot, count, behind, head_dim, scores, rows, floats, sums)
 
 
 @kernel
@@ -250,16 +174,6 @@ def _finish_row(state: Any, row: int, sums: Any, head_dim: int, out: Any, out_at
     divisor = splat(state[row * 2 + 1])
     for d in range(0, head_dim, LANES):
         store(out, out_at + d, divide(load(sums, row * head_dim + d), divisor))
-
-
-@kernel
-def _clear_totals(totals: Any, total_sums: Any, rows: int, head_dim: int) -> None:
-    zero = splat(np.float32(0.0))
-    for row in range(rows):
-        totals[row * 2] = _MINUS_INFINITY
-        totals[row * 2 + 1] = np.float32(0.0)
-    for i in range(0, rows * head_dim, LANES):
-        store(total_sums, i, zero)
 
 
 @kernel
@@ -301,28 +215,25 @@ def _finish_tile(
 @kernel
 def attend(
     sync: Any, items: Any, tiles: int, partials: int, query_indptr: Any, kv_indptr: Any,
-    kv_slots: Any, qkv: Any, qkv_stride: int, keys_cells: Any, values_cells: Any, layer_at: int,
+    kv_slots: Any, qkv: Any, qkv_stride: int, cells: Any, layer_at: int, slots: int,
     query_heads: int, kv_heads: int, head_dim: int, scale: float, window: int, out: Any,
     scratch: Any, partial_state: Any, partial_sums: Any,
 ) -> None:  # fmt: skip
     """One phase: all items (tile, KV head), or (tile, KV head, segment) where partials > 0.
 
-    qkv: float32 [rows, qkv_stride], rotated queries first. cells: float32, this layer's from
-    layer_at, one slot kv_heads * head_dim apart. out: float32 [rows, query_heads * head_dim].
-    scratch: this thread's, see scratch_size. partial_*: one entry a (partial, head): [32, 2]
-    and [32, head_dim] float32.
+    qkv: float32 [rows, qkv_stride], rotated queries first. cells: decoder.Cells with ``slots``
+    cells a head, those of this layer from cell layer_at on. out: float32
+    [rows, query_heads * head_dim]. scratch: this thread's, see scratch_size. partial_*: one entry
+    a (partial, head): [32, 2] and [32, head_dim] float32.
     """
     group = query_heads // kv_heads
     most = max(TILE_ROWS, group)
     queries, rest = scratch[: most * head_dim], scratch[most * head_dim :]
-    keys, rest = rest[: head_dim * BLOCK], rest[head_dim * BLOCK :]
-    values, rest = rest[: head_dim * BLOCK], rest[head_dim * BLOCK :]
-    scores, rest = rest[: most * BLOCK], rest[most * BLOCK :]
-    weights, rest = rest[: most * BLOCK], rest[most * BLOCK :]
+    floats, rest = rest[: head_dim * BLOCK], rest[head_dim * BLOCK :]
+    scores, rest = rest[: most * SEGMENT], rest[most * SEGMENT :]
     sums, rest = rest[: most * head_dim], rest[most * head_dim :]
     total_sums, rest = rest[: most * head_dim], rest[most * head_dim :]
-    state, totals, tile = rest[: most * 2], rest[most * 2 : most * 4], rest[most * 4 :]
-    stride = kv_heads * head_dim
+    state, totals, scales = rest[: most * 2], rest[most * 2 : most * 4], rest[most * 4 :]
     split = partials > 0
     count = (partials if split else tiles) * kv_heads
     while True:
@@ -347,14 +258,14 @@ def attend(
         behind = query_indptr[request + 1] - row
         length = kv_indptr[request + 1] - kv_indptr[request] - behind + query_rows
         first_limit = length - query_rows + 1
+        head_at = layer_at + head * slots
         _load_queries(qkv, qkv_stride, row, rows, group, head, head_dim, scale, queries)
         if split:
             entry = work * most
             _attend_segment(
-                keys_cells, values_cells, layer_at, kv_slots, kv_indptr[request], segment, length,
-                first_limit, window, group, stride, head * head_dim, head_dim, queries, rows,
-                keys, values, scores, weights, partial_state[entry * 2 :],
-                partial_sums[entry * head_dim :], tile,
+                cells, head_at, kv_slots, kv_indptr[request], segment, length, first_limit,
+                window, group, head_dim, queries, rows, floats, scores, scales,
+                partial_state[entry * 2 :], partial_sums[entry * head_dim :],
             )  # fmt: skip
             continue
         _clear_totals(totals, total_sums, rows, head_dim)
@@ -362,9 +273,8 @@ def attend(
             if window > 0 and (segment + 1) * SEGMENT <= first_limit - window:
                 continue
             _attend_segment(
-                keys_cells, values_cells, layer_at, kv_slots, kv_indptr[request], segment, length,
-                first_limit, window, group, stride, head * head_dim, head_dim, queries, rows,
-                keys, values, scores, weights, state, sums, tile,
+                cells, head_at, kv_slots, kv_indptr[request], segment, length, first_limit,
+                window, group, head_dim, queries, rows, floats, scores, scales, state, sums,
             )  # fmt: skip
             _merge_tile(totals, total_sums, state, 0, sums, rows, head_dim)
         _finish_tile(totals, total_sums, row, rows, group, head, query_heads, head_dim, out)
@@ -400,8 +310,8 @@ def scratch_size(group: int, head_dim: int) -> int:
     most = max(TILE_ROWS, group)
     return (
         3 * most * head_dim  # queries, sums, totals
-        + 2 * head_dim * BLOCK  # keys, values
-        + 2 * most * BLOCK  # scores, weights
+        + head_dim * BLOCK  # floats
+        + most * SEGMENT  # scores
         + 4 * most  # state, totals
-        + MAX_TILE_ROWS * PANEL  # tile
+        + LANES  # scales
     )

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midfill.kernels.cpu.attention import attend, merge_partials
+from midfill.kernels.cpu.cells import write_cell
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.linear import DIRECT_ROWS, embed, gated_linear, linear
 from midfill.kernels.cpu.rows import norm, rotate
@@ -87,10 +88,12 @@ class Weights(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """KV of all slots: float32 [layers * slots * kv_heads * head_dim] each."""
+    """KV of all slots, see cells.py: [layers, kv_heads, slots, head_dim] each, and its scales."""
 
-    keys: Float32
-    values: Float32
+    keys: npt.NDArray[np.generic]
+    values: npt.NDArray[np.generic]
+    key_scales: Float32
+    value_scales: Float32
 
 
 class Batch(NamedTuple):
@@ -158,9 +161,9 @@ def _norm_rows(
 @kernel
 def _rotate_and_store(
     thread: int, threads: int, shape: Any, weights: Any, cells: Any, layer: int, layer_at: int,
-    batch: Any, qkv: Any,
+    slots: int, batch: Any, qkv: Any,
 ) -> None:  # fmt: skip
-    """Rotate queries in place; rotate keys into their slots and copy values there."""
+    """Rotate queries and keys in place; write keys and values into their slots."""
     dim, heads, kv_heads = shape.head_dim, shape.query_heads, shape.kv_heads
     half = dim // 2
     width = (heads + 2 * kv_heads) * dim
@@ -173,7 +176,7 @@ def _rotate_and_store(
                 norm(0, qkv, at, dim, shape.norm_epsilon, weights.q_norm, weights.q_norm,
                      layer * dim, qkv, at)  # fmt: skip
             rotate(qkv, at, half, weights.cos, weights.sin, position, qkv, at)
-        slot = layer_at + batch.write_slots[row] * kv_heads * dim
+        slot = batch.write_slots[row]
         keys = start + heads * dim
         values = keys + kv_heads * dim
         for head in range(kv_heads):
@@ -181,9 +184,12 @@ def _rotate_and_store(
             if shape.qk_norm:
                 norm(0, qkv, at, dim, shape.norm_epsilon, weights.k_norm, weights.k_norm,
                      layer * dim, qkv, at)  # fmt: skip
-            rotate(qkv, at, half, weights.cos, weights.sin, position, cells.keys, slot + head * dim)
-        for i in range(kv_heads * dim):
-            cells.values[slot + i] = qkv[values + i]
+            rotate(qkv, at, half, weights.cos, weights.sin, position, qkv, at)
+            head_at = layer_at + head * slots
+            write_cell(qkv, at, dim, cells.keys, cells.key_scales, head_at, slot)
+            write_cell(
+                qkv, values + head * dim, dim, cells.values, cells.value_scales, head_at, slot
+            )
 
 
 @kernel
@@ -197,7 +203,8 @@ def _attention_block(
     attended = heads * dim
     width = attended + 2 * kv_heads * dim
     floats, tile = work.floats[thread], work.tiles[thread]
-    layer_at = layer * (len(cells.keys) // shape.layers)
+    slots = len(cells.keys) // (shape.layers * kv_heads * dim)
+    layer_at = layer * kv_heads * slots
     normed = _norm_rows(
         thread, threads, sync, shape, rows, work.hidden, weights.attn_norm,
         weights.attn_norm_bias, layer * shape.hidden, work.normed,
@@ -208,11 +215,13 @@ def _attention_block(
         layer * width, work.qkv, width, False, 1.0, floats, tile,
     )  # fmt: skip
     barrier(sync, threads)
-    _rotate_and_store(thread, threads, shape, weights, cells, layer, layer_at, batch, work.qkv)
+    _rotate_and_store(
+        thread, threads, shape, weights, cells, layer, layer_at, slots, batch, work.qkv
+    )
     barrier(sync, threads)
     attend(
         sync, batch.items, batch.tiles, batch.partials, batch.query_indptr, batch.kv_indptr,
-        batch.kv_slots, work.qkv, width, cells.keys, cells.values, layer_at, heads, kv_heads, dim,
+        batch.kv_slots, work.qkv, width, cells, layer_at, slots, heads, kv_heads, dim,
         shape.score_scale, weights.windows[layer], work.attended, work.attention[thread],
         work.partial_state, work.partial_sums,
     )  # fmt: skip

@@ -6,6 +6,7 @@ and returns without waiting. The caller sets a barrier between phases.
 
 from typing import Any
 
+from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.matmul import (
     dequantise_q4,
@@ -35,7 +36,6 @@ from midfill.kernels.cpu.simd import (
     exp,
     float_at,
     fma,
-    half_to_float,
     load,
     multiply,
     splat,

@@ -17,9 +17,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from midfill.kernels.cpu.halves import load_halves
 from midfill.kernels.cpu.packing import GROUP, HEADER_BYTES, PANEL, WeightFormat, block_bytes
 from midfill.kernels.cpu.simd import (
-    F16,
     F32,
     F32_VECTOR,
     I8,
@@ -36,7 +36,6 @@ from midfill.kernels.cpu.simd import (
 )
 
 VECTORS = PANEL // LANES
-F16_VECTOR = ir.VectorType(F16, LANES)
 I8_VECTOR = ir.VectorType(I8, LANES)
 
 
@@ -44,15 +43,14 @@ def _integer(value: int) -> ir.Constant:
     return ir.Constant(I64, value)
 
 
-def _block_header(builder: ir.IRBuilder, block: Any) -> tuple[list[Any], list[Any]]:
+def _block_header(context: Any, builder: ir.IRBuilder, block: Any) -> tuple[list[Any], list[Any]]:
     """Scale and minimum vectors of one block, float16 in memory."""
     scales: list[Any] = []
     minima: list[Any] = []
     for v in range(VECTORS):
         for values, start in ((scales, 0), (minima, HEADER_BYTES // 2)):
             pointer = builder.gep(block, [_integer(start + v * LANES * 2)])
-            half = load_unaligned(builder, pointer, F16_VECTOR)
-            values.append(builder.fpext(half, F32_VECTOR))
+            values.append(load_halves(context, builder, pointer))
     return scales, minima
 
 
@@ -76,6 +74,7 @@ def _code_bytes(weight_format: WeightFormat) -> int:
 
 
 def _for_each_weight(
+    context: Any,
     builder: ir.IRBuilder,
     weight_format: WeightFormat,
     panel: Any,
@@ -86,7 +85,7 @@ def _for_each_weight(
     with cgutils.for_range(builder, groups, intp=I64) as group:
         offset = builder.mul(group.index, _integer(block_bytes(weight_format)))
         block = builder.gep(panel, [offset])
-        scales, minima = _block_header(builder, block)
+        scales, minima = _block_header(context, builder, block)
         first = builder.mul(group.index, _integer(GROUP))
         codes_start = builder.gep(block, [_integer(HEADER_BYTES)])
         with cgutils.for_range(builder, _integer(GROUP), intp=I64) as inner:
@@ -196,7 +195,7 @@ def _multiply_codes(rows: int, weight_format: WeightFormat) -> Any:
                 builder, rows, address(context, builder, kinds[0], x, x_offset), x_stride
             )
             panel_pointer = address(context, builder, kinds[4], panel, panel_offset)
-            _for_each_weight(builder, weight_format, panel_pointer, groups, sums.add)
+            _for_each_weight(context, builder, weight_format, panel_pointer, groups, sums.add)
             sums.write(address(context, builder, kinds[6], tile, at))
             return context.get_dummy_value()
 
@@ -231,7 +230,7 @@ def _dequantise(weight_format: WeightFormat) -> Any:
                     store_unaligned(builder, weight, pointer)
 
             panel_pointer = address(context, builder, kinds[1], panel, panel_offset)
-            _for_each_weight(builder, weight_format, panel_pointer, groups, write)
+            _for_each_weight(context, builder, weight_format, panel_pointer, groups, write)
             return context.get_dummy_value()
 
         index = types.intp

@@ -74,6 +74,11 @@ def store_unaligned(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
     instruction.align = 1
 
 
+def has_feature(context: Any, name: str) -> bool:
+    """Whether the chip that the kernels are compiled for has a feature, by LLVM's name for it."""
+    return f"+{name}" in str(context.codegen().magic_tuple()[2]).split(",")
+
+
 def broadcast(builder: ir.IRBuilder, scalar: Any) -> Any:
     """A vector with a float32 scalar in every lane."""
     undefined = ir.Constant(F32_VECTOR, ir.Undefined)
@@ -105,23 +110,6 @@ def tree_reduce(builder: ir.IRBuilder, value: Any, combine: Callable[[Any, Any],
     return builder.extract_element(value, ir.Constant(I32, 0))
 
 
-def transposed(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
-    """The 16 columns of 16 vectors, in four rounds of a butterfly.
-
-    In the round of width w, blocks of w lanes change places between the vectors i and i + w.
-    """
-    vectors = list(rows)
-    for width in (1, 2, 4, 8):
-        low = [i if i & width == 0 else LANES + i - width for i in range(LANES)]
-        high = [i + width if i & width == 0 else LANES + i for i in range(LANES)]
-        for i in range(LANES):
-            if i & width == 0:
-                a, b = vectors[i], vectors[i + width]
-                vectors[i] = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, low))
-                vectors[i + width] = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, high))
-    return vectors
-
-
 def exponential(builder: ir.IRBuilder, x: Any) -> Any:
     """exp(x) to about 2 units in the last place; exactly 1 at 0 and 0 below -87.3.
 
@@ -129,8 +117,9 @@ def exponential(builder: ir.IRBuilder, x: Any) -> Any:
     (Cephes' coefficients for single precision).
     """
     low, high = constant(-87.336), constant(88.37)
-    clamped = llvm_call(builder, "llvm.minnum.v16f32", [x, high], F32_VECTOR)
-    clamped = llvm_call(builder, "llvm.maxnum.v16f32", [clamped, low], F32_VECTOR)
+    # Comparisons and not ``minnum``: one instruction each, as nobody asks what NaN gives.
+    clamped = builder.select(builder.fcmp_ordered("<", x, high), x, high)
+    clamped = builder.select(builder.fcmp_ordered(">", clamped, low), clamped, low)
     scaled = builder.fmul(clamped, constant(1.44269504088896341))
     n = llvm_call(builder, "llvm.rint.v16f32", [scaled], F32_VECTOR)
     r = fused_multiply_add(builder, n, constant(-0.693359375), clamped)
@@ -201,7 +190,7 @@ def _binary(emit: Callable[[ir.IRBuilder, Any, Any], Any], doc: str) -> Any:
 
 
 def _maximum(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
-    return llvm_call(builder, "llvm.maxnum.v16f32", [a, b], F32_VECTOR)
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 add = _binary(lambda builder, a, b: builder.fadd(a, b), "a + b, lane by lane.")
@@ -209,6 +198,16 @@ subtract = _binary(lambda builder, a, b: builder.fsub(a, b), "a - b, lane by lan
 multiply = _binary(lambda builder, a, b: builder.fmul(a, b), "a * b, lane by lane.")
 divide = _binary(lambda builder, a, b: builder.fdiv(a, b), "a / b, lane by lane.")
 maximum = _binary(_maximum, "The larger of a and b, lane by lane.")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def absolute(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+    """|value|, lane by lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return llvm_call(builder, "llvm.fabs.v16f32", [arguments[0]], F32_VECTOR)
+
+    return f32x16(f32x16), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -278,19 +277,6 @@ def keep_lanes(
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def half_to_float(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
-    """The IEEE half at byte ``offset`` of a uint8 array, as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        half = builder.load(builder.bitcast(pointer, F16.as_pointer()))
-        half.align = 1
-        return builder.fpext(half, F32)
-
-    return types.float32(array, types.intp), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
 def float_at(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
     """The float32 at byte ``offset`` of a uint8 array."""
 
@@ -301,44 +287,3 @@ def float_at(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen
         return value
 
     return types.float32(array, types.intp), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def transpose_cells(
-    typing_context: Any,
-    source: Any,
-    base: Any,
-    slots: Any,
-    first: Any,
-    count: Any,
-    stride: Any,
-    target: Any,
-    at: Any,
-    target_stride: Any,
-) -> tuple[Any, Codegen]:
-    """Write 16 scattered rows of 16 float32 as 16 columns.
-
-    Row i lies at source[base + slots[first + i] * stride]; from i = count on, row 0 again. Its
-    element j goes to target[at + j * target_stride + i].
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, base, slots, first, count, stride, target, at, target_stride = arguments
-        kinds = signature.args
-        vectors = []
-        for i in range(LANES):
-            lane = ir.Constant(I64, i)
-            inside = builder.icmp_signed("<", lane, count)
-            index = builder.add(first, builder.select(inside, lane, ir.Constant(I64, 0)))
-            slot = builder.load(address(context, builder, kinds[2], slots, index))
-            offset = builder.add(base, builder.mul(builder.sext(slot, I64), stride))
-            pointer = address(context, builder, kinds[0], source, offset)
-            vectors.append(load_unaligned(builder, pointer, F32_VECTOR))
-        for j, vector in enumerate(transposed(builder, vectors)):
-            offset = builder.add(at, builder.mul(target_stride, ir.Constant(I64, j)))
-            store_unaligned(builder, vector, address(context, builder, kinds[6], target, offset))
-        return context.get_dummy_value()
-
-    index = types.intp
-    signature = types.void(source, index, slots, index, index, index, target, index, index)
-    return signature, codegen

@@ -1,0 +1,104 @@
+"""float16 in memory, float32 in registers: conversions that every chip can do.
+
+LLVM turns a conversion that the chip doesn't know into a call of a runtime function that may not
+be there. Such chips convert with integer arithmetic here, to the same bits.
+"""
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from midfill.kernels.cpu.simd import (
+    F16,
+    F32,
+    F32_VECTOR,
+    I16,
+    I32,
+    I32_VECTOR,
+    LANES,
+    Codegen,
+    address,
+    constant,
+    has_feature,
+    load_unaligned,
+)
+
+F16_VECTOR = ir.VectorType(F16, LANES)
+I16_VECTOR = ir.VectorType(I16, LANES)
+LARGEST = 65504.0
+"""The largest float16; what is larger is stored as this."""
+
+
+def _native(context: Any) -> bool:
+    return has_feature(context, "f16c") or platform.machine() in ("aarch64", "arm64")
+
+
+def _integers(value: int) -> ir.Constant:
+    return ir.Constant(I32_VECTOR, [value] * LANES)
+
+
+def load_halves(context: Any, builder: ir.IRBuilder, pointer: Any) -> Any:
+    """16 float16 from a pointer of any type, as float32."""
+    if _native(context):
+        return builder.fpext(load_unaligned(builder, pointer, F16_VECTOR), F32_VECTOR)
+    bits = builder.zext(load_unaligned(builder, pointer, I16_VECTOR), I32_VECTOR)
+    sign = builder.shl(builder.and_(bits, _integers(0x8000)), _integers(16))
+    # The exponent's bias is 15 here and 127 there; a product sets it right, subnormals included.
+    magnitude = builder.shl(builder.and_(bits, _integers(0x7FFF)), _integers(13))
+    scaled = builder.fmul(builder.bitcast(magnitude, F32_VECTOR), constant(2.0**112))
+    return builder.bitcast(builder.or_(builder.bitcast(scaled, I32_VECTOR), sign), F32_VECTOR)
+
+
+def store_halves(context: Any, builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
+    """Round 16 float32 to the nearest float16 (ties to even) and store them.
+
+    What float16 can't hold becomes +-65504.
+    """
+    # A comparison and a choice each: ``minnum`` would turn NaN into a number.
+    for limit, beyond in ((LARGEST, ">"), (-LARGEST, "<")):
+        outside = builder.fcmp_ordered(beyond, value, constant(limit))
+        value = builder.select(outside, constant(limit), value)
+    if _native(context):
+        halves = builder.fptrunc(value, F16_VECTOR)
+    else:
+        halves = _round_by_integers(builder, value)
+    instruction = builder.store(halves, builder.bitcast(pointer, halves.type.as_pointer()))
+    instruction.align = 1
+
+
+def _round_by_integers(builder: ir.IRBuilder, value: Any) -> Any:
+    bits = builder.bitcast(value, I32_VECTOR)
+    sign = builder.lshr(builder.and_(bits, _integers(-(2**31))), _integers(16))
+    magnitude = builder.and_(bits, _integers(0x7FFFFFFF))
+    # Normal numbers: rebias the exponent and round the 13 bits that go.
+    odd = builder.and_(builder.lshr(magnitude, _integers(13)), _integers(1))
+    rounded = builder.add(builder.sub(magnitude, _integers((112 << 23) - 0xFFF)), odd)
+    normal = builder.lshr(rounded, _integers(13))
+    # Subnormal ones: adding 1/2 makes the FPU round at 2^-24, float16's smallest step.
+    shifted = builder.fadd(builder.bitcast(magnitude, F32_VECTOR), constant(0.5))
+    subnormal = builder.sub(builder.bitcast(shifted, I32_VECTOR), _integers(0x3F000000))
+    small = builder.icmp_unsigned("<", magnitude, _integers(113 << 23))
+    result = builder.or_(builder.select(small, subnormal, normal), sign)
+    return builder.trunc(result, I16_VECTOR)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def half_to_float(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
+    """The float16 at byte ``offset`` of a uint8 array, as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        half = builder.load(builder.bitcast(pointer, I16.as_pointer()))
+        half.align = 1
+        if _native(context):
+            return builder.fpext(builder.bitcast(half, F16), F32)
+        bits = builder.zext(half, I32)
+        sign = builder.shl(builder.and_(bits, I32(0x8000)), I32(16))
+        magnitude = builder.shl(builder.and_(bits, I32(0x7FFF)), I32(13))
+        scaled = builder.fmul(builder.bitcast(magnitude, F32), F32(2.0**112))
+        return builder.bitcast(builder.or_(builder.bitcast(scaled, I32), sign), F32)
+
+    return types.float32(array, types.intp), codegen
