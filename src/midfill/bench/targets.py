@@ -15,9 +15,9 @@ from midfill.infill.formats import FimFormat
 Sentinels = tuple[str, str, str]
 
 SPARE_TOKENS: Sentinels = ("<filename>", "<gh_stars>", "<issue_start>")
-"""Tokens of SmolLM2's vocabulary that its training left unused for infilling.
+"""Tokens that serve as sentinels where a SmolLM2 without an adapter is measured.
 
-They lay a prompt out like real sentinels do, which is all that a speed measurement needs.
+They lay a prompt out like real ones do, which is all that a speed measurement needs.
 """
 
 
