@@ -485,3 +485,19 @@ class TestAdapters:
             assert hub.resolve_adapter(model, "none") is None
             assert hub.resolve_adapter(model, str(tmp_path)) == tmp_path
         assert hub.resolve_adapter("org/name", "~/mine") == Path.home() / "mine"
+
+
+def test_the_adapter_that_is_shipped_is_whole() -> None:
+    folder = hub.resolve_adapter(hub.DEFAULT_MODEL, None)
+    assert folder is not None
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.jsonl",
+        "midfill.json",
+    }
+    record = json.loads((folder / "midfill.json").read_bytes())
+    manifest = hashlib.sha256((folder / "manifest.jsonl").read_bytes()).hexdigest()
+    assert record["data"]["manifest_sha256"] == manifest

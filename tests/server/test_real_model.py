@@ -11,21 +11,19 @@ from midfill.models.hub import DEFAULT_MODEL
 
 pytestmark = pytest.mark.real_model
 
-# The model has no FIM tokens of its own; these are spare ones. Its answers to prompts with them
-# mean little, what is cached and computed is what it would be.
-SPARE_TOKENS = "<filename>,<gh_stars>,<issue_start>"
 SOURCE = inspect.getsource(textwrap)
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[RunningServer]:
-    with start(DEFAULT_MODEL, "--kv-memory", "512MB") as server:
+    """The base as it was before it was taught to infill."""
+    with start(DEFAULT_MODEL, "--kv-memory", "512MB", "--adapter", "none") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def infilling() -> Iterator[RunningServer]:
-    with start(DEFAULT_MODEL, "--kv-memory", "512MB", "--fim-tokens", SPARE_TOKENS) as server:
+    with start(DEFAULT_MODEL, "--kv-memory", "512MB") as server:
         yield server
 
 
@@ -64,6 +62,19 @@ def test_without_fim_tokens_the_suffix_is_not_seen_and_the_answer_says_so(
     assert infill["midfill"]["layout"] == "prefix-only"
     assert infill["midfill"]["sentinels"] is False
     assert "no FIM tokens" in plain.banner
+
+
+def test_it_goes_on_from_half_a_word_and_stops_by_itself(infilling: RunningServer) -> None:
+    answer = infilling.complete(
+        prompt='def area(width, height):\n    """The area of a rectangle."""\n    return wid',
+        suffix="\n\n\nprint(area(2, 3))\n",
+        max_tokens=32,
+        temperature=0,
+    )
+    assert answer["choices"][0]["text"] == "th * height"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["midfill"]["sentinels"] is True
+    assert "smollm2-135m-fim" in infilling.banner
 
 
 def test_rounds_of_a_document_compute_the_increment_alone(infilling: RunningServer) -> None:

@@ -135,10 +135,7 @@ def resolve_adapter(model: str, adapter: str | None) -> Path | None:
     if Path(model).expanduser().exists() or model not in REGISTERED:
         return None
     name = REGISTERED[model].adapter
-    folder = SHIPPED_ADAPTERS / name if name is not None else None
-    if folder is not None and not folder.is_dir():
-        return None
-    return folder
+    return SHIPPED_ADAPTERS / name if name is not None else None
 
 
 def pull(model: str, progress: Progress | None = None) -> Path:
