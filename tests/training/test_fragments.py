@@ -82,7 +82,7 @@ def naive(natural: list[int], pieces: list[list[int]]) -> list[bool]:
                 broken[at] |= owner[at] == owner[cut]
     marks, at = [], 0
     for length in (each for piece in pieces for each in piece):
-        marks.append(broken[at])
+        marks.append(any(broken[at : at + length]))
         at += length
     return marks
 
@@ -98,6 +98,11 @@ def test_unpredictable_tokens_are_those_of_a_naive_reference(
 def test_half_a_word_before_a_cut_is_not_predicted_and_what_follows_is() -> None:
     # "x = return" as "x", " =", " return"; cut inside "return": "x", " =", " ret" | "urn"
     assert unpredictable([1, 2, 7], [[1, 2, 4], [3]]) == [False, False, True, False]
+
+
+def test_a_token_across_the_last_boundary_before_a_cut_is_not_predicted() -> None:
+    # line break and indent, then "self"; the cut inside "self" joins it all: "\n   s" | "elf"
+    assert unpredictable([4, 4], [[5], [3]]) == [True, False]
 
 
 def test_a_cut_between_two_natural_tokens_hides_nothing() -> None:

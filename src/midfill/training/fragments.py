@@ -59,8 +59,8 @@ def unpredictable(
         piece_lengths: bytes of each token of every piece, in order.
 
     Returns:
-        One value a token of all pieces: True for those that begin between the last natural
-        boundary before a cut and the cut, unless the cut is a natural boundary itself.
+        One value a token of all pieces: True for those that reach beyond the last natural
+        boundary before a cut, up to that cut, unless the cut is a natural boundary itself.
     """
     natural = [0]
     for length in natural_lengths:
@@ -69,12 +69,12 @@ def unpredictable(
     marks: list[bool] = []
     at = 0
     for piece in piece_lengths[:-1]:
-        starts = []
+        ends = []
         for length in piece:
-            starts.append(at)
             at += length
+            ends.append(at)
         broken_from = at if at in boundaries else natural[bisect_right(natural, at) - 1]
-        marks += [start >= broken_from for start in starts]
+        marks += [end > broken_from for end in ends]
     if piece_lengths:
         marks += [False] * len(piece_lengths[-1])
     return marks
