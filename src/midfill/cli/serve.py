@@ -116,8 +116,10 @@ def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
         sentinels = [each.text for each in (format.prefix, format.suffix, format.middle) if each]
         infill = f"FIM tokens {' '.join(sentinels)}"
         body: dict[str, object] = {
-            "prompt": "def mean(values):\n    return ",
-            "suffix": " / len(values)\n",
+            "prompt": "def area(width, height):\n"
+            '    """The area of a rectangle."""\n'
+            "    return wid",
+            "suffix": "\n\n\nprint(area(2, 3))\n",
         }
     else:
         infill = "no FIM tokens known: answers see the prefix alone (--fim-tokens names some)"
