@@ -125,12 +125,15 @@ def test_weights(tokenizer: Tokenizer, hole: Hole, seed: int, fragments: bool) -
     after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
     increment = len(TEXT[hole.start + hole.cut : hole.caret].encode())
     assert not example.weights[:after_mid].any()
+    assert not example.typed[:after_mid].any()
     assert example.weights[-1] == 1.0
+    assert not example.typed[-1]
     at = 0
-    for token_id, weight in zip(
-        example.ids[after_mid:-1], example.weights[after_mid:-1], strict=True
+    for token_id, weight, typed in zip(
+        *(each[after_mid:-1] for each in (example.ids, example.weights, example.typed)), strict=True
     ):
         at += len(tokenizer.token_bytes(int(token_id)))
+        assert typed == (at <= increment)
         assert weight in ({0.25, 0.0} if at <= increment else {1.0, 0.0})
         assert fragments or weight
     assert example.weights.dtype == np.float32

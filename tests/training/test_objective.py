@@ -16,6 +16,8 @@ from midfill.training.objective import InfillingLoss
 from midfill.training.packing import PackedRow
 from midfill.training.recipe import TrainingRecipe
 
+END = 5
+
 
 def row(*lengths: int) -> PackedRow:
     draw = np.random.default_rng(0)
@@ -23,7 +25,9 @@ def row(*lengths: int) -> PackedRow:
     weights = draw.choice([0.0, 0.5, 1.0], total).astype(np.float32)
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     weights[starts[:-1]] = 0.0
-    return PackedRow(draw.integers(0, VOCAB, total).astype(np.int32), weights, starts, total)
+    ids = draw.integers(0, VOCAB, total).astype(np.int32)
+    typed = (draw.random(total) < 0.5) & (ids != END)
+    return PackedRow(ids, weights, typed, starts, total)
 
 
 def naive(model: torch.nn.Module, row: PackedRow) -> float:
@@ -40,7 +44,10 @@ def naive(model: torch.nn.Module, row: PackedRow) -> float:
                 use_cache=False,
             ).logits[0]
         for at in range(start + 1, stop):
-            likelihood = torch.log_softmax(logits[at - start - 1].float(), 0)[row.ids[at]]
+            choices = logits[at - start - 1].clone()
+            if row.typed[at]:
+                choices[END] = float("-inf")
+            likelihood = torch.log_softmax(choices, 0)[row.ids[at]]
             total -= float(row.weights[at]) * float(likelihood)
     return total
 
@@ -52,16 +59,30 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_the_sum_is_that_of_a_naive_reference(model: torch.nn.Module) -> None:
     packed = row(9, 30, 2, 14)
-    loss = InfillingLoss(model)(packed)
+    assert packed.typed.any()
+    loss = InfillingLoss(model, END)(packed)
     assert loss.dtype == torch.float32
     assert float(loss.detach()) == pytest.approx(naive(model, packed), rel=1e-5)
 
 
 def test_it_is_the_same_behind_peft(model: torch.nn.Module) -> None:
     packed = row(9, 30)
-    plain = float(InfillingLoss(model)(packed).detach())
+    plain = float(InfillingLoss(model, END)(packed).detach())
     adapted = trainable(model, TrainingRecipe(rank=2), [1, 2, 3])
-    assert float(InfillingLoss(adapted)(packed).detach()) == pytest.approx(plain, rel=1e-6)
+    assert float(InfillingLoss(adapted, END)(packed).detach()) == pytest.approx(plain, rel=1e-6)
+
+
+def test_typed_text_teaches_nothing_about_the_end(model: torch.nn.Module) -> None:
+    model.requires_grad_(False)
+    output = model.get_output_embeddings().weight
+    model.get_output_embeddings().weight = torch.nn.Parameter(output.detach().clone())
+    packed = row(9, 30, 14)
+    packed.typed[:] = True
+    packed.ids[packed.ids == END] = END + 1
+    InfillingLoss(model, END)(packed).backward()
+    gradient = model.get_output_embeddings().weight.grad
+    assert not gradient[END].any()
+    assert gradient[END + 1].any()
 
 
 def test_checkpointed_gradients_are_the_gradients(tmp_path: Path) -> None:
@@ -70,7 +91,7 @@ def test_checkpointed_gradients_are_the_gradients(tmp_path: Path) -> None:
     for checkpointing in (False, True):
         recipe = TrainingRecipe(rank=2, gradient_checkpointing=checkpointing)
         model = trainable(load_base(checkpoint, torch.float32), recipe, [1, 2, 3])
-        InfillingLoss(model)(row(9, 30)).backward()
+        InfillingLoss(model, END)(row(9, 30)).backward()
         gradients.append(
             {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
         )

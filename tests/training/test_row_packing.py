@@ -12,14 +12,14 @@ from midfill.training.packing import PackedRow, Packer
 def example(number: int, length: int) -> Example:
     ids = np.full(length, number, np.int32)
     hole = Hole("line", 0, 1, 2, 3 + number, 0, "psm")
-    return Example(ids, np.linspace(0, 1, length, dtype=np.float32), hole)
+    typed = np.arange(length) % 3 == number % 3
+    return Example(ids, np.linspace(0, 1, length, dtype=np.float32), typed, hole)
 
 
-def parts(row: PackedRow) -> list[tuple[list[int], list[float]]]:
-    """Ids and weights of each example of a row."""
-    starts = row.starts[1:-1]
-    ids, weights = np.split(row.ids, starts), np.split(row.weights, starts)
-    return [(a.tolist(), b.tolist()) for a, b in zip(ids, weights, strict=True)]
+def parts(row: PackedRow) -> list[tuple[list[int], list[float], list[bool]]]:
+    """Ids, weights and marks of each example of a row."""
+    fields = (np.split(each, row.starts[1:-1]) for each in (row.ids, row.weights, row.typed))
+    return [(a.tolist(), b.tolist(), c.tolist()) for a, b, c in zip(*fields, strict=True)]
 
 
 @given(st.lists(st.integers(1, 70), max_size=80))
@@ -32,7 +32,7 @@ def test_every_example_that_fits_a_row_comes_out_once_and_whole(lengths: list[in
     assert packer.refused == len(examples) - len(fitting)
     assert all(len(row.ids) <= 50 for row in rows)
     assert sorted(part for row in rows for part in parts(row)) == sorted(
-        (each.ids.tolist(), each.weights.tolist()) for each in fitting
+        (each.ids.tolist(), each.weights.tolist(), each.typed.tolist()) for each in fitting
     )
     assert sum(row.characters for row in rows) == sum(each.characters for each in fitting)
 

@@ -22,12 +22,14 @@ class Example:
     Attributes:
         ids: int32 [tokens].
         weights: float32 [tokens]: how much predicting this token counts; 0 for what is only read.
+        typed: bool [tokens]: whether it ends before the caret, in the text after MID.
         hole: the task it was made of.
         borders: indexes of tokens that begin a fragment which is no segment's first.
     """
 
     ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
+    typed: npt.NDArray[np.bool_]
     hole: Hole
     borders: tuple[int, ...] = ()
 
@@ -77,15 +79,18 @@ class ExampleMaker:
                 _join(self._encoded(segment.text, cuts), ids, borders)
             else:
                 ids.append(segment.token_id)
-        weights = [0.0] * len(ids)
+        read = len(ids)
         increment, written = prefix[cut:], prefix[cut:] + middle
         cuts = [] if drawn is None else self._cuts(len(written), len(increment) or None, drawn)
         pieces = self._encoded(written, cuts)
-        weights += self._weights(written, pieces, len(increment.encode()))
+        skipped, typed = self._marks(written, pieces, len(increment.encode()))
         _join(pieces, ids, borders)
+        weights = np.where(typed, self.recipe.increment_weight, 1.0)
+        weights[skipped] = 0.0
         return Example(
             np.array([*ids, self.end_token_id], np.int32),
-            np.array([*weights, self.recipe.end_weight], np.float32),
+            np.array([*[0.0] * read, *weights, self.recipe.end_weight], np.float32),
+            np.array([*[False] * read, *typed, False]),
             hole,
             tuple(borders),
         )
@@ -97,24 +102,21 @@ class ExampleMaker:
         """Ids of each fragment of a text."""
         return [self.tokenizer.encode_continuation(piece) for piece in pieces_of(text, cuts)]
 
-    def _weights(self, text: str, pieces: list[list[int]], border: int) -> list[float]:
-        """Weights of the tokens between MID and the end token.
+    def _marks(
+        self, text: str, pieces: list[list[int]], border: int
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Which tokens between MID and the end token can't be learned, and which were typed.
 
         Args:
             text: what stands there.
             pieces: ids of its fragments.
-            border: the caret's place in it, in bytes.
+            border: the caret's place in it, in bytes; a token across it is the hole's.
         """
         whole = pieces if len(pieces) < 2 else self._encoded(text, ())
         lengths = [self._byte_lengths(piece) for piece in pieces]
         skipped = unpredictable([n for piece in whole for n in self._byte_lengths(piece)], lengths)
-        weights: list[float] = []
-        at = 0
-        for length, skip in zip([n for piece in lengths for n in piece], skipped, strict=True):
-            at += length
-            # A token across the caret counts as the hole's.
-            weights.append(0.0 if skip else self.recipe.increment_weight if at <= border else 1.0)
-        return weights
+        ends = np.cumsum([n for piece in lengths for n in piece])
+        return np.array(skipped, np.bool_), ends <= border
 
     def _byte_lengths(self, ids: Sequence[int]) -> list[int]:
         return [len(self.tokenizer.token_bytes(each)) for each in ids]

@@ -18,12 +18,14 @@ class PackedRow:
     Attributes:
         ids: int32 [tokens].
         weights: float32 [tokens], see ``Example``.
+        typed: bool [tokens], see ``Example``.
         starts: int32 [examples + 1], where each example begins, and where the last one ends.
         characters: of document text in it.
     """
 
     ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
+    typed: npt.NDArray[np.bool_]
     starts: npt.NDArray[np.int32]
     characters: int
 
@@ -77,6 +79,7 @@ def _packed(examples: list[Example]) -> PackedRow:
     return PackedRow(
         ids=np.concatenate([example.ids for example in examples]),
         weights=np.concatenate([example.weights for example in examples]),
+        typed=np.concatenate([example.typed for example in examples]),
         starts=np.cumsum([0, *(len(example.ids) for example in examples)], dtype=np.int32),
         characters=sum(example.characters for example in examples),
     )

@@ -89,7 +89,9 @@ class Trainer:
         elif self.start_from is not None:
             # Weights and optimizer go on; steps, rows and learning rate are this run's own.
             load_checkpoint(self.start_from, self.model, optimizer)
-        objective, optimizer = accelerator.prepare(InfillingLoss(self.model), optimizer)
+        objective, optimizer = accelerator.prepare(
+            InfillingLoss(self.model, self.stream.maker.end_token_id), optimizer
+        )
         batches = self._batches(progress)
         claim_folder(self.folder, self.description)
         saved_at, saved, reached = time.monotonic(), progress, progress
