@@ -8,9 +8,10 @@ from midfill.config import KvDtype, WeightsOption
 from midfill.engine.batch import ForwardBatch
 from midfill.kernels.cpu.attention import ITEM_FIELDS, TILE_ROWS, plan_attention, scratch_size
 from midfill.kernels.cpu.cells import CellFormat, allocate_cells, cell_bytes
-from midfill.kernels.cpu.decoder import Batch, Cells, Workspace, forward
-from midfill.kernels.cpu.linear import DIRECT_ROWS, MAX_TILE_ROWS
-from midfill.kernels.cpu.packing import PANEL, WeightFormat, panel_count
+from midfill.kernels.cpu.decoder import SOLO_ROWS, Batch, Cells, Workspace, forward
+from midfill.kernels.cpu.dots import ROUNDED_BYTES
+from midfill.kernels.cpu.linear import MAX_TILE_ROWS
+from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, panel_count
 from midfill.kernels.cpu.team import Team, available_threads
 from midfill.models.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
@@ -70,7 +71,7 @@ class CpuRunner:
         self._rows = 0
         self._outputs = 0
         self._partials = 0
-        self._work = self._workspace(rows=DIRECT_ROWS, outputs=1, partials=1)
+        self._work = self._workspace(rows=SOLO_ROWS, outputs=1, partials=1)
         if progress is not None:
             progress("compiling kernels", 0, 1)
         self._compile()
@@ -151,12 +152,16 @@ class CpuRunner:
         self._rows, self._outputs, self._partials = rows, outputs, partials
         attended = config.query_heads * config.head_dim
         group = config.query_heads // config.kv_heads
-        widest = max(config.hidden, config.ffn, attended)
         entries = partials * config.kv_heads * max(TILE_ROWS, group)
-        normed = max(rows, outputs, threads * DIRECT_ROWS) * config.hidden
+        normed = max(rows, outputs, threads * SOLO_ROWS) * config.hidden
 
         def floats(*shape: int) -> npt.NDArray[np.float32]:
             return np.zeros(shape, np.float32)
+
+        coded = any(each != WeightFormat.F32 for each in self._model.formats)
+
+        def codes(size: int) -> npt.NDArray[np.uint8]:
+            return np.zeros(size // GROUP * ROUNDED_BYTES if coded else 0, np.uint8)
 
         return Workspace(
             hidden=floats(rows * config.hidden),
@@ -165,7 +170,9 @@ class CpuRunner:
             attended=floats(rows * attended),
             gated=floats(rows * config.ffn),
             logits=floats(outputs * panel_count(config.vocab) * PANEL),
-            floats=floats(threads, 2 * widest * PANEL),
+            normed_codes=codes(normed),
+            attended_codes=codes(rows * attended),
+            gated_codes=codes(rows * config.ffn),
             tiles=floats(threads, 2 * MAX_TILE_ROWS * PANEL),
             attention=floats(threads, scratch_size(group, config.head_dim)),
             partial_state=floats(entries * 2),

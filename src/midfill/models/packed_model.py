@@ -34,7 +34,7 @@ from midfill.models.rope import rope_tables
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how many steps are done, and of how many."""
 
-PACKING_VERSION = 1
+PACKING_VERSION = 2
 
 _MATRICES = {
     "qkv": ("q", "k", "v"),

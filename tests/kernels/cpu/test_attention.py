@@ -91,12 +91,12 @@ def attend(
     attention.attend(
         np.zeros(SYNC_CELLS, np.int64), items, tiles, partials, query_indptr, kv_indptr, slots,
         qkv.reshape(-1), WIDTH, pool.cells, 0, pool.slots, QUERY_HEADS, KV_HEADS, DIM, DIM**-0.5,
-        window, out.reshape(-1), scratch, state, sums,
+        window, out.reshape(-1), np.zeros(0, np.uint8), scratch, state, sums,
     )  # fmt: skip
     if partials:
         attention.merge_partials(
             np.zeros(SYNC_CELLS, np.int64), items, tiles, partials, QUERY_HEADS, KV_HEADS, DIM,
-            out.reshape(-1), scratch, state, sums,
+            out.reshape(-1), np.zeros(0, np.uint8), scratch, state, sums,
         )  # fmt: skip
     return out
 
@@ -115,8 +115,8 @@ def test_any_width_of_head_and_number_of_rows(dim: int, rows: int) -> None:
     attention.attend(
         np.zeros(SYNC_CELLS, np.int64), items, 1, 0, one, all_keys, np.arange(300, dtype=np.int32),
         query.reshape(-1), rows * dim, Cells(keys.reshape(-1), values.reshape(-1), none, none), 0,
-        300, rows, 1, dim, 0.1, 0, out, np.empty(attention.scratch_size(rows, dim), np.float32),
-        none, none,
+        300, rows, 1, dim, 0.1, 0, out, np.zeros(0, np.uint8),
+        np.empty(attention.scratch_size(rows, dim), np.float32), none, none,
     )  # fmt: skip
     weights = np.exp(query.astype(np.float64) @ keys.T.astype(np.float64) * 0.1)
     expected = weights @ values / weights.sum(axis=1, keepdims=True)

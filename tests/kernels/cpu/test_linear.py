@@ -5,6 +5,7 @@ import pytest
 from gguf import GGMLQuantizationType, quantize
 
 from midfill.kernels.cpu import linear as kernels
+from midfill.kernels.cpu.dots import ROUNDED_BYTES, round_row
 from midfill.kernels.cpu.packing import PANEL, PackedMatrix, WeightFormat, pack, panel_count, unpack
 from midfill.kernels.cpu.team import SYNC_CELLS, Team
 from midfill.models.checkpoint import StoredTensor
@@ -16,6 +17,22 @@ def matrix(kind: str, outputs: int, inputs: int) -> PackedMatrix:
     values = np.random.default_rng(outputs).normal(size=(outputs, inputs)).astype(np.float32)
     data = values if kind == "f32" else quantize(values, GGMLQuantizationType[kind.upper()])
     return pack([StoredTensor("w", values.shape, kind, data)], KINDS[kind])
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Activation blocks of x [rows, inputs]."""
+    blocks = np.zeros(x.size // 32 * ROUNDED_BYTES, np.uint8)
+    round_row(x.reshape(-1), 0, x.size, blocks, 0)
+    return blocks
+
+
+def as_seen(x: np.ndarray, kind: str) -> np.ndarray:
+    """x as a matrix of that kind sees it: codes meet x rounded to eight bits a group of 32."""
+    if kind == "f32":
+        return x.astype(np.float64)
+    groups = x.reshape(len(x), -1, 32).astype(np.float64)
+    steps = np.abs(groups).max(axis=-1, keepdims=True) / 127
+    return (np.rint(groups / steps) * steps).reshape(x.shape)
 
 
 def apply(
@@ -32,9 +49,9 @@ def apply(
         padded_bias[: weights.outputs] = bias
     out = np.full((rows, width), np.nan, np.float32) if onto is None else onto.copy()
     kernels.linear(
-        np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), 0, rows, weights.inputs, weights.data,
-        0, int(weights.weight_format), weights.outputs, padded_bias, 0, out.reshape(-1), width,
-        onto is not None, multiplier, np.empty(weights.inputs * PANEL, np.float32),
+        np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), rounded(x), 0, rows, weights.inputs,
+        weights.data, 0, int(weights.weight_format), weights.outputs, padded_bias, 0,
+        out.reshape(-1), width, onto is not None, multiplier,
         np.empty(kernels.MAX_TILE_ROWS * PANEL, np.float32),
     )  # fmt: skip
     return out[:, : weights.outputs]
@@ -46,7 +63,7 @@ def test_product_equals_numpy(kind: str, rows: int) -> None:
     weights = matrix(kind, 70, 96)
     x = np.random.default_rng(rows).normal(size=(rows, 96)).astype(np.float32)
     bias = np.arange(70, dtype=np.float32)
-    expected = x.astype(np.float64) @ unpack(weights).astype(np.float64).T + bias
+    expected = as_seen(x, kind) @ unpack(weights).astype(np.float64).T + bias
     np.testing.assert_allclose(apply(weights, x, bias), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -55,7 +72,7 @@ def test_residual_adds_to_what_is_there(kind: str) -> None:
     weights = matrix(kind, 64, 32)
     x = np.random.default_rng(1).normal(size=(6, 32)).astype(np.float32)
     onto = np.random.default_rng(2).normal(size=(6, 64)).astype(np.float32)
-    expected = onto + 0.25 * (x @ unpack(weights).T)
+    expected = onto + 0.25 * (as_seen(x, kind) @ unpack(weights).T)
     np.testing.assert_allclose(apply(weights, x, onto=onto, multiplier=0.25), expected, atol=1e-5)
 
 
@@ -77,10 +94,11 @@ def test_gated_mlp_equals_numpy(activation: int, gated: bool, rows: int) -> None
     x = np.random.default_rng(rows).normal(size=(rows, 96)).astype(np.float32) / 4
     bias = np.linspace(-1, 1, 64, dtype=np.float32)
     out = np.empty((rows, 64), np.float32)
+    rounded_out = np.zeros(out.size // 32 * ROUNDED_BYTES, np.uint8)
     kernels.gated_linear(
-        np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), 0, rows, 96, gate.data, up.data, 0, 0,
-        int(gate.weight_format), int(up.weight_format), 64, gated, bias, bias, 0, activation,
-        out.reshape(-1), 64, np.empty(2 * 96 * PANEL, np.float32),
+        np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), rounded(x), 0, rows, 96, gate.data,
+        up.data, 0, 0, int(gate.weight_format), int(up.weight_format), 64, gated, bias, bias, 0,
+        activation, out.reshape(-1), rounded_out,
         np.empty(2 * kernels.MAX_TILE_ROWS * PANEL, np.float32),
     )  # fmt: skip
 
@@ -89,10 +107,11 @@ def test_gated_mlp_equals_numpy(activation: int, gated: bool, rows: int) -> None
             return v / (1 + np.exp(-v))
         return 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
 
-    raised = x.astype(np.float64) @ unpack(up).T.astype(np.float64) + bias
-    opened = x.astype(np.float64) @ unpack(gate).T.astype(np.float64) + bias
+    raised = as_seen(x, "codes") @ unpack(up).T.astype(np.float64) + bias
+    opened = as_seen(x, "codes") @ unpack(gate).T.astype(np.float64) + bias
     expected = act(opened) * raised if gated else act(raised)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(rounded_out, rounded(out))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,9 +135,9 @@ def test_threads_share_the_panels_and_every_panel_is_done() -> None:
 
         def phase(thread: int, threads: int, sync: np.ndarray, out: np.ndarray = out) -> None:
             kernels.linear(
-                sync, threads, x.reshape(-1), 0, 5, 64, weights.data, 0,
+                sync, threads, x.reshape(-1), rounded(x), 0, 5, 64, weights.data, 0,
                 int(weights.weight_format), 320, np.zeros(width, np.float32), 0, out.reshape(-1),
-                width, False, 1.0, np.empty(64 * PANEL, np.float32),
+                width, False, 1.0,
                 np.empty(kernels.MAX_TILE_ROWS * PANEL, np.float32),
             )  # fmt: skip
 

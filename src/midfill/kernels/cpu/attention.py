@@ -17,7 +17,9 @@ import numpy as np
 
 from midfill.kernels.cpu.cell_kernels import MAX_CELL_ROWS
 from midfill.kernels.cpu.cells import is_coded
+from midfill.kernels.cpu.dots import round_row
 from midfill.kernels.cpu.jit import entry_point, kernel
+from midfill.kernels.cpu.linear import rounded_at
 from midfill.kernels.cpu.segments import (
     BLOCK,
     SEGMENT,
@@ -204,12 +206,14 @@ def _merge_tile(
 @kernel
 def _finish_tile(
     totals: Any, total_sums: Any, row: int, rows: int, group: int, head: int, query_heads: int,
-    head_dim: int, out: Any,
+    head_dim: int, out: Any, rounded: Any,
 ) -> None:  # fmt: skip
-    """Write a tile's finished rows to out[rows, query_heads * head_dim]."""
+    """Write a tile's finished rows to out[rows, query_heads * head_dim] and to ``rounded``."""
     for r in range(rows):
         at = ((row + r // group) * query_heads + head * group + r % group) * head_dim
         _finish_row(totals, r, total_sums, head_dim, out, at)
+        if len(rounded) > 0:
+            round_row(out, at, head_dim, rounded, rounded_at(at))
 
 
 @kernel
@@ -217,13 +221,14 @@ def attend(
     sync: Any, items: Any, tiles: int, partials: int, query_indptr: Any, kv_indptr: Any,
     kv_slots: Any, qkv: Any, qkv_stride: int, cells: Any, layer_at: int, slots: int,
     query_heads: int, kv_heads: int, head_dim: int, scale: float, window: int, out: Any,
-    scratch: Any, partial_state: Any, partial_sums: Any,
+    rounded: Any, scratch: Any, partial_state: Any, partial_sums: Any,
 ) -> None:  # fmt: skip
     """One phase: all items (tile, KV head), or (tile, KV head, segment) where partials > 0.
 
     qkv: float32 [rows, qkv_stride], rotated queries first. cells: decoder.Cells with ``slots``
     cells a head, those of this layer from cell layer_at on. out: float32
-    [rows, query_heads * head_dim]. scratch: this thread's, see scratch_size. partial_*: one entry
+    [rows, query_heads * head_dim]; rounded: the same as blocks of dots.py, if it is not empty.
+    scratch: this thread's, see scratch_size. partial_*: one entry
     a (partial, head): [32, 2] and [32, head_dim] float32.
     """
     group = query_heads // kv_heads
@@ -277,13 +282,15 @@ def attend(
                 window, group, head_dim, queries, rows, floats, scores, scales, state, sums,
             )  # fmt: skip
             _merge_tile(totals, total_sums, state, 0, sums, rows, head_dim)
-        _finish_tile(totals, total_sums, row, rows, group, head, query_heads, head_dim, out)
+        _finish_tile(
+            totals, total_sums, row, rows, group, head, query_heads, head_dim, out, rounded
+        )
 
 
 @kernel
 def merge_partials(
     sync: Any, items: Any, tiles: int, partials: int, query_heads: int, kv_heads: int,
-    head_dim: int, out: Any, scratch: Any, partial_state: Any, partial_sums: Any,
+    head_dim: int, out: Any, rounded: Any, scratch: Any, partial_state: Any, partial_sums: Any,
 ) -> None:  # fmt: skip
     """One phase after ``attend`` with partials > 0: merge each tile's segments in order."""
     group = query_heads // kv_heads
@@ -302,7 +309,9 @@ def merge_partials(
             entry = (partial * kv_heads + head) * most
             _merge_tile(totals, total_sums, partial_state, entry, partial_sums, rows, head_dim)
         row = items[tile_index, ROW]
-        _finish_tile(totals, total_sums, row, rows, group, head, query_heads, head_dim, out)
+        _finish_tile(
+            totals, total_sums, row, rows, group, head, query_heads, head_dim, out, rounded
+        )
 
 
 def scratch_size(group: int, head_dim: int) -> int:

@@ -12,10 +12,14 @@ import numpy.typing as npt
 
 from midfill.kernels.cpu.attention import attend, merge_partials
 from midfill.kernels.cpu.cells import write_cell
+from midfill.kernels.cpu.dots import round_row
 from midfill.kernels.cpu.jit import entry_point, kernel
-from midfill.kernels.cpu.linear import DIRECT_ROWS, embed, gated_linear, linear
+from midfill.kernels.cpu.linear import embed, gated_linear, linear, rounded_at
 from midfill.kernels.cpu.rows import norm, rotate
 from midfill.kernels.cpu.team import barrier
+
+SOLO_ROWS = 4
+"""Up to so many rows are normed by every thread for itself, which is cheaper than a barrier."""
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -112,10 +116,11 @@ class Batch(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Activations of a step. [rows, width] float32 flat, but for the last four.
+    """Activations of a step. [rows, width] float32 flat, but for the last seven.
 
-    ``normed`` has one part a thread, each as large as ``hidden``. ``floats``, ``tiles`` and
-    ``attention`` are [threads, size]; ``partial_state`` and ``partial_sums`` see attention.py.
+    ``normed`` has one part a thread, each as large as ``hidden``. ``*_codes`` are the same rounded
+    to blocks of dots.py; empty where all weights are float32. ``tiles`` and ``attention`` are
+    [threads, size]; ``partial_state`` and ``partial_sums`` see attention.py.
     """
 
     hidden: Float32
@@ -124,7 +129,9 @@ class Workspace(NamedTuple):
     attended: Float32
     gated: Float32
     logits: Float32
-    floats: npt.NDArray[np.float32]
+    normed_codes: Uint8
+    attended_codes: Uint8
+    gated_codes: Uint8
     tiles: npt.NDArray[np.float32]
     attention: npt.NDArray[np.float32]
     partial_state: Float32
@@ -132,28 +139,37 @@ class Workspace(NamedTuple):
 
 
 @kernel
+def _round_row(x: Any, at: int, size: int, rounded: Any) -> None:
+    """Round x[at:at + size] to its place in ``rounded``, if that is not empty."""
+    if len(rounded) > 0:
+        round_row(x, at, size, rounded, rounded_at(at))
+
+
+@kernel
 def _norm_rows(
     thread: int, threads: int, sync: Any, shape: Any, rows: int, x: Any, weight: Any, bias: Any,
-    weight_at: int, out: Any,
+    weight_at: int, out: Any, rounded: Any,
 ) -> int:  # fmt: skip
     """Norm of all rows; returns where in ``out`` this thread finds them.
 
-    A few rows are normed by every thread for itself, which is cheaper than a barrier.
+    ``rounded`` gets the same as blocks of dots.py, if it is not empty.
     """
     width = shape.hidden
-    if rows <= DIRECT_ROWS:
+    if rows <= SOLO_ROWS:
         start = thread * rows * width
         for row in range(rows):
             norm(
                 shape.norm_kind, x, row * width, width, shape.norm_epsilon, weight, bias,
                 weight_at, out, start + row * width,
             )  # fmt: skip
+            _round_row(out, start + row * width, width, rounded)
         return start
     for row in range(thread, rows, threads):
         norm(
             shape.norm_kind, x, row * width, width, shape.norm_epsilon, weight, bias, weight_at,
             out, row * width,
         )  # fmt: skip
+        _round_row(out, row * width, width, rounded)
     barrier(sync, threads)
     return 0
 
@@ -202,17 +218,17 @@ def _attention_block(
     heads, kv_heads, dim = shape.query_heads, shape.kv_heads, shape.head_dim
     attended = heads * dim
     width = attended + 2 * kv_heads * dim
-    floats, tile = work.floats[thread], work.tiles[thread]
+    tile = work.tiles[thread]
     slots = len(cells.keys) // (shape.layers * kv_heads * dim)
     layer_at = layer * kv_heads * slots
     normed = _norm_rows(
         thread, threads, sync, shape, rows, work.hidden, weights.attn_norm,
-        weights.attn_norm_bias, layer * shape.hidden, work.normed,
+        weights.attn_norm_bias, layer * shape.hidden, work.normed, work.normed_codes,
     )  # fmt: skip
     linear(
-        sync, threads, work.normed, normed, rows, shape.hidden, weights.qkv,
+        sync, threads, work.normed, work.normed_codes, normed, rows, shape.hidden, weights.qkv,
         layer * (len(weights.qkv) // shape.layers), formats.qkv, width, weights.qkv_bias,
-        layer * width, work.qkv, width, False, 1.0, floats, tile,
+        layer * width, work.qkv, width, False, 1.0, tile,
     )  # fmt: skip
     barrier(sync, threads)
     _rotate_and_store(
@@ -222,21 +238,21 @@ def _attention_block(
     attend(
         sync, batch.items, batch.tiles, batch.partials, batch.query_indptr, batch.kv_indptr,
         batch.kv_slots, work.qkv, width, cells, layer_at, slots, heads, kv_heads, dim,
-        shape.score_scale, weights.windows[layer], work.attended, work.attention[thread],
-        work.partial_state, work.partial_sums,
+        shape.score_scale, weights.windows[layer], work.attended, work.attended_codes,
+        work.attention[thread], work.partial_state, work.partial_sums,
     )  # fmt: skip
     barrier(sync, threads)
     if batch.partials > 0:
         merge_partials(
             sync, batch.items, batch.tiles, batch.partials, heads, kv_heads, dim, work.attended,
-            work.attention[thread], work.partial_state, work.partial_sums,
+            work.attended_codes, work.attention[thread], work.partial_state, work.partial_sums,
         )  # fmt: skip
         barrier(sync, threads)
     linear(
-        sync, threads, work.attended, 0, rows, attended, weights.o,
+        sync, threads, work.attended, work.attended_codes, 0, rows, attended, weights.o,
         layer * (len(weights.o) // shape.layers), formats.o, shape.hidden, weights.o_bias,
         layer * shape.hidden, work.hidden, shape.hidden, True,
-        shape.residual_multiplier, floats, tile,
+        shape.residual_multiplier, tile,
     )  # fmt: skip
     barrier(sync, threads)
 
@@ -247,23 +263,24 @@ def _mlp_block(
     rows: int, work: Any,
 ) -> None:  # fmt: skip
     """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
-    floats, tile = work.floats[thread], work.tiles[thread]
+    tile = work.tiles[thread]
     normed = _norm_rows(
         thread, threads, sync, shape, rows, work.hidden, weights.mlp_norm, weights.mlp_norm_bias,
-        layer * shape.hidden, work.normed,
+        layer * shape.hidden, work.normed, work.normed_codes,
     )  # fmt: skip
     gated_linear(
-        sync, threads, work.normed, normed, rows, shape.hidden, weights.gate, weights.up,
-        layer * (len(weights.gate) // shape.layers), layer * (len(weights.up) // shape.layers),
-        formats.gate, formats.up, shape.ffn, shape.gated, weights.gate_bias, weights.up_bias,
-        layer * shape.ffn, shape.activation, work.gated, shape.ffn, floats, tile,
+        sync, threads, work.normed, work.normed_codes, normed, rows, shape.hidden, weights.gate,
+        weights.up, layer * (len(weights.gate) // shape.layers),
+        layer * (len(weights.up) // shape.layers), formats.gate, formats.up, shape.ffn,
+        shape.gated, weights.gate_bias, weights.up_bias, layer * shape.ffn, shape.activation,
+        work.gated, work.gated_codes, tile,
     )  # fmt: skip
     barrier(sync, threads)
     linear(
-        sync, threads, work.gated, 0, rows, shape.ffn, weights.down,
+        sync, threads, work.gated, work.gated_codes, 0, rows, shape.ffn, weights.down,
         layer * (len(weights.down) // shape.layers), formats.down, shape.hidden,
         weights.down_bias, layer * shape.hidden, work.hidden, shape.hidden, True,
-        shape.residual_multiplier, floats, tile,
+        shape.residual_multiplier, tile,
     )  # fmt: skip
     barrier(sync, threads)
 
@@ -284,11 +301,12 @@ def _head(
         if shape.logits_multiplier != 1.0:
             for k in range(width):
                 work.normed[i * width + k] *= np.float32(shape.logits_multiplier)
+        _round_row(work.normed, i * width, width, work.normed_codes)
     barrier(sync, threads)
     padded = len(weights.head_bias)
     linear(
-        sync, threads, work.normed, 0, outputs, width, weights.head, 0, formats.head, shape.vocab,
-        weights.head_bias, 0, work.logits, padded, False, 1.0, work.floats[thread],
+        sync, threads, work.normed, work.normed_codes, 0, outputs, width, weights.head, 0,
+        formats.head, shape.vocab, weights.head_bias, 0, work.logits, padded, False, 1.0,
         work.tiles[thread],
     )  # fmt: skip
     barrier(sync, threads)

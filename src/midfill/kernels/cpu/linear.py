@@ -6,19 +6,10 @@ and returns without waiting. The caller sets a barrier between phases.
 
 from typing import Any
 
-from midfill.kernels.cpu.halves import half_to_float
-from midfill.kernels.cpu.jit import kernel
-from midfill.kernels.cpu.matmul import (
-    dequantise_q4,
-    dequantise_q8,
-    multiply_f32_1,
-    multiply_f32_2,
-    multiply_f32_3,
-    multiply_f32_4,
-    multiply_f32_5,
-    multiply_f32_6,
-    multiply_f32_7,
-    multiply_f32_8,
+import numpy as np
+
+from midfill.kernels.cpu.dots import (
+    ROUNDED_BYTES,
     multiply_q4_1,
     multiply_q4_2,
     multiply_q4_3,
@@ -27,6 +18,19 @@ from midfill.kernels.cpu.matmul import (
     multiply_q8_2,
     multiply_q8_3,
     multiply_q8_4,
+    round_row,
+)
+from midfill.kernels.cpu.halves import half_to_float
+from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.matmul import (
+    multiply_f32_1,
+    multiply_f32_2,
+    multiply_f32_3,
+    multiply_f32_4,
+    multiply_f32_5,
+    multiply_f32_6,
+    multiply_f32_7,
+    multiply_f32_8,
 )
 from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, block_bytes
 from midfill.kernels.cpu.simd import (
@@ -50,8 +54,8 @@ _Q8_BLOCK = block_bytes(WeightFormat.Q8)
 _DENSE_BLOCK = block_bytes(WeightFormat.F32)
 
 MAX_TILE_ROWS = 8
-DIRECT_ROWS = 4
-"""Up to so many rows are multiplied with the codes; more pay for dequantising the panel first."""
+MAX_CODE_ROWS = 4
+"""Most rows a tile holds, of float32 and of codes."""
 
 SILU, GELU_TANH = 0, 1
 
@@ -121,30 +125,25 @@ def _multiply_q8(
 
 
 @kernel
-def multiply_weights(
-    x: Any, at: int, inputs: int, rows: int, weights: Any, panel_at: int, weight_format: int,
-    dequantised: bool, floats: Any, tile: Any, tile_at: int,
-) -> None:  # fmt: skip
-    """tile[rows, 32] = x[rows, inputs] @ one panel, from ``floats`` where it is dequantised."""
-    if dequantised:
-        multiply_floats(x, at, inputs, rows, inputs, floats, 0, PANEL, tile, tile_at)
-    elif weight_format == Q4:
-        _multiply_q4(x, at, inputs, rows, inputs // GROUP, weights, panel_at, tile, tile_at)
-    elif weight_format == Q8:
-        _multiply_q8(x, at, inputs, rows, inputs // GROUP, weights, panel_at, tile, tile_at)
-    else:
-        multiply_floats(x, at, inputs, rows, inputs, weights, panel_at, PANEL, tile, tile_at)
+def rounded_at(at: int) -> int:
+    """Byte at which the block of the 32 floats at ``at`` starts, in an array of blocks."""
+    return at // GROUP * ROUNDED_BYTES
 
 
 @kernel
-def dequantise_panel(
-    weights: Any, panel_at: int, weight_format: int, inputs: int, floats: Any
-) -> None:
-    """floats[k * 32 + n] = the weights of a Q4 or Q8 panel."""
+def multiply_weights(
+    x: Any, rounded: Any, at: int, inputs: int, rows: int, weights: Any, panel_at: int,
+    weight_format: int, tile: Any, tile_at: int,
+) -> None:  # fmt: skip
+    """tile[rows, 32] = x[rows, inputs] @ one panel; codes take x as ``rounded`` blocks."""
+    if weight_format == DENSE:
+        multiply_floats(x, at, inputs, rows, inputs, weights, panel_at, PANEL, tile, tile_at)
+        return
+    block, stride, groups = rounded_at(at), rounded_at(inputs), inputs // GROUP
     if weight_format == Q4:
-        dequantise_q4(inputs // GROUP, weights, panel_at, floats, 0)
+        _multiply_q4(rounded, block, stride, rows, groups, weights, panel_at, tile, tile_at)
     else:
-        dequantise_q8(inputs // GROUP, weights, panel_at, floats, 0)
+        _multiply_q8(rounded, block, stride, rows, groups, weights, panel_at, tile, tile_at)
 
 
 @kernel
@@ -155,36 +154,31 @@ def _work_share(panels: int, threads: int) -> int:
 
 @kernel
 def linear(
-    sync: Any, threads: int, x: Any, x_at: int, rows: int, inputs: int, weights: Any,
-    weights_at: int, weight_format: int, outputs: int, bias: Any, bias_at: int, out: Any,
-    out_stride: int, residual: bool, multiplier: float, floats: Any, tile: Any,
+    sync: Any, threads: int, x: Any, rounded: Any, x_at: int, rows: int, inputs: int,
+    weights: Any, weights_at: int, weight_format: int, outputs: int, bias: Any, bias_at: int,
+    out: Any, out_stride: int, residual: bool, multiplier: float, tile: Any,
 ) -> None:  # fmt: skip
     """out = x @ W.T + b, or out += multiplier * (x @ W.T + b) where ``residual``.
 
-    x: float32 [rows, inputs] at x_at. weights: uint8, the matrix's panels from byte weights_at.
-    bias: float32 at bias_at. out: float32 [rows, out_stride]. floats, tile: this thread's
-    scratch, float32 [inputs * 32] and [8 * 32].
+    x: float32 [rows, inputs] at x_at. rounded: uint8, the same as blocks of dots.py, for weights
+    that are codes. weights: uint8, the matrix's panels from byte weights_at. bias: float32 at
+    bias_at. out: float32 [rows, out_stride]. tile: this thread's scratch, float32 [8 * 32].
     """
     panels = (outputs + PANEL - 1) // PANEL
     size = panel_bytes(weight_format, inputs)
-    dequantised = weight_format != DENSE and rows > DIRECT_ROWS
-    direct = weight_format != DENSE and not dequantised
-    largest = DIRECT_ROWS if direct else MAX_TILE_ROWS
+    largest = MAX_TILE_ROWS if weight_format == DENSE else MAX_CODE_ROWS
     share = _work_share(panels, threads)
     while True:
         first = take_work(sync, share)
         if first >= panels:
             break
         for panel in range(first, min(first + share, panels)):
-            panel_at = weights_at + panel * size
-            if dequantised:
-                dequantise_panel(weights, panel_at, weight_format, inputs, floats)
             row = 0
             while row < rows:
                 count = min(largest, rows - row)
                 multiply_weights(
-                    x, x_at + row * inputs, inputs, count, weights, panel_at, weight_format,
-                    dequantised, floats, tile, 0,
+                    x, rounded, x_at + row * inputs, inputs, count, weights,
+                    weights_at + panel * size, weight_format, tile, 0,
                 )  # fmt: skip
                 for r in range(count):
                     for lane in range(0, PANEL, LANES):
@@ -211,23 +205,21 @@ def activate(x: Any, kind: int) -> Any:
 
 @kernel
 def gated_linear(
-    sync: Any, threads: int, x: Any, x_at: int, rows: int, inputs: int, gate: Any, up: Any,
-    gate_at: int, up_at: int, gate_format: int, up_format: int, outputs: int, gated: bool,
-    gate_bias: Any, up_bias: Any, bias_at: int, activation: int, out: Any, out_stride: int,
-    floats: Any, tile: Any,
+    sync: Any, threads: int, x: Any, rounded: Any, x_at: int, rows: int, inputs: int, gate: Any,
+    up: Any, gate_at: int, up_at: int, gate_format: int, up_format: int, outputs: int, gated: bool,
+    gate_bias: Any, up_bias: Any, bias_at: int, activation: int, out: Any, rounded_out: Any,
+    tile: Any,
 ) -> None:  # fmt: skip
     """out = act(x @ G.T + g) * (x @ U.T + u), or act(x @ U.T + u) where not ``gated``.
 
-    Arguments as of ``linear``; floats: [2 * inputs * 32], tile: [2 * 8 * 32] float32.
+    Arguments as of ``linear``; out: float32 [rows, outputs]; rounded_out: the same as blocks, if
+    it is not empty; tile: [2 * 8 * 32] float32.
     """
-    panels = (outputs + PANEL - 1) // PANEL
+    panels = outputs // PANEL
     gate_size = panel_bytes(gate_format, inputs)
     up_size = panel_bytes(up_format, inputs)
-    many = rows > DIRECT_ROWS
-    largest = MAX_TILE_ROWS if many else DIRECT_ROWS
-    gate_dequantised = many and gate_format != DENSE
-    up_dequantised = many and up_format != DENSE
-    gate_floats, up_floats = floats[: inputs * PANEL], floats[inputs * PANEL :]
+    dense = gate_format == DENSE and up_format == DENSE
+    largest = MAX_TILE_ROWS if dense else MAX_CODE_ROWS
     up_tile = MAX_TILE_ROWS * PANEL
     share = _work_share(panels, threads)
     while True:
@@ -235,26 +227,21 @@ def gated_linear(
         if first >= panels:
             break
         for panel in range(first, min(first + share, panels)):
-            if gated and gate_dequantised:
-                dequantise_panel(
-                    gate, gate_at + panel * gate_size, gate_format, inputs, gate_floats
-                )
-            if up_dequantised:
-                dequantise_panel(up, up_at + panel * up_size, up_format, inputs, up_floats)
             row = 0
             while row < rows:
                 count = min(largest, rows - row)
                 at = x_at + row * inputs
                 if gated:
                     multiply_weights(
-                        x, at, inputs, count, gate, gate_at + panel * gate_size, gate_format,
-                        gate_dequantised, gate_floats, tile, 0,
+                        x, rounded, at, inputs, count, gate, gate_at + panel * gate_size,
+                        gate_format, tile, 0,
                     )  # fmt: skip
                 multiply_weights(
-                    x, at, inputs, count, up, up_at + panel * up_size, up_format,
-                    up_dequantised, up_floats, tile, up_tile,
+                    x, rounded, at, inputs, count, up, up_at + panel * up_size, up_format, tile,
+                    up_tile,
                 )  # fmt: skip
                 for r in range(count):
+                    target = (row + r) * outputs + panel * PANEL
                     for lane in range(0, PANEL, LANES):
                         column = panel * PANEL + lane
                         cell = r * PANEL + lane
@@ -264,7 +251,9 @@ def gated_linear(
                             value = multiply(activate(opened, activation), value)
                         else:
                             value = activate(value, activation)
-                        store(out, (row + r) * out_stride + column, value)
+                        store(out, target + lane, value)
+                    if len(rounded_out) > 0:
+                        round_row(out, target, PANEL, rounded_out, rounded_at(target))
                 row += count
 
 
@@ -289,10 +278,10 @@ def embed(
         minimum = half_to_float(weights, block + (PANEL + lane) * 2)
         codes = block + 2 * PANEL * 2
         for k in range(GROUP):
+            four, i = k // 4, k % 4
             if weight_format == Q4:
-                byte = weights[codes + k * half + lane % half]
+                byte = weights[codes + (four * half + lane % half) * 4 + i]
                 code = (byte >> 4) if lane >= half else (byte & 15)
             else:
-                byte = weights[codes + k * PANEL + lane]
-                code = byte - 256 if byte > 127 else byte
+                code = np.int64(weights[codes + (four * PANEL + lane) * 4 + i]) - 128
             out[out_at + group * GROUP + k] = (code * scale + minimum) * multiplier

@@ -4,9 +4,11 @@ A matrix [n, k] is cut into panels of 32 output features (n is padded with zero 
 into blocks of 32 inputs. Panels, and in them blocks, lie one after the other, so a kernel reads
 one straight stream of bytes:
 
-    Q4 block: 32 scales (float16), 32 minima (float16), then for each k 16 bytes, byte j holding
-              the code of output j in its low and of output j + 16 in its high half
-    Q8 block: 32 scales, 32 minima, then for each k 32 int8 codes
+    Q4 block: 32 scales (float16), 32 minima (float16), then for each four inputs 64 bytes, byte
+              4 * j + i holding the code of output j and input i of the four in its low half, and
+              of output j + 16 in its high half
+    Q8 block: 32 scales, 32 minima, then for each four inputs 128 bytes, byte 4 * j + i holding
+              128 + the code of output j and input i of the four
     F32 block: for each k 32 float32
 
 and weight = code * scale + minimum, rounded once. That form holds GGML's Q4_0, Q4_1, Q5_0, Q5_1
@@ -183,17 +185,21 @@ def _pack_floats(weights: npt.NDArray[np.float32]) -> Bytes:
 
 
 def _pack_codes(parts: _Codes, weight_format: WeightFormat) -> Bytes:
-    codes = _panels(parts.codes).transpose(0, 2, 3, 1)  # [panels, groups, k, n]
+    codes: npt.NDArray[np.uint8] = _panels(parts.codes).view(np.uint8)  # [panels, n, groups, k]
+    panels, _, groups, _ = codes.shape
+    codes = codes.reshape(panels, PANEL, groups, -1, 4).transpose(0, 2, 3, 1, 4)
     if weight_format is WeightFormat.Q4:
         half = PANEL // 2
-        codes = codes[..., :half] | (codes[..., half:] << 4)
-    panels, groups = codes.shape[:2]
+        codes = np.bitwise_or(codes[..., :half, :], codes[..., half:, :] << 4, dtype=np.uint8)
+    else:
+        codes = np.bitwise_xor(
+            codes, 128, dtype=np.uint8
+        )  # of a number in two's complement, that plus 128
     blocks = np.empty((panels, groups, block_bytes(weight_format)), np.uint8)
     header = blocks[..., :HEADER_BYTES].view(np.float16)
     header[..., :PANEL] = _panels(parts.scales).transpose(0, 2, 1)
     header[..., PANEL:] = _panels(parts.minima).transpose(0, 2, 1)
-    packed = np.ascontiguousarray(codes).view(np.uint8)
-    blocks[..., HEADER_BYTES:] = packed.reshape(panels, groups, -1)
+    blocks[..., HEADER_BYTES:] = codes.reshape(panels, groups, -1)
     return blocks.reshape(-1)
 
 
@@ -206,11 +212,12 @@ def unpack(matrix: PackedMatrix) -> npt.NDArray[np.float32]:
     else:
         header = blocks[..., :HEADER_BYTES].view(np.float16).astype(np.float64)
         scales, minima = header[..., None, :PANEL], header[..., None, PANEL:]
-        raw = blocks[..., HEADER_BYTES:].reshape(panels, groups, GROUP, -1)
+        raw = blocks[..., HEADER_BYTES:].reshape(panels, groups, GROUP // 4, -1, 4)
         if matrix.weight_format is WeightFormat.Q4:
-            codes = np.concatenate([raw & 15, raw >> 4], axis=-1)
+            codes = np.concatenate([raw & 15, raw >> 4], axis=-2)
         else:
-            codes = raw.view(np.int8)
+            codes = (raw ^ 128).view(np.int8)
+        codes = codes.swapaxes(-1, -2).reshape(panels, groups, GROUP, PANEL)
         # In float64 and rounded at the end: the kernels' fused multiply-add rounds once too.
         weights = (codes * scales + minima).astype(np.float32)
     rows = weights.transpose(0, 3, 1, 2).reshape(panels * PANEL, matrix.inputs)
