@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from midfill.infill.cut import CutHistory
 from midfill.training.holes import Hole, draw_hole
 from midfill.training.recipe import DataRecipe
 
@@ -83,10 +84,10 @@ def test_a_span_hole_is_no_longer_than_asked_for(text: str, seed: int, longest: 
         assert hole.end - hole.caret <= longest
 
 
-@pytest.mark.parametrize("layout", ["psm", "spm", "efim"])
+@pytest.mark.parametrize("layout", ["psm", "spm", "efim", "planned"])
 def test_layouts_say_where_the_cut_is(layout: str) -> None:
     text = "some words in a line\n" * 40
-    none = {"psm": 0.0, "spm": 0.0, "efim": 0.0}
+    none = {"psm": 0.0, "spm": 0.0, "efim": 0.0, "planned": 0.0}
     recipe = dataclasses.replace(RECIPE, **(none | {layout: 1.0}))
     holes = [hole for seed in range(300) if (hole := draw(text, recipe, seed)) is not None]
     lengths = [hole.caret - hole.start for hole in holes]
@@ -96,6 +97,10 @@ def test_layouts_say_where_the_cut_is(layout: str) -> None:
         assert cuts == lengths
     elif layout == "spm":
         assert not any(cuts)
+    elif layout == "planned":
+        prefixes = [text[hole.start : hole.caret] for hole in holes]
+        layouts = [CutHistory().choose(prefix, "suffix") for prefix in prefixes]
+        assert cuts == [len(planned.head) for planned in layouts]
     else:
         shares = [cut / length for cut, length in zip(cuts, lengths, strict=True) if length > 9]
         assert 0.4 < sum(shares) / len(shares) < 0.6
@@ -107,7 +112,7 @@ def test_the_mix_is_as_stated() -> None:
     for name in ("line", "block", "span"):
         share = sum(hole.kind == name for hole in holes) / len(holes)
         assert share == pytest.approx(getattr(RECIPE, name), abs=0.06)
-    for name in ("psm", "spm", "efim"):
+    for name in ("psm", "spm", "efim", "planned"):
         share = sum(hole.layout == name for hole in holes) / len(holes)
         assert share == pytest.approx(getattr(RECIPE, name), abs=0.06)
     at_the_end = sum(hole.stop == hole.end for hole in holes) / len(holes)

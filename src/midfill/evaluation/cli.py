@@ -16,6 +16,21 @@ from midfill.cli.options import (
     WeightsFormatOption,
     parse_fim_tokens,
 )
+from midfill.evaluation.options import (
+    ConditionsOption,
+    ContextOption,
+    DocsOption,
+    FilesOption,
+    HumanEvalOption,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    PlotOption,
+    SeedOption,
+    TasksOption,
+    TypedOption,
+    UrlOption,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,14 +38,6 @@ if TYPE_CHECKING:
     from midfill.evaluation.models import Model
     from midfill.evaluation.problems import Task
     from midfill.evaluation.run import InfillingReport, Progress
-
-HumanEvalOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="HumanEval-Infilling: the 'data' folder of OpenAI's human-eval-infilling repository.",
-    ),
-]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,75 +53,25 @@ def _eval() -> None:
 @app.command()
 def infilling(
     humaneval: HumanEvalOption = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="PATH",
-            help="Python files, or folders of them, that the model hasn't seen; repeatable.",
-        ),
-    ] = None,
+    files: FilesOption = None,
     model: ModelOption = None,
     adapter: AdapterOption = None,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="An OpenAI-style server instead, e.g. http://127.0.0.1:8080/v1; prompts are laid"
-            " out here, with --fim-tokens."
-        ),
-    ] = None,
+    url: UrlOption = None,
     fim_tokens: FimTokensOption = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            help="Kinds of holes, separated by commas: single-line, multi-line, random-span"
-            " (HumanEval), line, subtoken, block, span (files). All there is data for if not set."
-        ),
-    ] = None,
-    conditions: Annotated[
-        str | None,
-        typer.Option(
-            help="Ways of asking, separated by commas: prefix-only, prefix-only+healing, psm, spm,"
-            " efim, efim+healing, auto. All that the model can do if not set."
-        ),
-    ] = None,
-    limit: Annotated[
-        int, typer.Option(min=0, help="Holes of each kind; 0 takes all (of files, a thousand).")
-    ] = 200,
-    seed: Annotated[int, typer.Option(help="All chance follows from it.")] = 0,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Longest answer; if not set 64 tokens in a line, 256 for multi-line, else 128.",
-        ),
-    ] = None,
-    context_characters: Annotated[
-        str,
-        typer.Option(metavar="BEFORE,AFTER", help="Most text the model sees around the hole."),
-    ] = "2000,1000",
-    typed: Annotated[
-        bool,
-        typer.Option(
-            "--typed",
-            help="Tokenise the last 40 characters after the middle token in pieces of 1 to 8, as"
-            " they would be typed.",
-        ),
-    ] = False,
+    tasks: TasksOption = None,
+    conditions: ConditionsOption = None,
+    limit: LimitOption = 200,
+    seed: SeedOption = 0,
+    max_tokens: MaxTokensOption = None,
+    context_characters: ContextOption = "2000,1000",
+    typed: TypedOption = False,
     weights: WeightsFormatOption = "auto",
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     threads: ThreadsOption = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write every answer and score here, for 'eval compare'; kept up to date while the"
-            " run goes on."
-        ),
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")] = None,
-    docs: Annotated[
-        Path | None, typer.Option(help="Put the tables into this Markdown file.")
-    ] = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    docs: DocsOption = None,
 ) -> None:
     """Infilling quality: pass@1 on HumanEval-Infilling, exact match in held-out files.
 

@@ -134,9 +134,9 @@ class CutHistory:
         """Where the next cut goes if it has to move now."""
         depth = max(0, self._arrival - len(prefix))
         misses = self._misses + (depth > 0)
-        cut = place(prefix, gap(len(suffix), depth, misses))
-        # An empty head is SPM, which not every model knows well.
-        return len(prefix) if cut == 0 and misses == 0 else cut
+        if misses == 0:
+            return first_cut(prefix)
+        return place(prefix, gap(len(suffix), depth, misses))
 
     def expect(self) -> int | None:
         """A better cut for the last prompt's text, worth preparing while there is nothing to do.
@@ -185,6 +185,12 @@ class CutHistory:
         self.prompts = kept[1 - _REMEMBERED :]
         self.prompts.append(CachedPrompt(head, suffix, pieces, rent))
         return self.prompts[-1]
+
+
+def first_cut(prefix: str) -> int:
+    """The cut of a document seen for the first time."""
+    # An empty head is SPM, which not every model knows well.
+    return place(prefix, _FIRST_GAP) or len(prefix)
 
 
 def gap(suffix: int, depth: int, misses: int) -> int:

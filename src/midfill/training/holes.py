@@ -5,10 +5,11 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
+from midfill.infill.cut import first_cut
 from midfill.training.recipe import DataRecipe
 
 HoleKind = Literal["line", "block", "span"]
-LayoutKind = Literal["psm", "spm", "efim"]
+LayoutKind = Literal["psm", "spm", "efim", "planned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class Hole:
             a line's indent to the end of that line or of one below; "span": any characters.
         start, caret, end, stop: 0 <= start <= caret < end <= stop.
         cut: characters of the prefix before the suffix in the prompt (the k of EFIM).
-        layout: how the cut was drawn: behind the prefix, before it, or anywhere.
+        layout: how the cut was drawn: behind the prefix, before it, anywhere, or where the planner
+            makes its first one.
     """
 
     kind: HoleKind
@@ -48,10 +50,12 @@ def draw_hole(text: str, recipe: DataRecipe, draw: random.Random) -> Hole | None
         return None
     start, stop = _shown(text, caret, end, recipe, draw)
     layout: LayoutKind = draw.choices(
-        ("psm", "spm", "efim"), (recipe.psm, recipe.spm, recipe.efim)
+        ("psm", "spm", "efim", "planned"), (recipe.psm, recipe.spm, recipe.efim, recipe.planned)
     )[0]
     length = caret - start
-    cut = {"psm": length, "spm": 0, "efim": draw.randint(0, length)}[layout]
+    anywhere = draw.randint(0, length)
+    planned = first_cut(text[start:caret])
+    cut = {"psm": length, "spm": 0, "efim": anywhere, "planned": planned}[layout]
     return Hole(kind, start, caret, end, stop, cut, layout)
 
 

@@ -34,8 +34,8 @@ class DataRecipe:
             line's break.
         span_characters: longest span.
         empty_suffix: share of examples whose hole reaches the end of the text.
-        psm, spm, efim: weights of the layouts: whole prefix before the suffix, whole prefix after
-            MID, and a cut anywhere between.
+        psm, spm, efim, planned: weights of the layouts: whole prefix before the suffix, whole
+            prefix after MID, a cut anywhere between, and the planner's first cut.
         fragments: whether text is tokenised in fragments (EFIM, section on fragment
             tokenization).
         fragments_from: share of the run's tokens after which it is; before, text is whole.
@@ -62,9 +62,10 @@ class DataRecipe:
     whole_lines: float = 0.6
     span_characters: int = 200
     empty_suffix: float = 0.04
-    psm: float = 0.35
+    psm: float = 0.3
     spm: float = 0.1
-    efim: float = 0.55
+    efim: float = 0.3
+    planned: float = 0.3
     fragments: bool = True
     fragments_from: float = 0.0
     fragment_share: float = 0.6
@@ -84,7 +85,7 @@ class DataRecipe:
         _shares(self, "long_share", "empty_suffix", "fragments_from", "fragment_share")
         _shares(self, "typed_share", "whole_lines")
         _weights(self, "line", "block", "span")
-        _weights(self, "psm", "spm", "efim")
+        _weights(self, "psm", "spm", "efim", "planned")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,74 @@
+"""Options of the ``midfill eval`` commands."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HumanEvalOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="HumanEval-Infilling: the 'data' folder of OpenAI's human-eval-infilling repository.",
+    ),
+]
+FilesOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="PATH",
+        help="Python files, or folders of them, that the model hasn't seen; repeatable.",
+    ),
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        help="An OpenAI-style server instead, e.g. http://127.0.0.1:8080/v1; prompts are laid"
+        " out here, with --fim-tokens."
+    ),
+]
+TasksOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Kinds of holes, separated by commas: single-line, multi-line, random-span"
+        " (HumanEval), line, subtoken, block, span (files). All there is data for if not set."
+    ),
+]
+ConditionsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Ways of asking, separated by commas: prefix-only, prefix-only+healing, psm, spm,"
+        " efim, efim+healing, auto. All that the model can do if not set."
+    ),
+]
+LimitOption = Annotated[
+    int, typer.Option(min=0, help="Holes of each kind; 0 takes all (of files, a thousand).")
+]
+SeedOption = Annotated[int, typer.Option(help="All chance follows from it.")]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Longest answer; if not set 64 tokens in a line, 256 for multi-line, else 128.",
+    ),
+]
+ContextOption = Annotated[
+    str,
+    typer.Option(metavar="BEFORE,AFTER", help="Most text the model sees around the hole."),
+]
+TypedOption = Annotated[
+    bool,
+    typer.Option(
+        "--typed",
+        help="Tokenise the last 40 characters after the middle token in pieces of 1 to 8, as"
+        " they would be typed.",
+    ),
+]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write every answer and score here, for 'eval compare'; kept up to date while the"
+        " run goes on."
+    ),
+]
+PlotOption = Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")]
+DocsOption = Annotated[Path | None, typer.Option(help="Put the tables into this Markdown file.")]
