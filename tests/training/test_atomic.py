@@ -34,6 +34,16 @@ def test_a_folder_and_those_above_it_are_made(tmp_path: Path) -> None:
     assert below(tmp_path) == {"deep/x/a": "new"}
 
 
+def test_files_get_the_mode_of_new_ones(tmp_path: Path) -> None:
+    def fill_in_secret(folder: Path) -> None:
+        fill(folder)
+        (folder / "a").chmod(0o600)
+
+    (tmp_path / "new").touch()
+    write_folder(tmp_path / "x", fill_in_secret)
+    assert (tmp_path / "x" / "a").stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
 def test_a_folder_takes_the_place_of_an_old_one(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "old").write_text("old")

@@ -43,10 +43,19 @@ def write_folder(target: Path, write: Callable[[Path], None]) -> None:
         try:
             temporary.mkdir(parents=True)
             write(temporary)
+            _open_to_others(temporary)
             _put(temporary, target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
+
+
+def _open_to_others(folder: Path) -> None:
+    """Give files the mode that new ones get here; safetensors makes its own for the owner alone."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _put(temporary: Path, target: Path) -> None:
