@@ -60,6 +60,15 @@ def test_a_run_and_what_it_leaves(
     status, shown, _ = midfill("compare", *results, "--pair", "psm=efim+healing")
     assert status == 0
     assert "psm | efim+healing" in shown
+    page = tmp_path / "other.md"
+    status, again, _ = midfill("show", results[0], "--docs", page, "--section", "one")
+    assert status == 0
+    assert "single-line, 4 holes" in again
+    status, _, _ = midfill("compare", *results, "--docs", page, "--section", "both")
+    assert status == 0
+    text = page.read_text()
+    assert text.index("<!-- one -->") < text.index("subtoken, 4 holes:") < text.index("<!-- both")
+    assert "second - first" in text
 
 
 def test_the_data_checks_the_sandbox(midfill: Command, humaneval: Path) -> None:
@@ -83,6 +92,8 @@ def test_the_data_checks_the_sandbox(midfill: Command, humaneval: Path) -> None:
         (["infilling", "--files", HERE, "--url", "x", "--typed"], "--url names the model"),
         (["infilling", "--files", HERE, "--model", "./none.gguf"], "none.gguf"),
         (["compare", "a.json", "b.json"], "a.json can't be read"),
+        (["show", "a.json"], "a.json can't be read"),
+        (["show", "a.json", "--docs", "no/a.md"], "there is no folder no"),
         (["check"], "name the data with --humaneval FOLDER"),
     ],
 )

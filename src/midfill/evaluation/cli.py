@@ -26,6 +26,7 @@ from midfill.evaluation.options import (
     LimitOption,
     MaxTokensOption,
     PlotOption,
+    SectionOption,
     SeedOption,
     TasksOption,
     TypedOption,
@@ -72,6 +73,7 @@ def infilling(
     json: JsonOption = None,
     plot: PlotOption = None,
     docs: DocsOption = None,
+    section: SectionOption = "infilling",
 ) -> None:
     """Infilling quality: pass@1 on HumanEval-Infilling, exact match in held-out files.
 
@@ -81,12 +83,7 @@ def infilling(
     from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
     from midfill.evaluation.conditions import choose_conditions, parse_conditions
-    from midfill.evaluation.report import (
-        plot_report,
-        report_markdown,
-        report_tables,
-        write_report,
-    )
+    from midfill.evaluation.report import write_report
     from midfill.evaluation.run import RunOptions, evaluate, load_problems
 
     if url is not None and (model or adapter or typed):
@@ -140,15 +137,34 @@ def infilling(
                 report = run(LocalModel(llm, f"{name} (weights {weights})"), progress)
     if json is not None:
         write_report(report, json, finished=True)
+    _show(report, plot, docs, section)
+
+
+@app.command()
+def show(
+    results: Annotated[Path, typer.Argument(metavar="A.json", help="Written by 'eval infilling'.")],
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "infilling",
+) -> None:
+    """The tables of a run again, from its JSON file; also of one that was interrupted."""
+    from midfill.evaluation.report import read_report
+
+    _check_outputs(None, plot, docs)
+    _show(read_report(results), plot, docs, section)
+
+
+def _show(report: "InfillingReport", plot: Path | None, docs: Path | None, section: str) -> None:
+    from midfill.bench.document_sections import replace_section
+    from midfill.evaluation.report import plot_report, report_markdown, report_tables
+
     console = _console()
     for table in report_tables(report):
         console.print(table)
     if plot is not None:
         plot_report(report, plot)
     if docs is not None:
-        from midfill.bench.document_sections import replace_section
-
-        replace_section(docs, "infilling", report_markdown(report))
+        replace_section(docs, section, report_markdown(report))
 
 
 @app.command()
@@ -163,11 +179,15 @@ def compare(
             " repeatable. Each with itself if not set.",
         ),
     ] = None,
+    docs: DocsOption = None,
+    section: SectionOption = "comparison",
 ) -> None:
     """How the second run differs from the first, hole by hole, where both asked the same."""
-    from midfill.evaluation.report import comparison_tables, read_report
+    from midfill.bench.document_sections import replace_section
+    from midfill.evaluation.report import comparison_markdown, comparison_tables, read_report
     from midfill.evaluation.summary import compare
 
+    _check_outputs(None, None, docs)
     pairs = [_pair(text) for text in pair or ()]
     one, other = read_report(first), read_report(second)
     comparisons = compare(one, other, pairs)
@@ -175,6 +195,8 @@ def compare(
     console.print(f"first:  {one.model}\nsecond: {other.model}", markup=False, highlight=False)
     for table in comparison_tables(comparisons):
         console.print(table)
+    if docs is not None:
+        replace_section(docs, section, comparison_markdown(one.model, other.model, comparisons))
 
 
 @app.command()

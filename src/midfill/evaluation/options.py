@@ -72,3 +72,6 @@ JsonOption = Annotated[
 ]
 PlotOption = Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")]
 DocsOption = Annotated[Path | None, typer.Option(help="Put the tables into this Markdown file.")]
+SectionOption = Annotated[
+    str, typer.Option(metavar="NAME", help="Where in it: between <!-- NAME --> and <!-- /NAME -->.")
+]

@@ -43,18 +43,31 @@ def report_tables(report: InfillingReport) -> list[Table]:
 
 def report_markdown(report: InfillingReport) -> str:
     """For a document."""
-    parts = []
-    for grid in _grids(report):
-        lines = [grid.columns, ["---"] * len(grid.columns), *grid.rows]
-        parts.append(f"{grid.title}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
-    return "\n\n".join([*parts, _caption(report)])
+    return "\n\n".join([*map(_written, _grids(report)), _caption(report)])
 
 
 def comparison_tables(
     comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
 ) -> list[Table]:
     """For the terminal: of each task a row a condition and score."""
-    tables = []
+    tables = [_drawn(grid) for grid in _comparison_grids(comparisons)]
+    tables[-1].caption = _LEGEND
+    return tables
+
+
+def comparison_markdown(
+    first: str,
+    second: str,
+    comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
+) -> str:
+    """For a document; ``first`` and ``second`` are the models' names."""
+    parts = map(_written, _comparison_grids(comparisons))
+    return "\n\n".join([*parts, f"First: {first}; second: {second}. {_LEGEND}"])
+
+
+def _comparison_grids(
+    comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
+) -> Iterator[_Grid]:
     for task, conditions in comparisons.items():
         rows = [
             [
@@ -69,9 +82,7 @@ def comparison_tables(
         ]
         count = next(iter(next(iter(conditions.values())).values())).first.count
         columns = ["condition", "score", "first", "second", "second - first"]
-        tables.append(_drawn(_Grid(f"{task}, {count} holes in both", columns, rows, labels=2)))
-    tables[-1].caption = _LEGEND
-    return tables
+        yield _Grid(f"{task}, {count} holes in both", columns, rows, labels=2)
 
 
 def plot_report(report: InfillingReport, path: Path) -> None:
@@ -180,6 +191,11 @@ def _caption(report: InfillingReport) -> str:
         f"{report.model}; at most {options.before} characters before and {options.after} after the"
         f" caret, greedy, seed {options.seed}{typed}{ran}. {_LEGEND}"
     )
+
+
+def _written(grid: _Grid) -> str:
+    lines = [grid.columns, ["---"] * len(grid.columns), *grid.rows]
+    return f"{grid.title}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _drawn(grid: _Grid) -> Table:
