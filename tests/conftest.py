@@ -1,10 +1,15 @@
-"""What tests of several folders share: a tiny model with sentinels and a chat template."""
+"""What tests of several folders share: a cache of their own, a tiny model with a chat template."""
 
 import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 from tiny_checkpoints import write_tiny
+
+from midfill.cache import cache_folder
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -12,6 +17,16 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|endoftext|>assistant: ' }}{% endif %}"
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the tests' many models out of the user's cache; compiled kernels and models are its."""
+    users, tests = cache_folder(), Path(tempfile.mkdtemp(prefix="midfill-tests-"))
+    for name in ("kernels", "models"):
+        (users / name).mkdir(parents=True, exist_ok=True)
+        (tests / name).symlink_to(users / name)
+    os.environ["MIDFILL_CACHE"] = str(tests)
+    config.add_cleanup(lambda: shutil.rmtree(tests, ignore_errors=True))
 
 
 @pytest.fixture(scope="session")

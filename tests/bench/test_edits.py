@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from midfill.bench import edits_layouts as layouts
-from midfill.bench.edits import LAYOUTS, WINDOWS, EditsOptions, EditsReport, run_edits
-from midfill.bench.edits_clairvoyant import clairvoyant_cuts
-from midfill.bench.edits_cost import PieceTokenizer, PrefixCache, PromptEncoder, count_computed
-from midfill.bench.edits_editor import Round, RoundKind, windowed
-from midfill.bench.edits_git import HistoryError, git_session
-from midfill.bench.edits_replay import replay_edits
-from midfill.bench.edits_report import edits_markdown, edits_table
-from midfill.bench.edits_sessions import SESSION_KINDS, edit_session
+from midfill.bench.edits import layouts
+from midfill.bench.edits.clairvoyant import clairvoyant_cuts
+from midfill.bench.edits.cost import PieceTokenizer, PrefixCache, PromptEncoder, count_computed
+from midfill.bench.edits.editor import Round, RoundKind, windowed
+from midfill.bench.edits.git import HistoryError, git_session
+from midfill.bench.edits.measure import LAYOUTS, WINDOWS, EditsOptions, EditsReport, run_edits
+from midfill.bench.edits.replay import replay_edits
+from midfill.bench.edits.report import edits_markdown, edits_table
+from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 from midfill.bench.targets import InProcess
 from midfill.infill.compare import common_prefix
 from midfill.models.hub import DEFAULT_MODEL

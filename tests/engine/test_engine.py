@@ -178,7 +178,9 @@ class TestPrefixCache:
         assert (stats.prompt_tokens, stats.cached_tokens) == (100, 49)
         assert stats.generated_tokens == 24
         assert stats.computed_tokens == 50 + 11 + 1 + 11
-        assert stats.busy_seconds > 0
+        assert stats.forward_seconds > 0
+        assert stats.sampling_seconds > 0
+        assert stats.busy_seconds >= stats.forward_seconds + stats.sampling_seconds
 
 
 class TestSeveralAnswers:

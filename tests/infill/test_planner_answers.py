@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from midfill.bench.edits_editor import Round
-from midfill.bench.edits_sessions import SESSION_KINDS, edit_session
+from midfill.bench.edits.editor import Round
+from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine

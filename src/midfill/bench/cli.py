@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from midfill.bench.peers.cli import peers
 from midfill.cli.options import ModelArgument, ThreadsOption, parse_fim_tokens
 
 UrlOption = Annotated[
@@ -39,6 +40,9 @@ app = typer.Typer(
 @app.callback()
 def _bench() -> None:
     """Measure speed."""
+
+
+app.command()(peers)
 
 
 @app.command()
@@ -125,6 +129,57 @@ def speed(
 
 
 @app.command()
+def profile(
+    model: ModelArgument = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Where a step's time goes on the CPU kernels, beside what its bytes and FLOPs need at least.
+
+    "least" is what the step can't do without: weights and KV read once, products done at the rate
+    the chip reaches in registers. "reached" is that time as a share of the measured one.
+    """
+    from midfill.bench.document_sections import replace_section
+    from midfill.bench.profile import measure_profile
+    from midfill.bench.profile_report import profile_markdown, profile_tables
+    from midfill.models.hub import DEFAULT_MODEL
+
+    with Console(stderr=True).status("loading") as status:
+        report = measure_profile(model or DEFAULT_MODEL, threads=threads, progress=status.update)
+    Console().print(profile_tables(report))
+    if json is not None:
+        _write_json(json, report)
+    if docs is not None:
+        replace_section(docs, "profile", profile_markdown(report))
+
+
+@app.command()
+def precision(
+    model: ModelArgument = None,
+    tokens: Annotated[int, typer.Option(min=100, help="About how many to compare.")] = 20_000,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """What rounding weights, activations and KV costs: divergence from float32 on real code."""
+    from midfill.bench.document_sections import replace_section
+    from midfill.bench.precision import measure_precision
+    from midfill.bench.precision_report import precision_markdown, precision_table
+    from midfill.models.hub import DEFAULT_MODEL
+
+    with Console(stderr=True).status("loading") as status:
+        report = measure_precision(
+            model or DEFAULT_MODEL, tokens=tokens, threads=threads, progress=status.update
+        )
+    Console().print(precision_table(report))
+    if json is not None:
+        _write_json(json, report)
+    if docs is not None:
+        replace_section(docs, "precision", precision_markdown(report))
+
+
+@app.command()
 def edits(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sessions: under 40 s.")] = False,
     git: Annotated[
@@ -146,8 +201,8 @@ def edits(
     standard library and from git histories.
     """
     from midfill.bench.document_sections import replace_section
-    from midfill.bench.edits import QUICK, EditsOptions, run_edits
-    from midfill.bench.edits_report import edits_markdown, edits_table
+    from midfill.bench.edits.measure import QUICK, EditsOptions, run_edits
+    from midfill.bench.edits.report import edits_markdown, edits_table
 
     options = msgspec.structs.replace(
         QUICK if quick else EditsOptions(),
@@ -186,8 +241,8 @@ def replay(
     The session is a short one of 'bench edits'; planner is the server's own choice.
     """
     from midfill.bench.document_sections import replace_section
-    from midfill.bench.edits_replay import replay_edits
-    from midfill.bench.replay_report import replay_markdown, replay_table
+    from midfill.bench.edits.replay import replay_edits
+    from midfill.bench.edits.replay_report import replay_markdown, replay_table
     from midfill.bench.targets import open_target
 
     console = Console(stderr=True)

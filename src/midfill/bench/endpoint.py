@@ -18,6 +18,7 @@ class Measurement(msgspec.Struct, frozen=True):
         total_seconds: from sending to the end.
         prompt_tokens, cached_tokens, completion_tokens: as the server's usage says.
         text: the completion.
+        arrivals: when each message with text came, in seconds of ``time.perf_counter``.
     """
 
     ttft_seconds: float
@@ -26,6 +27,7 @@ class Measurement(msgspec.Struct, frozen=True):
     cached_tokens: int
     completion_tokens: int
     text: str
+    arrivals: tuple[float, ...] = ()
 
     @property
     def computed_tokens(self) -> int:
@@ -78,7 +80,7 @@ class Endpoint:
         """
         body = {**payload, "stream": True, "stream_options": {"include_usage": True}}
         started = time.perf_counter()
-        first: float | None = None
+        arrivals: list[float] = []
         pieces: list[str] = []
         usage: dict[str, Any] = {}
         try:
@@ -91,7 +93,7 @@ class Endpoint:
                         continue
                     event = json.loads(line[5:])
                     if event.get("choices"):
-                        first = first or time.perf_counter()
+                        arrivals.append(time.perf_counter())
                         pieces.append(event["choices"][0].get("text") or "")
                     usage = event.get("usage") or usage
         except httpx.HTTPError as error:
@@ -99,10 +101,11 @@ class Endpoint:
         ended = time.perf_counter()
         details = usage.get("prompt_tokens_details") or {}
         return Measurement(
-            ttft_seconds=(first or ended) - started,
+            ttft_seconds=(arrivals[0] if arrivals else ended) - started,
             total_seconds=ended - started,
             prompt_tokens=int(usage.get("prompt_tokens", 0)),
             cached_tokens=int(details.get("cached_tokens") or 0),
             completion_tokens=int(usage.get("completion_tokens", 0)),
             text="".join(pieces),
+            arrivals=tuple(arrivals),
         )

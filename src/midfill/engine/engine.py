@@ -172,6 +172,8 @@ class Engine:
             evicted_tokens=pool.cache.evicted_tokens,
             steps=counts.steps,
             busy_seconds=counts.busy_seconds,
+            forward_seconds=counts.forward_seconds,
+            sampling_seconds=counts.sampling_seconds,
             background=len(self._roster.background),
             background_tokens=counts.background_tokens,
             drafts=drafts.drafts,
@@ -233,15 +235,19 @@ class Engine:
         tried = {entry.sequence.sequence_id: entry.sequence.drafted for entry in scheduled}
         try:
             logits = self._runner.forward(pack(scheduled))
+            computed = time.perf_counter()
             families = _families(scheduled)
             advance(logits, [one for family in families for one in family], self._vocabulary)
+            sampled = time.perf_counter()
         except Exception as error:
             _log.exception("a forward pass over %d sequences failed", len(scheduled))
             return self._fail([entry.sequence for entry in scheduled], f"the model failed: {error}")
         self._counts.steps += 1
         self._counts.computed_tokens += rows
+        self._counts.forward_seconds += computed - started
+        self._counts.sampling_seconds += sampled - computed
         if self._speculation is not None:
-            self._speculation.step_took(rows, time.perf_counter() - started)
+            self._speculation.step_took(rows, sampled - started)
         outputs: list[EngineOutput] = []
         for entry in scheduled:
             outputs += self._note_computed(entry)
@@ -320,6 +326,8 @@ class _Counts:
     preemptions: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sampling_seconds: float = 0.0
     background_tokens: int = 0
 
 

@@ -122,6 +122,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         evicted_tokens: slots the prefix cache gave up.
         steps: forward passes.
         busy_seconds: time spent in steps.
+        forward_seconds, sampling_seconds: of it, in forward passes and in choosing tokens.
         background: background requests not yet ended; they count as neither running nor waiting,
             and in none of the counters of tokens but the next one and computed_tokens.
         background_tokens: of computed_tokens, the ones of background requests.
@@ -143,6 +144,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     evicted_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sampling_seconds: float = 0.0
     background: int = 0
     background_tokens: int = 0
     drafts: int = 0

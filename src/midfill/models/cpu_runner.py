@@ -8,6 +8,7 @@ from midfill.config import KvDtype, WeightsOption
 from midfill.engine.batch import ForwardBatch
 from midfill.kernels.cpu.attention import ITEM_FIELDS, TILE_ROWS, plan_attention, scratch_size
 from midfill.kernels.cpu.cells import CellFormat, allocate_cells, cell_bytes
+from midfill.kernels.cpu.clock import CLOCK_CELLS, PHASES
 from midfill.kernels.cpu.decoder import SOLO_ROWS, Batch, Cells, Workspace, forward
 from midfill.kernels.cpu.dots import ROUNDED_BYTES
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
@@ -39,6 +40,11 @@ class CpuRunner:
 
     Logits of a row are the same bit for bit whatever else is in the batch and however many
     threads work on it.
+
+    Attributes:
+        config: the model's.
+        model: its weights.
+        cell_format: how KV is kept.
     """
 
     def __init__(
@@ -60,7 +66,7 @@ class CpuRunner:
             CheckpointError: see ``load_packed``.
         """
         self.config = checkpoint.config
-        self._model: PackedModel = load_packed(checkpoint, weights, progress)
+        self.model: PackedModel = load_packed(checkpoint, weights, progress)
         self._team = Team(threads or available_threads())
         self.cell_format = choose_cell_format(checkpoint, weights, kv_dtype)
         cells = self.config.layers * self.config.kv_heads * slots
@@ -68,6 +74,7 @@ class CpuRunner:
         values, value_scales = allocate_cells(self.cell_format, cells, self.config.head_dim)
         self._cells = Cells(keys, values, key_scales, value_scales)
         self._slots = slots
+        self._clock = np.zeros((self._team.threads, CLOCK_CELLS), np.int64)
         self._rows = 0
         self._outputs = 0
         self._partials = 0
@@ -88,7 +95,7 @@ class CpuRunner:
 
     @property
     def weight_bytes(self) -> int:
-        return self._model.weight_bytes
+        return self.model.weight_bytes
 
     @property
     def threads(self) -> int:
@@ -108,7 +115,7 @@ class CpuRunner:
         packed = self._plan(batch)
         outputs = len(batch.logit_rows)
         self._reserve(batch.rows, outputs, packed.partials)
-        model = self._model
+        model = self.model
         self._team.run(
             forward, model.shape, model.formats, model.weights, self._cells, packed, self._work,
             first, end,
@@ -120,6 +127,10 @@ class CpuRunner:
     def hidden(self, rows: int) -> npt.NDArray[np.float32]:
         """The hidden rows [rows, hidden] as the last call left them; a view."""
         return self._work.hidden[: rows * self.config.hidden].reshape(rows, self.config.hidden)
+
+    def phase_ticks(self) -> npt.NDArray[np.int64]:
+        """Ticks of every thread in every phase of all steps until now: int64 [threads, phases]."""
+        return self._clock[:, : len(PHASES)].copy()
 
     def close(self) -> None:
         """End the threads."""
@@ -158,7 +169,7 @@ class CpuRunner:
         def floats(*shape: int) -> npt.NDArray[np.float32]:
             return np.zeros(shape, np.float32)
 
-        coded = any(each != WeightFormat.F32 for each in self._model.formats)
+        coded = any(each != WeightFormat.F32 for each in self.model.formats)
 
         def codes(size: int) -> npt.NDArray[np.uint8]:
             return np.zeros(size // GROUP * ROUNDED_BYTES if coded else 0, np.uint8)
@@ -177,6 +188,7 @@ class CpuRunner:
             attention=floats(threads, scratch_size(group, config.head_dim)),
             partial_state=floats(entries * 2),
             partial_sums=floats(entries * config.head_dim),
+            clock=self._clock,
         )
 
     def _compile(self) -> None:
@@ -186,7 +198,7 @@ class CpuRunner:
             nothing, nothing, nothing, np.zeros(1, np.int32), np.zeros(1, np.int32), nothing,
             nothing,
         )  # fmt: skip
-        model = self._model
+        model = self.model
         forward(
             0, 1, self._team.sync, model.shape, model.formats, model.weights, self._cells,
             self._plan(batch), self._work, 0, 0,

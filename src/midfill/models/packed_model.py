@@ -1,8 +1,5 @@
 """A checkpoint's weights in the CPU kernels' form, made once and then kept in the user's cache."""
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +10,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from midfill.cache import cache_folder
+from midfill.cache import cache_folder, forget_unused, keep, mark_used
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError
 from midfill.kernels.cpu.decoder import Formats, Shape, Weights
@@ -109,7 +106,10 @@ def load_packed(
     arrays = _read_cache(path)
     if arrays is None:
         arrays = _pack_all(checkpoint, option, progress or (lambda *_: None))
-        _write_cache(path, arrays)
+        keep(path, lambda file: _write_cache(file, arrays))
+        forget_unused(path.parent)
+    else:
+        mark_used(path)
     return _assemble(checkpoint.config, arrays)
 
 
@@ -210,26 +210,18 @@ def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[n
 
 
 def _read_cache(path: Path) -> dict[str, npt.NDArray[np.generic]] | None:
-    if not path.exists():
-        return None
     try:
         with safe_open(path, framework="numpy") as stored:
             return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
-        return None  # cut short or damaged: pack again and replace it
+        return None  # not there, cut short or damaged: packed again and replaced
 
 
 def _write_cache(path: Path, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
-    """Write whole or not at all; a folder that can't be written only costs the next start."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".packing-")
-        os.close(handle)
-        try:
-            save_file(arrays, temporary)
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+    try:
+        save_file(arrays, path)
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(str(error)) from error
 
 
 def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:

@@ -124,6 +124,8 @@ class _EngineCollector(Collector):
             "evicted_tokens": ("Tokens the prefix cache gave up.", stats.evicted_tokens),
             "steps": ("Forward passes.", stats.steps),
             "busy_seconds": ("Time spent in steps.", stats.busy_seconds),
+            "forward_seconds": ("Time spent in forward passes.", stats.forward_seconds),
+            "sampling_seconds": ("Time spent choosing tokens.", stats.sampling_seconds),
         }
         for name, (help, value) in gauges.items():
             gauge = GaugeMetricFamily(f"midfill:{name}", help, labels=[_LABEL])

@@ -12,11 +12,24 @@ import numpy.typing as npt
 
 from midfill.kernels.cpu.attention import attend, merge_partials
 from midfill.kernels.cpu.cells import write_cell
+from midfill.kernels.cpu.clock import (
+    ATTENTION,
+    DOWN,
+    EMBED,
+    GATE_UP,
+    HEAD,
+    NORM,
+    OUTPUT,
+    QKV,
+    ROTATE,
+    end_phase,
+    lap,
+    start_clock,
+)
 from midfill.kernels.cpu.dots import round_row
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.linear import embed, gated_linear, linear, rounded_at
 from midfill.kernels.cpu.rows import norm, rotate
-from midfill.kernels.cpu.team import barrier
 
 SOLO_ROWS = 4
 """Up to so many rows are normed by every thread for itself, which is cheaper than a barrier."""
@@ -116,11 +129,11 @@ class Batch(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Activations of a step. [rows, width] float32 flat, but for the last seven.
+    """Activations of a step. [rows, width] float32 flat, but for the last eight.
 
     ``normed`` has one part a thread, each as large as ``hidden``. ``*_codes`` are the same rounded
     to blocks of dots.py; empty where all weights are float32. ``tiles`` and ``attention`` are
-    [threads, size]; ``partial_state`` and ``partial_sums`` see attention.py.
+    [threads, size]; ``partial_state`` and ``partial_sums`` see attention.py, ``clock`` clock.py.
     """
 
     hidden: Float32
@@ -136,6 +149,7 @@ class Workspace(NamedTuple):
     attention: npt.NDArray[np.float32]
     partial_state: Float32
     partial_sums: Float32
+    clock: npt.NDArray[np.int64]
 
 
 @kernel
@@ -147,14 +161,12 @@ def _round_row(x: Any, at: int, size: int, rounded: Any) -> None:
 
 @kernel
 def _norm_rows(
-    thread: int, threads: int, sync: Any, shape: Any, rows: int, x: Any, weight: Any, bias: Any,
-    weight_at: int, out: Any, rounded: Any,
+    thread: int, threads: int, sync: Any, shape: Any, rows: int, weight: Any, bias: Any,
+    weight_at: int, work: Any,
 ) -> int:  # fmt: skip
-    """Norm of all rows; returns where in ``out`` this thread finds them.
-
-    ``rounded`` gets the same as blocks of dots.py, if it is not empty.
-    """
+    """Norm of all hidden rows; returns where in ``work.normed`` this thread finds them."""
     width = shape.hidden
+    x, out, rounded = work.hidden, work.normed, work.normed_codes
     if rows <= SOLO_ROWS:
         start = thread * rows * width
         for row in range(rows):
@@ -163,6 +175,7 @@ def _norm_rows(
                 weight_at, out, start + row * width,
             )  # fmt: skip
             _round_row(out, start + row * width, width, rounded)
+        lap(work.clock, thread, NORM)
         return start
     for row in range(thread, rows, threads):
         norm(
@@ -170,7 +183,7 @@ def _norm_rows(
             out, row * width,
         )  # fmt: skip
         _round_row(out, row * width, width, rounded)
-    barrier(sync, threads)
+    end_phase(thread, threads, sync, work.clock, NORM)
     return 0
 
 
@@ -222,39 +235,39 @@ def _attention_block(
     slots = len(cells.keys) // (shape.layers * kv_heads * dim)
     layer_at = layer * kv_heads * slots
     normed = _norm_rows(
-        thread, threads, sync, shape, rows, work.hidden, weights.attn_norm,
-        weights.attn_norm_bias, layer * shape.hidden, work.normed, work.normed_codes,
+        thread, threads, sync, shape, rows, weights.attn_norm, weights.attn_norm_bias,
+        layer * shape.hidden, work,
     )  # fmt: skip
     linear(
         sync, threads, work.normed, work.normed_codes, normed, rows, shape.hidden, weights.qkv,
         layer * (len(weights.qkv) // shape.layers), formats.qkv, width, weights.qkv_bias,
         layer * width, work.qkv, width, False, 1.0, tile,
     )  # fmt: skip
-    barrier(sync, threads)
+    end_phase(thread, threads, sync, work.clock, QKV)
     _rotate_and_store(
         thread, threads, shape, weights, cells, layer, layer_at, slots, batch, work.qkv
     )
-    barrier(sync, threads)
+    end_phase(thread, threads, sync, work.clock, ROTATE)
     attend(
         sync, batch.items, batch.tiles, batch.partials, batch.query_indptr, batch.kv_indptr,
         batch.kv_slots, work.qkv, width, cells, layer_at, slots, heads, kv_heads, dim,
         shape.score_scale, weights.windows[layer], work.attended, work.attended_codes,
         work.attention[thread], work.partial_state, work.partial_sums,
     )  # fmt: skip
-    barrier(sync, threads)
+    end_phase(thread, threads, sync, work.clock, ATTENTION)
     if batch.partials > 0:
         merge_partials(
             sync, batch.items, batch.tiles, batch.partials, heads, kv_heads, dim, work.attended,
             work.attended_codes, work.attention[thread], work.partial_state, work.partial_sums,
         )  # fmt: skip
-        barrier(sync, threads)
+        end_phase(thread, threads, sync, work.clock, ATTENTION)
     linear(
         sync, threads, work.attended, work.attended_codes, 0, rows, attended, weights.o,
         layer * (len(weights.o) // shape.layers), formats.o, shape.hidden, weights.o_bias,
         layer * shape.hidden, work.hidden, shape.hidden, True,
         shape.residual_multiplier, tile,
     )  # fmt: skip
-    barrier(sync, threads)
+    end_phase(thread, threads, sync, work.clock, OUTPUT)
 
 
 @kernel
@@ -265,8 +278,8 @@ def _mlp_block(
     """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
     tile = work.tiles[thread]
     normed = _norm_rows(
-        thread, threads, sync, shape, rows, work.hidden, weights.mlp_norm, weights.mlp_norm_bias,
-        layer * shape.hidden, work.normed, work.normed_codes,
+        thread, threads, sync, shape, rows, weights.mlp_norm, weights.mlp_norm_bias,
+        layer * shape.hidden, work,
     )  # fmt: skip
     gated_linear(
         sync, threads, work.normed, work.normed_codes, normed, rows, shape.hidden, weights.gate,
@@ -275,14 +288,14 @@ def _mlp_block(
         shape.gated, weights.gate_bias, weights.up_bias, layer * shape.ffn, shape.activation,
         work.gated, work.gated_codes, tile,
     )  # fmt: skip
-    barrier(sync, threads)
+    end_phase(thread, threads, sync, work.clock, GATE_UP)
     linear(
         sync, threads, work.gated, work.gated_codes, 0, rows, shape.ffn, weights.down,
         layer * (len(weights.down) // shape.layers), formats.down, shape.hidden,
         weights.down_bias, layer * shape.hidden, work.hidden, shape.hidden, True,
         shape.residual_multiplier, tile,
     )  # fmt: skip
-    barrier(sync, threads)
+    end_phase(thread, threads, sync, work.clock, DOWN)
 
 
 @kernel
@@ -302,14 +315,14 @@ def _head(
             for k in range(width):
                 work.normed[i * width + k] *= np.float32(shape.logits_multiplier)
         _round_row(work.normed, i * width, width, work.normed_codes)
-    barrier(sync, threads)
+    end_phase(thread, threads, sync, work.clock, NORM)
     padded = len(weights.head_bias)
     linear(
         sync, threads, work.normed, work.normed_codes, 0, outputs, width, weights.head, 0,
         formats.head, shape.vocab, weights.head_bias, 0, work.logits, padded, False, 1.0,
         work.tiles[thread],
     )  # fmt: skip
-    barrier(sync, threads)
+    end_phase(thread, threads, sync, work.clock, HEAD)
 
 
 @entry_point
@@ -322,6 +335,7 @@ def forward(
     Starting at layer 0 looks up the embeddings first; ending at the last layer fills
     ``work.logits`` where rows want logits.
     """
+    start_clock(work.clock, thread)
     rows = len(batch.token_ids)
     if first_layer == 0:
         for row in range(thread, rows, threads):
@@ -329,7 +343,7 @@ def forward(
                 batch.token_ids[row], weights.embed, formats.embed, shape.hidden,
                 shape.embedding_multiplier, work.hidden, row * shape.hidden,
             )  # fmt: skip
-        barrier(sync, threads)
+        end_phase(thread, threads, sync, work.clock, EMBED)
     for layer in range(first_layer, end_layer):
         _attention_block(thread, threads, sync, shape, formats, weights, cells, layer, batch, work)
         _mlp_block(thread, threads, sync, shape, formats, weights, layer, rows, work)

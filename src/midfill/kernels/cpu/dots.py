@@ -99,7 +99,7 @@ def _multiply_add_words(context: Any, builder: ir.IRBuilder, a: Any, b: Any) -> 
     return _call(context, builder, wide, "llvm.x86.avx2.pmadd.wd", [a, b], I32_VECTOR)
 
 
-def _add_products(
+def add_products(
     context: Any, builder: ir.IRBuilder, sums: Any, weights: Any, x: Any, small: bool
 ) -> Any:
     """sums[i] += the four products of weights' unsigned and x's signed bytes 4 i to 4 i + 3.
@@ -135,7 +135,7 @@ def _add_products(
     return sums
 
 
-def _splat_i32(builder: ir.IRBuilder, scalar: Any) -> Any:
+def splat_i32(builder: ir.IRBuilder, scalar: Any) -> Any:
     undefined = ir.Constant(I32_VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
     return builder.shuffle_vector(first, undefined, _integers(0))
@@ -204,18 +204,18 @@ def _multiply_codes(rows: int, weight_format: WeightFormat) -> Any:
                     if weight_format is WeightFormat.Q8:
                         # Codes are stored 128 too large, to be unsigned.
                         offset = _load_as(builder, x_blocks[r], _integer(_OFFSET), I32)
-                        first = _splat_i32(builder, offset)
+                        first = splat_i32(builder, offset)
                     builder.store(first, sums[r, v])
                 codes = builder.gep(block, [_integer(HEADER_BYTES)])
                 with cgutils.for_range(builder, _integer(GROUP // 4), intp=I64) as four:
                     weights = _weights_of_four(builder, weight_format, codes, four.index)
                     x_four = builder.mul(four.index, _integer(4))
                     for r in range(rows):
-                        activations = _splat_i32(
+                        activations = splat_i32(
                             builder, _load_as(builder, x_blocks[r], x_four, I32)
                         )
                         for v in range(_VECTORS):
-                            added = _add_products(
+                            added = add_products(
                                 context, builder, builder.load(sums[r, v]), weights[v],
                                 activations, weight_format is WeightFormat.Q4,
                             )  # fmt: skip

@@ -30,6 +30,8 @@ F16_VECTOR = ir.VectorType(F16, LANES)
 I16_VECTOR = ir.VectorType(I16, LANES)
 LARGEST = 65504.0
 """The largest float16; what is larger is stored as this."""
+_INFINITY = 0x7C00 << 13
+"""float16's infinity, where float32 has its exponent and mantissa; NaNs are above."""
 
 
 def _native(context: Any) -> bool:
@@ -49,13 +51,17 @@ def load_halves(context: Any, builder: ir.IRBuilder, pointer: Any) -> Any:
     # The exponent's bias is 15 here and 127 there; a product sets it right, subnormals included.
     magnitude = builder.shl(builder.and_(bits, _integers(0x7FFF)), _integers(13))
     scaled = builder.fmul(builder.bitcast(magnitude, F32_VECTOR), constant(2.0**112))
-    return builder.bitcast(builder.or_(builder.bitcast(scaled, I32_VECTOR), sign), F32_VECTOR)
+    # Infinity and NaN keep their largest exponent.
+    special = builder.icmp_unsigned(">=", magnitude, _integers(_INFINITY))
+    largest = builder.or_(magnitude, _integers(0x7F800000))
+    result = builder.select(special, largest, builder.bitcast(scaled, I32_VECTOR))
+    return builder.bitcast(builder.or_(result, sign), F32_VECTOR)
 
 
 def store_halves(context: Any, builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
     """Round 16 float32 to the nearest float16 (ties to even) and store them.
 
-    What float16 can't hold becomes +-65504.
+    What float16 can't hold becomes +-65504; NaN stays NaN.
     """
     # A comparison and a choice each: ``minnum`` would turn NaN into a number.
     for limit, beyond in ((LARGEST, ">"), (-LARGEST, "<")):
@@ -81,7 +87,9 @@ def _round_by_integers(builder: ir.IRBuilder, value: Any) -> Any:
     shifted = builder.fadd(builder.bitcast(magnitude, F32_VECTOR), constant(0.5))
     subnormal = builder.sub(builder.bitcast(shifted, I32_VECTOR), _integers(0x3F000000))
     small = builder.icmp_unsigned("<", magnitude, _integers(113 << 23))
-    result = builder.or_(builder.select(small, subnormal, normal), sign)
+    result = builder.select(small, subnormal, normal)
+    nan = builder.icmp_unsigned(">", magnitude, _integers(0x7F800000))
+    result = builder.or_(builder.select(nan, _integers(0x7E00), result), sign)
     return builder.trunc(result, I16_VECTOR)
 
 
@@ -99,6 +107,9 @@ def half_to_float(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Co
         sign = builder.shl(builder.and_(bits, I32(0x8000)), I32(16))
         magnitude = builder.shl(builder.and_(bits, I32(0x7FFF)), I32(13))
         scaled = builder.fmul(builder.bitcast(magnitude, F32), F32(2.0**112))
-        return builder.bitcast(builder.or_(builder.bitcast(scaled, I32), sign), F32)
+        special = builder.icmp_unsigned(">=", magnitude, I32(_INFINITY))
+        largest = builder.or_(magnitude, I32(0x7F800000))
+        result = builder.select(special, largest, builder.bitcast(scaled, I32))
+        return builder.bitcast(builder.or_(result, sign), F32)
 
     return types.float32(array, types.intp), codegen

@@ -1,8 +1,7 @@
 """Compilation of the kernels: options, and a cache that follows their source.
 
-Numba's own cache looks at the file of the outermost function only. All kernels are compiled
-into one entry point, so the cache folder is named by a digest of every kernel source instead: a
-changed kernel never meets a stale compilation.
+All kernels are compiled into a few entry points, so the folder they are kept in is named by a
+digest of every kernel's source: a changed kernel never meets a stale compilation.
 """
 
 import hashlib
@@ -15,6 +14,7 @@ import llvmlite
 import numba
 
 from midfill.cache import cache_folder
+from midfill.kernels.cpu.compiled import CompiledCache
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,12 +39,6 @@ def kernel(function: F) -> F:
 
 def entry_point(function: F) -> F:
     """Like ``kernel``, kept on disk between processes."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(compiled_folder())
-    try:
-        compiled: F = numba.njit(nogil=True, error_model="numpy", boundscheck=False, cache=True)(
-            function
-        )
-    finally:
-        numba.config.CACHE_DIR = before
+    compiled: Any = kernel(function)
+    compiled._cache = CompiledCache(function, compiled_folder())
     return compiled

@@ -74,9 +74,40 @@ def store_unaligned(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
     instruction.align = 1
 
 
+_IMPLIED = {
+    "avx512vnni": ("avx512f",),
+    "avx512bw": ("avx512f",),
+    "avx512f": ("avx2", "f16c", "fma"),
+    "avxvnni": ("avx2",),
+    "avx2": ("avx",),
+    "f16c": ("avx",),
+    "fma": ("avx",),
+}
+"""What a chip has that has a feature that the kernels ask for."""
+
+
+def _with_implied(feature: str) -> set[str]:
+    return {feature}.union(*(_with_implied(other) for other in _IMPLIED.get(feature, ())))
+
+
+def enabled_features(settings: str) -> frozenset[str]:
+    """Features that are on after LLVM's settings such as "+avx2,-fma".
+
+    As LLVM reads them, from left to right: + with all that it implies, - with all that implies it.
+    """
+    enabled: set[str] = set()
+    for setting in settings.split(","):
+        sign, feature = setting[:1], setting[1:]
+        if sign == "+":
+            enabled |= _with_implied(feature)
+        elif sign == "-":
+            enabled = {other for other in enabled if feature not in _with_implied(other)}
+    return frozenset(enabled)
+
+
 def has_feature(context: Any, name: str) -> bool:
     """Whether the chip that the kernels are compiled for has a feature, by LLVM's name for it."""
-    return f"+{name}" in str(context.codegen().magic_tuple()[2]).split(",")
+    return name in enabled_features(str(context.codegen().magic_tuple()[2]))
 
 
 def broadcast(builder: ir.IRBuilder, scalar: Any) -> Any:

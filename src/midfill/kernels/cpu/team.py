@@ -28,7 +28,9 @@ from midfill.kernels.cpu.jit import kernel
 
 ARRIVED, GENERATION, WORK = 0, 16, 32
 SYNC_CELLS = 48
-SPINS_BEFORE_YIELD = 4096
+SPINS_BEFORE_YIELD = 64
+"""A few microseconds. Whoever spins on may hold the very core that the others wait for; a yield
+on a core that nobody else wants costs next to nothing."""
 
 
 @kernel
@@ -48,7 +50,6 @@ def barrier(sync: Any, threads: int) -> None:
         spin_pause()
         spins += 1
         if spins >= SPINS_BEFORE_YIELD:
-            # More threads than free cores: let the one we wait for run.
             sched_yield()
 
 

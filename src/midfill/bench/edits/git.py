@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from midfill.bench.edits_editor import Editor, Habits, OpenFile, Round, Writing
+from midfill.bench.edits.editor import Editor, Habits, OpenFile, Round, Writing
 from midfill.errors import MidfillError
 
 _MOST_CHARACTERS = 200_000

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from midfill.bench.edits_cost import PieceTokenizer
-from midfill.bench.edits_editor import Round
+from midfill.bench.edits.cost import PieceTokenizer
+from midfill.bench.edits.editor import Round
 from midfill.infill.compare import common_prefix
 
 Counts = npt.NDArray[np.int64]

@@ -4,9 +4,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from midfill.bench.edits_clairvoyant import clairvoyant_cuts
-from midfill.bench.edits_cost import PromptEncoder, count_computed
-from midfill.bench.edits_editor import Round
+from midfill.bench.edits.clairvoyant import clairvoyant_cuts
+from midfill.bench.edits.cost import PromptEncoder, count_computed
+from midfill.bench.edits.editor import Round
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import Segment, TextSegment, lay_out
 from midfill.infill.planner import Planner

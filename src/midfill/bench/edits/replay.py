@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from midfill.bench import edits_layouts as layouts
 from midfill.bench.documents import standard_library_documents
-from midfill.bench.edits_editor import Round
-from midfill.bench.edits_sessions import SESSION_KINDS, edit_session
+from midfill.bench.edits import layouts
+from midfill.bench.edits.editor import Round
+from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 from midfill.bench.endpoint import Measurement
 from midfill.bench.targets import Sentinels, Target
 from midfill.errors import MidfillError

@@ -1,16 +1,16 @@
 """``bench edits``: what editing sessions cost under each prompt layout, counted without a model.
 
-Sessions come from an editing mix over files of the standard library (``edits_sessions``) and from
-git histories (``edits_git``). Every session is laid out in five ways:
+Sessions come from an editing mix over files of the standard library (``sessions``) and from
+git histories (``git``). Every session is laid out in five ways:
 
     psm          PRE prefix SUF suffix MID
     spm          PRE SUF suffix MID prefix
     efim         the cut of a file's first request, moved only when a deletion passes it
     planner      midfill's own, from the texts alone: no file names
-    clairvoyant  the cheapest cuts with the whole session known beforehand (``edits_clairvoyant``)
+    clairvoyant  the cheapest cuts with the whole session known beforehand (``clairvoyant``)
 
 and again as a client would send it that knows only a window around the caret. Cost is tokens that
-no earlier prompt of the session begins with (``edits_cost``); the unit is a stand-in for a model's
+no earlier prompt of the session begins with (``cost``); the unit is a stand-in for a model's
 tokens unless a tokenizer is given.
 """
 
@@ -21,12 +21,12 @@ from pathlib import Path
 
 import msgspec
 
-from midfill.bench import edits_layouts as layouts
 from midfill.bench.documents import standard_library_documents
-from midfill.bench.edits_cost import PieceTokenizer, PromptEncoder, Tokenize
-from midfill.bench.edits_editor import Round, windowed
-from midfill.bench.edits_git import git_session
-from midfill.bench.edits_sessions import SESSION_KINDS, edit_session
+from midfill.bench.edits import layouts
+from midfill.bench.edits.cost import PieceTokenizer, PromptEncoder, Tokenize
+from midfill.bench.edits.editor import Round, windowed
+from midfill.bench.edits.git import git_session
+from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 from midfill.bench.machine import Machine, describe_machine
 
 LAYOUTS = ("psm", "spm", "efim", "planner", "clairvoyant")

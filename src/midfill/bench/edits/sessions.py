@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from midfill.bench.edits_editor import Editor, Habits, OpenFile, Round, Writing
+from midfill.bench.edits.editor import Editor, Habits, OpenFile, Round, Writing
 
 
 @dataclass(frozen=True, slots=True)

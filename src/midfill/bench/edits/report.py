@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from midfill.bench.edits import LAYOUTS, WINDOWS, EditsReport, SessionResult
+from midfill.bench.edits.measure import LAYOUTS, WINDOWS, EditsReport, SessionResult
 
 _COLUMNS = (
     "session",

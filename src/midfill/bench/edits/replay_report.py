@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from midfill.bench.edits_replay import ReplayResult
+from midfill.bench.edits.replay import ReplayResult
 from midfill.bench.machine import describe_machine
 
 _COLUMNS = ("layout", "prompt tokens", "computed", "TTFT ms", "p90 ms", "wall s")

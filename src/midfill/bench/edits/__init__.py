@@ -1,0 +1,1 @@
+"""Editing sessions: what they cost under each prompt layout, counted and replayed."""

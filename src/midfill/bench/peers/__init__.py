@@ -1,0 +1,1 @@
+"""midfill beside other servers on the same machine, through the same loads."""

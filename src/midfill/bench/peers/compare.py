@@ -1,0 +1,165 @@
+"""``bench peers``: midfill's server, llama.cpp's and vLLM's, one after another on one machine.
+
+Same model, prompts, threads and room for KV; never two servers at once. Each is started afresh,
+answers two small prompts to warm up, then gets every load of ``loads``. midfill runs twice:
+as it is, and without speculation for decode, so that what is compared there is decoding alone.
+"""
+
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from midfill.bench.machine import describe_machine
+from midfill.bench.peers.compared_model import ComparedModel, Prompts
+from midfill.bench.peers.llama_cpp import launch_llama_cpp
+from midfill.bench.peers.loads import ALL_LAYOUTS, Load, loads_for
+from midfill.bench.peers.results import (
+    LLAMA_CPP,
+    MIDFILL,
+    VLLM,
+    PeersOptions,
+    PeersReport,
+)
+from midfill.bench.peers.run import Progress, Work, run_server
+from midfill.bench.peers.servers import Launch, Missing, Room, launch_midfill
+from midfill.bench.peers.vllm import launch_vllm
+from midfill.errors import MidfillError
+
+SERVERS = (MIDFILL, LLAMA_CPP, VLLM)
+QUICK = PeersOptions(
+    prefill=(512, 1500),
+    contexts=(16, 1000),
+    streams=(1, 4),
+    decoded=32,
+    users=(1, 2),
+    rounds=2,
+    output_tokens=8,
+    keystrokes=8,
+    document_tokens=1000,
+    session=8,
+    repeats=2,
+    round_repeats=1,
+)
+"""A choice that takes midfill a minute on two cores."""
+
+_BLOCK = 128
+"""Sequences are rounded up to vLLM's block on a CPU, so that all have the same room."""
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Where the user says the peers are.
+
+    Attributes:
+        llama_server: the program.
+        vllm_python: an interpreter that has vllm.
+    """
+
+    llama_server: Path | None = None
+    vllm_python: Path | None = None
+
+
+def parse_names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
+    """Names separated by commas, in the order of ``known``.
+
+    Raises:
+        MidfillError: an unknown name, or none.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        what = ", ".join(unknown) or "nothing"
+        raise MidfillError(f"{option} names {what}; there are {', '.join(known)}")
+    return tuple(name for name in known if name in names)
+
+
+def compare_peers(
+    model: ComparedModel,
+    options: PeersOptions,
+    programs: Programs,
+    progress: Progress = lambda _: None,
+    save: Callable[[PeersReport], None] = lambda _: None,
+) -> PeersReport:
+    """Run every server through every load.
+
+    Args:
+        progress: is told what is being done.
+        save: gets the report as it stands after each server.
+
+    Raises:
+        MidfillError: no load fits the model's context.
+    """
+    prompts = Prompts(model, options.seed)
+    loads = loads_for(options, prompts, ALL_LAYOUTS)
+    fitting = [load for load in loads if load.sequence <= model.context]
+    if not fitting:
+        raise MidfillError(f"every load is longer than {model.name}'s {model.context} tokens")
+    room = _room(fitting, model, options)
+    work = Work(model, prompts, options, progress)
+    report = PeersReport(
+        model=model.name,
+        machine=describe_machine(),
+        options=options,
+        kv_tokens=room.kv_tokens,
+        servers=[],
+        missing={},
+    )
+    with tempfile.TemporaryDirectory(prefix="midfill-peers-") as folder, ended_by_sigterm():
+        for launch in _launches(model, options, programs, room, Path(folder), progress):
+            if isinstance(launch, Missing):
+                report.missing[launch.name] = launch.reason
+            else:
+                log = Path(folder) / f"{len(report.servers)}.log"
+                report.servers.append(run_server(launch, work, log))
+            save(report)
+    return report
+
+
+def _room(loads: Sequence[Load], model: ComparedModel, options: PeersOptions) -> Room:
+    longest = max(load.sequence for load in loads)
+    return Room(
+        threads=options.threads,
+        sequence=min(-(-longest // _BLOCK) * _BLOCK, model.context),
+        sequences=max(load.sequences for load in loads),
+    )
+
+
+def _launches(
+    model: ComparedModel,
+    options: PeersOptions,
+    programs: Programs,
+    room: Room,
+    folder: Path,
+    progress: Progress,
+) -> Iterator[Launch | Missing]:
+    """The servers to run, each made ready when its turn has come."""
+    if MIDFILL in options.servers:
+        yield launch_midfill(model, room, speculation=True)
+        if "decode" in options.loads:
+            yield launch_midfill(model, room, speculation=False)
+    if LLAMA_CPP in options.servers:
+        yield launch_llama_cpp(model, room, programs.llama_server, folder / "links")
+    if VLLM in options.servers:
+        progress("vllm: looking for it; the first time the model is converted")
+        try:
+            yield launch_vllm(model, room, programs.vllm_python)
+        except MidfillError as error:
+            yield Missing(VLLM, str(error))
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Make SIGTERM end this process as Ctrl-C does, with the server it has started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

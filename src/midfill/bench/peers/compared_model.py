@@ -1,0 +1,157 @@
+"""The model that servers are compared on, and the prompts that are made with its tokenizer."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+from midfill.bench.documents import standard_library_documents
+from midfill.bench.targets import SPARE_TOKENS, Sentinels
+from midfill.errors import MidfillError
+from midfill.infill.formats import find_format
+from midfill.models.checkpoint import Checkpoint, open_checkpoint
+from midfill.models.hub import resolve
+from midfill.models.tensors import tensor_shapes
+
+_CORPUS_FILES = 40
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """A model on disk.
+
+    Attributes:
+        name: what the user calls it.
+        path: a GGUF file or a Hugging Face folder.
+        sentinels: texts of the PRE, SUF and MID tokens prompts are laid out with.
+        own_sentinels: whether the checkpoint itself names them.
+    """
+
+    name: str
+    path: Path
+    checkpoint: Checkpoint
+    sentinels: Sentinels
+    own_sentinels: bool
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file, where it is one."""
+        path = self.checkpoint.path
+        return path if path.is_file() else None
+
+    @property
+    def context(self) -> int:
+        """The most tokens a sequence may have."""
+        return self.checkpoint.config.context
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers kept for each token of context."""
+        config = self.checkpoint.config
+        return 2 * config.layers * config.kv_heads * config.head_dim
+
+    @cached_property
+    def parameters_read(self) -> int:
+        """Parameters that each decoded token takes: all but an embedding that is not the head."""
+        shapes = tensor_shapes(self.checkpoint.config)
+        return sum(prod(shape) for name, shape in shapes.items() if not self._only_looked_up(name))
+
+    @cached_property
+    def stored_bytes_read(self) -> int:
+        """Bytes of the same as they are stored."""
+        names = [name for name in self.checkpoint.names() if not self._only_looked_up(name)]
+        return sum(self.checkpoint.tensor(name).data.nbytes for name in names)
+
+    @cached_property
+    def stored_kinds(self) -> str:
+        """Kinds of its matrices, such as "q4_1, embedding q8_0"."""
+        tensors = [self.checkpoint.tensor(name) for name in self.checkpoint.names()]
+        layers = {t.kind for t in tensors if len(t.shape) > 1 and t.name.startswith("layers.")}
+        embedding = self.checkpoint.tensor("embed.weight").kind
+        return f"{', '.join(sorted(layers))}, embedding {embedding}"
+
+    def _only_looked_up(self, name: str) -> bool:
+        return name == "embed.weight" and not self.checkpoint.config.tied_embeddings
+
+
+def open_compared(name: str, sentinels: Sentinels | None) -> ComparedModel:
+    """Open a model by path or name, fetched if need be.
+
+    Args:
+        sentinels: PRE, SUF and MID; None takes the checkpoint's own, or spare tokens of it.
+
+    Raises:
+        MidfillError: there is no such model, or nothing to use as sentinels.
+    """
+    path = resolve(name)
+    checkpoint = open_checkpoint(path)
+    special = checkpoint.tokenizer.special_tokens
+    format = find_format(checkpoint.config.family, special, checkpoint.metadata)
+    own = None
+    if format is not None and format.order == "psm" and format.middle is not None:
+        own = (format.prefix.text, format.suffix.text, format.middle.text)
+    chosen = sentinels or own or SPARE_TOKENS
+    if absent := [text for text in chosen if text not in special]:
+        raise MidfillError(
+            f"{name} has no token {absent[0]!r}: name three of its special tokens with --fim-tokens"
+        )
+    label = Path(name).stem if Path(name).exists() else name
+    return ComparedModel(label, path, checkpoint, chosen, chosen == own)
+
+
+class Prompts:
+    """Prompts as token ids or text, the same for the same model and seed."""
+
+    def __init__(self, model: ComparedModel, seed: int) -> None:
+        self._tokenizer = model.checkpoint.tokenizer
+        self._random = random.Random(seed)
+        special = set(self._tokenizer.special_tokens.values())
+        self._files = standard_library_documents(
+            _CORPUS_FILES, seed=seed + 1, shortest=8000, longest=30_000
+        )
+        self._ids: list[int] = []
+        self._plain = [i for i in range(self._tokenizer.vocab_size) if i not in special]
+
+    def random_tokens(self, count: int) -> list[int]:
+        """Ordinary tokens by chance; new ones on every call, so no cache knows them."""
+        return self._random.choices(self._plain, k=count)
+
+    def code_tokens(self, stream: int, count: int, room: int) -> list[int]:
+        """The first tokens of a piece of real code.
+
+        Args:
+            stream: which piece; no two share text as long as the corpus lasts.
+            count: how many tokens; fewer are the beginning of more.
+            room: the largest count that will be asked for.
+        """
+        ids = self._corpus((stream + 1) * room)
+        start = stream * room % (len(ids) - room)
+        return ids[start : start + count]
+
+    def document(self, tokens: int, typed: int) -> tuple[str, str, str]:
+        """(prefix, text to type, suffix) of a document of so many tokens, caret in its middle.
+
+        Args:
+            typed: characters to type.
+        """
+        ids = self._corpus(2 * tokens + typed)
+        prefix = self._tokenizer.decode(ids[: tokens // 2])
+        rest = self._tokenizer.decode(ids[tokens // 2 : tokens + typed])
+        after = self._tokenizer.encode(rest[typed:])
+        return prefix, rest[:typed], self._tokenizer.decode(after[: tokens - tokens // 2])
+
+    def count(self, prompt: str) -> int:
+        """Tokens of a raw prompt, special tokens parsed."""
+        return len(self._tokenizer.encode(prompt, parse_special=True))
+
+    def longest(self, texts: Sequence[str]) -> int:
+        """Tokens of the longest text."""
+        return max(len(self._tokenizer.encode(text)) for text in texts)
+
+    def _corpus(self, tokens: int) -> list[int]:
+        """At least so many tokens of files of the standard library, or all that there are."""
+        while self._files and len(self._ids) <= tokens:
+            self._ids += self._tokenizer.encode(self._files.pop())
+        return self._ids

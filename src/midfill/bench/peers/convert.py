@@ -1,0 +1,42 @@
+"""A program of its own: writes a GGUF file as a Hugging Face folder, weights in float32.
+
+    PYTHON convert.py MODEL.gguf FOLDER
+
+It is run with the interpreter of the server that needs the folder; that has to have transformers,
+gguf and accelerate. It imports nothing of midfill. The folder appears whole or not at all.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Read ``source``, write ``folder``."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    # The loaded model remembers that it came from GGUF and would not be saved; a fresh one is.
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    fresh = type(loaded)(config)
+    fresh.load_state_dict(loaded.state_dict())
+    if config.tie_word_embeddings:
+        fresh.tie_weights()
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        fresh.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,193 @@
+"""What a comparison of servers finds: figures by load, and the servers they were taken on."""
+
+from collections.abc import Sequence
+from statistics import median
+
+import msgspec
+
+from midfill.bench.machine import Machine
+
+MIDFILL = "midfill"
+MIDFILL_PLAIN = "midfill without speculation"
+LLAMA_CPP = "llama.cpp"
+VLLM = "vllm"
+
+TOKENS_PER_SECOND = "tokens/s"
+"""The one measure of which more is better; all others are times."""
+
+
+class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        servers: which, of "midfill", "llama.cpp" and "vllm".
+        loads: which, of ``loads.LOADS``.
+        prefill: prompt lengths, in tokens.
+        contexts: tokens before the first decoded one.
+        streams: answers decoded at once.
+        decoded: tokens of each stream.
+        users: documents edited at once in the rounds load.
+        rounds: requests a user sends; at most 7.
+        output_tokens: tokens of each answer of rounds and of the editing session.
+        keystrokes: requests of the keystroke load; ten characters are typed before each.
+        document_tokens: length of the document they are typed into.
+        session: requests of the editing session.
+        repeats: runs of prefill and decode.
+        round_repeats: runs of rounds.
+        threads: of every server.
+        load_limit: seconds. A load that would take a server longer for its prompts alone, at the
+            prefill speed just measured, is left out; a request without an answer for that long
+            ends the server's run.
+        start_limit: seconds a server may take until it answers.
+        seed: chooses files and tokens.
+    """
+
+    servers: tuple[str, ...] = (MIDFILL, LLAMA_CPP, VLLM)
+    loads: tuple[str, ...] = ("prefill", "decode", "keystroke", "rounds", "session")
+    prefill: tuple[int, ...] = (512, 2000, 6000)
+    contexts: tuple[int, ...] = (16, 2000, 6000)
+    streams: tuple[int, ...] = (1, 4, 16)
+    decoded: int = 64
+    users: tuple[int, ...] = (1, 4)
+    rounds: int = 5
+    output_tokens: int = 16
+    keystrokes: int = 20
+    document_tokens: int = 2000
+    session: int = 40
+    repeats: int = 3
+    round_repeats: int = 3
+    threads: int = 1
+    load_limit: float = 1200.0
+    start_limit: float = 600.0
+    seed: int = 0
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One load's figure on one server.
+
+    Attributes:
+        kind: of load, see ``loads``.
+        load: as the tables name it, such as "decode at 2,000, 4 streams".
+        measure: ``TOKENS_PER_SECOND``, or a time with its unit, such as "TTFT ms".
+        layout: how prompts were laid out: "fim", "efim", "psm" by the client, "native" by the
+            server; "" where there is nothing to lay out.
+        median, lowest, highest: over the runs.
+        runs: how many.
+        bound: tokens/s if nothing but memory's bandwidth counted; None where that says little.
+    """
+
+    kind: str
+    load: str
+    measure: str
+    layout: str = ""
+    median: float
+    lowest: float
+    highest: float
+    runs: int
+    bound: float | None = None
+
+
+def figure(
+    kind: str,
+    load: str,
+    measure: str,
+    values: Sequence[float],
+    *,
+    layout: str = "",
+    bound: float | None = None,
+) -> Figure:
+    """The median of some runs' values, and their spread."""
+    return Figure(
+        kind=kind,
+        load=load,
+        measure=measure,
+        layout=layout,
+        median=median(values),
+        lowest=min(values),
+        highest=max(values),
+        runs=len(values),
+        bound=bound,
+    )
+
+
+class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One server's run.
+
+    Attributes:
+        name: as in ``PeersOptions.servers``; midfill is run twice, see ``MIDFILL_PLAIN``.
+        version: as the server tells it.
+        precision: of its weights, activations and KV.
+        settings: what it was started with, beside model, port and name.
+        ready_seconds: from its start until it answered /health; None if it never did.
+        peak_rss_bytes: most memory resident at one time in all its processes; None where the
+            system doesn't tell.
+        weight_bytes: read for a token, see ``kv_bytes_per_token``.
+        kv_bytes_per_token: read for each token of context, for each token decoded.
+        bytes_per_second: this machine's memory bandwidth, measured just before.
+        figures: what was measured.
+        skipped: load -> why it was not.
+        error: why the run ended early; "" where it didn't.
+        more_tokens: by which the server counts a small text longer than the model's own tokenizer.
+    """
+
+    name: str
+    version: str
+    precision: str
+    settings: str
+    ready_seconds: float | None
+    peak_rss_bytes: int | None
+    weight_bytes: int
+    kv_bytes_per_token: int
+    bytes_per_second: float
+    figures: list[Figure]
+    skipped: dict[str, str]
+    error: str = ""
+    more_tokens: int = 0
+
+    def find(self, load: str, measure: str, layout: str) -> Figure | None:
+        """The figure of that name, if it was measured."""
+        for one in self.figures:
+            if (one.load, one.measure, one.layout) == (load, measure, layout):
+                return one
+        return None
+
+
+class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one call measured.
+
+    Attributes:
+        model: its name.
+        kv_tokens: tokens of KV that each server was given room for.
+        servers: in the order they were run.
+        missing: server -> one line that says how to install it.
+    """
+
+    model: str
+    machine: Machine
+    options: PeersOptions
+    kv_tokens: int
+    servers: list[ServerResult]
+    missing: dict[str, str]
+
+    def own(self, load: str, measure: str, layout: str) -> Figure | None:
+        """midfill's figure, from whichever of its two runs measured it."""
+        for server in self.servers:
+            if server.name in (MIDFILL, MIDFILL_PLAIN):
+                found = server.find(load, measure, layout)
+                if found is not None:
+                    return found
+        return None
+
+
+def times_faster(report: PeersReport, theirs: Figure) -> float | None:
+    """How many times as fast midfill is; below 1 it is slower. None where one was not measured.
+
+    A peer's prompts are laid out by the client. midfill is taken as an unchanged client gets it:
+    its "native" figure is compared with each of the peer's layouts.
+    """
+    layout = "native" if theirs.layout else ""
+    own = report.own(theirs.load, theirs.measure, layout)
+    if own is None or not own.median or not theirs.median:
+        return None
+    ratio = own.median / theirs.median
+    return ratio if theirs.measure == TOKENS_PER_SECOND else 1 / ratio

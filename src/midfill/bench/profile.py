@@ -1,0 +1,278 @@
+"""Where a step's time goes, beside the bytes and the arithmetic it can't do without."""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from midfill.bench.machine import Machine, describe_machine
+from midfill.bench.roofline import Roofline, measure_roofline
+from midfill.config import ModelOptions
+from midfill.engine.engine import Engine
+from midfill.engine.loading import load_engine
+from midfill.engine.messages import EngineInfo
+from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.kernels.cpu.clock import (
+    ATTENTION,
+    DOWN,
+    EMBED,
+    GATE_UP,
+    HEAD,
+    NORM,
+    OUTPUT,
+    QKV,
+    ROTATE,
+    WAIT,
+    ticks_per_second,
+)
+from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, block_bytes
+from midfill.models.adapted_checkpoint import open_model
+from midfill.models.cpu_runner import CpuRunner, slot_bytes
+from midfill.models.hub import resolve, resolve_adapter
+from midfill.models.packed_model import PackedModel
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is made to do, again and again.
+
+    Attributes:
+        name: for people.
+        streams: requests at once.
+        context: tokens of each that are in the cache before.
+        rows: tokens each has to compute at a time; 1 decodes.
+        repeats: how often it is measured.
+    """
+
+    name: str
+    streams: int = 1
+    context: int
+    rows: int = 1
+    repeats: int
+
+
+LOADS = (
+    Load(name="decode at 16", context=16, repeats=100),
+    Load(name="decode at 2,000", context=2000, repeats=100),
+    Load(name="decode at 16, 16 streams", streams=16, context=16, repeats=60),
+    Load(name="decode at 500, 16 streams", streams=16, context=500, repeats=60),
+    Load(name="8 more tokens at 2,000", context=2000, rows=8, repeats=40),
+    Load(name="32 more tokens at 2,000", context=2000, rows=32, repeats=30),
+    Load(name="512 more tokens at 16", context=16, rows=512, repeats=5),
+)
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of the time.
+
+    Attributes:
+        name: for people.
+        seconds: the mean over repeats and threads.
+        bytes_least: bytes that must come from memory.
+        operations_least: additions and multiplications that must be done.
+        seconds_least: the time that the machine's ceilings leave possible.
+    """
+
+    name: str
+    seconds: float
+    bytes_least: float = 0.0
+    operations_least: float = 0.0
+    seconds_least: float = 0.0
+
+
+class LoadProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """A load and where the time of one repeat went; the parts add up to ``seconds``."""
+
+    load: Load
+    seconds: float
+    parts: list[Part]
+
+
+class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one call measured."""
+
+    model: str
+    machine: Machine
+    engine: EngineInfo
+    roofline: Roofline
+    loads: list[LoadProfile]
+
+
+class _Reading(NamedTuple):
+    """Seconds since the engine's start, and of its threads in each phase, their mean."""
+
+    busy: float
+    forward: float
+    sampling: float
+    phases: npt.NDArray[np.float64]
+
+    def since(self, earlier: "_Reading", repeats: int) -> "_Reading":
+        """What one repeat took."""
+        return _Reading(
+            (self.busy - earlier.busy) / repeats,
+            (self.forward - earlier.forward) / repeats,
+            (self.sampling - earlier.sampling) / repeats,
+            (self.phases - earlier.phases) / repeats,
+        )
+
+
+def measure_profile(
+    model: str,
+    loads: tuple[Load, ...] = LOADS,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> ProfileReport:
+    """Load ``model`` on the CPU kernels and take every load's time apart; without speculation.
+
+    Raises:
+        MidfillError: the model can't be found, loaded, or run by the CPU kernels.
+    """
+    progress(f"loading {model}")
+    options = ModelOptions(backend="cpu", threads=threads, speculation=False)
+    checkpoint = open_model(resolve(model), resolve_adapter(model, None), options.weights)
+    engine, runner, info = load_engine(checkpoint, options)
+    assert isinstance(runner, CpuRunner)
+    progress("measuring what the machine can do")
+    roofline = measure_roofline(runner.threads)
+    bench = _Bench(engine, runner, ticks_per_second())
+    profiles = []
+    for load in loads:
+        progress(load.name)
+        spent = bench.decode(load) if load.rows == 1 else bench.extend(load)
+        parts = _parts(runner, load, spent, roofline)
+        profiles.append(LoadProfile(load=load, seconds=spent.busy, parts=parts))
+    runner.close()
+    return ProfileReport(
+        model=model,
+        machine=describe_machine(),
+        engine=info,
+        roofline=roofline,
+        loads=profiles,
+    )
+
+
+class _Bench:
+    """An engine that is made to work."""
+
+    def __init__(self, engine: Engine, runner: CpuRunner, ticks_per_second: float) -> None:
+        self._engine = engine
+        self._runner = runner
+        self._tick_rate = ticks_per_second
+        self._random = random.Random(0)
+        self._numbers = itertools.count()
+
+    def decode(self, load: Load) -> _Reading:
+        """Steps that give every stream one token."""
+        prompts = [self._tokens(load.context) for _ in range(load.streams)]
+        names = [self._ask(prompt, load.repeats + 16) for prompt in prompts]
+        begun: set[str] = set()
+        while len(begun) < load.streams:
+            begun.update(output.request_id for output in self._engine.step())
+        before = self._read()
+        for _ in range(load.repeats):
+            self._engine.step()
+        spent = self._read().since(before, load.repeats)
+        for name in names:
+            self._engine.cancel(name)
+        self._finish()
+        return spent
+
+    def extend(self, load: Load) -> _Reading:
+        """Cached prompts that have grown by some tokens, each time by others."""
+        prompts = [self._tokens(load.context) for _ in range(load.streams)]
+        for prompt in prompts:
+            self._ask(prompt, 1)
+        self._finish()
+        before = self._read()
+        for _ in range(load.repeats):
+            for prompt in prompts:
+                self._ask(prompt + self._tokens(load.rows), 1)
+            self._finish()
+        return self._read().since(before, load.repeats)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(100, self._runner.config.vocab) for _ in range(count)]
+
+    def _ask(self, prompt: list[int], tokens: int) -> str:
+        name = str(next(self._numbers))
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        self._engine.add(EngineRequest(request_id=name, token_ids=prompt, sampling=sampling))
+        return name
+
+    def _finish(self) -> None:
+        while self._engine.has_work():
+            self._engine.step()
+
+    def _read(self) -> _Reading:
+        stats = self._engine.stats()
+        phases = self._runner.phase_ticks().mean(axis=0) / self._tick_rate
+        return _Reading(stats.busy_seconds, stats.forward_seconds, stats.sampling_seconds, phases)
+
+
+def _parts(runner: CpuRunner, load: Load, spent: _Reading, roofline: Roofline) -> list[Part]:
+    """One repeat's time, and what the model makes necessary of it."""
+
+    def of(*phases: int) -> float:
+        return float(spent.phases[list(phases)].sum())
+
+    rows = load.streams * load.rows
+    layers = _product(runner.model, ("qkv", "o", "gate", "up", "down"), rows, roofline)
+    head = _product(runner.model, ("head",), load.streams, roofline)
+    kernels = float(spent.phases.sum())
+    return [
+        layers.named("layer weights", of(QKV, OUTPUT, GATE_UP, DOWN)),
+        head.named("output head", of(HEAD)),
+        _attention(runner, load, roofline).named("attention", of(ATTENTION)),
+        Part(name="norms, RoPE, KV write", seconds=of(EMBED, NORM, ROTATE)),
+        Part(name="waiting", seconds=of(WAIT)),
+        Part(name="starting threads", seconds=spent.forward - kernels),
+        Part(name="sampling", seconds=spent.sampling),
+        Part(name="scheduling", seconds=spent.busy - spent.forward - spent.sampling),
+    ]
+
+
+class _Least(NamedTuple):
+    """What a part can't do without; see ``Part``."""
+
+    bytes: float
+    operations: float
+    seconds: float
+
+    def named(self, name: str, seconds: float) -> Part:
+        return Part(
+            name=name,
+            seconds=seconds,
+            bytes_least=self.bytes,
+            operations_least=self.operations,
+            seconds_least=self.seconds,
+        )
+
+
+def _product(
+    model: PackedModel, matrices: tuple[str, ...], rows: int, roofline: Roofline
+) -> _Least:
+    """Weights read once, and two operations a weight and row."""
+    size = operations = seconds = 0.0
+    for name in matrices:
+        stored = getattr(model.weights, name).nbytes
+        kind = WeightFormat(getattr(model.formats, name))
+        done = 2.0 * rows * stored * GROUP * PANEL / block_bytes(kind)
+        exact = kind is WeightFormat.F32
+        size += stored
+        operations += done
+        seconds += done / (roofline.float32_per_second if exact else roofline.int8_per_second)
+    return _Least(size, operations, max(seconds, size / roofline.bytes_per_second))
+
+
+def _attention(runner: CpuRunner, load: Load, roofline: Roofline) -> _Least:
+    """K and V of the context read once; two products a query head, row and cached token."""
+    config = runner.config
+    context = load.context + (load.repeats / 2 if load.rows == 1 else load.rows / 2)
+    size = load.streams * context * slot_bytes(config, runner.cell_format)
+    pairs = load.streams * load.rows * context * config.layers * config.query_heads
+    operations = 4.0 * pairs * config.head_dim
+    seconds = max(size / roofline.bytes_per_second, operations / roofline.float32_per_second)
+    return _Least(size, operations, seconds)
