@@ -137,8 +137,9 @@ def profile(
 ) -> None:
     """Where a step's time goes on the CPU kernels, beside what its bytes and FLOPs need at least.
 
-    "least" is what the step can't do without: weights and KV read once, products done at the rate
-    the chip reaches in registers. "reached" is that time as a share of the measured one.
+    MB and MFLOP are what a step can't do without: weights and KV read once, and the products.
+    "least ms" is their time at the speed of memory, or at the rate the chip reaches in registers;
+    "reached" is that as a share of the measured time.
     """
     from midfill.bench.document_sections import replace_section
     from midfill.bench.profile import measure_profile

@@ -64,6 +64,8 @@ LOADS = (
     Load(name="512 more tokens at 16", context=16, rows=512, repeats=5),
 )
 
+_WARM_UP = Load(name="warm-up", context=16, repeats=50)
+
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """One part of the time.
@@ -138,6 +140,7 @@ def measure_profile(
     progress("measuring what the machine can do")
     roofline = measure_roofline(runner.threads)
     bench = _Bench(engine, runner, ticks_per_second())
+    bench.decode(_WARM_UP)
     profiles = []
     for load in loads:
         progress(load.name)

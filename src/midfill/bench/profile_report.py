@@ -1,11 +1,12 @@
 """Where a step's time goes, as tables and as Markdown."""
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
 from midfill.bench.profile import LoadProfile, Part, ProfileReport
 
-_COLUMNS = ("ms", "share", "least MB", "least MFLOP", "least ms", "reached")
+_COLUMNS = ("ms", "share", "MB", "MFLOP", "least ms", "reached")
 
 
 def _cells(part: Part, whole: float) -> list[str]:
@@ -50,7 +51,7 @@ def profile_tables(report: ProfileReport) -> Group:
     """For the terminal."""
     tables = []
     for profile in report.loads:
-        table = Table(title=_title(profile), title_justify="left")
+        table = Table(title=_title(profile), title_justify="left", box=SIMPLE_HEAD)
         table.add_column("part", no_wrap=True)
         for column in _COLUMNS:
             table.add_column(column, justify="right", no_wrap=True)

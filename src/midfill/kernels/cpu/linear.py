@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from midfill.kernels.cpu.dots import (
+    Q4_FETCHED,
+    Q8_FETCHED,
     ROUNDED_BYTES,
     multiply_q4_1,
     multiply_q4_2,
@@ -97,31 +99,31 @@ def multiply_floats(
 @kernel
 def _multiply_q4(
     x: Any, at: int, stride: int, rows: int, groups: int, panel: Any, panel_at: int,
-    tile: Any, tile_at: int,
+    ahead: int, tile: Any, tile_at: int,
 ) -> None:  # fmt: skip
     if rows == 1:
-        multiply_q4_1(x, at, stride, groups, panel, panel_at, tile, tile_at)
+        multiply_q4_1(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
     elif rows == 2:
-        multiply_q4_2(x, at, stride, groups, panel, panel_at, tile, tile_at)
+        multiply_q4_2(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
     elif rows == 3:
-        multiply_q4_3(x, at, stride, groups, panel, panel_at, tile, tile_at)
+        multiply_q4_3(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
     else:
-        multiply_q4_4(x, at, stride, groups, panel, panel_at, tile, tile_at)
+        multiply_q4_4(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
 
 
 @kernel
 def _multiply_q8(
     x: Any, at: int, stride: int, rows: int, groups: int, panel: Any, panel_at: int,
-    tile: Any, tile_at: int,
+    ahead: int, tile: Any, tile_at: int,
 ) -> None:  # fmt: skip
     if rows == 1:
-        multiply_q8_1(x, at, stride, groups, panel, panel_at, tile, tile_at)
+        multiply_q8_1(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
     elif rows == 2:
-        multiply_q8_2(x, at, stride, groups, panel, panel_at, tile, tile_at)
+        multiply_q8_2(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
     elif rows == 3:
-        multiply_q8_3(x, at, stride, groups, panel, panel_at, tile, tile_at)
+        multiply_q8_3(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
     else:
-        multiply_q8_4(x, at, stride, groups, panel, panel_at, tile, tile_at)
+        multiply_q8_4(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
 
 
 @kernel
@@ -133,23 +135,39 @@ def rounded_at(at: int) -> int:
 @kernel
 def multiply_weights(
     x: Any, rounded: Any, at: int, inputs: int, rows: int, weights: Any, panel_at: int,
-    weight_format: int, tile: Any, tile_at: int,
+    weight_format: int, ahead: int, tile: Any, tile_at: int,
 ) -> None:  # fmt: skip
-    """tile[rows, 32] = x[rows, inputs] @ one panel; codes take x as ``rounded`` blocks."""
+    """tile[rows, 32] = x[rows, inputs] @ one panel; codes take x as ``rounded`` blocks.
+
+    ahead: see ``fetched_from``.
+    """
     if weight_format == DENSE:
         multiply_floats(x, at, inputs, rows, inputs, weights, panel_at, PANEL, tile, tile_at)
         return
     block, stride, groups = rounded_at(at), rounded_at(inputs), inputs // GROUP
     if weight_format == Q4:
-        _multiply_q4(rounded, block, stride, rows, groups, weights, panel_at, tile, tile_at)
+        _multiply_q4(rounded, block, stride, rows, groups, weights, panel_at, ahead, tile, tile_at)
     else:
-        _multiply_q8(rounded, block, stride, rows, groups, weights, panel_at, tile, tile_at)
+        _multiply_q8(rounded, block, stride, rows, groups, weights, panel_at, ahead, tile, tile_at)
 
 
 @kernel
 def _work_share(panels: int, threads: int) -> int:
     """Panels to claim at once: long runs stream well, small ones even out a busy core."""
     return max(1, panels // (threads * 4))
+
+
+@kernel
+def fetched_from(row: int, size: int, weight_format: int) -> int:
+    """How many bytes from a panel's blocks on the tile at ``row`` fetches weights.
+
+    The first tile reads the panel from memory and those after it find it in the cache. They would
+    leave memory idle, so they fetch the next panel: the three after the first a third each.
+    """
+    if row == 0:
+        return 0
+    part = Q4_FETCHED if weight_format == Q4 else Q8_FETCHED
+    return size + (row // MAX_CODE_ROWS - 1) * part
 
 
 @kernel
@@ -178,7 +196,8 @@ def linear(
                 count = min(largest, rows - row)
                 multiply_weights(
                     x, rounded, x_at + row * inputs, inputs, count, weights,
-                    weights_at + panel * size, weight_format, tile, 0,
+                    weights_at + panel * size, weight_format,
+                    fetched_from(row, size, weight_format), tile, 0,
                 )  # fmt: skip
                 for r in range(count):
                     for lane in range(0, PANEL, LANES):
@@ -234,11 +253,11 @@ def gated_linear(
                 if gated:
                     multiply_weights(
                         x, rounded, at, inputs, count, gate, gate_at + panel * gate_size,
-                        gate_format, tile, 0,
+                        gate_format, fetched_from(row, gate_size, gate_format), tile, 0,
                     )  # fmt: skip
                 multiply_weights(
-                    x, rounded, at, inputs, count, up, up_at + panel * up_size, up_format, tile,
-                    up_tile,
+                    x, rounded, at, inputs, count, up, up_at + panel * up_size, up_format,
+                    fetched_from(row, up_size, up_format), tile, up_tile,
                 )  # fmt: skip
                 for r in range(count):
                     target = (row + r) * outputs + panel * PANEL
