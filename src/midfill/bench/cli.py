@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from midfill.bench.counts import parse_counts
 from midfill.bench.peers.cli import peers
 from midfill.cli.options import ModelArgument, ThreadsOption, parse_fim_tokens
 
@@ -118,7 +119,9 @@ def speed(
     from midfill.bench.speed_report import speed_markdown, speed_table
     from midfill.models.hub import DEFAULT_MODEL
 
-    options = SpeedOptions(prefill=_lengths(prefill), contexts=_lengths(contexts), repeats=repeats)
+    options = SpeedOptions(
+        prefill=parse_counts(prefill), contexts=parse_counts(contexts), repeats=repeats
+    )
     with Console(stderr=True).status("loading") as status:
         report = measure_speed(model or DEFAULT_MODEL, options, threads, status.update)
     Console().print(speed_table(report))
@@ -267,21 +270,6 @@ def replay(
             replace_section(docs, "replay", replay_markdown(results, name))
 
     asyncio.run(measure())
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    """Token counts separated by commas.
-
-    Raises:
-        typer.BadParameter: not that.
-    """
-    try:
-        lengths = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        lengths = ()
-    if not lengths or min(lengths) < 1:
-        raise typer.BadParameter(f"{text!r} is no list of token counts like 512,1500")
-    return lengths
 
 
 def _write_json(path: Path, report: object) -> None:

@@ -7,6 +7,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from midfill.bench.counts import parse_counts
 from midfill.cli.options import ThreadsOption, parse_fim_tokens
 
 
@@ -24,6 +25,12 @@ def peers(
     quick: Annotated[
         bool, typer.Option("--quick", help="Shorter and fewer of all: a minute for midfill alone.")
     ] = False,
+    prefill: Annotated[str | None, typer.Option(help="Prompt lengths; 512,2000,6000.")] = None,
+    contexts: Annotated[
+        str | None, typer.Option(help="Tokens before the first decoded one; 16,2000,6000.")
+    ] = None,
+    streams: Annotated[str | None, typer.Option(help="Decoded at once; 1,4,16.")] = None,
+    users: Annotated[str | None, typer.Option(help="Of the rounds load; 1,4.")] = None,
     repeats: Annotated[
         int | None,
         typer.Option(min=1, help="Runs of each load; if not set 3, with --quick 2, of rounds 1."),
@@ -80,8 +87,10 @@ def peers(
     from midfill.models.hub import DEFAULT_MODEL
 
     chosen = QUICK if quick else PeersOptions()
+    given = {"prefill": prefill, "contexts": contexts, "streams": streams, "users": users}
     options = msgspec.structs.replace(
         chosen,
+        **{name: parse_counts(text) for name, text in given.items() if text is not None},
         servers=parse_names(only, SERVERS, "--only"),
         loads=parse_names(loads, LOADS, "--loads"),
         repeats=repeats or chosen.repeats,
