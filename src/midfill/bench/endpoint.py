@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -50,7 +51,8 @@ class Endpoint:
             base_url=self.base_url,
             headers=headers,
             timeout=timeout,
-            limits=httpx.Limits(max_connections=None),
+            # A connection each: a server may close an idle one just as it is used again.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
 
     async def __aenter__(self) -> "Endpoint":
@@ -80,25 +82,26 @@ class Endpoint:
         """
         body = {**payload, "stream": True, "stream_options": {"include_usage": True}}
         started = time.perf_counter()
-        arrivals: list[float] = []
-        pieces: list[str] = []
-        usage: dict[str, Any] = {}
+        parts: list[tuple[float, bytes]] = []
         try:
             async with self._client.stream("POST", "/completions", json=body) as response:
                 if response.status_code != 200:
                     detail = (await response.aread()).decode(errors="replace")
                     raise MidfillError(f"{self.base_url} answered {response.status_code}: {detail}")
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:") or line == "data: [DONE]":
-                        continue
-                    event = json.loads(line[5:])
-                    if event.get("choices"):
-                        arrivals.append(time.perf_counter())
-                        pieces.append(event["choices"][0].get("text") or "")
-                    usage = event.get("usage") or usage
+                # Read later: what is measured shares its cores with whoever measures.
+                async for part in response.aiter_bytes():
+                    parts.append((time.perf_counter(), part))
         except httpx.HTTPError as error:
             raise MidfillError(f"{self.base_url} broke off: {error!r}") from error
         ended = time.perf_counter()
+        arrivals: list[float] = []
+        pieces: list[str] = []
+        usage: dict[str, Any] = {}
+        for arrived, event in _events(parts):
+            if event.get("choices"):
+                arrivals.append(arrived)
+                pieces.append(event["choices"][0].get("text") or "")
+            usage = event.get("usage") or usage
         details = usage.get("prompt_tokens_details") or {}
         return Measurement(
             ttft_seconds=(arrivals[0] if arrivals else ended) - started,
@@ -109,3 +112,14 @@ class Endpoint:
             text="".join(pieces),
             arrivals=tuple(arrivals),
         )
+
+
+def _events(parts: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Server-sent events, with the time at which the end of each had come."""
+    rest = b""
+    for arrived, part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            data = line.strip().removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                yield arrived, json.loads(data)

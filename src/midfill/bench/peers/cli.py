@@ -70,6 +70,9 @@ def peers(
     docs: Annotated[
         Path | None, typer.Option(help="Put the tables into this Markdown file.")
     ] = None,
+    section: Annotated[
+        str, typer.Option(metavar="NAME", help="Where in it: between <!-- NAME --> marks.")
+    ] = "peers",
 ) -> None:
     """midfill's server, llama.cpp's and vLLM's on this machine, one after another.
 
@@ -117,4 +120,4 @@ def peers(
     if plot is not None:
         plot_peers(report, plot)
     if docs is not None:
-        replace_section(docs, "peers", peers_markdown(report))
+        replace_section(docs, section, peers_markdown(report))
