@@ -62,12 +62,13 @@ def measure_speed(
 ) -> SpeedReport:
     """Load ``model`` twice (the first time may compile and pack) and measure.
 
-    Prompts are random tokens of their own, so nothing is found in the cache. A prefill's time
-    ends with the first token, a decode's begins there.
+    Prompts are random tokens of their own, so nothing is found in the cache. After them a model
+    soon repeats itself, which speculation would turn into speed that text doesn't have; it is off.
+    A prefill's time ends with the first token, a decode's begins there.
     """
     progress(f"loading {model}")
     LLM(model, threads=threads).close()
-    llm = LLM(model, threads=threads)
+    llm = LLM(model, threads=threads, speculation=False)
     rng = random.Random(0)
 
     def prompt(length: int) -> list[int]:

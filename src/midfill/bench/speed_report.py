@@ -25,7 +25,8 @@ def _rows(report: SpeedReport) -> list[list[str]]:
 def _caption(report: SpeedReport) -> str:
     engine = report.engine
     return (
-        f"{report.model}, one request at a time, median of {report.options.repeats} runs; "
+        f"{report.model}, one request at a time, without speculation, "
+        f"median of {report.options.repeats} runs; "
         f"{engine.backend}, weights {engine.weight_bytes / 1e6:.1f} MB, KV pool "
         f"{engine.kv_bytes / 1e9:.2f} GB ({engine.slots} tokens), loaded in "
         f"{engine.load_seconds:.1f} s; {report.machine}"
