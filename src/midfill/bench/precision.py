@@ -1,6 +1,8 @@
 """What rounding costs: the CPU kernels' distributions beside those of float32, token by token."""
 
+import math
 from collections.abc import Callable, Iterator
+from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -106,14 +108,14 @@ def measure_precision(
         )
         for each in (REFERENCE, *variants)
     }
-    losses: list[torch.Tensor] = []
+    losses: list[float] = []
     divergences: dict[Variant, list[_Rows]] = {each: [] for each in variants}
     for number, ids in enumerate(texts):
         progress(f"text {number + 1} of {len(texts)}")
         for batch in _chunks(ids):
             expected = _log_likelihoods(runners[REFERENCE], batch)
             following = torch.from_numpy(ids[batch.positions[-1] - batch.rows + 2 :])
-            losses.append(_loss(expected, following))
+            losses += _loss(expected, following)
             for each in variants:
                 rows = _compare(expected, _log_likelihoods(runners[each], batch), following)
                 divergences[each].append(rows)
@@ -125,17 +127,21 @@ def measure_precision(
         stored=block_format(checkpoint, "auto").name,
         tokens=sum(len(ids) for ids in texts),
         window=window,
-        perplexity=float(torch.cat(losses).mean().exp()),
+        perplexity=math.exp(fmean(losses)),
         variants=[_summary(checkpoint, each, rows) for each, rows in divergences.items()],
     )
 
 
 class _Rows(msgspec.Struct, frozen=True):
-    """Of some rows: divergence, whether the likeliest token agrees, loss of the next token."""
+    """Of some rows: divergence, whether the likeliest token agrees, loss of the next token.
 
-    divergence: torch.Tensor
-    agrees: torch.Tensor
-    loss: torch.Tensor
+    Plain numbers: small tensors that stay would lie between the large ones that go, whose memory
+    could then not be used again.
+    """
+
+    divergence: list[float]
+    agrees: list[bool]
+    loss: list[float]
 
 
 def _windows(checkpoint: Checkpoint, tokens: int, window: int) -> list[np.ndarray]:
@@ -166,32 +172,33 @@ def _chunks(ids: np.ndarray) -> Iterator[ForwardBatch]:
 
 
 def _log_likelihoods(runner: CpuRunner, batch: ForwardBatch) -> torch.Tensor:
-    return runner.forward(batch).log_softmax(dim=-1)
+    logits = runner.forward(batch)  # in the runner's own memory, until its next step
+    return logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
 
 
-def _loss(log_likelihoods: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+def _loss(log_likelihoods: torch.Tensor, following: torch.Tensor) -> list[float]:
     """Of the next tokens; the text's last token has none."""
     targets = following[: len(log_likelihoods)].long()
-    return -log_likelihoods[: len(targets)].gather(1, targets[:, None])[:, 0]
+    return (-log_likelihoods[: len(targets)].gather(1, targets[:, None])[:, 0]).tolist()
 
 
 def _compare(expected: torch.Tensor, got: torch.Tensor, following: torch.Tensor) -> _Rows:
     return _Rows(
-        (expected.exp() * (expected - got)).sum(dim=-1),
-        expected.argmax(dim=-1) == got.argmax(dim=-1),
+        (expected.exp() * (expected - got)).sum(dim=-1).tolist(),
+        (expected.argmax(dim=-1) == got.argmax(dim=-1)).tolist(),
         _loss(got, following),
     )
 
 
 def _summary(checkpoint: Checkpoint, variant: Variant, rows: list[_Rows]) -> Divergence:
-    divergence = torch.cat([each.divergence for each in rows])
+    divergence = np.array([value for each in rows for value in each.divergence])
     return Divergence(
         variant=variant,
         weights=block_format(checkpoint, variant.weights).name,
         kv=choose_cell_format(checkpoint, variant.weights, variant.kv).value,
         mean=float(divergence.mean()),
-        median=float(divergence.median()),
-        p99=float(divergence.quantile(0.99)),
-        agreement=float(torch.cat([each.agrees for each in rows]).float().mean()),
-        perplexity=float(torch.cat([each.loss for each in rows]).mean().exp()),
+        median=float(np.median(divergence)),
+        p99=float(np.quantile(divergence, 0.99)),
+        agreement=fmean(value for each in rows for value in each.agrees),
+        perplexity=math.exp(fmean(value for each in rows for value in each.loss)),
     )
