@@ -140,6 +140,7 @@ def add_products(
 
 
 def splat_i32(builder: ir.IRBuilder, scalar: Any) -> Any:
+    """A vector with an int32 scalar in every lane."""
     undefined = ir.Constant(I32_VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
     return builder.shuffle_vector(first, undefined, _integers(0))
