@@ -64,6 +64,8 @@ class ServeOptions:
         max_body_bytes: longest request body.
         idle_prefill: compute the prompts that documents will probably ask for next while the
             engine has nothing else to do.
+        stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
+            held back to be sent together; 0 sends each at once.
         options: how the model is run.
     """
 
@@ -75,4 +77,5 @@ class ServeOptions:
     fim_tokens: tuple[str, str, str] | None = None
     max_body_bytes: int = 16 * 1024 * 1024
     idle_prefill: bool = True
+    stream_interval: float = 0.025
     options: ModelOptions = field(default_factory=ModelOptions)

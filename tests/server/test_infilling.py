@@ -183,3 +183,29 @@ def test_idle_prefill_leaves_less_to_compute_and_changes_no_answer(tiny_folder: 
         assert with_prefill["midfill"] == without["midfill"]
     assert unprepared[2]["midfill"]["computed_tokens"] > 50
     assert prepared[2]["midfill"]["computed_tokens"] < 25
+
+
+def messages(server: RunningServer, **fields: Any) -> list[str]:
+    """The texts of a streamed answer's messages."""
+    client = server.openai()
+    stream = client.completions.create(
+        model=client.models.list().data[0].id, prompt="def f(", stream=True, temperature=0,
+        extra_body={"ignore_eos": True}, **fields,
+    )  # fmt: skip
+    return [chunk.choices[0].text for chunk in stream]
+
+
+def test_tokens_of_a_stream_are_gathered_but_for_the_first_the_last_and_stops(
+    tiny_folder: Path,
+) -> None:
+    with start(tiny_folder, "--no-speculation", "--stream-interval", "0") as server:
+        each = messages(server, max_tokens=24)
+    with start(tiny_folder, "--no-speculation", "--stream-interval", "60000") as server:
+        gathered = messages(server, max_tokens=24)
+        text = "".join(each)
+        stop = text[len(text) // 2]
+        stopped = messages(server, max_tokens=4000, stop=[stop])
+    assert "".join(gathered) == text
+    assert len(gathered) == 2 < len(each)
+    assert gathered[0] == each[0]
+    assert "".join(stopped) == text[: text.index(stop)]

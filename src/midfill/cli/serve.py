@@ -63,6 +63,16 @@ def serve(
             " ask for next.",
         ),
     ] = True,
+    stream_interval: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="MS",
+            help="Milliseconds for which tokens of a streamed answer, after its first, may be held"
+            " back to be sent together: each message takes time from the model. 0 sends each at"
+            " once.",
+        ),
+    ] = 25,
     speculation: SpeculationOption = True,
 ) -> None:
     """Serve a model over OpenAI's API; without MODEL a small one, fetched the first time."""
@@ -83,6 +93,7 @@ def serve(
         api_keys=tuple(api_key or ()),
         fim_tokens=None if fim_tokens is None else parse_fim_tokens(fim_tokens),
         idle_prefill=idle_prefill,
+        stream_interval=stream_interval / 1000,
         options=ModelOptions(
             backend=backend,
             device=device,

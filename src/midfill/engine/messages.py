@@ -81,7 +81,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):
-    """From the engine after each turn of its loop: what is new, and its numbers as of now."""
+    """From the engine while it works: what its OutputBuffer lets out, and its numbers as of now."""
 
     outputs: list[EngineOutput]
     stats: EngineStats

@@ -33,12 +33,14 @@ from midfill.engine.messages import (
     Submit,
     ToEngine,
 )
+from midfill.engine.output_buffer import OutputBuffer
 from midfill.errors import InvalidRequestError, MidfillError
 
 if TYPE_CHECKING:
     from midfill.engine.engine import Engine
 
 _PROGRESS_SECONDS = 0.05
+_STATS_SECONDS = 0.05  # the server's numbers are at most so old while the engine works
 _MESSAGES_A_STEP = 256  # taken at most before the next step, so that a flood can't stop it
 
 
@@ -81,7 +83,7 @@ def main(address: str) -> NoReturn:
     try:
         start = channel.receive()
         assert isinstance(start, Start)
-        engine, info = _load(start, started, channel.send)
+        engine, buffer, info = _load(start, started, channel.send)
     except Exception as error:
         if not isinstance(error, MidfillError):
             traceback.print_exc()
@@ -90,11 +92,12 @@ def main(address: str) -> NoReturn:
         channel.close()
         sys.exit(1)
     channel.send(Ready(info))
-    run_loop(engine, channel)
+    run_loop(engine, buffer, channel)
 
 
-def run_loop(engine: "Engine", channel: _Channel) -> NoReturn:
+def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoReturn:
     """Alternate between taking messages and stepping."""
+    told = 0.0
     while True:
         taken = 0
         while not engine.has_work() or (taken < _MESSAGES_A_STEP and channel.pending()):
@@ -103,13 +106,20 @@ def run_loop(engine: "Engine", channel: _Channel) -> NoReturn:
             if isinstance(message, Cancel):
                 engine.cancel(message.request_id, message.index)
             elif isinstance(message, Submit):
-                _add(engine, message, channel)
-        channel.send(StepReport(engine.step(), engine.stats()))
+                _add(engine, message, buffer, channel)
+        produced = engine.step()
+        now = time.monotonic()
+        buffer.add(produced, now)
+        outputs = buffer.take(now)
+        if outputs or now - told >= _STATS_SECONDS or not engine.has_work():
+            channel.send(StepReport(outputs, engine.stats()))
+            told = now
 
 
-def _add(engine: "Engine", message: Submit, channel: _Channel) -> None:
+def _add(engine: "Engine", message: Submit, buffer: OutputBuffer, channel: _Channel) -> None:
     try:
         engine.add(message.request)
+        buffer.expect(message.request)
     except InvalidRequestError as error:
         request_id = message.request.request_id
         channel.send(Rejected(request_id, str(error), error.param, error.code))
@@ -117,7 +127,7 @@ def _add(engine: "Engine", message: Submit, channel: _Channel) -> None:
 
 def _load(
     start: Start, started: float, send: Callable[[FromEngine], None]
-) -> tuple["Engine", EngineInfo]:
+) -> tuple["Engine", OutputBuffer, EngineInfo]:
     """Load the model and build its engine.
 
     Raises:
@@ -131,7 +141,7 @@ def _load(
     options = start.options
     checkpoint = open_model(Path(start.path), options.adapter_path, options.weights)
     engine, _, info = load_engine(checkpoint, options, _throttled(send), started)
-    return engine, info
+    return engine, OutputBuffer(checkpoint.tokenizer.token_bytes), info
 
 
 def _throttled(send: Callable[[FromEngine], None]) -> Callable[[str, int, int], None]:

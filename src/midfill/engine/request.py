@@ -63,6 +63,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         background: compute the prompt into the prefix cache while no other request is there, and
             generate nothing. Ends with "stop", or with "cancelled" when newer ones or a lack of
             slots push it out.
+        stream_interval: seconds for which tokens that nobody waits for may be held back on their
+            way to the server, to be told together; infinity: until the answer ends.
+        stop_bytes: tokens that hold one of these bytes are told at once: the last bytes of the
+            strings that end the answer.
     """
 
     request_id: str
@@ -71,6 +75,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     begins_with: bytes = b""
     background: bool = False
+    stream_interval: float = 0.0
+    stop_bytes: bytes = b""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -65,7 +65,13 @@ class Prompt:
     prefix: str = ""
     suffix: str = ""
 
-    def request(self, request_id: str, sampling: SamplingParams, tenant: str = "") -> EngineRequest:
+    def request(
+        self,
+        request_id: str,
+        sampling: SamplingParams,
+        tenant: str = "",
+        stream_interval: float = 0.0,
+    ) -> EngineRequest:
         """What the engine is asked; see ``EngineRequest``."""
         return EngineRequest(
             request_id=request_id,
@@ -73,6 +79,8 @@ class Prompt:
             sampling=sampling.for_engine(self.stop_token_ids, len(self.begins_with)),
             tenant=tenant,
             begins_with=self.begins_with,
+            stream_interval=stream_interval,
+            stop_bytes=bytes({stop.encode()[-1] for stop in sampling.stops if stop}),
         )
 
 

@@ -47,7 +47,7 @@ class Response:
     def __init__(self, prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self.prompt = prompt
         trimming = sampling.trimming
-        stops = StopStrings((*sampling.stop, *trimming.stop))
+        stops = StopStrings(sampling.stops)
         healed = len(prompt.begins_with)
         trim = self._trimmed if trimming else None
         self._answers = [

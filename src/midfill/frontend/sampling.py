@@ -28,6 +28,11 @@ class SamplingParams(TokenSampling, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     trimming: Trimming = Trimming()
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """All strings that end the answer."""
+        return (*self.stop, *self.trimming.stop)
+
     def for_engine(self, end_tokens: tuple[int, ...] = (), healed: int = 0) -> TokenSampling:
         """The part the engine understands.
 

@@ -52,9 +52,10 @@ class Metrics:
         """A request's first token came out so long after the request."""
         self._first_token.observe(seconds)
 
-    def next_token(self, seconds: float) -> None:
-        """An answer's next tokens came out so long after those before."""
-        self._between_tokens.observe(seconds)
+    def next_tokens(self, seconds: float, tokens: int) -> None:
+        """So many more tokens of an answer came, so long after those before."""
+        for _ in range(tokens):
+            self._between_tokens.observe(seconds / tokens)
 
     def answer_finished(self, reason: str) -> None:
         """An answer is complete, or was aborted ("abort")."""

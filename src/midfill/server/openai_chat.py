@@ -71,7 +71,7 @@ def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]
         sampling = _sampling(body, service)
         messages = [message.fields() for message in body.messages]
         prompt = await service.encode(lambda encoder: encoder.chat(messages))
-        generation = service.generate([prompt], sampling, tenant)
+        generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
         answer = _ChatCompletion(body, sampling.n, generation, service.name)
         if body.stream:
             return EventStream(answer.events())

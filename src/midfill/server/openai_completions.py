@@ -118,7 +118,8 @@ def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]
         sampling = _sampling(body, service)
         prompts = await service.encode(lambda encoder: _prompts(body, tenant, encoder))
         most_choices(len(prompts), sampling.n)
-        answer = _Completion(body, service.generate(prompts, sampling, tenant), service.name)
+        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
+        answer = _Completion(body, generation, service.name)
         if body.stream:
             return EventStream(answer.events())
         whole = await while_connected(request.receive, answer.whole())

@@ -75,6 +75,7 @@ async def open_service(
             prompts,
             options.max_body_bytes,
             idle_prefill=options.idle_prefill,
+            stream_interval=options.stream_interval,
         )
         try:
             yield service

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -45,10 +46,16 @@ class ModelService:
         max_body_bytes: int,
         *,
         idle_prefill: bool = True,
+        stream_interval: float = 0.0,
     ) -> None:
-        """Serve ``engine``; ``idle_prefill`` computes expected prompts while it has nothing to do.
+        """Serve ``engine``.
 
-        The other arguments are the attributes' and the encoder of the model's prompts.
+        Args:
+            prompts: the encoder of the model's prompts.
+            idle_prefill: compute expected prompts while the engine has nothing to do.
+            stream_interval: seconds for which tokens of a streamed answer may be held back.
+
+        The other arguments are the attributes'.
         """
         self.name = name
         self.created = int(time.time())
@@ -60,6 +67,7 @@ class ModelService:
         # One thread: the encoder remembers documents. A long text must not stop the event loop.
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")
         self._idle_prefill = idle_prefill
+        self._stream_interval = stream_interval
         self._prefills: dict[str, asyncio.Task[None]] = {}  # by document
 
     @property
@@ -90,10 +98,14 @@ class ModelService:
         return await loop.run_in_executor(self._encoding, make, self._prompts)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, tenant: str
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, tenant: str, *, streamed: bool
     ) -> "Generation":
-        """Answers to some prompts; the engine starts when they are asked for."""
-        return Generation(self, prompts, sampling, tenant)
+        """Answers to some prompts; the engine starts when they are asked for.
+
+        Of answers that are not ``streamed``, nobody reads anything before their end.
+        """
+        interval = self._stream_interval if streamed else math.inf
+        return Generation(self, prompts, sampling, tenant, interval)
 
     def prepare_next(self, document: str, tenant: str) -> None:
         """Have the prompt computed that this document will probably ask for next.
@@ -151,12 +163,13 @@ class Generation:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         tenant: str,
+        stream_interval: float,
     ) -> None:
         self._service = service
         identity = uuid.uuid4().hex
         self._tenant = tenant
         self._requests = [
-            prompt.request(f"{identity}-{index}", sampling, tenant)
+            prompt.request(f"{identity}-{index}", sampling, tenant, stream_interval)
             for index, prompt in enumerate(prompts)
         ]
         self.responses = [Response(prompt, sampling, service.tokenizer) for prompt in prompts]
@@ -187,7 +200,7 @@ class Generation:
                     place = places[output.request_id]
                     response = self.responses[place]
                     if output.token_ids:
-                        self._time(place, output.index)
+                        self._time(place, output.index, len(output.token_ids))
                     delta = response.push(output)
                     if delta is None:
                         continue
@@ -208,12 +221,13 @@ class Generation:
             for _ in range(len(self._requests) * self._answers - complete):
                 self._service.metrics.answer_finished("abort")
 
-    def _time(self, place: int, index: int) -> None:
+    def _time(self, place: int, index: int, tokens: int) -> None:
+        """Note that so many tokens of an answer came."""
         now = time.perf_counter()
         metrics = self._service.metrics
         before = self._last_token.get((place, index))
         if before is not None:
-            metrics.next_token(now - before)
+            metrics.next_tokens(now - before, tokens)
         elif index == 0:
             metrics.first_token(now - self._started)
         self._last_token[place, index] = now
