@@ -111,6 +111,18 @@ def test_streams_that_wait_come_with_the_one_that_has_waited_long_enough() -> No
     assert told(buffer, 1e9) == []
 
 
+def test_many_streams_wait_longer() -> None:
+    buffer = OutputBuffer(token_bytes)
+    names = [f"r{number}" for number in range(100)]
+    for name in names:
+        buffer.expect(request(name, interval=0.025))
+        buffer.add([output(1, name=name)], 0.0)
+    assert len(told(buffer, 0.0)) == 100
+    buffer.add([output(2, name=name) for name in names], 0.0)
+    assert told(buffer, 0.1) == []
+    assert len(told(buffer, 0.5)) == 100
+
+
 @pytest.mark.parametrize("interval", [0.0, 1.0])
 def test_a_request_nobody_named_or_that_wants_each_token_is_never_held(interval: float) -> None:
     buffer = OutputBuffer(token_bytes)

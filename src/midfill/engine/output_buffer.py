@@ -8,8 +8,13 @@ complete a stop string, since the server alone knows text and ends the answer th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from midfill.engine.request import EngineOutput, EngineRequest, TokenLogprobs
+
+_SECONDS_A_STREAM = 0.003
+"""Held at least so long for each stream: sending a message to all then takes the server and the
+clients about a tenth of the time, measured on two cores."""
 
 
 @dataclass
@@ -73,15 +78,17 @@ class OutputBuffer:
     def take(self, now: float) -> list[EngineOutput]:
         """What the server is told now. Once one request has waited long enough, others that
         stream come with it: the server is woken anyway."""
+        streamed = [request for request in self._requests.values() if request.interval < inf]
+        least = _SECONDS_A_STREAM * sum(len(request.answers) for request in streamed)
         if any(
-            request.held_since is not None and now - request.held_since >= request.interval
-            for request in self._requests.values()
+            request.held_since is not None
+            and now - request.held_since >= max(request.interval, least)
+            for request in streamed
         ):
-            for request in self._requests.values():
-                if request.interval < float("inf"):
-                    for answer in request.answers.values():
-                        self._tell(answer)
-                    request.held_since = None
+            for request in streamed:
+                for answer in request.answers.values():
+                    self._tell(answer)
+                request.held_since = None
         ready, self._ready = self._ready, []
         return ready
 
