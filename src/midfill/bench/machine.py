@@ -6,13 +6,15 @@ from pathlib import Path
 
 import msgspec
 
+from midfill.kernels.cpu.cores import available_threads
+
 
 class Machine(msgspec.Struct, frozen=True):
     """The parts of a machine that decide speed.
 
     Attributes:
         processor: its name as the system tells it.
-        cores: cores this process may use.
+        cores: cores this process may use, or as many as its quota of CPU time amounts to.
         vector_features: the vector extensions that matter here.
         memory_gib: main memory.
         system: kernel and Python.
@@ -45,13 +47,12 @@ def describe_machine() -> Machine:
             fields.setdefault(name.strip(), value.strip())
     flags = set(fields.get("flags", fields.get("Features", "")).split())
     try:
-        cores = len(os.sched_getaffinity(0))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (AttributeError, ValueError, OSError):
-        cores, memory = os.cpu_count() or 1, float("nan")
+        memory = float("nan")
     return Machine(
         processor=fields.get("model name") or platform.processor() or platform.machine(),
-        cores=cores,
+        cores=available_threads(),
         vector_features=[feature for feature in _FEATURES if feature in flags],
         memory_gib=memory,
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",

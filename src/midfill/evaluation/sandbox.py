@@ -42,6 +42,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, Self
 
 from midfill.errors import MidfillError
+from midfill.kernels.cpu.cores import available_threads
 
 Isolation = Literal["namespaces", "audit-hook"]
 
@@ -106,7 +107,7 @@ class Sandbox:
         self._workers: list[_Worker] = []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         try:
-            for _ in range(workers or _cores()):
+            for _ in range(workers or available_threads()):
                 self._workers.append(_Worker(isolation or "auto", self._folder))
                 self._idle.put(self._workers[-1])
         except BaseException:
@@ -217,9 +218,3 @@ class _Worker:
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         line = self._process.stdout.readline() if ready else b""
         return json.loads(line) if line.endswith(b"\n") else None
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

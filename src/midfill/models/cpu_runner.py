@@ -9,11 +9,12 @@ from midfill.engine.batch import ForwardBatch
 from midfill.kernels.cpu.attention import ITEM_FIELDS, TILE_ROWS, plan_attention, scratch_size
 from midfill.kernels.cpu.cells import CellFormat, allocate_cells, cell_bytes
 from midfill.kernels.cpu.clock import CLOCK_CELLS, PHASES
+from midfill.kernels.cpu.cores import available_threads
 from midfill.kernels.cpu.decoder import SOLO_ROWS, Batch, Cells, Workspace, forward
 from midfill.kernels.cpu.dots import ROUNDED_BYTES
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
 from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, panel_count
-from midfill.kernels.cpu.team import Team, available_threads
+from midfill.kernels.cpu.team import Team
 from midfill.models.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.models.packed_model import PackedModel, Progress, block_format, load_packed

@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+from midfill.kernels.cpu.cores import available_threads
 from midfill.kernels.cpu.simd import LANES
-from midfill.kernels.cpu.team import available_threads
 
 
 def over_rows(function: Any, rows: int, *arguments: object) -> None:

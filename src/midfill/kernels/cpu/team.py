@@ -7,7 +7,6 @@ threads meet at barriers of a few hundred nanoseconds inside it.
 ``sync`` is an int64 array shared by the team; its cells lie on cache lines of their own.
 """
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,13 +23,16 @@ from midfill.kernels.cpu.atomics import (
     sched_yield,
     spin_pause,
 )
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import entry_point, kernel
 
-ARRIVED, GENERATION, WORK = 0, 16, 32
-SYNC_CELLS = 48
+ARRIVED, GENERATION, WORK, STARTED, ENDED = 0, 16, 32, 48, 64
+SYNC_CELLS = 80
 SPINS_BEFORE_YIELD = 64
 """A few microseconds. Whoever spins on may hold the very core that the others wait for; a yield
 on a core that nobody else wants costs next to nothing."""
+_YIELDS_BEFORE_SLEEP = 3000
+"""Some milliseconds, longer than a busy engine takes from one step to the next: a core that has
+gone to sleep needs a good part of a millisecond to get back to work."""
 
 
 @kernel
@@ -59,12 +61,17 @@ def take_work(sync: Any, items: int) -> int:
     return atomic_add(sync, WORK, items)
 
 
-def available_threads() -> int:
-    """Cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
+@entry_point
+def _look_out(sync: Any, cell: int, value: int) -> None:
+    """Wait until sync[cell] == value, but not for ever: whoever called can also sleep."""
+    spins = 0
+    while atomic_load(sync, cell) != value:
+        spin_pause()
+        spins += 1
+        if spins >= SPINS_BEFORE_YIELD:
+            sched_yield()
+        if spins >= SPINS_BEFORE_YIELD + _YIELDS_BEFORE_SLEEP:
+            return
 
 
 _Task = tuple[int, Callable[..., None], tuple[Any, ...]]
@@ -73,6 +80,10 @@ _Outcome = tuple[int, BaseException | None]
 
 class Team:
     """Threads that wait between steps. ``run`` is called from one thread at a time.
+
+    Tasks and outcomes go through queues, which are the truth. Before a thread sleeps in one, it
+    looks out for a while for a sign that there will be something: STARTED holds the number of the
+    latest run, ENDED how many workers are through with it.
 
     The threads end with ``close``, with the team itself, or when the program ends.
     """
@@ -100,14 +111,17 @@ class Team:
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call function(thread, threads, sync, *arguments) on every thread; wait for all."""
         self._runs += 1
+        self.sync[ENDED] = 0
         for tasks in self._tasks:
             tasks.put((self._runs, function, arguments))
+        self.sync[STARTED] = self._runs
         failures: list[BaseException] = []
         try:
             function(0, self.threads, self.sync, *arguments)
         except BaseException as failure:
             failures.append(failure)
         missing = len(self._tasks)
+        _look_out(self.sync, ENDED, missing)
         while missing:
             run, outcome = self._done.get()
             # An interrupted run (Ctrl-C) leaves its outcomes behind; they are not this one's.
@@ -130,14 +144,18 @@ def _work(
     done: "SimpleQueue[_Outcome]",
 ) -> None:
     """One thread's life: task after task until None comes."""
+    run = 0
     while (task := tasks.get()) is not None:
         run, function, arguments = task
+        outcome: BaseException | None = None
         try:
             function(thread, threads, sync, *arguments)
-            done.put((run, None))
         except BaseException as failure:
-            done.put((run, failure))
-        del task, function, arguments
+            outcome = failure
+        done.put((run, outcome))
+        sync[ENDED] += 1  # should two threads collide here, the caller sleeps in the queue
+        del task, function, arguments, outcome
+        _look_out(sync, STARTED, run + 1)
 
 
 def _end_workers(
