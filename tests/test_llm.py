@@ -56,11 +56,25 @@ def test_streams_give_the_same_text_also_in_turn(llm: LLM) -> None:
     assert streamed == texts
 
 
+def test_a_stream_has_the_whole_result_at_its_end(llm: LLM) -> None:
+    drawn = replace(GREEDY, temperature=0.9, seed=1, n=3, logprobs=1)
+    whole = llm.generate("def f(", drawn)[0]
+    stream = llm.generate_stream("def f(", drawn)
+    first = [next(stream), next(stream)]
+    result = stream.result()
+    assert result.answers == whole.answers
+    assert result.answers[first[0].index].text.startswith(first[0].text)
+    assert result.usage.completion_tokens == whole.usage.completion_tokens
+    assert stream.result() == result
+    assert list(stream) == []
+
+
 def test_closing_a_stream_ends_its_request(llm: LLM) -> None:
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, n=3)
     stream = llm.generate_stream("a", long)
     next(stream)
     stream.close()
+    assert all(not answer.finish_reason for answer in stream.result().answers)
     stats = llm.stats
     assert stats.running == stats.waiting == 0
     assert stats.slots_free + stats.slots_cached == stats.slots_total

@@ -1,0 +1,102 @@
+"""SharedEngine: an engine in this process, whose steps its callers take turns in running."""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+
+from midfill.engine.engine import Engine
+from midfill.engine.request import EngineOutput, EngineStats
+from midfill.frontend.answer import AnswerDelta
+from midfill.frontend.prompts import Prompt
+from midfill.frontend.response import Response
+from midfill.frontend.sampling import SamplingParams
+
+
+class SharedEngine:
+    """An engine that any number of threads may call; there is none that only runs it.
+
+    Whoever waits for an answer runs the next step. A step also brings outputs for others, which
+    are put where they look for them.
+
+    Args:
+        engine: nobody else may use it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._numbers = itertools.count()
+        self._mailboxes: dict[str, deque[EngineOutput]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's gauges and counters."""
+        with self._lock:
+            return self._engine.stats()
+
+    def answer(
+        self, responses: Sequence[Response], sampling: SamplingParams
+    ) -> Generator[tuple[int, AnswerDelta], None, None]:
+        """Run prompts to their end, as (place in ``responses``, delta).
+
+        Requests begin with the first ``next`` and end with the generator, closed or exhausted.
+
+        Raises:
+            InvalidRequestError: a prompt that can never run.
+            GenerationError: the engine gave up on one.
+        """
+        places = {f"{next(self._numbers)}": place for place in range(len(responses))}
+        try:
+            for request_id, place in places.items():
+                self._add(request_id, responses[place].prompt, sampling)
+            while not all(response.finished for response in responses):
+                for output in self._step_until_news(places):
+                    place = places[output.request_id]
+                    delta = responses[place].push(output)
+                    if delta is not None:
+                        yield place, delta
+                        if delta.finish_reason is not None and output.finish_reason is None:
+                            self._end(output.request_id, output.index)
+                    if responses[place].finished:
+                        self._drop(output.request_id)
+        finally:
+            for request_id in places:
+                self._drop(request_id)
+
+    def _add(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+        with self._lock:
+            self._engine.add(prompt.request(request_id, sampling))
+            self._mailboxes[request_id] = deque()
+
+    def _end(self, request_id: str, index: int) -> None:
+        """End an answer: a stop string was found in it before the engine knows."""
+        with self._lock:
+            self._engine.cancel(request_id, index)
+
+    def _drop(self, request_id: str) -> None:
+        """End a request, wherever it is."""
+        with self._lock:
+            if self._mailboxes.pop(request_id, None) is not None:
+                self._engine.cancel(request_id)
+
+    def _step_until_news(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """Outputs for these requests; runs a step if none has come yet."""
+        with self._lock:
+            news = self._collect(request_ids)
+            if not news:
+                for output in self._engine.step():
+                    mailbox = self._mailboxes.get(output.request_id)
+                    if mailbox is not None:
+                        mailbox.append(output)
+                news = self._collect(request_ids)
+            return news
+
+    def _collect(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        news: list[EngineOutput] = []
+        for request_id in request_ids:
+            mailbox = self._mailboxes.get(request_id)
+            if mailbox:
+                news += mailbox
+                mailbox.clear()
+        return news
