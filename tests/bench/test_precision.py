@@ -4,7 +4,7 @@ import pytest
 from tiny_checkpoints import write_tiny
 
 from midfill.bench.precision import PrecisionReport, Variant, measure_precision
-from midfill.bench.precision_report import precision_markdown
+from midfill.bench.precision_report import precision_table
 
 EXACT, SERVED = Variant("f32", "f32"), Variant("auto", "auto")
 EIGHT, FOUR = Variant("q8", "f32"), Variant("q4", "i8")
@@ -34,6 +34,6 @@ def test_coarser_codes_diverge_more(report: PrecisionReport) -> None:
 
 def test_the_report_says_what_was_compared(report: PrecisionReport) -> None:
     assert report.tokens == 300
-    text = precision_markdown(report)
+    text = precision_table(report).markdown()
     assert "| f32 (served) | f32 |" in text
     assert "| q4 | i8 |" in text

@@ -19,7 +19,7 @@ from midfill.bench.rounds import (
     round_texts,
     summarise,
 )
-from midfill.bench.rounds_report import plot_rounds, rounds_markdown
+from midfill.bench.rounds_report import plot_rounds, rounds_table
 from midfill.bench.targets import InProcess
 from midfill.errors import MidfillError
 
@@ -96,7 +96,7 @@ def test_the_report_is_written_where_people_look(report: RoundsReport, tmp_path:
     assert (tmp_path / "rounds.png").read_bytes().startswith(b"\x89PNG")
     page = tmp_path / "benchmarks.md"
     page.write_text("# Benchmarks\n\nbefore\n\n<!-- rounds -->\nold\n<!-- /rounds -->\n\nafter\n")
-    replace_section(page, "rounds", rounds_markdown(report))
+    replace_section(page, "rounds", rounds_table(report).markdown())
     text = page.read_text()
     assert "old" not in text
     assert text.index("before") < text.index("| native |") < text.index("after")

@@ -6,7 +6,7 @@ import pytest
 from tiny_checkpoints import write_tiny
 
 from midfill.bench.speed import SpeedOptions, SpeedReport, measure_speed
-from midfill.bench.speed_report import speed_markdown
+from midfill.bench.speed_report import speed_table
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_every_length_is_measured(report: SpeedReport) -> None:
 
 
 def test_memory_and_machine_are_stated(report: SpeedReport, tmp_path: Path) -> None:
-    text = speed_markdown(report)
+    text = speed_table(report).markdown()
     assert "| decode at 16 tokens |" in text
     assert f"{report.engine.slots} tokens" in text
     assert report.machine.processor in text

@@ -1,7 +1,7 @@
 """What the tests of training share: a tiny corpus, and a run on the tiny model."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 
 from midfill.infill.formats import FimFormat, custom_format
 from midfill.models.checkpoint import Checkpoint, open_checkpoint
+from midfill.training.corpus import Corpus
 from midfill.training.recipe import DataRecipe, TrainingRecipe
 from midfill.training.run import FimRun, RunInputs, prepare
 
@@ -85,8 +86,11 @@ def recipe() -> TrainingRecipe:
 def start(tiny: Checkpoint, corpus: Path) -> Callable[..., FimRun]:
     """Prepares a run on the tiny model: ``start(folder, recipe)``."""
 
-    def run(folder: Path, recipe: TrainingRecipe, **inputs: object) -> FimRun:
-        given = {"sources": (corpus,), "folder": folder, "fim_tokens": FIM} | inputs
+    def run(
+        folder: Path, recipe: TrainingRecipe, sources: Sequence[Path] = (corpus,), **inputs: object
+    ) -> FimRun:
+        documents = Corpus.find(sources, recipe.data.suffixes)
+        given = {"documents": documents, "folder": folder, "fim_tokens": FIM} | inputs
         return prepare(tiny, recipe, RunInputs(**given))  # type: ignore[arg-type]
 
     return run

@@ -12,6 +12,7 @@ from tiny_checkpoints import SPECIAL_TOKENS, tiny_tokenizer, write_tiny
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.infill.formats import find_format
 from midfill.models.checkpoint import Checkpoint, open_checkpoint
+from midfill.training.corpus import Corpus
 from midfill.training.recipe import TrainingRecipe
 from midfill.training.run import (
     FimRun,
@@ -93,7 +94,12 @@ def test_protected_and_held_out_texts_are_kept_away(
         tiny,
         fim_format_of(tiny, None),
         recipe,
-        RunInputs(sources=(corpus,), folder=tmp_path, protected=(protected,), held_out=(held_out,)),
+        RunInputs(
+            documents=Corpus.find([corpus], (".py",)),
+            folder=tmp_path,
+            protected=Corpus.find([protected], (".py",)),
+            held_out=Corpus.find([held_out], (".py",)),
+        ),
     )
     for _ in stream.read_examples():
         if stream.place.epoch:
@@ -104,7 +110,8 @@ def test_protected_and_held_out_texts_are_kept_away(
 
 def test_any_licence(tiny: Checkpoint, recipe: TrainingRecipe, tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("\n".join(f"value_{n} = compute({n})" for n in range(40)))
-    inputs = RunInputs(sources=(tmp_path,), folder=tmp_path, any_licence=True)
+    documents = Corpus.find([tmp_path], (".py",))
+    inputs = RunInputs(documents=documents, folder=tmp_path, any_licence=True)
     stream = open_stream(tiny, fim_format_of(tiny, None), recipe, inputs)
     assert next(stream.rows()).characters
     assert stream.licences == {"unknown": 1}

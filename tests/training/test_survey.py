@@ -5,6 +5,7 @@ from pathlib import Path
 
 from midfill.infill.formats import FimFormat
 from midfill.models.checkpoint import Checkpoint
+from midfill.training.corpus import Corpus
 from midfill.training.example_text import BORDER, example_text
 from midfill.training.examples import ExampleMaker
 from midfill.training.holes import Hole
@@ -15,7 +16,8 @@ from midfill.training.survey import Survey, survey_stream
 
 def survey(tiny: Checkpoint, format: FimFormat, corpus: Path, tokens: int) -> Survey:
     recipe = TrainingRecipe(data=DataRecipe(long_share=0.0))
-    stream = open_stream(tiny, format, recipe, RunInputs(sources=(corpus,), folder=corpus))
+    inputs = RunInputs(documents=Corpus.find([corpus], (".py",)), folder=corpus)
+    stream = open_stream(tiny, format, recipe, inputs)
     return survey_stream(stream, tokens=tokens, samples=3)
 
 

@@ -155,8 +155,19 @@ def test_data_shows_what_training_would_read(
     assert re.search(r"speed +[\d,]+ tokens/s", output)
 
 
+def test_a_missing_source_is_said_before_anything_about_the_model(
+    midfill: Midfill, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for model in (tiny_folder, "./none"):
+        for arguments in (("nowhere",), (tiny_folder / "config.json", "--protect", "nowhere")):
+            asked = ("train", "data", *arguments, "-m", model, "--fim-tokens", "<a>,<b>,<c>")
+            assert midfill(*asked) == (1, "", "midfill: nowhere: no such file or folder\n")
+
+
 BAD: dict[str, tuple[tuple[object, ...], str]] = {
     "no such folder": (("nowhere",), "nowhere: no such file or folder"),
+    "no such folder and no model": (("nowhere", "-m", "./none"), "nowhere: no such file or folder"),
     "an empty folder": (("empty",), "no documents: the folders hold no .py file"),
     "binary files": (("binary",), "can be trained on (binary: 1)"),
     "wrong encodings": (("latin",), "can be trained on (encoding: 1)"),

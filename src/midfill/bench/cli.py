@@ -9,28 +9,18 @@ import typer
 from rich.console import Console
 
 from midfill.bench.counts import parse_counts
+from midfill.bench.options import (
+    JsonOption,
+    LoadedModelOption,
+    OutputTokensOption,
+    TargetFimTokensOption,
+    UrlOption,
+)
 from midfill.bench.peers.cli import peers
-from midfill.cli.options import ModelArgument, ThreadsOption, parse_fim_tokens
-
-UrlOption = Annotated[
-    str | None,
-    typer.Option(
-        help="An OpenAI-style server, e.g. http://127.0.0.1:8080/v1. Without it the model is"
-        " loaded here, into this process."
-    ),
-]
-LoadedModelOption = Annotated[
-    str | None, typer.Option(help="Model to load here; the default model if not given.")
-]
-BenchFimTokensOption = Annotated[
-    str | None,
-    typer.Option(
-        help="PRE,SUF,MID: the model's FIM tokens. Loaded here, a model without any gets three"
-        " spare ones: that changes its answers, not its speed."
-    ),
-]
-JsonOption = Annotated[Path | None, typer.Option(help="Write all figures here.")]
-DocsOption = Annotated[Path | None, typer.Option(help="Put the table into this Markdown file.")]
+from midfill.bench.publish import publish
+from midfill.cli.extras import require
+from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.outputs import DocsOption, PlotOption
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -55,13 +45,13 @@ def rounds(
     ] = "fim,efim,native",
     users: Annotated[int, typer.Option(min=1, help="Documents edited at once.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, max=7, help="Requests a user sends.")] = 5,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 16,
+    output_tokens: OutputTokensOption = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Runs a layout; medians are shown.")] = 3,
-    fim_tokens: BenchFimTokensOption = None,
+    fim_tokens: TargetFimTokensOption = None,
     threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
     json: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")] = None,
+    plot: PlotOption = None,
     docs: DocsOption = None,
 ) -> None:
     """EFIM's load: documents that grow at the caret, round after round.
@@ -69,12 +59,12 @@ def rounds(
     fim sends PRE prefix SUF suffix MID each time; efim keeps the first prefix in place and sends
     what grew after MID; native sends prefix and suffix and lets the server choose.
     """
+    require("bench rounds", ["httpx"], extra="bench")
     from midfill.bench.rounds import RoundsOptions, measure_rounds, parse_layouts
-    from midfill.bench.rounds_report import plot_rounds, rounds_markdown, rounds_table
+    from midfill.bench.rounds_report import plot_rounds, rounds_table
     from midfill.bench.targets import open_target
 
     console = Console(stderr=True)
-    sentinels = None if fim_tokens is None else parse_fim_tokens(fim_tokens)
     options = RoundsOptions(
         layouts=parse_layouts(layouts),
         users=users,
@@ -85,18 +75,13 @@ def rounds(
     )
 
     async def measure() -> None:
-        async with open_target(url, model, sentinels, threads, console) as target:
+        async with open_target(url, model, fim_tokens, threads, console) as target:
             with console.status("warming up") as status:
                 report = await measure_rounds(target, options, status.update)
-        Console().print(rounds_table(report))
-        if json is not None:
-            _write_json(json, report)
+        table = rounds_table(report)
+        publish(report, table.drawn(), table.markdown(), section="rounds", json=json, docs=docs)
         if plot is not None:
             plot_rounds(report, plot)
-        if docs is not None:
-            from midfill.bench.document_sections import replace_section
-
-            replace_section(docs, "rounds", rounds_markdown(report))
 
     asyncio.run(measure())
 
@@ -114,9 +99,8 @@ def speed(
     docs: DocsOption = None,
 ) -> None:
     """Prefill and decode speed of one request at a time, the model loaded into this process."""
-    from midfill.bench.document_sections import replace_section
     from midfill.bench.speed import SpeedOptions, measure_speed
-    from midfill.bench.speed_report import speed_markdown, speed_table
+    from midfill.bench.speed_report import speed_table
     from midfill.models.hub import DEFAULT_MODEL
 
     options = SpeedOptions(
@@ -124,11 +108,8 @@ def speed(
     )
     with Console(stderr=True).status("loading") as status:
         report = measure_speed(model or DEFAULT_MODEL, options, threads, status.update)
-    Console().print(speed_table(report))
-    if json is not None:
-        _write_json(json, report)
-    if docs is not None:
-        replace_section(docs, "speed", speed_markdown(report))
+    table = speed_table(report)
+    publish(report, table.drawn(), table.markdown(), section="speed", json=json, docs=docs)
 
 
 @app.command()
@@ -144,18 +125,14 @@ def profile(
     "least ms" is their time at the speed of memory, or at the rate the chip reaches in registers;
     "reached" is that as a share of the measured time.
     """
-    from midfill.bench.document_sections import replace_section
     from midfill.bench.profile import measure_profile
     from midfill.bench.profile_report import profile_markdown, profile_tables
     from midfill.models.hub import DEFAULT_MODEL
 
     with Console(stderr=True).status("loading") as status:
         report = measure_profile(model or DEFAULT_MODEL, threads=threads, progress=status.update)
-    Console().print(profile_tables(report))
-    if json is not None:
-        _write_json(json, report)
-    if docs is not None:
-        replace_section(docs, "profile", profile_markdown(report))
+    drawn, markdown = profile_tables(report), profile_markdown(report)
+    publish(report, drawn, markdown, section="profile", json=json, docs=docs)
 
 
 @app.command()
@@ -167,20 +144,16 @@ def precision(
     docs: DocsOption = None,
 ) -> None:
     """What rounding weights, activations and KV costs: divergence from float32 on real code."""
-    from midfill.bench.document_sections import replace_section
     from midfill.bench.precision import measure_precision
-    from midfill.bench.precision_report import precision_markdown, precision_table
+    from midfill.bench.precision_report import precision_table
     from midfill.models.hub import DEFAULT_MODEL
 
     with Console(stderr=True).status("loading") as status:
         report = measure_precision(
             model or DEFAULT_MODEL, tokens=tokens, threads=threads, progress=status.update
         )
-    Console().print(precision_table(report))
-    if json is not None:
-        _write_json(json, report)
-    if docs is not None:
-        replace_section(docs, "precision", precision_markdown(report))
+    table = precision_table(report)
+    publish(report, table.drawn(), table.markdown(), section="precision", json=json, docs=docs)
 
 
 @app.command()
@@ -204,7 +177,6 @@ def edits(
     cheapest cuts with the whole future known). Sessions come from an editing mix over files of the
     standard library and from git histories.
     """
-    from midfill.bench.document_sections import replace_section
     from midfill.bench.edits.measure import QUICK, EditsOptions, run_edits
     from midfill.bench.edits.report import edits_markdown, edits_table
 
@@ -221,11 +193,8 @@ def edits(
         counting = {"tokenize": open_checkpoint(resolve(model)).tokenizer.encode, "unit": model}
     with Console(stderr=True).status("preparing") as status:
         report = run_edits(options, progress=status.update, **counting)
-    Console().print(edits_table(report))
-    if json is not None:
-        _write_json(json, report)
-    if docs is not None:
-        replace_section(docs, "edits", edits_markdown(report))
+    drawn, markdown = edits_table(report), edits_markdown(report)
+    publish(report, drawn, markdown, section="edits", json=json, docs=docs)
 
 
 @app.command()
@@ -233,9 +202,9 @@ def replay(
     url: UrlOption = None,
     model: LoadedModelOption = None,
     requests: Annotated[int, typer.Option(min=2, help="Requests of the session.")] = 120,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 8,
+    output_tokens: OutputTokensOption = 8,
     seed: Annotated[int, typer.Option(help="Which session.")] = 0,
-    fim_tokens: BenchFimTokensOption = None,
+    fim_tokens: TargetFimTokensOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     docs: DocsOption = None,
@@ -244,16 +213,15 @@ def replay(
 
     The session is a short one of 'bench edits'; planner is the server's own choice.
     """
-    from midfill.bench.document_sections import replace_section
+    require("bench replay", ["httpx"], extra="bench")
     from midfill.bench.edits.replay import replay_edits
-    from midfill.bench.edits.replay_report import replay_markdown, replay_table
+    from midfill.bench.edits.replay_report import replay_table
     from midfill.bench.targets import open_target
 
     console = Console(stderr=True)
-    sentinels = None if fim_tokens is None else parse_fim_tokens(fim_tokens)
 
     async def measure() -> None:
-        async with open_target(url, model, sentinels, threads, console) as target:
+        async with open_target(url, model, fim_tokens, threads, console) as target:
             name = await target.model()
             with console.status("warming up") as status:
                 results = await replay_edits(
@@ -263,14 +231,7 @@ def replay(
                     seed=seed,
                     progress=status.update,
                 )
-        Console().print(replay_table(results, name))
-        if json is not None:
-            _write_json(json, results)
-        if docs is not None:
-            replace_section(docs, "replay", replay_markdown(results, name))
+        table = replay_table(results, name)
+        publish(results, table.drawn(), table.markdown(), section="replay", json=json, docs=docs)
 
     asyncio.run(measure())
-
-
-def _write_json(path: Path, report: object) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")

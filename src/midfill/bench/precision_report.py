@@ -1,55 +1,39 @@
-"""What rounding costs, as a table and as Markdown."""
+"""What rounding costs, as a table."""
 
-from rich.table import Table
-
-from midfill.bench.precision import PrecisionReport
-
-_COLUMNS = ("weights", "KV", "KL mean", "KL median", "KL p99", "same top token", "perplexity")
+from midfill.bench.precision import Divergence, PrecisionReport
+from midfill.cli.result_table import ResultTable
 
 
-def _rows(report: PrecisionReport) -> list[list[str]]:
-    rows = [["f32", "f32", "0", "0", "0", "100%", f"{report.perplexity:.3f}"]]
-    for each in report.variants:
-        served = " (served)" if each.variant.weights == each.variant.kv == "auto" else ""
-        rows.append(
-            [
-                each.weights.lower() + served,
-                each.kv,
-                f"{each.mean:.5f}",
-                f"{each.median:.5f}",
-                f"{each.p99:.5f}",
-                f"{each.agreement:.1%}",
-                f"{each.perplexity:.3f}",
-            ]
-        )
-    return rows
-
-
-def _caption(report: PrecisionReport) -> str:
-    return (
-        f"{report.model}, layers stored as {report.stored.lower()}, {report.tokens:,} tokens of "
-        f"standard library files, at most {report.window:,} of each; KL in nats a token, from the "
-        "float32 kernels with the same weights; rows that meet q4 or q8 are rounded to int8"
+def precision_table(report: PrecisionReport) -> ResultTable:
+    """A row for each way to keep weights and KV."""
+    exact = {
+        "weights": "f32",
+        "KV": "f32",
+        "KL mean": "0",
+        "KL median": "0",
+        "KL p99": "0",
+        "same top token": "100%",
+        "perplexity": f"{report.perplexity:.3f}",
+    }
+    return ResultTable(
+        title="What rounding costs",
+        rows=[exact, *map(_cells, report.variants)],
+        labels=2,
+        caption=f"{report.model}, layers stored as {report.stored.lower()}, {report.tokens:,} "
+        f"tokens of standard library files, at most {report.window:,} of each; KL in nats a token, "
+        "from the float32 kernels with the same weights; rows that meet q4 or q8 are rounded to "
+        "int8.",
     )
 
 
-def precision_table(report: PrecisionReport) -> Table:
-    """For the terminal."""
-    table = Table(title="What rounding costs", caption=_caption(report))
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column in ("weights", "KV") else "right")
-    for row in _rows(report):
-        table.add_row(*row)
-    return table
-
-
-def precision_markdown(report: PrecisionReport) -> str:
-    """For docs/benchmarks.md."""
-    lines = [
-        "| " + " | ".join(_COLUMNS) + " |",
-        "|" + " --- |" * len(_COLUMNS),
-        *("| " + " | ".join(row) + " |" for row in _rows(report)),
-        "",
-        _caption(report) + ".",
-    ]
-    return "\n".join(lines)
+def _cells(result: Divergence) -> dict[str, str]:
+    served = " (served)" if result.variant.weights == result.variant.kv == "auto" else ""
+    return {
+        "weights": result.weights.lower() + served,
+        "KV": result.kv,
+        "KL mean": f"{result.mean:.5f}",
+        "KL median": f"{result.median:.5f}",
+        "KL p99": f"{result.p99:.5f}",
+        "same top token": f"{result.agreement:.1%}",
+        "perplexity": f"{result.perplexity:.3f}",
+    }

@@ -1,23 +1,10 @@
-"""The rounds load's figures as a table, as Markdown and as a plot."""
+"""The rounds load's figures as a table and as a plot."""
 
 from pathlib import Path
 
-from rich.table import Table
-
 from midfill.bench.rounds import LayoutResult, RoundsReport
+from midfill.cli.result_table import ResultTable
 
-# Short words: the table should fit a terminal of 80 columns.
-_COLUMNS = (
-    "layout",
-    "wall s",
-    "req/s",
-    "speed up",
-    "first TTFT ms",
-    "later TTFT ms",
-    "grown by",
-    "later computed",
-    "most over",
-)
 _LEGEND = (
     "Speed up: requests/s against fim. Grown by: tokens a later round's prompt is longer than the "
     "one before. Later computed: prompt tokens computed in a later round. Most over: the worst "
@@ -25,54 +12,33 @@ _LEGEND = (
 )
 
 
-def _cells(name: str, result: LayoutResult, report: RoundsReport) -> list[str]:
-    base = report.layouts.get("fim")
-    speed_up = result.requests_per_second / base.requests_per_second if base else None
-    return [
-        name,
-        f"{result.wall_seconds:.2f}",
-        f"{result.requests_per_second:.2f}",
-        "-" if speed_up is None else f"{speed_up:.2f}x",
-        f"{result.first_ttft_seconds * 1000:.0f}",
-        f"{result.later_ttft_seconds * 1000:.0f}",
-        f"{result.increment:.0f}",
-        f"{result.later_computed:.0f}",
-        f"{result.most_over_increment:+d}",
-    ]
-
-
-def _caption(report: RoundsReport) -> str:
+def rounds_table(report: RoundsReport) -> ResultTable:
+    """A row for each layout."""
     options = report.options
-    return (
-        f"{report.model}, {options.users} users x {options.rounds} rounds, "
+    return ResultTable(
+        title="EFIM rounds load",
+        rows=[_cells(name, result, report) for name, result in report.layouts.items()],
+        caption=f"{report.model}, {options.users} users x {options.rounds} rounds, "
         f"{options.output_tokens} tokens out, median of {options.repeats} runs a layout; "
-        f"{report.machine}"
+        f"{report.machine}. {_LEGEND}",
     )
 
 
-def rounds_table(report: RoundsReport) -> Table:
-    """For the terminal."""
-    table = Table(title="EFIM rounds load", caption=f"{_caption(report)}.\n{_LEGEND}")
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "layout" else "right")
-    for name, result in report.layouts.items():
-        table.add_row(*_cells(name, result, report))
-    return table
-
-
-def rounds_markdown(report: RoundsReport) -> str:
-    """For docs/benchmarks.md."""
-    lines = [
-        "| " + " | ".join(_COLUMNS) + " |",
-        "|" + " --- |" * len(_COLUMNS),
-        *(
-            "| " + " | ".join(_cells(name, result, report)) + " |"
-            for name, result in report.layouts.items()
-        ),
-        "",
-        f"{_caption(report)}. {_LEGEND}",
-    ]
-    return "\n".join(lines)
+def _cells(name: str, result: LayoutResult, report: RoundsReport) -> dict[str, str]:
+    """Heads are short: the table should fit a terminal of 80 columns."""
+    base = report.layouts.get("fim")
+    speed_up = result.requests_per_second / base.requests_per_second if base else None
+    return {
+        "layout": name,
+        "wall s": f"{result.wall_seconds:.2f}",
+        "req/s": f"{result.requests_per_second:.2f}",
+        "speed up": "-" if speed_up is None else f"{speed_up:.2f}x",
+        "first TTFT ms": f"{result.first_ttft_seconds * 1000:.0f}",
+        "later TTFT ms": f"{result.later_ttft_seconds * 1000:.0f}",
+        "grown by": f"{result.increment:.0f}",
+        "later computed": f"{result.later_computed:.0f}",
+        "most over": f"{result.most_over_increment:+d}",
+    }
 
 
 def plot_rounds(report: RoundsReport, path: Path) -> None:

@@ -20,7 +20,6 @@ from midfill.cli.options import (
     StopOption,
     TemperatureOption,
     ThreadsOption,
-    parse_fim_tokens,
 )
 from midfill.errors import MidfillError
 from midfill.infill.trim import Brackets, Lines
@@ -94,7 +93,7 @@ def complete(
             device=device,
             threads=threads,
             adapter=adapter,
-            fim_tokens=None if fim_tokens is None else parse_fim_tokens(fim_tokens),
+            fim_tokens=fim_tokens,
             progress=progress,
         )
     with llm:

@@ -1,6 +1,6 @@
 """Options that several commands share."""
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -13,8 +13,16 @@ _MODEL_HELP = (
 )
 
 
-def parse_fim_tokens(text: str) -> tuple[str, str, str]:
-    """Three sentinel texts from "PRE,SUF,MID".
+class FimTokens(NamedTuple):
+    """Texts of a model's sentinels."""
+
+    prefix: str
+    suffix: str
+    middle: str
+
+
+def parse_fim_tokens(text: str) -> FimTokens:
+    """The sentinels from "PRE,SUF,MID".
 
     Raises:
         typer.BadParameter: it isn't three.
@@ -22,7 +30,7 @@ def parse_fim_tokens(text: str) -> tuple[str, str, str]:
     parts = text.split(",")
     if len(parts) != 3 or not all(parts):
         raise typer.BadParameter("name three tokens: PREFIX,SUFFIX,MIDDLE")
-    return parts[0], parts[1], parts[2]
+    return FimTokens(*parts)
 
 
 ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
@@ -42,7 +50,11 @@ WeightsFormatOption = Annotated[
     ),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads; all cores this process may use if not set.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="CPU threads; if not set all cores this process may use, fewer under a CPU quota.",
+    ),
 ]
 ContextOption = Annotated[
     int | None, typer.Option(min=2, help="Most tokens of a prompt and its answer.")
@@ -72,8 +84,9 @@ AdapterOption = Annotated[
     ),
 ]
 FimTokensOption = Annotated[
-    str | None,
+    FimTokens | None,
     typer.Option(
+        parser=parse_fim_tokens,
         metavar="PRE,SUF,MID",
         help="The model's FIM tokens, for models midfill doesn't know.",
     ),

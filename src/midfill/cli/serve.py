@@ -18,7 +18,6 @@ from midfill.cli.options import (
     SpeculationOption,
     ThreadsOption,
     WeightsFormatOption,
-    parse_fim_tokens,
 )
 
 if TYPE_CHECKING:
@@ -26,20 +25,48 @@ if TYPE_CHECKING:
     from midfill.server.service import ModelService
 
 
+HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+ServedNameOption = Annotated[
+    str | None, typer.Option(help="What clients call the model.", metavar="NAME")
+]
+ApiKeyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="MIDFILL_API_KEY",
+        help="Key that clients must send; may be repeated. Each key has its own cache.",
+    ),
+]
+TokenBudgetOption = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Most tokens a step runs. Lower: steadier streams; higher: faster prompts."
+    ),
+]
+IdlePrefillOption = Annotated[
+    bool,
+    typer.Option(
+        help="While there is nothing to do, compute the prompts that documents will probably ask"
+        " for next."
+    ),
+]
+StreamIntervalOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="MS",
+        help="Milliseconds for which tokens of a streamed answer, after its first, may be held"
+        " back to be sent together: each message takes time from the model. 0 sends each at once.",
+    ),
+]
+
+
 def serve(
     model: ModelArgument = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
-    served_name: Annotated[
-        str | None, typer.Option(help="What clients call the model.", metavar="NAME")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="MIDFILL_API_KEY",
-            help="Key that clients must send; may be repeated. Each key has its own cache.",
-        ),
-    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8080,
+    served_name: ServedNameOption = None,
+    api_key: ApiKeyOption = None,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     weights: WeightsFormatOption = "auto",
@@ -49,30 +76,9 @@ def serve(
     kv_cache_dtype: KvDtypeOption = "auto",
     adapter: AdapterOption = None,
     fim_tokens: FimTokensOption = None,
-    token_budget: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Most tokens a step runs. Lower: steadier streams; higher: faster prompts.",
-        ),
-    ] = 128,
-    idle_prefill: Annotated[
-        bool,
-        typer.Option(
-            help="While there is nothing to do, compute the prompts that documents will probably"
-            " ask for next.",
-        ),
-    ] = True,
-    stream_interval: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="MS",
-            help="Milliseconds for which tokens of a streamed answer, after its first, may be held"
-            " back to be sent together: each message takes time from the model. 0 sends each at"
-            " once.",
-        ),
-    ] = 25,
+    token_budget: TokenBudgetOption = 128,
+    idle_prefill: IdlePrefillOption = True,
+    stream_interval: StreamIntervalOption = 25,
     speculation: SpeculationOption = True,
 ) -> None:
     """Serve a model over OpenAI's API; without MODEL a small one, fetched the first time."""
@@ -91,7 +97,7 @@ def serve(
         host=host,
         port=port,
         api_keys=tuple(api_key or ()),
-        fim_tokens=None if fim_tokens is None else parse_fim_tokens(fim_tokens),
+        fim_tokens=fim_tokens,
         idle_prefill=idle_prefill,
         stream_interval=stream_interval / 1000,
         options=ModelOptions(

@@ -1,6 +1,6 @@
 """The ``midfill eval`` commands."""
 
-import importlib.util
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,19 +14,16 @@ from midfill.cli.options import (
     ModelOption,
     ThreadsOption,
     WeightsFormatOption,
-    parse_fim_tokens,
 )
+from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
 from midfill.evaluation.options import (
     ConditionsOption,
     ContextOption,
-    DocsOption,
     FilesOption,
     HumanEvalOption,
     JsonOption,
     LimitOption,
     MaxTokensOption,
-    PlotOption,
-    SectionOption,
     SeedOption,
     TasksOption,
     TypedOption,
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
 
     from midfill.evaluation.models import Model
     from midfill.evaluation.problems import Task
-    from midfill.evaluation.run import InfillingReport, Progress
+    from midfill.evaluation.run import InfillingReport
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -83,14 +80,15 @@ def infilling(
     from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
     from midfill.evaluation.conditions import choose_conditions, parse_conditions
+    from midfill.evaluation.models import LocalModel, RemoteModel
     from midfill.evaluation.report import write_report
     from midfill.evaluation.run import RunOptions, evaluate, load_problems
+    from midfill.models.hub import DEFAULT_MODEL
 
     if url is not None and (model or adapter or typed):
         raise MidfillError(
             "--url names the model: it goes with neither --model nor --adapter, nor with --typed"
         )
-    _check_outputs(json, plot, docs)
     names = None if conditions is None else parse_conditions(conditions)
     before, after = _context(context_characters)
     options = RunOptions(
@@ -103,38 +101,33 @@ def infilling(
         max_tokens=max_tokens,
     )
     problems = load_problems(options, humaneval, files or [])
-    sentinels = None if fim_tokens is None else parse_fim_tokens(fim_tokens)
 
     def save(report: "InfillingReport") -> None:
         if json is not None:
             write_report(report, json, finished=False)
 
-    def run(asked: "Model", progress: "Progress") -> "InfillingReport":
-        chosen = choose_conditions(names, asked.format, remote=asked.remote)
-        return evaluate(asked, problems, chosen, options, progress, save)
-
-    with show_progress() as progress:
+    with ExitStack() as stack:
+        progress = stack.enter_context(show_progress())
+        asked: Model
         if url is not None:
-            from midfill.evaluation.models import RemoteModel
-
-            report = run(RemoteModel(url, sentinels), progress)
+            asked = RemoteModel(url, fim_tokens)
         else:
-            from midfill.evaluation.models import LocalModel
-            from midfill.llm import LLM
-            from midfill.models.hub import DEFAULT_MODEL
+            from midfill.llm import LLM  # takes seconds, which --url need not wait
 
             name = model or DEFAULT_MODEL
-            with LLM(
+            llm = LLM(
                 name,
                 adapter=adapter,
                 weights=weights,
                 backend=backend,
                 device=device,
                 threads=threads,
-                fim_tokens=sentinels,
+                fim_tokens=fim_tokens,
                 progress=progress,
-            ) as llm:
-                report = run(LocalModel(llm, f"{name} (weights {weights})"), progress)
+            )
+            asked = LocalModel(stack.enter_context(llm), f"{name} (weights {weights})")
+        chosen = choose_conditions(names, asked.format, remote=asked.remote)
+        report = evaluate(asked, problems, chosen, options, progress, save)
     if json is not None:
         write_report(report, json, finished=True)
     _show(report, plot, docs, section)
@@ -150,7 +143,6 @@ def show(
     """The tables of a run again, from its JSON file; also of one that was interrupted."""
     from midfill.evaluation.report import read_report
 
-    _check_outputs(None, plot, docs)
     _show(read_report(results), plot, docs, section)
 
 
@@ -187,7 +179,6 @@ def compare(
     from midfill.evaluation.report import comparison_markdown, comparison_tables, read_report
     from midfill.evaluation.summary import compare
 
-    _check_outputs(None, None, docs)
     pairs = [_pair(text) for text in pair or ()]
     one, other = read_report(first), read_report(second)
     comparisons = compare(one, other, pairs)
@@ -273,17 +264,3 @@ def _pair(text: str) -> tuple[str, str]:
     if not (first and equals and second):
         raise typer.BadParameter(f"--pair takes two conditions like prefix-only=psm, not {text!r}")
     return first, second
-
-
-def _check_outputs(json: Path | None, plot: Path | None, docs: Path | None) -> None:
-    """Say now, and not after hours, that a result could not be written."""
-    from midfill.errors import MidfillError
-
-    for path in (json, plot, docs):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise MidfillError(f"{path} can't be written: there is no folder {path.parent}")
-    if plot is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise MidfillError("--plot needs matplotlib: install midfill[bench]")
-        if plot.suffix not in (".png", ".svg", ".pdf"):
-            raise MidfillError(f"--plot {plot}: the name must end in .png, .svg or .pdf")

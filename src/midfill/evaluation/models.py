@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from midfill.cli.extras import require
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
@@ -94,10 +95,9 @@ class RemoteModel:
         Raises:
             MidfillError: nobody is.
         """
-        try:
-            import httpx
-        except ImportError:
-            raise MidfillError("--url needs httpx: install midfill[bench]") from None
+        require("--url", ["httpx"], extra="bench")
+        import httpx
+
         self._base_url = base_url.rstrip("/")
         self.format = None if sentinels is None else _spelled(sentinels)
         try:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from midfill.cli.outputs import writable
+
 HumanEvalOption = Annotated[
     Path | None,
     typer.Option(
@@ -66,12 +68,8 @@ TypedOption = Annotated[
 JsonOption = Annotated[
     Path | None,
     typer.Option(
+        callback=writable,
         help="Write every answer and score here, for 'eval compare'; kept up to date while the"
-        " run goes on."
+        " run goes on.",
     ),
-]
-PlotOption = Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")]
-DocsOption = Annotated[Path | None, typer.Option(help="Put the tables into this Markdown file.")]
-SectionOption = Annotated[
-    str, typer.Option(metavar="NAME", help="Where in it: between <!-- NAME --> and <!-- /NAME -->.")
 ]

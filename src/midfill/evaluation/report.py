@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
+from midfill.cli.result_table import ResultTable
 from midfill.errors import MidfillError
 from midfill.evaluation.problems import Task
 from midfill.evaluation.run import InfillingReport
@@ -25,32 +26,23 @@ from midfill.evaluation.summary import (
 _LEGEND = "Percent with 95% intervals (bootstrap over functions or files, paired for differences)."
 
 
-class _Grid(msgspec.Struct, frozen=True):
-    """A table before it is drawn; its first ``labels`` columns are names, the others numbers."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    labels: int = 1
-
-
 def report_tables(report: InfillingReport) -> list[Table]:
     """For the terminal: of each task the scores, and the differences from the baseline."""
-    tables = [_drawn(grid) for grid in _grids(report)]
+    tables = [_drawn(results) for results in _results(report)]
     tables[-1].caption = _caption(report)
     return tables
 
 
 def report_markdown(report: InfillingReport) -> str:
     """For a document."""
-    return "\n\n".join([*map(_written, _grids(report)), _caption(report)])
+    return "\n\n".join([*map(_written, _results(report)), _caption(report)])
 
 
 def comparison_tables(
     comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
 ) -> list[Table]:
     """For the terminal: of each task a row a condition and score."""
-    tables = [_drawn(grid) for grid in _comparison_grids(comparisons)]
+    tables = [_drawn(results) for results in _comparison_results(comparisons)]
     tables[-1].caption = _LEGEND
     return tables
 
@@ -61,28 +53,27 @@ def comparison_markdown(
     comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
 ) -> str:
     """For a document; ``first`` and ``second`` are the models' names."""
-    parts = map(_written, _comparison_grids(comparisons))
+    parts = map(_written, _comparison_results(comparisons))
     return "\n\n".join([*parts, f"First: {first}; second: {second}. {_LEGEND}"])
 
 
-def _comparison_grids(
+def _comparison_results(
     comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
-) -> Iterator[_Grid]:
+) -> Iterator[ResultTable]:
     for task, conditions in comparisons.items():
         rows = [
-            [
-                condition,
-                SCORES[name],
-                f"{100 * found.first.value:.1f}",
-                f"{100 * found.second.value:.1f}",
-                _cell(found.difference, signed=True),
-            ]
+            {
+                "condition": condition,
+                "score": SCORES[name],
+                "first": f"{100 * found.first.value:.1f}",
+                "second": f"{100 * found.second.value:.1f}",
+                "second - first": _cell(found.difference, signed=True),
+            }
             for condition, scores in conditions.items()
             for name, found in scores.items()
         ]
         count = next(iter(next(iter(conditions.values())).values())).first.count
-        columns = ["condition", "score", "first", "second", "second - first"]
-        yield _Grid(f"{task}, {count} holes in both", columns, rows, labels=2)
+        yield ResultTable(title=f"{task}, {count} holes in both", rows=rows, labels=2)
 
 
 def plot_report(report: InfillingReport, path: Path) -> None:
@@ -152,23 +143,25 @@ def read_report(path: Path) -> InfillingReport:
         raise MidfillError(f"{path} is no file of 'midfill eval infilling': {error}") from None
 
 
-def _grids(report: InfillingReport) -> Iterator[_Grid]:
+def _results(report: InfillingReport) -> Iterator[ResultTable]:
     base = baseline_of(report)
     for task in tasks_of(report):
-        summary = summarise(report, task)
-        names = list(next(iter(summary.values())))
-        columns = [SCORES[name] for name in names]
-        rows = [
-            [condition, *(_cell(scores[name]) for name in names)]
-            for condition, scores in summary.items()
-        ]
-        yield _Grid(_title(report, task), ["condition", *columns], rows)
-        rows = [
-            [condition, *(_cell(scores[name], signed=True) for name in names)]
-            for condition, scores in differences(report, task).items()
-        ]
-        if rows:
-            yield _Grid(f"{task}, less {base}", ["condition", *columns], rows)
+        rows = _score_rows(summarise(report, task))
+        yield ResultTable(title=_title(report, task), rows=rows)
+        if rows := _score_rows(differences(report, task), signed=True):
+            yield ResultTable(title=f"{task}, less {base}", rows=rows)
+
+
+def _score_rows(
+    conditions: Mapping[str, Mapping[str, Estimate]], *, signed: bool = False
+) -> list[dict[str, str]]:
+    return [
+        {
+            "condition": condition,
+            **{SCORES[name]: _cell(score, signed=signed) for name, score in scores.items()},
+        }
+        for condition, scores in conditions.items()
+    ]
 
 
 def _title(report: InfillingReport, task: Task) -> str:
@@ -193,18 +186,18 @@ def _caption(report: InfillingReport) -> str:
     )
 
 
-def _written(grid: _Grid) -> str:
-    lines = [grid.columns, ["---"] * len(grid.columns), *grid.rows]
-    return f"{grid.title}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _written(results: ResultTable) -> str:
+    return f"{results.title}:\n\n{results.markdown()}"
 
 
-def _drawn(grid: _Grid) -> Table:
-    table = Table(title=grid.title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-    for place, column in enumerate(grid.columns):
-        label = place < grid.labels
-        table.add_column(column, justify="left" if label else "right", no_wrap=label)
-    # Intervals below their values, where a line of them would be too wide.
-    interval = "\n[" if grid.labels == 1 else " ["
-    for row in grid.rows:
-        table.add_row(*(Text(cell.replace(" [", interval)) for cell in row))  # no markup
+def _drawn(results: ResultTable) -> Table:
+    if results.labels == 1:
+        # Intervals below their values, where a line of them would be too wide.
+        rows = [
+            {head: cell.replace(" [", "\n[") for head, cell in row.items()} for row in results.rows
+        ]
+        results = replace(results, rows=rows)
+    table = results.drawn(title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    for column in table.columns[: results.labels]:
+        column.no_wrap = True
     return table

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.options import FimTokensOption, ModelOption, parse_fim_tokens
+from midfill.cli.options import FimTokensOption, ModelOption
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from midfill.models.checkpoint import Checkpoint
+    from midfill.training.corpus import Corpus
     from midfill.training.recipe import TrainingRecipe
     from midfill.training.run import FimRun
     from midfill.training.survey import Survey
@@ -85,6 +86,7 @@ def fim(
     import torch
 
     from midfill.bench.machine import describe_machine
+    from midfill.training.corpus import Corpus
     from midfill.training.finish import finish
     from midfill.training.run import prepare
     from midfill.training.step_display import StepDisplay
@@ -93,11 +95,11 @@ def fim(
         torch.set_num_threads(threads)
     chosen = _recipe(recipe, fragments=fragments, seed=seed, tokens=tokens, full=full)
     inputs = RunInputs(
-        sources=tuple(sources),
+        documents=Corpus.find(sources, chosen.data.suffixes),
         folder=output,
-        fim_tokens=None if fim_tokens is None else parse_fim_tokens(fim_tokens),
-        protected=tuple(protect or ()),
-        held_out=tuple(held_out or ()),
+        fim_tokens=fim_tokens,
+        protected=_corpus(protect, chosen),
+        held_out=_corpus(held_out, chosen),
         any_licence=any_licence,
         start_from=start_from,
         base_name=_known_name(model),
@@ -136,17 +138,18 @@ def data(
     """Look at what training would read: refusals, examples, and the pipeline's speed."""
     from rich.console import Console
 
+    from midfill.training.corpus import Corpus
     from midfill.training.example_text import example_text
     from midfill.training.run import RunInputs, fim_format_of, open_stream
     from midfill.training.survey import survey_stream
 
     chosen = _recipe(recipe, fragments=fragments, seed=seed)
     inputs = RunInputs(
-        sources=tuple(sources),
+        documents=Corpus.find(sources, chosen.data.suffixes),
         folder=Path(),
-        fim_tokens=None if fim_tokens is None else parse_fim_tokens(fim_tokens),
-        protected=tuple(protect or ()),
-        held_out=tuple(held_out or ()),
+        fim_tokens=fim_tokens,
+        protected=_corpus(protect, chosen),
+        held_out=_corpus(held_out, chosen),
         any_licence=any_licence,
     )
     checkpoint = _open_base(model)
@@ -189,6 +192,13 @@ def _recipe(
         seed=recipe.seed if seed is None else seed,
         method="full" if full else recipe.method,
     )
+
+
+def _corpus(paths: list[Path] | None, recipe: "TrainingRecipe") -> "Corpus | None":
+    """Where the texts of an option are, if it is given."""
+    from midfill.training.corpus import Corpus
+
+    return Corpus.find(paths, recipe.data.suffixes) if paths else None
 
 
 def _known_name(model: str | None) -> str | None:

