@@ -19,6 +19,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.edits.replay import replay_edits
 from midfill.bench.endpoint import Endpoint, Measurement
@@ -188,7 +190,7 @@ def rate_together(answers: Sequence[Measurement]) -> float:
     """Tokens a second of all answers while all of them were being written.
 
     That is from the last first token to the first last one. An answer's tokens are spread evenly
-    over the messages it came in.
+    over the messages it came in, and over the time between two messages.
 
     Raises:
         MidfillError: there was hardly such a time, so that it would say nothing.
@@ -197,8 +199,9 @@ def rate_together(answers: Sequence[Measurement]) -> float:
     end = min(answer.arrivals[-1] for answer in answers)
     tokens = 0.0
     for answer in answers:
-        messages = sum(start < at <= end for at in answer.arrivals)
-        tokens += messages * (answer.completion_tokens - 1) / max(len(answer.arrivals) - 1, 1)
+        so_far = np.linspace(0, answer.completion_tokens - 1, len(answer.arrivals))
+        before, after = np.interp((start, end), answer.arrivals, so_far)
+        tokens += float(after - before)
     if end <= start or tokens < sum(answer.completion_tokens for answer in answers) / 4:
         raise MidfillError("the streams were not decoded at the same time")
     return tokens / (end - start)

@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 
 from midfill.kernels.cpu.halves import load_halves, store_halves
 from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.memory import untouched
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I8,
@@ -72,7 +73,8 @@ def allocate_cells(
 ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.float32]]:
     """Zeroed memory: values [cells * head_dim] and scales [cells], or [0] where there are none."""
     scales = cells if cell_format is CellFormat.I8 else 0
-    return np.zeros(cells * head_dim, _DTYPES[cell_format]), np.zeros(scales, np.float32)
+    values = untouched(cells * head_dim, _DTYPES[cell_format])
+    return values, untouched(scales, np.float32).view(np.float32)
 
 
 def load_cell_vector(context: Any, builder: ir.IRBuilder, array_type: Any, pointer: Any) -> Any:
