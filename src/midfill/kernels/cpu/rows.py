@@ -57,7 +57,13 @@ def rotate(
 ) -> None:
     """Rotary embedding of one head, its halves turned against each other (NEOX order)."""
     table = position * half
-    for i in range(half):
+    whole = half - half % LANES
+    for i in range(0, whole, LANES):
+        cosine, sine = load(cos, table + i), load(sin, table + i)
+        lower, upper = load(x, x_at + i), load(x, x_at + half + i)
+        store(out, out_at + i, subtract(multiply(lower, cosine), multiply(upper, sine)))
+        store(out, out_at + half + i, add(multiply(upper, cosine), multiply(lower, sine)))
+    for i in range(whole, half):
         c, s = cos[table + i], sin[table + i]
         low, high = x[x_at + i], x[x_at + half + i]
         out[out_at + i] = low * c - high * s
