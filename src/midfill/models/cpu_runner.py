@@ -18,6 +18,7 @@ from midfill.kernels.cpu.team import Team
 from midfill.models.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.models.packed_model import PackedModel, Progress, block_format, load_packed
+from midfill.models.tile_choice import MEASURED_ROWS, Plan, choose_tiles, even_plan
 
 
 def slot_bytes(config: ModelConfig, cell_format: CellFormat) -> int:
@@ -76,6 +77,7 @@ class CpuRunner:
         self._cells = Cells(keys, values, key_scales, value_scales)
         self._slots = slots
         self._clock = np.zeros((self._team.threads, CLOCK_CELLS), np.int64)
+        self._heights = even_plan(self.model)
         self._rows = 0
         self._outputs = 0
         self._partials = 0
@@ -85,6 +87,8 @@ class CpuRunner:
         self._compile()
         if progress is not None:
             progress("compiling kernels", 1, 1)
+        if slots >= MEASURED_ROWS:
+            self._heights[:] = choose_tiles(self.model, self.threads, self._time_tiles)
 
     @property
     def slots(self) -> int:
@@ -190,7 +194,24 @@ class CpuRunner:
             partial_state=floats(entries * 2),
             partial_sums=floats(entries * config.head_dim),
             clock=self._clock,
+            heights=self._heights,
         )
+
+    def _time_tiles(self, plan: Plan) -> npt.NDArray[np.int64]:
+        """Ticks of every phase of the last two layers and the head over some rows.
+
+        What it writes into the first slots nobody reads: a slot is written before it is read.
+        """
+        self._heights[:] = plan
+        numbers = np.arange(MEASURED_ROWS, dtype=np.int32)
+        ends = np.array([0, MEASURED_ROWS], np.int32)
+        batch = ForwardBatch(
+            np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers
+        )
+        before = self.phase_ticks()
+        self.run_layers(batch, max(0, self.config.layers - 2), self.config.layers)
+        ticks: npt.NDArray[np.int64] = (self.phase_ticks() - before).sum(axis=0)
+        return ticks
 
     def _compile(self) -> None:
         """Run an empty step on this thread, so that the team never compiles."""

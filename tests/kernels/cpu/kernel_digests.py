@@ -21,6 +21,7 @@ from midfill.kernels.cpu.packing import PANEL, WeightFormat, pack
 from midfill.kernels.cpu.rows import LAYER, RMS, norm, rotate
 from midfill.kernels.cpu.simd import exp, load, store
 from midfill.kernels.cpu.team import SYNC_CELLS
+from midfill.kernels.cpu.tiles import even_heights
 from midfill.models.checkpoint import StoredTensor
 
 INSTRUCTIONS = ("zmm", "ymm", "vpdpbusd", "pmaddubsw", "pmulld", "vfmadd", "vcvtph2ps")
@@ -116,12 +117,14 @@ def products(weight_format: WeightFormat) -> list[np.ndarray]:
     blocks = np.zeros(x.size // 32 * ROUNDED_BYTES, np.uint8)
     round_row(x.reshape(-1), 0, x.size, blocks, 0)
     results = []
+    dense = weight_format is WeightFormat.F32
+    heights = even_heights(linear.MAX_TILE_ROWS if dense else linear.MAX_CODE_ROWS)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11):
         out = np.zeros(rows * 96, np.float32)
         linear.linear(
             np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), blocks, 0, rows, 96, matrix.data, 0,
             int(weight_format), 70, np.linspace(-1, 1, 96, dtype=np.float32), 0, out, 96, False,
-            1.0, np.empty(linear.MAX_TILE_ROWS * PANEL, np.float32),
+            1.0, heights, np.empty(linear.MAX_TILE_ROWS * PANEL, np.float32),
         )  # fmt: skip
         results.append(out)
     return results
@@ -183,7 +186,7 @@ def main() -> None:
         floats, octets, whole = types.float32[::1], types.uint8[::1], types.int64
         linear.linear.compile(
             (types.int64[::1], whole, floats, octets, whole, whole, whole, octets, whole, whole,
-             whole, floats, whole, floats, whole, types.boolean, types.float64, floats)
+             whole, floats, whole, floats, whole, types.boolean, types.float64, octets, floats)
         )  # fmt: skip
         print(json.dumps({"instructions": instructions()}))
         return

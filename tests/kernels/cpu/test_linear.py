@@ -8,8 +8,10 @@ from midfill.kernels.cpu import linear as kernels
 from midfill.kernels.cpu.dots import ROUNDED_BYTES, round_row
 from midfill.kernels.cpu.packing import PANEL, PackedMatrix, WeightFormat, pack, panel_count, unpack
 from midfill.kernels.cpu.team import SYNC_CELLS, Team
+from midfill.kernels.cpu.tiles import even_heights
 from midfill.models.checkpoint import StoredTensor
 
+HEIGHTS = even_heights(kernels.MAX_CODE_ROWS)
 KINDS = {"q4_1": WeightFormat.Q4, "q8_0": WeightFormat.Q8, "f32": WeightFormat.F32}
 
 
@@ -41,6 +43,7 @@ def apply(
     bias: np.ndarray | None = None,
     onto: np.ndarray | None = None,
     multiplier: float = 1.0,
+    heights: np.ndarray = HEIGHTS,
 ) -> np.ndarray:
     rows = len(x)
     width = panel_count(weights.outputs) * PANEL
@@ -51,10 +54,21 @@ def apply(
     kernels.linear(
         np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), rounded(x), 0, rows, weights.inputs,
         weights.data, 0, int(weights.weight_format), weights.outputs, padded_bias, 0,
-        out.reshape(-1), width, onto is not None, multiplier,
+        out.reshape(-1), width, onto is not None, multiplier, heights,
         np.empty(kernels.MAX_TILE_ROWS * PANEL, np.float32),
     )  # fmt: skip
     return out[:, : weights.outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_in_tiles_of_any_height(kind: str) -> None:
+    weights = matrix(kind, 70, 96)
+    x = np.random.default_rng(1).normal(size=(11, 96)).astype(np.float32)
+    each = np.concatenate([apply(weights, row[None]) for row in x])
+    tallest = kernels.MAX_TILE_ROWS if kind == "f32" else kernels.MAX_CODE_ROWS
+    for height in range(1, tallest + 1):
+        together = apply(weights, x, heights=even_heights(height))
+        np.testing.assert_array_equal(together, each)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +112,7 @@ def test_gated_mlp_equals_numpy(activation: int, gated: bool, rows: int) -> None
     kernels.gated_linear(
         np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), rounded(x), 0, rows, 96, gate.data,
         up.data, 0, 0, int(gate.weight_format), int(up.weight_format), 64, gated, bias, bias, 0,
-        activation, out.reshape(-1), rounded_out,
+        activation, out.reshape(-1), rounded_out, HEIGHTS,
         np.empty(2 * kernels.MAX_TILE_ROWS * PANEL, np.float32),
     )  # fmt: skip
 
@@ -137,7 +151,7 @@ def test_threads_share_the_panels_and_every_panel_is_done() -> None:
             kernels.linear(
                 sync, threads, x.reshape(-1), rounded(x), 0, 5, 64, weights.data, 0,
                 int(weights.weight_format), 320, np.zeros(width, np.float32), 0, out.reshape(-1),
-                width, False, 1.0,
+                width, False, 1.0, HEIGHTS,
                 np.empty(kernels.MAX_TILE_ROWS * PANEL, np.float32),
             )  # fmt: skip
 

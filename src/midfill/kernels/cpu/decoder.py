@@ -30,6 +30,13 @@ from midfill.kernels.cpu.dots import round_row
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.linear import embed, gated_linear, linear, rounded_at
 from midfill.kernels.cpu.rows import norm, rotate
+from midfill.kernels.cpu.tiles import (
+    DOWN_TILES,
+    GATE_UP_TILES,
+    HEAD_TILES,
+    OUTPUT_TILES,
+    QKV_TILES,
+)
 
 SOLO_ROWS = 4
 """Up to so many rows are normed by every thread for itself, which is cheaper than a barrier."""
@@ -129,11 +136,12 @@ class Batch(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Activations of a step. [rows, width] float32 flat, but for the last eight.
+    """Activations of a step. [rows, width] float32 flat, but for the last nine.
 
     ``normed`` has one part a thread, each as large as ``hidden``. ``*_codes`` are the same rounded
     to blocks of dots.py; empty where all weights are float32. ``tiles`` and ``attention`` are
-    [threads, size]; ``partial_state`` and ``partial_sums`` see attention.py, ``clock`` clock.py.
+    [threads, size]; ``partial_state`` and ``partial_sums`` see attention.py, ``clock`` clock.py,
+    ``heights`` tiles.py.
     """
 
     hidden: Float32
@@ -150,6 +158,7 @@ class Workspace(NamedTuple):
     partial_state: Float32
     partial_sums: Float32
     clock: npt.NDArray[np.int64]
+    heights: Uint8
 
 
 @kernel
@@ -241,7 +250,7 @@ def _attention_block(
     linear(
         sync, threads, work.normed, work.normed_codes, normed, rows, shape.hidden, weights.qkv,
         layer * (len(weights.qkv) // shape.layers), formats.qkv, width, weights.qkv_bias,
-        layer * width, work.qkv, width, False, 1.0, tile,
+        layer * width, work.qkv, width, False, 1.0, work.heights[QKV_TILES], tile,
     )  # fmt: skip
     end_phase(thread, threads, sync, work.clock, QKV)
     _rotate_and_store(
@@ -265,7 +274,7 @@ def _attention_block(
         sync, threads, work.attended, work.attended_codes, 0, rows, attended, weights.o,
         layer * (len(weights.o) // shape.layers), formats.o, shape.hidden, weights.o_bias,
         layer * shape.hidden, work.hidden, shape.hidden, True,
-        shape.residual_multiplier, tile,
+        shape.residual_multiplier, work.heights[OUTPUT_TILES], tile,
     )  # fmt: skip
     end_phase(thread, threads, sync, work.clock, OUTPUT)
 
@@ -286,14 +295,14 @@ def _mlp_block(
         weights.up, layer * (len(weights.gate) // shape.layers),
         layer * (len(weights.up) // shape.layers), formats.gate, formats.up, shape.ffn,
         shape.gated, weights.gate_bias, weights.up_bias, layer * shape.ffn, shape.activation,
-        work.gated, work.gated_codes, tile,
+        work.gated, work.gated_codes, work.heights[GATE_UP_TILES], tile,
     )  # fmt: skip
     end_phase(thread, threads, sync, work.clock, GATE_UP)
     linear(
         sync, threads, work.gated, work.gated_codes, 0, rows, shape.ffn, weights.down,
         layer * (len(weights.down) // shape.layers), formats.down, shape.hidden,
         weights.down_bias, layer * shape.hidden, work.hidden, shape.hidden, True,
-        shape.residual_multiplier, tile,
+        shape.residual_multiplier, work.heights[DOWN_TILES], tile,
     )  # fmt: skip
     end_phase(thread, threads, sync, work.clock, DOWN)
 
@@ -320,7 +329,7 @@ def _head(
     linear(
         sync, threads, work.normed, work.normed_codes, 0, outputs, width, weights.head, 0,
         formats.head, shape.vocab, weights.head_bias, 0, work.logits, padded, False, 1.0,
-        work.tiles[thread],
+        work.heights[HEAD_TILES], work.tiles[thread],
     )  # fmt: skip
     end_phase(thread, threads, sync, work.clock, HEAD)
 

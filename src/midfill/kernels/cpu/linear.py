@@ -49,6 +49,7 @@ from midfill.kernels.cpu.simd import (
     subtract,
 )
 from midfill.kernels.cpu.team import take_work
+from midfill.kernels.cpu.tiles import PLANNED_ROWS
 
 Q4, Q8, DENSE = int(WeightFormat.Q4), int(WeightFormat.Q8), int(WeightFormat.F32)
 _Q4_BLOCK = block_bytes(WeightFormat.Q4)
@@ -158,46 +159,46 @@ def _work_share(panels: int, threads: int) -> int:
 
 
 @kernel
-def fetched_from(row: int, size: int, weight_format: int) -> int:
-    """How many bytes from a panel's blocks on the tile at ``row`` fetches weights.
+def fetched_from(number: int, size: int, weight_format: int) -> int:
+    """How many bytes from a panel's blocks on its tile of that number fetches weights.
 
     The first tile reads the panel from memory and those after it find it in the cache. They would
     leave memory idle, so they fetch the next panel: the three after the first a third each.
     """
-    if row == 0:
+    if number == 0:
         return 0
     part = Q4_FETCHED if weight_format == Q4 else Q8_FETCHED
-    return size + (row // MAX_CODE_ROWS - 1) * part
+    return size + (number - 1) * part
 
 
 @kernel
 def linear(
     sync: Any, threads: int, x: Any, rounded: Any, x_at: int, rows: int, inputs: int,
     weights: Any, weights_at: int, weight_format: int, outputs: int, bias: Any, bias_at: int,
-    out: Any, out_stride: int, residual: bool, multiplier: float, tile: Any,
+    out: Any, out_stride: int, residual: bool, multiplier: float, heights: Any, tile: Any,
 ) -> None:  # fmt: skip
     """out = x @ W.T + b, or out += multiplier * (x @ W.T + b) where ``residual``.
 
     x: float32 [rows, inputs] at x_at. rounded: uint8, the same as blocks of dots.py, for weights
     that are codes. weights: uint8, the matrix's panels from byte weights_at. bias: float32 at
-    bias_at. out: float32 [rows, out_stride]. tile: this thread's scratch, float32 [8 * 32].
+    bias_at. out: float32 [rows, out_stride]. heights: a matrix's row of a plan, see tiles.py.
+    tile: this thread's scratch, float32 [8 * 32].
     """
     panels = (outputs + PANEL - 1) // PANEL
     size = panel_bytes(weight_format, inputs)
-    largest = MAX_TILE_ROWS if weight_format == DENSE else MAX_CODE_ROWS
     share = _work_share(panels, threads)
     while True:
         first = take_work(sync, share)
         if first >= panels:
             break
         for panel in range(first, min(first + share, panels)):
-            row = 0
+            row = number = 0
             while row < rows:
-                count = min(largest, rows - row)
+                count: Any = np.int64(heights[min(rows - row, PLANNED_ROWS)])
                 multiply_weights(
                     x, rounded, x_at + row * inputs, inputs, count, weights,
                     weights_at + panel * size, weight_format,
-                    fetched_from(row, size, weight_format), tile, 0,
+                    fetched_from(number, size, weight_format), tile, 0,
                 )  # fmt: skip
                 for r in range(count):
                     for lane in range(0, PANEL, LANES):
@@ -208,6 +209,7 @@ def linear(
                             value = fma(splat(multiplier), value, load(out, target))
                         store(out, target, value)
                 row += count
+                number += 1
 
 
 @kernel
@@ -227,7 +229,7 @@ def gated_linear(
     sync: Any, threads: int, x: Any, rounded: Any, x_at: int, rows: int, inputs: int, gate: Any,
     up: Any, gate_at: int, up_at: int, gate_format: int, up_format: int, outputs: int, gated: bool,
     gate_bias: Any, up_bias: Any, bias_at: int, activation: int, out: Any, rounded_out: Any,
-    tile: Any,
+    heights: Any, tile: Any,
 ) -> None:  # fmt: skip
     """out = act(x @ G.T + g) * (x @ U.T + u), or act(x @ U.T + u) where not ``gated``.
 
@@ -237,8 +239,6 @@ def gated_linear(
     panels = outputs // PANEL
     gate_size = panel_bytes(gate_format, inputs)
     up_size = panel_bytes(up_format, inputs)
-    dense = gate_format == DENSE and up_format == DENSE
-    largest = MAX_TILE_ROWS if dense else MAX_CODE_ROWS
     up_tile = MAX_TILE_ROWS * PANEL
     share = _work_share(panels, threads)
     while True:
@@ -246,18 +246,18 @@ def gated_linear(
         if first >= panels:
             break
         for panel in range(first, min(first + share, panels)):
-            row = 0
+            row = number = 0
             while row < rows:
-                count = min(largest, rows - row)
+                count: Any = np.int64(heights[min(rows - row, PLANNED_ROWS)])
                 at = x_at + row * inputs
                 if gated:
                     multiply_weights(
                         x, rounded, at, inputs, count, gate, gate_at + panel * gate_size,
-                        gate_format, fetched_from(row, gate_size, gate_format), tile, 0,
+                        gate_format, fetched_from(number, gate_size, gate_format), tile, 0,
                     )  # fmt: skip
                 multiply_weights(
                     x, rounded, at, inputs, count, up, up_at + panel * up_size, up_format,
-                    fetched_from(row, up_size, up_format), tile, up_tile,
+                    fetched_from(number, up_size, up_format), tile, up_tile,
                 )  # fmt: skip
                 for r in range(count):
                     target = (row + r) * outputs + panel * PANEL
@@ -274,6 +274,7 @@ def gated_linear(
                     if len(rounded_out) > 0:
                         round_row(out, target, PANEL, rounded_out, rounded_at(target))
                 row += count
+                number += 1
 
 
 @kernel
