@@ -39,10 +39,10 @@ class FixedCost:
 
     row: float = 0.02
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, context: float) -> float:
         return 1.0 + self.row * (rows - 1)
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, context: float, seconds: float) -> None:
         assert rows >= 1
         assert seconds > 0.0
 

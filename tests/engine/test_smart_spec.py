@@ -46,7 +46,7 @@ class Drafts:
         self.asked.append(sequence_id)
         return tuple(self.likely**count for count in range(1, 5))
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, context: float) -> float:
         return 1.0 + self.row * (rows - 1)
 
 

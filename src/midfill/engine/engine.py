@@ -232,6 +232,7 @@ class Engine:
     def _run(self, scheduled: list[Scheduled]) -> list[EngineOutput]:
         started = time.perf_counter()
         rows = sum(entry.rows for entry in scheduled)
+        keys = sum(entry.rows * (entry.sequence.computed + entry.rows) for entry in scheduled)
         tried = {entry.sequence.sequence_id: entry.sequence.drafted for entry in scheduled}
         try:
             logits = self._runner.forward(pack(scheduled))
@@ -247,7 +248,7 @@ class Engine:
         self._counts.forward_seconds += computed - started
         self._counts.sampling_seconds += sampled - computed
         if self._speculation is not None:
-            self._speculation.step_took(rows, sampled - started)
+            self._speculation.step_took(rows, keys / rows, sampled - started)
         outputs: list[EngineOutput] = []
         for entry in scheduled:
             outputs += self._note_computed(entry)

@@ -71,8 +71,8 @@ class DraftView(Protocol):
         """
         ...
 
-    def seconds(self, rows: int) -> float:
-        """Estimated time of a step of ``rows`` >= 1 rows."""
+    def seconds(self, rows: int, context: float) -> float:
+        """Estimated time of a step of ``rows`` >= 1 rows that attend to so many tokens each."""
         ...
 
 

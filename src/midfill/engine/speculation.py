@@ -55,13 +55,13 @@ class Speculation:
         sequence.draft = self._draft(sequence)
         return self._rates.chances(sequence.draft.evidence, sequence.calibration.factor)
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, context: float) -> float:
         """See ``DraftView.seconds``."""
-        return self._cost.seconds(rows)
+        return self._cost.seconds(rows, context)
 
-    def step_took(self, rows: int, seconds: float) -> None:
-        """A step of so many rows was run."""
-        self._cost.observe(rows, seconds)
+    def step_took(self, rows: int, context: float, seconds: float) -> None:
+        """A step of so many rows was run; each attended to ``context`` tokens on average."""
+        self._cost.observe(rows, context, seconds)
 
     def advanced(self, sequence: Sequence, tried: int, gained: int) -> None:
         """Compare a sequence's draft with the tokens that came, whether it was run or not.

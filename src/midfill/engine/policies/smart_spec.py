@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from midfill.engine.scheduler import Chunk, SchedulerPolicy, ScheduleState, StepPlan
 
@@ -52,7 +53,7 @@ class SmartSpec:
             },
             rows=plan.rows,
             progress=len(plan.decodes) + len(plan.chunks) + len(plan.admit),
-            seconds=state.drafts.seconds,
+            seconds=partial(state.drafts.seconds, context=_context(state, plan)),
             room=room,
             least_gain=self.least_gain,
         )
@@ -112,6 +113,19 @@ def _sampled(state: ScheduleState, plan: StepPlan) -> Iterator[int]:
         cached = state.cache.cached_prefix(chunk.sequence_id).tokens
         if chunk.tokens == _length(state, chunk) - cached:
             yield chunk.sequence_id
+
+
+def _context(state: ScheduleState, plan: StepPlan) -> float:
+    """Tokens that a row of the plan attends to, on average."""
+    lengths = {sequence.sequence_id: sequence.length for sequence in state.running}
+    keys = sum(lengths[sequence_id] for sequence_id in plan.decodes)
+    computed = {sequence.sequence_id: sequence.computed for sequence in state.running}
+    for chunk in plan.chunks:
+        keys += chunk.tokens * (computed[chunk.sequence_id] + chunk.tokens)
+    for chunk in plan.admit:
+        cached = state.cache.cached_prefix(chunk.sequence_id).tokens
+        keys += chunk.tokens * (cached + chunk.tokens)
+    return keys / max(1, plan.rows)
 
 
 def _length(state: ScheduleState, chunk: Chunk) -> int:
