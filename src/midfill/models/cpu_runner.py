@@ -13,6 +13,7 @@ from midfill.kernels.cpu.cores import available_threads
 from midfill.kernels.cpu.decoder import SOLO_ROWS, Batch, Cells, Workspace, forward
 from midfill.kernels.cpu.dots import ROUNDED_BYTES
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
+from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, panel_count
 from midfill.kernels.cpu.team import Team
 from midfill.models.checkpoint import Checkpoint
@@ -172,12 +173,12 @@ class CpuRunner:
         normed = max(rows, outputs, threads * SOLO_ROWS) * config.hidden
 
         def floats(*shape: int) -> npt.NDArray[np.float32]:
-            return np.zeros(shape, np.float32)
+            return aligned_zeros(shape, np.float32)
 
         coded = any(each != WeightFormat.F32 for each in self.model.formats)
 
         def codes(size: int) -> npt.NDArray[np.uint8]:
-            return np.zeros(size // GROUP * ROUNDED_BYTES if coded else 0, np.uint8)
+            return aligned_zeros(size // GROUP * ROUNDED_BYTES if coded else 0, np.uint8)
 
         return Workspace(
             hidden=floats(rows * config.hidden),

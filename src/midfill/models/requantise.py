@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from midfill.kernels.cpu import simd
 from midfill.kernels.cpu.halves import half_to_float
-from midfill.kernels.cpu.jit import entry_point, kernel
+from midfill.kernels.cpu.jit import allocating_entry_point, kernel
 from midfill.kernels.cpu.simd import LANES
 from midfill.models.checkpoint import StoredTensor
 from midfill.models.row_threads import over_rows
@@ -207,7 +207,7 @@ def _dither(first: int, column: int, dither: Any) -> None:
         dither[lane] = (level + np.float32(0.5)) * np.float32(2**-14) - np.float32(0.5)
 
 
-@entry_point
+@allocating_entry_point
 def _find_extremes(
     first: int, end: int, rows: int, source: Any, update: Any, groups: int,
     size: int, bits: int, codes_at: int, has_minimum: bool, zero: float, extremes: Any,
@@ -240,7 +240,7 @@ def _find_extremes(
                 extremes[(rows + row + lane) * groups + group] = largest[lane]
 
 
-@entry_point
+@allocating_entry_point
 def _round_rows(
     first: int, end: int, rows: int, source: Any, update: Any, groups: int,
     size: int, bits: int, codes_at: int, has_minimum: bool, zero: float, rule: int, result: Any,

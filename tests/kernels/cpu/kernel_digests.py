@@ -141,7 +141,7 @@ def embeddings() -> list[np.ndarray]:
 
 
 def attended() -> list[np.ndarray]:
-    """Several heads a KV head over float16 cells, in place (1, 3 rows) and converted (9)."""
+    """Several heads a KV head over float16 cells, keys in place (1, 3 rows) and turned (9)."""
     dim, slots = 96, 300
     pool = []
     for _ in range(2):

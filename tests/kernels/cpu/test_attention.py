@@ -101,8 +101,8 @@ def attend(
     return out
 
 
-@pytest.mark.parametrize("dim", [32, 96, 128])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 14, 120])
 def test_any_width_of_head_and_number_of_rows(dim: int, rows: int) -> None:
     rng = np.random.default_rng(dim + rows)
     keys, values = (rng.normal(size=(300, dim)).astype(np.float32) for _ in range(2))

@@ -1,11 +1,11 @@
-"""Memory for pools: zeros, writable, and taken only as it is written to."""
+"""Memory for kernels: zeros that start at a cache line; pools take it only as they are written."""
 
 import sys
 
 import numpy as np
 import pytest
 
-from midfill.kernels.cpu.memory import untouched
+from midfill.kernels.cpu.memory import LINE, aligned_zeros, untouched
 
 
 def test_it_is_zero_and_can_be_written() -> None:
@@ -27,3 +27,16 @@ def test_a_written_number_takes_a_page_and_not_millions_of_bytes() -> None:
     before = resident()
     numbers[:: 2**22] = 1
     assert 64 <= resident() - before < 64 * 16
+
+
+@pytest.mark.parametrize("shape", [1, 1000, (3, 16), 10**6])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.int8])
+def test_zeros_of_any_shape_start_at_a_line(shape: int | tuple[int, ...], dtype: type) -> None:
+    made = [aligned_zeros(shape, dtype) for _ in range(5)]
+    for array in made:
+        assert array.ctypes.data % LINE == 0
+        assert array.flags.c_contiguous
+        assert array.dtype == dtype
+        assert array.shape == np.zeros(shape).shape
+        assert not array.any()
+        array.fill(1)

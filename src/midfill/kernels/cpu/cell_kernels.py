@@ -1,13 +1,13 @@
-"""Attention's inner loops over KV cells: scores of 16 keys, and sums of weighted values.
+"""Attention's inner loops over KV cells where they lie: scores of 16 keys, and weighted values.
 
 Lanes of a score run over head_dim: a query times a key is 16 partial sums over d, d + 16, ... in
 order, added up as a tree. Values are summed key after key. Each query row has its own sums, so a
 row's result is the same bit for bit whatever other rows a call does.
 
-Keys and values are read where they lie, in any precision of cells.py, in any order of slots.
+Keys and values are in any precision of cells.py, in any order of slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -15,12 +15,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from midfill.kernels.cpu.cells import cell_address, load_cell_vector
+from midfill.kernels.cpu.cell_spans import SpanCode
 from midfill.kernels.cpu.simd import (
+    F32,
     F32_VECTOR,
-    I8,
     I32,
-    I32_VECTOR,
     I64,
     LANES,
     Codegen,
@@ -28,50 +27,66 @@ from midfill.kernels.cpu.simd import (
     broadcast,
     constant,
     fused_multiply_add,
-    llvm_call,
+    integer,
     load_unaligned,
     store_unaligned,
 )
 
-MAX_CELL_ROWS = 4
-"""Most rows that one call of the kernels here does."""
-_LINE = 64
+_EIGHT = ir.VectorType(F32, 8)
 
 
-def _integer(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
+def _halves(builder: ir.IRBuilder, value: Any, count: int) -> tuple[Any, Any]:
+    """The first and the last half of a vector of ``count`` lanes."""
+    half = count // 2
+    low, high = (
+        builder.shuffle_vector(value, value, _lanes(range(start, start + half)))
+        for start in (0, half)
+    )
+    return low, high
+
+
+def _lanes(lanes: Iterable[int]) -> ir.Constant:
+    chosen = list(lanes)
+    return ir.Constant(ir.VectorType(I32, len(chosen)), chosen)
 
 
 def _fold(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> Any:
-    """Add lanes i and i ^ width of two vectors: a's sums where i & width is 0, b's elsewhere."""
-    kept = [i if i & width == 0 else LANES + i for i in range(LANES)]
-    moved = [i ^ width if i & width == 0 else LANES + (i ^ width) for i in range(LANES)]
-    first = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, kept))
-    second = builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, moved))
-    return builder.fadd(first, second)
+    """Add lanes i and i + width of both vectors of 8, in runs of 2 * width lanes.
+
+    A run of the result is ``width`` sums of a's run and then as many of b's; where a run is all
+    there is (width 4), they are those of a whole vector.
+    """
+    first: list[int] = []
+    second: list[int] = []
+    for run in range(0, 8, 2 * width) if width < 4 else (0,):
+        for start in (run, 8 + run):
+            first += range(start, start + width)
+            second += range(start + width, start + 2 * width)
+    return builder.fadd(
+        builder.shuffle_vector(a, b, _lanes(first)), builder.shuffle_vector(a, b, _lanes(second))
+    )
 
 
-def _fold_four(builder: ir.IRBuilder, four: Sequence[Any], width: int) -> Any:
-    """Two rounds of ``_fold``: of width * 2 and of width; result lane i is vector
-    (i & 2 * width) // (2 * width) + 2 * ((i & width) // width)'s."""
-    low = _fold(builder, four[0], four[1], width * 2)
-    high = _fold(builder, four[2], four[3], width * 2)
-    return _fold(builder, low, high, width)
+def _fold_four(builder: ir.IRBuilder, sums: Sequence[Any]) -> Any:
+    """The partial sums of four keys, added up to two each: of keys 0, 2, 1, 3 in this order.
+
+    Lanes i and i + 8 are added, then i and i + 4, then i and i + 2.
+    """
+    eights = [builder.fadd(*_halves(builder, vector, LANES)) for vector in sums]
+    low, high = (_fold(builder, eights[i], eights[i + 1], 4) for i in (0, 2))
+    return _fold(builder, low, high, 2)
 
 
-def _in_order(builder: ir.IRBuilder, sums: Any) -> Any:
-    """Put the 16 sums of four times four vectors, folded by 4 and then by 1, in their order."""
-
-    def lane(key: int) -> int:
-        outer, inner = divmod(key, 4)
-        return 8 * (inner & 1) + 4 * (inner >> 1) + 2 * (outer & 1) + (outer >> 1)
-
-    order = ir.Constant(I32_VECTOR, [lane(key) for key in range(LANES)])
-    return builder.shuffle_vector(sums, sums, order)
+def _fold_sixteen(builder: ir.IRBuilder, fours: Sequence[Any]) -> Any:
+    """The scores of 16 keys, in order, of four results of ``_fold_four``."""
+    low, high = (_fold(builder, fours[i], fours[i + 1], 1) for i in (0, 2))
+    keys = (0, 4, 2, 6, 1, 5, 3, 7)  # of ``low``, as they come out; 8 more in ``high``
+    order = [8 * (key // 8) + keys.index(key % 8) for key in range(LANES)]
+    return builder.shuffle_vector(low, high, _lanes(order))
 
 
-class _Sums:
-    """rows x columns running sums that LLVM keeps in registers."""
+class Sums:
+    """rows x columns running sums that LLVM keeps in registers; they start at 0."""
 
     def __init__(self, builder: ir.IRBuilder, rows: int, columns: int) -> None:
         self._builder = builder
@@ -79,12 +94,12 @@ class _Sums:
             [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(columns)]
             for _ in range(rows)
         ]
-        for r in range(rows):
-            for column in range(columns):
-                self.start(r, column, constant(0.0))
+        self.clear()
 
-    def start(self, row: int, column: int, value: Any) -> None:
-        self._builder.store(value, self._cells[row][column])
+    def clear(self) -> None:
+        for row in self._cells:
+            for cell in row:
+                self._builder.store(constant(0.0), cell)
 
     def add(self, row: int, column: int, a: Any, b: Any) -> None:
         builder, cell = self._builder, self._cells[row][column]
@@ -92,6 +107,27 @@ class _Sums:
 
     def row(self, row: int) -> list[Any]:
         return [self._builder.load(cell) for cell in self._cells[row]]
+
+
+def row_pointers(builder: ir.IRBuilder, start: Any, stride: Any, rows: int) -> list[Any]:
+    """Pointers to rows that are ``stride`` elements apart."""
+    return [builder.gep(start, [builder.mul(stride, integer(r))]) for r in range(rows)]
+
+
+def _four_keys(
+    builder: ir.IRBuilder, query_rows: Sequence[Any], keys: SpanCode, index: Any, chunks: Any
+) -> Sums:
+    """Partial sums [rows, 4] of queries times the keys from ``index`` on."""
+    pointers = [keys.cell(builder.add(index, integer(column))) for column in range(4)]
+    sums = Sums(builder, len(query_rows), 4)
+    with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+        d = builder.mul(chunk.index, integer(LANES))
+        values = [load_unaligned(builder, builder.gep(row, [d]), F32_VECTOR) for row in query_rows]
+        for column, pointer in enumerate(pointers):
+            key = keys.load(pointer, d)
+            for r, value in enumerate(values):
+                sums.add(r, column, value, key)
+    return sums
 
 
 def _score_keys(rows: int) -> Any:
@@ -102,86 +138,54 @@ def _score_keys(rows: int) -> Any:
         queries: Any,
         queries_at: Any,
         head_dim: Any,
-        cells: Any,
-        base: Any,
-        slots: Any,
-        first: Any,
-        count: Any,
+        keys: Any,
+        key: Any,
+        ahead: Any,
         scores: Any,
         scores_at: Any,
         scores_stride: Any,
     ) -> tuple[Any, Codegen]:
-        """scores[r, 0:16] = queries[r] times the keys of slots[first:first + 16].
+        """scores[r, 0:16] = queries[r] times 16 keys of a span, from number ``key`` on.
 
-        queries: float32 [rows, head_dim] at queries_at. cells: of one head, cell of slot 0 at
-        base. From key ``count`` on, scores are of no meaning.
+        queries: float32 [rows, head_dim] at queries_at. Behind the span's end scores are of no
+        meaning. Cells of the same numbers are fetched of the span ``ahead``.
         """
 
         def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            queries, queries_at, dim, cells, base, slots, first, count, scores, at, row_stride = (
-                arguments
-            )
+            queries, queries_at, dim, keys, key, ahead, scores, at, stride = arguments
             kinds = signature.args
+            span = SpanCode(context, builder, kinds[3], keys, dim)
+            fetched = SpanCode(context, builder, kinds[5], ahead, dim)
             start = address(context, builder, kinds[0], queries, queries_at)
-            query_rows = [builder.gep(start, [builder.mul(dim, _integer(r))]) for r in range(rows)]
-            chunks = builder.sdiv(dim, _integer(LANES))
-            partial = cgutils.alloca_once(builder, F32_VECTOR, 4 * rows)
-            for i in range(4 * rows):
-                builder.store(constant(0.0), builder.gep(partial, [_integer(i)]))
-            last = builder.sub(count, _integer(1))
-            full = builder.icmp_signed(">", count, _integer(LANES))
-            wanted = builder.select(full, _integer(LANES), count)
+            query_rows = row_pointers(builder, start, dim, rows)
+            chunks = builder.sdiv(dim, integer(LANES))
+            folded = cgutils.alloca_once(builder, _EIGHT, 4 * rows)
+            left = builder.sub(span.length, key)
+            full = builder.icmp_signed(">", left, integer(LANES))
+            wanted = builder.select(full, integer(LANES), left)
             # Four keys at a time, in order, which is what prefetchers follow. The number of
             # rounds is not a constant, or LLVM would merge them and run out of registers.
-            rounds = builder.sdiv(builder.add(wanted, _integer(3)), _integer(4))
+            rounds = builder.sdiv(builder.add(wanted, integer(3)), integer(4))
             with cgutils.for_range(builder, rounds, intp=I64) as four:
-                keys = []
-                for column in range(4):
-                    key = builder.add(builder.mul(four.index, _integer(4)), _integer(column))
-                    inside = builder.icmp_signed("<", key, last)
-                    index = builder.add(first, builder.select(inside, key, last))
-                    keys.append(
-                        cell_address(
-                            context, builder, (kinds[3], kinds[5]), (cells, base), (slots, index),
-                            dim,
-                        )
-                    )  # fmt: skip
-                sums = _Sums(builder, rows, 4)
-                with cgutils.for_range(builder, chunks, intp=I64) as loop:
-                    d = builder.mul(loop.index, _integer(LANES))
-                    values = [
-                        load_unaligned(builder, builder.gep(row, [d]), F32_VECTOR)
-                        for row in query_rows
-                    ]
-                    for column in range(4):
-                        pointer = builder.gep(keys[column], [d])
-                        key = load_cell_vector(context, builder, kinds[3], pointer)
-                        for r in range(rows):
-                            sums.add(r, column, values[r], key)
+                index = builder.add(key, builder.mul(four.index, integer(4)))
+                fetched.fetch(index, 4)
+                sums = _four_keys(builder, query_rows, span, index, chunks)
                 for r in range(rows):
-                    at_round = builder.add(four.index, _integer(4 * r))
-                    folded = _fold_four(builder, sums.row(r), 4)
-                    builder.store(folded, builder.gep(partial, [at_round]))
-            for r in range(rows):
-                folded = [
-                    builder.load(builder.gep(partial, [_integer(4 * r + i)])) for i in range(4)
-                ]
-                target = builder.add(at, builder.mul(row_stride, _integer(r)))
-                pointer = address(context, builder, kinds[8], scores, target)
-                result = _in_order(builder, _fold_four(builder, folded, 1))
-                store_unaligned(builder, result, pointer)
+                    place = builder.gep(folded, [builder.add(four.index, integer(4 * r))])
+                    builder.store(_fold_four(builder, sums.row(r)), place)
+            start = address(context, builder, kinds[6], scores, at)
+            for r, target in enumerate(row_pointers(builder, start, stride, rows)):
+                four = [builder.load(builder.gep(folded, [integer(4 * r + i)])) for i in range(4)]
+                store_unaligned(builder, _fold_sixteen(builder, four), target)
             return context.get_dummy_value()
 
         index = types.intp
-        signature = types.void(
-            queries, index, index, cells, index, slots, index, index, scores, index, index
-        )
-        return signature, codegen
+        return types.void(queries, index, index, keys, index, ahead, scores, index, index), codegen
 
     return intrinsic(operation)
 
 
-def _add_values(rows: int, vectors: int) -> Any:
+def _weigh_values(rows: int, vectors: int) -> Any:
     """Generate the kernel of ``rows`` rows of weights and ``vectors`` * 16 dimensions."""
 
     def operation(
@@ -189,102 +193,66 @@ def _add_values(rows: int, vectors: int) -> Any:
         weights: Any,
         weights_at: Any,
         weights_stride: Any,
-        cells: Any,
-        base: Any,
-        slots: Any,
+        values: Any,
         first: Any,
-        count: Any,
+        end: Any,
         head_dim: Any,
+        dim: Any,
+        ahead: Any,
         sums: Any,
         sums_at: Any,
     ) -> tuple[Any, Codegen]:
-        """sums[r, :width] += weights[r, 0:count] @ V[slots[first:first + count], :width].
+        """sums[r, :width] = weights[r, first:end] @ V[first:end, dim:dim + width].
 
-        weights: float32, rows weights_stride apart. cells: of one head, the wanted part of slot
-        0's cell at base. sums: float32, rows head_dim apart.
+        weights: float32, rows weights_stride apart. values: a span, V. sums: float32, rows
+        head_dim apart. Cells first to end are fetched of the span ``ahead``.
         """
 
         def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            weights, weights_at, stride, cells, base, slots, first, count, dim, sums, at = arguments
+            weights, at, stride, values, first, end, head_dim, dim, ahead, sums, to = arguments
             kinds = signature.args
-            start = address(context, builder, kinds[0], weights, weights_at)
-            rows_of_weights = [
-                builder.gep(start, [builder.mul(stride, _integer(r))]) for r in range(rows)
-            ]
-            totals = _Sums(builder, rows, vectors)
-            targets = [
-                [
-                    address(
-                        context, builder, kinds[9], sums,
-                        builder.add(at, builder.add(builder.mul(dim, _integer(r)), _integer(v))),
-                    )
-                    for v in range(0, vectors * LANES, LANES)
+            span = SpanCode(context, builder, kinds[3], values, head_dim)
+            fetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
+            start = address(context, builder, kinds[0], weights, at)
+            weight_rows = row_pointers(builder, start, stride, rows)
+            totals = Sums(builder, rows, vectors)
+            with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
+                fetched.fetch(loop.index, 1)
+                cell = span.cell(loop.index)
+                parts = [
+                    span.load(cell, builder.add(dim, integer(v * LANES))) for v in range(vectors)
                 ]
-                for r in range(rows)
-            ]  # fmt: skip
-            for r in range(rows):
-                for v in range(vectors):
-                    totals.start(r, v, load_unaligned(builder, targets[r][v], F32_VECTOR))
-            with cgutils.for_range(builder, count, intp=I64) as loop:
-                index = builder.add(first, loop.index)
-                cell = cell_address(
-                    context, builder, (kinds[3], kinds[5]), (cells, base), (slots, index), dim
-                )
-                values = [
-                    load_cell_vector(
-                        context, builder, kinds[3], builder.gep(cell, [_integer(v * LANES)])
-                    )
-                    for v in range(vectors)
-                ]
-                for r in range(rows):
-                    weight = builder.load(builder.gep(rows_of_weights[r], [loop.index]))
-                    for v in range(vectors):
-                        totals.add(r, v, broadcast(builder, weight), values[v])
-            for r in range(rows):
+                for r, row in enumerate(weight_rows):
+                    weight = broadcast(builder, builder.load(builder.gep(row, [loop.index])))
+                    for v, part in enumerate(parts):
+                        totals.add(r, v, weight, part)
+            start = address(context, builder, kinds[9], sums, to)
+            for r, target in enumerate(row_pointers(builder, start, head_dim, rows)):
                 for v, total in enumerate(totals.row(r)):
-                    store_unaligned(builder, total, targets[r][v])
+                    place = builder.gep(target, [integer(v * LANES)])
+                    store_unaligned(builder, total, place)
             return context.get_dummy_value()
 
         index = types.intp
         signature = types.void(
-            weights, index, index, cells, index, slots, index, index, index, sums, index
+            weights, index, index, values, index, index, index, index, ahead, sums, index
         )
         return signature, codegen
 
     return intrinsic(operation)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch_cell(
-    typing_context: Any, cells: Any, offset: Any, head_dim: Any
-) -> tuple[Any, Codegen]:
-    """Ask for cells[offset:offset + head_dim] to be brought into the cache."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        size = kind.dtype.bitwidth // 8
-        start = address(context, builder, kind, arguments[0], arguments[1])
-        pointer = builder.bitcast(start, I8.as_pointer())
-        count = builder.mul(arguments[2], _integer(size))
-        lines = builder.sdiv(builder.add(count, _integer(_LINE - 1)), _integer(_LINE))
-        with cgutils.for_range(builder, lines, intp=I64) as loop:
-            line = builder.gep(pointer, [builder.mul(loop.index, _integer(_LINE))])
-            hints = [ir.Constant(I32, hint) for hint in (0, 3, 1)]  # read, keep, data
-            llvm_call(builder, "llvm.prefetch.p0", [line, *hints], ir.VoidType())
-        return context.get_dummy_value()
-
-    return types.void(cells, types.intp, types.intp), codegen
-
-
 score_keys_1 = _score_keys(1)
 score_keys_2 = _score_keys(2)
 score_keys_3 = _score_keys(3)
 score_keys_4 = _score_keys(4)
-add_values_1x32 = _add_values(1, 2)
-add_values_2x32 = _add_values(2, 2)
-add_values_3x32 = _add_values(3, 2)
-add_values_4x32 = _add_values(4, 2)
-add_values_1x64 = _add_values(1, 4)
-add_values_2x64 = _add_values(2, 4)
-add_values_3x64 = _add_values(3, 4)
-add_values_4x64 = _add_values(4, 4)
+weigh_values_1x32 = _weigh_values(1, 2)
+weigh_values_2x32 = _weigh_values(2, 2)
+weigh_values_3x32 = _weigh_values(3, 2)
+weigh_values_4x32 = _weigh_values(4, 2)
+weigh_values_5x32 = _weigh_values(5, 2)
+weigh_values_1x64 = _weigh_values(1, 4)
+weigh_values_2x64 = _weigh_values(2, 4)
+weigh_values_3x64 = _weigh_values(3, 4)
+weigh_values_4x64 = _weigh_values(4, 4)
+weigh_values_5x64 = _weigh_values(5, 4)

@@ -27,7 +27,6 @@ from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I8,
     I32_VECTOR,
-    I64,
     LANES,
     Codegen,
     absolute,
@@ -85,16 +84,6 @@ def load_cell_vector(context: Any, builder: ir.IRBuilder, array_type: Any, point
         return load_halves(context, builder, pointer)
     codes = builder.sext(load_unaligned(builder, pointer, I8_VECTOR), I32_VECTOR)
     return builder.sitofp(codes, F32_VECTOR)
-
-
-def cell_address(
-    context: Any, builder: ir.IRBuilder, kinds: tuple[Any, Any], cells: tuple[Any, Any],
-    slots: tuple[Any, Any], head_dim: Any,
-) -> Any:  # fmt: skip
-    """Pointer to a cell. kinds: types of the arrays; cells: array, base; slots: array, index."""
-    slot = builder.load(address(context, builder, kinds[1], slots[0], slots[1]))
-    offset = builder.add(cells[1], builder.mul(builder.sext(slot, I64), head_dim))
-    return address(context, builder, kinds[0], cells[0], offset)
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -28,17 +28,31 @@ def compiled_folder() -> Path:
     return cache_folder() / "kernels" / digest.hexdigest()[:16]
 
 
+def _compiled(function: F, *, makes_arrays: bool) -> F:
+    options = {"nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": makes_arrays}
+    compiled: F = numba.njit(**options)(function)
+    return compiled
+
+
 def kernel(function: F) -> F:
     """Compile with Numba: no GIL, IEEE arithmetic as written (no reassociation).
 
-    ``error_model="numpy"`` leaves out the checks for division by zero.
+    ``error_model="numpy"`` leaves out the checks for division by zero. A kernel makes no arrays,
+    so it goes without Numba's runtime and its reference counts: all threads would write to them at
+    every call. Whoever starts a kernel holds the arrays.
     """
-    compiled: F = numba.njit(nogil=True, error_model="numpy", boundscheck=False)(function)
-    return compiled
+    return _compiled(function, makes_arrays=False)
 
 
 def entry_point(function: F) -> F:
     """Like ``kernel``, kept on disk between processes."""
     compiled: Any = kernel(function)
+    compiled._cache = CompiledCache(function, compiled_folder())
+    return compiled
+
+
+def allocating_entry_point(function: F) -> F:
+    """Like ``entry_point``, for a function that makes arrays of its own."""
+    compiled: Any = _compiled(function, makes_arrays=True)
     compiled._cache = CompiledCache(function, compiled_folder())
     return compiled

@@ -1,134 +1,112 @@
 """One segment of keys: scores of a tile of rows, and their weighted sum of V.
 
-A tile of few rows reads K and V where they lie, once, and fetches what comes next meanwhile; for
-many rows a block of cells is converted to float32 in cache-sized scratch first.
+A tile of few rows reads K where it lies; for many rows keys are turned to panels first
+(key_panels.py). V is always read where it lies. Rows are done some at a time, each group over
+the whole segment, so that its sums stay in registers.
 """
 
 from typing import Any
 
-import numpy as np
-
 from midfill.kernels.cpu.cell_kernels import (
-    MAX_CELL_ROWS,
-    add_values_1x32,
-    add_values_1x64,
-    add_values_2x32,
-    add_values_2x64,
-    add_values_3x32,
-    add_values_3x64,
-    add_values_4x32,
-    add_values_4x64,
-    prefetch_cell,
     score_keys_1,
     score_keys_2,
     score_keys_3,
     score_keys_4,
+    weigh_values_1x32,
+    weigh_values_1x64,
+    weigh_values_2x32,
+    weigh_values_2x64,
+    weigh_values_3x32,
+    weigh_values_3x64,
+    weigh_values_4x32,
+    weigh_values_4x64,
+    weigh_values_5x32,
+    weigh_values_5x64,
 )
-from midfill.kernels.cpu.cells import load_cell
+from midfill.kernels.cpu.cell_spans import CellSpan
 from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.key_panels import score_panel_3, score_panel_4, score_panel_5, turn_keys
 from midfill.kernels.cpu.simd import LANES, load, multiply, store
 
 SEGMENT = 256
 """Keys whose scores are kept at a time."""
-BLOCK = 64
-"""Cells that are converted at a time."""
-_FEW_ROWS = 8
-"""Up to so many rows read cells in place."""
-_AHEAD = 32
-"""How many cells ahead of the ones in work are fetched."""
-_IN_ORDER = np.arange(BLOCK, dtype=np.int32)
-"""The slots of a block that was converted."""
+FEW_ROWS = 8
+"""Up to so many rows read keys where they lie."""
 
 
 @kernel
-def _prefetch(cells: Any, base: int, slots: Any, first: int, count: int, head_dim: int) -> None:
-    """Fetch up to 16 of the next ``count`` cells, if there are any."""
-    for j in range(first, first + min(LANES, count)):
-        prefetch_cell(cells, base + slots[j] * head_dim, head_dim)
+def _rows_at_once(left: int) -> int:
+    """How many of the rows that are left are done next: 4, or what lets no single one remain."""
+    if left <= 5:
+        return left
+    return 3 if left == 6 else 4
 
 
 @kernel
-def _score_part(
-    queries: Any, rows: int, head_dim: int, cells: Any, base: int, slots: Any, first: int,
-    count: int, scores: Any, at: int,
-) -> None:  # fmt: skip
-    """scores[rows, 16], rows 256 apart from ``at`` on: queries times 16 keys, or ``count``."""
+def _nothing(span: Any) -> Any:
+    """A span of no cells."""
+    return CellSpan(span.cells, span.base, span.slots, span.first, span.length * 0)
+
+
+@kernel
+def _score_in_place(
+    queries: Any, rows: int, head_dim: int, keys: Any, ahead: Any, scores: Any
+) -> None:
     row = 0
     while row < rows:
-        n = min(MAX_CELL_ROWS, rows - row)
-        query, to = row * head_dim, at + row * SEGMENT
+        query, to, stride = row * head_dim, row * SEGMENT, SEGMENT
+        n = min(rows - row, 4) if rows - row != 5 else 3
         if n == 4:
-            score_keys_4(
-                queries, query, head_dim, cells, base, slots, first, count, scores, to, SEGMENT
-            )
+            for key in range(0, keys.length, LANES):
+                score_keys_4(queries, query, head_dim, keys, key, ahead, scores, to + key, stride)
         elif n == 3:
-            score_keys_3(
-                queries, query, head_dim, cells, base, slots, first, count, scores, to, SEGMENT
-            )
+            for key in range(0, keys.length, LANES):
+                score_keys_3(queries, query, head_dim, keys, key, ahead, scores, to + key, stride)
         elif n == 2:
-            score_keys_2(
-                queries, query, head_dim, cells, base, slots, first, count, scores, to, SEGMENT
-            )
+            for key in range(0, keys.length, LANES):
+                score_keys_2(queries, query, head_dim, keys, key, ahead, scores, to + key, stride)
         else:
-            score_keys_1(
-                queries, query, head_dim, cells, base, slots, first, count, scores, to, SEGMENT
-            )
+            for key in range(0, keys.length, LANES):
+                score_keys_1(queries, query, head_dim, keys, key, ahead, scores, to + key, stride)
+        ahead = _nothing(ahead)
         row += n
 
 
 @kernel
-def _add_rows(
-    rows: int, wide: bool, weights: Any, at: int, cells: Any, base: int, slots: Any, key: int,
-    keys: int, dim: int, sums: Any, to: int,
-) -> None:  # fmt: skip
-    """sums[rows, 64 or 32] at ``to`` += weights[rows, keys] at ``at`` @ V of ``keys`` slots."""
-    if wide and rows == 4:
-        add_values_4x64(weights, at, SEGMENT, cells, base, slots, key, keys, dim, sums, to)
-    elif wide and rows == 3:
-        add_values_3x64(weights, at, SEGMENT, cells, base, slots, key, keys, dim, sums, to)
-    elif wide and rows == 2:
-        add_values_2x64(weights, at, SEGMENT, cells, base, slots, key, keys, dim, sums, to)
-    elif wide:
-        add_values_1x64(weights, at, SEGMENT, cells, base, slots, key, keys, dim, sums, to)
-    elif rows == 4:
-        add_values_4x32(weights, at, SEGMENT, cells, base, slots, key, keys, dim, sums, to)
-    elif rows == 3:
-        add_values_3x32(weights, at, SEGMENT, cells, base, slots, key, keys, dim, sums, to)
-    elif rows == 2:
-        add_values_2x32(weights, at, SEGMENT, cells, base, slots, key, keys, dim, sums, to)
-    else:
-        add_values_1x32(weights, at, SEGMENT, cells, base, slots, key, keys, dim, sums, to)
-
-
-@kernel
-def _add_part(
-    weights: Any, at: int, rows: int, head_dim: int, cells: Any, base: int, slots: Any, first: int,
-    count: int, sums: Any,
-) -> None:  # fmt: skip
-    """sums[rows, head_dim] += weights[rows, count], rows 256 apart from ``at`` on, @ V."""
-    d = 0
-    while d < head_dim:
-        wide = d + 64 <= head_dim
-        row = 0
-        while row < rows:
-            n = min(MAX_CELL_ROWS, rows - row)
-            _add_rows(
-                n, wide, weights, at + row * SEGMENT, cells, base + d, slots, first, count,
-                head_dim, sums, row * head_dim + d,
-            )  # fmt: skip
-            row += n
-        d += 64 if wide else 32
-
-
-@kernel
-def _convert_block(
-    cells: Any, base: int, slots: Any, first: int, count: int, head_dim: int, floats: Any
+def _score_panel(
+    queries: Any, first: int, rows: int, head_dim: int, panel: Any, scores: Any, at: int
 ) -> None:
-    """floats[count, head_dim] = the cells of ``count`` slots, codes without their scale."""
-    for j in range(count):
-        cell = base + slots[first + j] * head_dim
-        for d in range(0, head_dim, LANES):
-            store(floats, j * head_dim + d, load_cell(cells, cell + d))
+    """scores[first:rows, 16] at ``at``; rows - first >= 3."""
+    row = first
+    while row < rows:
+        n = _rows_at_once(rows - row)
+        query, to = row * head_dim, at + row * SEGMENT
+        if n == 4:
+            score_panel_4(queries, query, head_dim, panel, scores, to, SEGMENT)
+        elif n == 3:
+            score_panel_3(queries, query, head_dim, panel, scores, to, SEGMENT)
+        else:
+            score_panel_5(queries, query, head_dim, panel, scores, to, SEGMENT)
+        row += n
+
+
+@kernel
+def score_segment(
+    queries: Any, rows: int, group: int, limit: int, head_dim: int, keys: Any, ahead: Any,
+    panel: Any, scores: Any,
+) -> None:  # fmt: skip
+    """scores[rows, 256] = queries[rows, head_dim] times keys, at least where a row sees them.
+
+    Row r sees keys up to limit + r // group (exclusive). panel: float32 [head_dim, 16], scratch.
+    Cells of the span ``ahead`` are fetched meanwhile.
+    """
+    if rows <= FEW_ROWS:
+        _score_in_place(queries, rows, head_dim, keys, ahead, scores)
+        return
+    for key in range(0, keys.length, LANES):
+        turn_keys(keys, key, head_dim, ahead, panel)
+        blind = max(0, key - limit + 1) * group
+        _score_panel(queries, min(blind, rows - 3), rows, head_dim, panel, scores, key)
 
 
 @kernel
@@ -147,51 +125,68 @@ def multiply_scales(
 
 
 @kernel
-def score_segment(
-    cells: Any, base: int, slots: Any, first: int, count: int, head_dim: int, queries: Any,
-    rows: int, floats: Any, scores: Any,
+def _weigh_wide(
+    n: int, weights: Any, at: int, values: Any, first: int, end: int, head_dim: int, d: int,
+    ahead: Any, sums: Any, to: int,
 ) -> None:  # fmt: skip
-    """scores[rows, 256] = queries[rows, head_dim] times the keys of ``count`` slots."""
-    if rows > _FEW_ROWS:
-        for block in range(0, count, BLOCK):
-            keys = min(BLOCK, count - block)
-            _convert_block(cells.keys, base, slots, first + block, keys, head_dim, floats)
-            for part in range(0, keys, LANES):
-                _score_part(
-                    queries, rows, head_dim, floats, 0, _IN_ORDER, part, keys - part, scores,
-                    block + part,
-                )  # fmt: skip
-        return
-    for part in range(0, count, LANES):
-        ahead = part + _AHEAD
-        _prefetch(cells.keys, base, slots, first + ahead, count - ahead, head_dim)
-        if ahead >= count:
-            at = ahead - count
-            _prefetch(cells.values, base, slots, first + at, count - at, head_dim)
-        _score_part(
-            queries, rows, head_dim, cells.keys, base, slots, first + part, count - part, scores,
-            part,
-        )  # fmt: skip
+    """sums[n, 64] at ``to`` = weights[n, first:end] at ``at`` @ V[first:end, d:d + 64]."""
+    s = SEGMENT
+    if n == 4:
+        weigh_values_4x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+    elif n == 3:
+        weigh_values_3x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+    elif n == 5:
+        weigh_values_5x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+    elif n == 2:
+        weigh_values_2x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+    else:
+        weigh_values_1x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
 
 
 @kernel
-def add_segment(
-    cells: Any, base: int, slots: Any, first: int, count: int, behind: int, head_dim: int,
-    weights: Any, rows: int, floats: Any, sums: Any,
+def _weigh_narrow(
+    n: int, weights: Any, at: int, values: Any, first: int, end: int, head_dim: int, d: int,
+    ahead: Any, sums: Any, to: int,
 ) -> None:  # fmt: skip
-    """sums[rows, head_dim] += weights[rows, count] @ V; ``behind`` slots follow these."""
-    if rows > _FEW_ROWS:
-        for block in range(0, count, BLOCK):
-            values = min(BLOCK, count - block)
-            _convert_block(cells.values, base, slots, first + block, values, head_dim, floats)
-            _add_part(weights, block, rows, head_dim, floats, 0, _IN_ORDER, 0, values, sums)
-        return
-    for part in range(0, count, LANES):
-        ahead = part + _AHEAD
-        _prefetch(cells.values, base, slots, first + ahead, count - ahead, head_dim)
-        if ahead >= count:
-            _prefetch(cells.keys, base, slots, first + ahead, count + behind - ahead, head_dim)
-        _add_part(
-            weights, part, rows, head_dim, cells.values, base, slots, first + part,
-            min(LANES, count - part), sums,
-        )  # fmt: skip
+    """The same with 32 dimensions."""
+    s = SEGMENT
+    if n == 4:
+        weigh_values_4x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+    elif n == 3:
+        weigh_values_3x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+    elif n == 5:
+        weigh_values_5x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+    elif n == 2:
+        weigh_values_2x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+    else:
+        weigh_values_1x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+
+
+@kernel
+def weigh_segment(
+    weights: Any, rows: int, group: int, limit: int, window: int, head_dim: int, values: Any,
+    ahead: Any, sums: Any, at: int,
+) -> None:  # fmt: skip
+    """sums[rows, head_dim] at ``at`` = weights[rows, 256] @ V.
+
+    Row r sees keys up to limit + r // group (exclusive), and with a window only that many of the
+    last ones; the weights of others are 0. Cells of the span ``ahead`` are fetched meanwhile.
+    """
+    row = 0
+    while row < rows:
+        n = _rows_at_once(rows - row)
+        first = max(0, limit + row // group - window) if window > 0 else 0
+        end = min(values.length, limit + (row + n - 1) // group)
+        d = 0
+        while d < head_dim:
+            from_row, to = row * SEGMENT, at + row * head_dim + d
+            if d + 64 <= head_dim:
+                _weigh_wide(n, weights, from_row, values, first, end, head_dim, d, ahead, sums, to)
+                d += 64
+            else:
+                _weigh_narrow(
+                    n, weights, from_row, values, first, end, head_dim, d, ahead, sums, to
+                )
+                d += 32
+            ahead = _nothing(ahead)
+        row += n

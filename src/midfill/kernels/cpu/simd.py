@@ -51,6 +51,11 @@ class _F32x16Model(models.PrimitiveModel):  # type: ignore[misc]
 # ---- building blocks for code generation; also used by the matrix kernels --------------------
 
 
+def integer(value: int) -> ir.Constant:
+    """An int64."""
+    return ir.Constant(I64, value)
+
+
 def constant(value: float) -> ir.Constant:
     """A vector with the same float32 in every lane."""
     return ir.Constant(F32_VECTOR, [value] * LANES)
@@ -129,6 +134,17 @@ def fused_multiply_add(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
     return llvm_call(builder, "llvm.fma.v16f32", [a, b, c], F32_VECTOR)
 
 
+_EXP_COEFFICIENTS = (
+    0.00829027210355784,
+    0.041898159622795556,
+    0.1666763812738243,
+    0.49999147841084435,
+    0.9999997063133107,
+    1.0,
+)
+"""Of ``exponential``'s polynomial, highest power first."""
+
+
 def tree_reduce(builder: ir.IRBuilder, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """Combine lanes i and i + 8, then i and i + 4, ...: a fixed order on every chip."""
     undefined = ir.Constant(F32_VECTOR, ir.Undefined)
@@ -142,34 +158,29 @@ def tree_reduce(builder: ir.IRBuilder, value: Any, combine: Callable[[Any, Any],
 
 
 def exponential(builder: ir.IRBuilder, x: Any) -> Any:
-    """exp(x) to about 2 units in the last place; exactly 1 at 0 and 0 below -87.3.
+    """exp(x) to 2 units in the last place; exactly 1 at 0, and 0 below -87.336.
 
-    exp(x) = 2^n * exp(r) with n = round(x / ln 2) and a degree-6 polynomial for |r| <= ln 2 / 2
-    (Cephes' coefficients for single precision).
+    exp(x) = 2^n * exp(r) with n = round(x / ln 2) and, for |r| <= ln 2 / 2, a polynomial of degree
+    5 whose largest relative error is the least possible when its constant term is 1. Adding 1.5 *
+    2^23 rounds to a whole number and leaves it in the lowest bits.
     """
     low, high = constant(-87.336), constant(88.37)
-    # Comparisons and not ``minnum``: one instruction each, as nobody asks what NaN gives.
+    # A comparison and not ``minnum``: one instruction, as nobody asks what NaN gives.
     clamped = builder.select(builder.fcmp_ordered("<", x, high), x, high)
-    clamped = builder.select(builder.fcmp_ordered(">", clamped, low), clamped, low)
-    scaled = builder.fmul(clamped, constant(1.44269504088896341))
-    n = llvm_call(builder, "llvm.rint.v16f32", [scaled], F32_VECTOR)
+    magic = constant(12582912.0)
+    shifted = fused_multiply_add(builder, clamped, constant(1.44269504088896341), magic)
+    n = builder.fsub(shifted, magic)
     r = fused_multiply_add(builder, n, constant(-0.693359375), clamped)
     r = fused_multiply_add(builder, n, constant(2.12194440e-4), r)
-    polynomial = constant(1.9875691500e-4)
-    for coefficient in (
-        1.3981999507e-3,
-        8.3334519073e-3,
-        4.1665795894e-2,
-        1.6666665459e-1,
-        5.0000001201e-1,
-    ):
+    polynomial = constant(_EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
         polynomial = fused_multiply_add(builder, polynomial, r, constant(coefficient))
-    squared = builder.fmul(r, r)
-    result = fused_multiply_add(builder, polynomial, squared, r)
-    result = builder.fadd(result, constant(1.0))
-    exponent = builder.add(builder.fptosi(n, I32_VECTOR), ir.Constant(I32_VECTOR, [127] * LANES))
-    bits = builder.shl(exponent, ir.Constant(I32_VECTOR, [23] * LANES))
-    result = builder.fmul(result, builder.bitcast(bits, F32_VECTOR))
+    # The result is normal, so adding n to its exponent is multiplying by 2^n.
+    exponent = builder.shl(
+        builder.bitcast(shifted, I32_VECTOR), ir.Constant(I32_VECTOR, [23] * LANES)
+    )
+    bits = builder.add(builder.bitcast(polynomial, I32_VECTOR), exponent)
+    result = builder.bitcast(bits, F32_VECTOR)
     return builder.select(builder.fcmp_ordered("<", x, low), constant(0.0), result)
 
 

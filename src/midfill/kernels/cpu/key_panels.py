@@ -1,0 +1,190 @@
+"""Scores of many query rows: panels of 16 keys, turned so that vector lanes are keys.
+
+Keys where they lie have lanes over head_dim, and 16 partial sums of each score are added across
+lanes (cell_kernels.py). For many rows that costs as much as the products. Here the 16 keys of a
+panel are transposed once, to float32 [head_dim, 16]; a partial sum is then a vector of its own,
+and all are added up without moving a lane. Products and sums are the same, in the same order: a
+score has the same bits either way.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from midfill.kernels.cpu.cell_kernels import Sums, row_pointers
+from midfill.kernels.cpu.cell_spans import SpanCode
+from midfill.kernels.cpu.simd import (
+    F32_VECTOR,
+    I32_VECTOR,
+    I64,
+    LANES,
+    Codegen,
+    address,
+    broadcast,
+    constant,
+    has_feature,
+    integer,
+    load_unaligned,
+    store_unaligned,
+)
+
+
+def _interleave(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> tuple[Any, Any]:
+    """Exchange the odd runs of ``width`` lanes of a with the even ones of b."""
+    low = [i if i & width == 0 else LANES + (i ^ width) for i in range(LANES)]
+    high = [i ^ width if i & width == 0 else LANES + i for i in range(LANES)]
+    return (
+        builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, low)),
+        builder.shuffle_vector(a, b, ir.Constant(I32_VECTOR, high)),
+    )
+
+
+def _transpose(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
+    """Columns of a 16 x 16 matrix of which 16 vectors are the rows."""
+    matrix = list(rows)
+    for width in (1, 2, 4, 8):
+        for i in range(LANES):
+            if i & width == 0:
+                pair = _interleave(builder, matrix[i], matrix[i | width], width)
+                matrix[i], matrix[i | width] = pair
+    return matrix
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def turn_keys(
+    typing_context: Any, keys: Any, key: Any, head_dim: Any, ahead: Any, panel: Any
+) -> tuple[Any, Codegen]:
+    """panel[head_dim, 16] = the 16 keys of a span from number ``key`` on, transposed, in float32.
+
+    Behind the span's end its last key is repeated. Cells of the same numbers are fetched of the
+    span ``ahead``.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        keys, key, dim, ahead, panel = arguments
+        kinds = signature.args
+        span = SpanCode(context, builder, kinds[0], keys, dim)
+        fetched = SpanCode(context, builder, kinds[3], ahead, dim)
+        start = address(context, builder, kinds[4], panel, integer(0))
+        cells = [span.cell(builder.add(key, integer(i))) for i in range(LANES)]
+        for i in range(0, LANES, 4):
+            fetched.fetch(builder.add(key, integer(i)), 4)
+        chunks = builder.sdiv(dim, integer(LANES))
+        with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+            d = builder.mul(chunk.index, integer(LANES))
+            columns = _transpose(builder, [span.load(cell, d) for cell in cells])
+            target = builder.gep(start, [builder.mul(d, integer(LANES))])
+            for i, column in enumerate(columns):
+                store_unaligned(builder, column, builder.gep(target, [integer(i * LANES)]))
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(keys, index, index, ahead, panel), codegen
+
+
+class _PanelScores:
+    """Generates the scores of some query rows with one panel."""
+
+    def __init__(
+        self, context: Any, builder: ir.IRBuilder, query_rows: Sequence[Any], panel: Any, dim: Any
+    ) -> None:
+        self._builder, self._query_rows, self._panel = builder, query_rows, panel
+        self._chunks = builder.sdiv(dim, integer(LANES))
+        # Two, but not a constant: of loops that it knows LLVM makes one long piece of code, with
+        # the additions at its end and far more sums than there are registers.
+        self._two = builder.select(builder.icmp_signed(">", dim, integer(0)), integer(2), dim)
+        # As many partial sums a row at once as there are registers for.
+        self._lanes = 4 if has_feature(context, "avx512f") else 1
+        self._sums = [Sums(builder, len(query_rows), 1) for _ in range(self._lanes)]
+
+    def scores(self) -> list[Any]:
+        """A vector a row: the partial sums of d, d + 16, ..., for d < 16, added as a tree."""
+        return self._tree(integer(0), 1)
+
+    def _tree(self, lane: Any, step: int) -> list[Any]:
+        """Sums over lanes lane, lane + step, ...: the even ones of these and then the odd ones."""
+        if step * self._lanes == LANES:
+            return self._leaves(lane)
+        builder = self._builder
+        # -0 and not 0: adding to it changes nothing, not even a -0.
+        totals = [cgutils.alloca_once_value(builder, constant(-0.0)) for _ in self._query_rows]
+        for total in totals:
+            builder.store(constant(-0.0), total)
+        with cgutils.for_range(builder, self._two, intp=I64) as half:
+            first = builder.add(lane, builder.mul(half.index, integer(step)))
+            for total, part in zip(totals, self._tree(first, 2 * step), strict=True):
+                builder.store(builder.fadd(builder.load(total), part), total)
+        return [builder.load(total) for total in totals]
+
+    def _leaves(self, lane: Any) -> list[Any]:
+        """The last levels of the tree, whose partial sums are all in registers at once."""
+        builder, step = self._builder, LANES // self._lanes
+        for sums in self._sums:
+            sums.clear()
+        with cgutils.for_range(builder, self._chunks, intp=I64) as chunk:
+            start = builder.add(builder.mul(chunk.index, integer(LANES)), lane)
+            for i, sums in enumerate(self._sums):
+                d = builder.add(start, integer(i * step))
+                at = builder.gep(self._panel, [builder.mul(d, integer(LANES))])
+                keys = load_unaligned(builder, at, F32_VECTOR)
+                for r, row in enumerate(self._query_rows):
+                    query = broadcast(builder, builder.load(builder.gep(row, [d])))
+                    sums.add(r, 0, query, keys)
+        return [
+            _add_tree(builder, [sums.row(r)[0] for sums in self._sums])
+            for r in range(len(self._query_rows))
+        ]
+
+
+def _add_tree(builder: ir.IRBuilder, terms: Sequence[Any]) -> Any:
+    """The even terms' sum plus the odd ones'."""
+    if len(terms) == 1:
+        return terms[0]
+    return builder.fadd(_add_tree(builder, terms[::2]), _add_tree(builder, terms[1::2]))
+
+
+def _score_panel(rows: int) -> Callable[..., None]:
+    """Generate the kernel of ``rows`` query rows."""
+
+    def operation(
+        typing_context: Any,
+        queries: Any,
+        queries_at: Any,
+        head_dim: Any,
+        panel: Any,
+        scores: Any,
+        scores_at: Any,
+        scores_stride: Any,
+    ) -> tuple[Any, Codegen]:
+        """scores[r, 0:16] = queries[r] times the 16 keys of a panel.
+
+        queries: float32 [rows, head_dim] at queries_at. panel: float32 [head_dim, 16].
+        """
+
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            queries, queries_at, dim, panel, scores, scores_at, stride = arguments
+            kinds = signature.args
+            start = address(context, builder, kinds[0], queries, queries_at)
+            query_rows = row_pointers(builder, start, dim, rows)
+            keys = address(context, builder, kinds[3], panel, integer(0))
+            results = _PanelScores(context, builder, query_rows, keys, dim).scores()
+            start = address(context, builder, kinds[4], scores, scores_at)
+            targets = row_pointers(builder, start, stride, rows)
+            for result, target in zip(results, targets, strict=True):
+                store_unaligned(builder, result, target)
+            return context.get_dummy_value()
+
+        index = types.intp
+        return types.void(queries, index, index, panel, scores, index, index), codegen
+
+    generated: Callable[..., None] = intrinsic(operation)
+    return generated
+
+
+score_panel_3 = _score_panel(3)
+score_panel_4 = _score_panel(4)
+score_panel_5 = _score_panel(5)
