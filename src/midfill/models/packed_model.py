@@ -14,6 +14,7 @@ from midfill.cache import cache_folder, forget_unused, keep, mark_used
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError
 from midfill.kernels.cpu.decoder import Formats, Shape, Weights
+from midfill.kernels.cpu.memory import aligned
 from midfill.kernels.cpu.packing import (
     GROUP,
     PANEL,
@@ -140,7 +141,7 @@ def _pack_all(
     done = 0
 
     def store(name: str, matrices: list[PackedMatrix]) -> None:
-        arrays[name] = np.concatenate([matrix.data for matrix in matrices])
+        arrays[name] = aligned(np.concatenate([matrix.data for matrix in matrices]))
         arrays[f"{name}.format"] = np.array([matrices[0].weight_format], np.int32)
 
     for name, source in (("embed", "embed.weight"), ("head", "lm_head.weight")):
@@ -212,7 +213,8 @@ def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[n
 def _read_cache(path: Path) -> dict[str, npt.NDArray[np.generic]] | None:
     try:
         with safe_open(path, framework="numpy") as stored:
-            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            # One by one, so that no two of them are in memory twice.
+            return {name: aligned(stored.get_tensor(name)) for name in stored.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
         return None  # not there, cut short or damaged: packed again and replaced
 

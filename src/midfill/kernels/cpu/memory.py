@@ -24,6 +24,15 @@ def aligned_zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDA
     return block[start : start + size].view(kind).reshape(shape)
 
 
+def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array, or a copy that starts at a multiple of 64 bytes."""
+    if array.ctypes.data % LINE == 0:
+        return array
+    copy = aligned_zeros(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
 def untouched(size: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
     """[size] zeros of ``dtype``, backed by the system's smallest pages.
 
