@@ -38,6 +38,8 @@ from midfill.kernels.cpu.simd import (
     f32x16,
     fused_multiply_add,
     has_feature,
+    integer,
+    integers,
     llvm_call,
     load,
     load_unaligned,
@@ -59,14 +61,6 @@ _LINE = 64
 _FETCHED_LINES = {WeightFormat.Q4: 4, WeightFormat.Q8: 6}
 Q4_FETCHED, Q8_FETCHED = (lines * _LINE for lines in _FETCHED_LINES.values())
 """Bytes of a block that a product fetches elsewhere for each of its own: a third, rounded up."""
-
-
-def _integer(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
-
-
-def _integers(value: int) -> ir.Constant:
-    return ir.Constant(I32_VECTOR, [value] * LANES)
 
 
 def _halved(builder: ir.IRBuilder, vector: Any) -> list[Any]:
@@ -133,8 +127,8 @@ def add_products(
         odd, x_odd = builder.lshr(words, eight), builder.ashr(x_words, eight)
         return builder.add(sums, _multiply_add_words(context, builder, odd, x_odd))
     for byte in range(4):
-        weight = builder.and_(builder.lshr(weights, _integers(8 * byte)), _integers(255))
-        signed = builder.ashr(builder.shl(x, _integers(24 - 8 * byte)), _integers(24))
+        weight = builder.and_(builder.lshr(weights, integers(8 * byte)), integers(255))
+        signed = builder.ashr(builder.shl(x, integers(24 - 8 * byte)), integers(24))
         sums = builder.add(sums, builder.mul(weight, signed))
     return sums
 
@@ -143,7 +137,7 @@ def splat_i32(builder: ir.IRBuilder, scalar: Any) -> Any:
     """A vector with an int32 scalar in every lane."""
     undefined = ir.Constant(I32_VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, scalar, I32(0))
-    return builder.shuffle_vector(first, undefined, _integers(0))
+    return builder.shuffle_vector(first, undefined, integers(0))
 
 
 def _load_as(builder: ir.IRBuilder, pointer: Any, at: Any, kind: Any) -> Any:
@@ -157,14 +151,14 @@ def _weights_of_four(
 ) -> list[Any]:
     """The codes of four inputs: for each output a 32-bit lane with a byte an input."""
     size = 4 * PANEL // (2 if weight_format is WeightFormat.Q4 else 1)
-    pointer = builder.gep(codes, [builder.mul(four, _integer(size))])
+    pointer = builder.gep(codes, [builder.mul(four, integer(size))])
     if weight_format is WeightFormat.Q4:
         packed = load_unaligned(builder, pointer, I32_VECTOR)
-        mask = _integers(0x0F0F0F0F)
-        shifted = builder.lshr(packed, _integers(4))
+        mask = integers(0x0F0F0F0F)
+        shifted = builder.lshr(packed, integers(4))
         return [builder.and_(packed, mask), builder.and_(shifted, mask)]
     return [
-        load_unaligned(builder, builder.gep(pointer, [_integer(v * 4 * LANES)]), I32_VECTOR)
+        load_unaligned(builder, builder.gep(pointer, [integer(v * 4 * LANES)]), I32_VECTOR)
         for v in range(_VECTORS)
     ]
 
@@ -172,9 +166,83 @@ def _weights_of_four(
 def _fetch(builder: ir.IRBuilder, pointer: Any, lines: int) -> None:
     """Ask for some cache lines to be brought into the second-level cache."""
     for line in range(lines):
-        at = builder.gep(pointer, [_integer(line * _LINE)])
+        at = builder.gep(pointer, [integer(line * _LINE)])
         hints = [I32(hint) for hint in (0, 2, 1)]  # read, second level, data
         llvm_call(builder, "llvm.prefetch.p0", [at, *hints], ir.VoidType())
+
+
+class _CodeProducts:
+    """Generates the products of some rows with one panel of codes.
+
+    Sums of a group's codes and totals over groups: a vector for each row and half of the panel.
+    """
+
+    def __init__(
+        self, context: Any, builder: ir.IRBuilder, weight_format: WeightFormat, rows: int
+    ) -> None:
+        self._context, self._builder, self._format = context, builder, weight_format
+        self._cells = [(r, v) for r in range(rows) for v in range(_VECTORS)]
+        self._totals = {cell: self._variable(constant(0.0)) for cell in self._cells}
+        self._sums = {cell: self._variable(integers(0)) for cell in self._cells}
+        for total in self._totals.values():
+            builder.store(constant(0.0), total)
+
+    def _variable(self, value: Any) -> Any:
+        return cgutils.alloca_once_value(self._builder, value)
+
+    def add_group(self, block: Any, x_blocks: list[Any]) -> None:
+        """Add a group's products; x_blocks: the rows' activation blocks."""
+        for r, v in self._cells:
+            first = integers(0)
+            if self._format is WeightFormat.Q8:
+                # Codes are stored 128 too large, to be unsigned.
+                offset = _load_as(self._builder, x_blocks[r], integer(_OFFSET), I32)
+                first = splat_i32(self._builder, offset)
+            self._builder.store(first, self._sums[r, v])
+        codes = self._builder.gep(block, [integer(HEADER_BYTES)])
+        with cgutils.for_range(self._builder, integer(GROUP // 4), intp=I64) as four:
+            self._add_four(codes, four.index, x_blocks)
+        for v in range(_VECTORS):
+            self._scale(block, v, x_blocks)
+
+    def _add_four(self, codes: Any, four: Any, x_blocks: list[Any]) -> None:
+        """Add the products of four inputs to the group's sums."""
+        builder = self._builder
+        weights = _weights_of_four(builder, self._format, codes, four)
+        x_four = builder.mul(four, integer(4))
+        for r, x_block in enumerate(x_blocks):
+            activations = splat_i32(builder, _load_as(builder, x_block, x_four, I32))
+            for v in range(_VECTORS):
+                added = add_products(
+                    self._context, builder, builder.load(self._sums[r, v]), weights[v],
+                    activations, self._format is WeightFormat.Q4,
+                )  # fmt: skip
+                builder.store(added, self._sums[r, v])
+
+    def _scale(self, block: Any, v: int, x_blocks: list[Any]) -> None:
+        """Scale the group's sums of one half of the panel and add them to the totals."""
+        builder = self._builder
+        scale, minimum = (
+            load_halves(self._context, builder, builder.gep(block, [integer(at_header)]))
+            for at_header in (v * LANES * 2, HEADER_BYTES // 2 + v * LANES * 2)
+        )
+        for r, x_block in enumerate(x_blocks):
+            x_scale, x_sum = (
+                broadcast(builder, _load_as(builder, x_block, integer(i), F32))
+                for i in (_SCALE, _SCALED_SUM)
+            )
+            product = builder.sitofp(builder.load(self._sums[r, v]), F32_VECTOR)
+            total = fused_multiply_add(
+                builder, product, builder.fmul(scale, x_scale), builder.load(self._totals[r, v])
+            )
+            total = fused_multiply_add(builder, minimum, x_sum, total)
+            builder.store(total, self._totals[r, v])
+
+    def store(self, target: Any) -> None:
+        """target[rows, 32] = the totals."""
+        for r, v in self._cells:
+            pointer = self._builder.gep(target, [integer(r * PANEL + v * LANES)])
+            store_unaligned(self._builder, self._builder.load(self._totals[r, v]), pointer)
 
 
 def _multiply_codes(rows: int, weight_format: WeightFormat) -> Any:
@@ -203,62 +271,17 @@ def _multiply_codes(rows: int, weight_format: WeightFormat) -> Any:
             x, x_offset, x_stride, groups, panel, panel_offset, ahead, tile, at = arguments
             kinds = signature.args
             start = address(context, builder, kinds[0], x, x_offset)
-            x_rows = [builder.gep(start, [builder.mul(x_stride, _integer(r))]) for r in range(rows)]
+            x_rows = [builder.gep(start, [builder.mul(x_stride, integer(r))]) for r in range(rows)]
             panel_pointer = address(context, builder, kinds[4], panel, panel_offset)
-            cells = [(r, v) for r in range(rows) for v in range(_VECTORS)]
-            totals = {cell: cgutils.alloca_once_value(builder, constant(0.0)) for cell in cells}
-            sums = {cell: cgutils.alloca_once_value(builder, _integers(0)) for cell in cells}
-            for cell in cells:
-                builder.store(constant(0.0), totals[cell])
+            products = _CodeProducts(context, builder, weight_format, rows)
             with cgutils.for_range(builder, groups, intp=I64) as group:
-                offset = builder.mul(group.index, _integer(block_bytes(weight_format)))
+                offset = builder.mul(group.index, integer(block_bytes(weight_format)))
                 block = builder.gep(panel_pointer, [offset])
                 if rows > 1:
                     _fetch(builder, builder.gep(block, [ahead]), _FETCHED_LINES[weight_format])
-                x_at = builder.mul(group.index, _integer(ROUNDED_BYTES))
-                x_blocks = [builder.gep(row, [x_at]) for row in x_rows]
-                for r, v in cells:
-                    first = _integers(0)
-                    if weight_format is WeightFormat.Q8:
-                        # Codes are stored 128 too large, to be unsigned.
-                        offset = _load_as(builder, x_blocks[r], _integer(_OFFSET), I32)
-                        first = splat_i32(builder, offset)
-                    builder.store(first, sums[r, v])
-                codes = builder.gep(block, [_integer(HEADER_BYTES)])
-                with cgutils.for_range(builder, _integer(GROUP // 4), intp=I64) as four:
-                    weights = _weights_of_four(builder, weight_format, codes, four.index)
-                    x_four = builder.mul(four.index, _integer(4))
-                    for r in range(rows):
-                        activations = splat_i32(
-                            builder, _load_as(builder, x_blocks[r], x_four, I32)
-                        )
-                        for v in range(_VECTORS):
-                            added = add_products(
-                                context, builder, builder.load(sums[r, v]), weights[v],
-                                activations, weight_format is WeightFormat.Q4,
-                            )  # fmt: skip
-                            builder.store(added, sums[r, v])
-                for v in range(_VECTORS):
-                    scale, minimum = (
-                        load_halves(context, builder, builder.gep(block, [_integer(at_header)]))
-                        for at_header in (v * LANES * 2, HEADER_BYTES // 2 + v * LANES * 2)
-                    )
-                    for r in range(rows):
-                        x_scale, x_sum = (
-                            broadcast(builder, _load_as(builder, x_blocks[r], _integer(i), F32))
-                            for i in (_SCALE, _SCALED_SUM)
-                        )
-                        product = builder.sitofp(builder.load(sums[r, v]), F32_VECTOR)
-                        total = fused_multiply_add(
-                            builder, product, builder.fmul(scale, x_scale),
-                            builder.load(totals[r, v]),
-                        )  # fmt: skip
-                        total = fused_multiply_add(builder, minimum, x_sum, total)
-                        builder.store(total, totals[r, v])
-            target = address(context, builder, kinds[7], tile, at)
-            for r, v in cells:
-                pointer = builder.gep(target, [_integer(r * PANEL + v * LANES)])
-                store_unaligned(builder, builder.load(totals[r, v]), pointer)
+                x_at = builder.mul(group.index, integer(ROUNDED_BYTES))
+                products.add_group(block, [builder.gep(row, [x_at]) for row in x_rows])
+            products.store(address(context, builder, kinds[7], tile, at))
             return context.get_dummy_value()
 
         index = types.intp
@@ -315,7 +338,7 @@ def _put_sums(
             (_SCALED_SUM, builder.fmul(scale, total)),
             (_OFFSET, biased),
         ):
-            store_unaligned(builder, value, builder.gep(pointer, [_integer(at)]))
+            store_unaligned(builder, value, builder.gep(pointer, [integer(at)]))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, types.float32, types.float32), codegen

@@ -23,6 +23,7 @@ from midfill.kernels.cpu.simd import (
     address,
     constant,
     has_feature,
+    integers,
     load_unaligned,
 )
 
@@ -38,22 +39,18 @@ def _native(context: Any) -> bool:
     return has_feature(context, "f16c") or platform.machine() in ("aarch64", "arm64")
 
 
-def _integers(value: int) -> ir.Constant:
-    return ir.Constant(I32_VECTOR, [value] * LANES)
-
-
 def load_halves(context: Any, builder: ir.IRBuilder, pointer: Any) -> Any:
     """16 float16 from a pointer of any type, as float32."""
     if _native(context):
         return builder.fpext(load_unaligned(builder, pointer, F16_VECTOR), F32_VECTOR)
     bits = builder.zext(load_unaligned(builder, pointer, I16_VECTOR), I32_VECTOR)
-    sign = builder.shl(builder.and_(bits, _integers(0x8000)), _integers(16))
+    sign = builder.shl(builder.and_(bits, integers(0x8000)), integers(16))
     # The exponent's bias is 15 here and 127 there; a product sets it right, subnormals included.
-    magnitude = builder.shl(builder.and_(bits, _integers(0x7FFF)), _integers(13))
+    magnitude = builder.shl(builder.and_(bits, integers(0x7FFF)), integers(13))
     scaled = builder.fmul(builder.bitcast(magnitude, F32_VECTOR), constant(2.0**112))
     # Infinity and NaN keep their largest exponent.
-    special = builder.icmp_unsigned(">=", magnitude, _integers(_INFINITY))
-    largest = builder.or_(magnitude, _integers(0x7F800000))
+    special = builder.icmp_unsigned(">=", magnitude, integers(_INFINITY))
+    largest = builder.or_(magnitude, integers(0x7F800000))
     result = builder.select(special, largest, builder.bitcast(scaled, I32_VECTOR))
     return builder.bitcast(builder.or_(result, sign), F32_VECTOR)
 
@@ -77,19 +74,19 @@ def store_halves(context: Any, builder: ir.IRBuilder, value: Any, pointer: Any) 
 
 def _round_by_integers(builder: ir.IRBuilder, value: Any) -> Any:
     bits = builder.bitcast(value, I32_VECTOR)
-    sign = builder.lshr(builder.and_(bits, _integers(-(2**31))), _integers(16))
-    magnitude = builder.and_(bits, _integers(0x7FFFFFFF))
+    sign = builder.lshr(builder.and_(bits, integers(-(2**31))), integers(16))
+    magnitude = builder.and_(bits, integers(0x7FFFFFFF))
     # Normal numbers: rebias the exponent and round the 13 bits that go.
-    odd = builder.and_(builder.lshr(magnitude, _integers(13)), _integers(1))
-    rounded = builder.add(builder.sub(magnitude, _integers((112 << 23) - 0xFFF)), odd)
-    normal = builder.lshr(rounded, _integers(13))
+    odd = builder.and_(builder.lshr(magnitude, integers(13)), integers(1))
+    rounded = builder.add(builder.sub(magnitude, integers((112 << 23) - 0xFFF)), odd)
+    normal = builder.lshr(rounded, integers(13))
     # Subnormal ones: adding 1/2 makes the FPU round at 2^-24, float16's smallest step.
     shifted = builder.fadd(builder.bitcast(magnitude, F32_VECTOR), constant(0.5))
-    subnormal = builder.sub(builder.bitcast(shifted, I32_VECTOR), _integers(0x3F000000))
-    small = builder.icmp_unsigned("<", magnitude, _integers(113 << 23))
+    subnormal = builder.sub(builder.bitcast(shifted, I32_VECTOR), integers(0x3F000000))
+    small = builder.icmp_unsigned("<", magnitude, integers(113 << 23))
     result = builder.select(small, subnormal, normal)
-    nan = builder.icmp_unsigned(">", magnitude, _integers(0x7F800000))
-    result = builder.or_(builder.select(nan, _integers(0x7E00), result), sign)
+    nan = builder.icmp_unsigned(">", magnitude, integers(0x7F800000))
+    result = builder.or_(builder.select(nan, integers(0x7E00), result), sign)
     return builder.trunc(result, I16_VECTOR)
 
 

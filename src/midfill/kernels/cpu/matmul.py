@@ -28,16 +28,13 @@ from midfill.kernels.cpu.simd import (
     broadcast,
     constant,
     fused_multiply_add,
+    integer,
     load_unaligned,
     store_unaligned,
 )
 
 VECTORS = PANEL // LANES
 I8_VECTOR = ir.VectorType(I8, LANES)
-
-
-def _integer(value: int) -> ir.Constant:
-    return ir.Constant(I64, value)
 
 
 class _Accumulators:
@@ -52,7 +49,7 @@ class _Accumulators:
         for row in self._cells:
             for cell in row:
                 builder.store(constant(0.0), cell)
-        self._x_rows = [builder.gep(x, [builder.mul(x_stride, _integer(r))]) for r in range(rows)]
+        self._x_rows = [builder.gep(x, [builder.mul(x_stride, integer(r))]) for r in range(rows)]
 
     def add(self, k: Any, weights: list[Any]) -> None:
         builder = self._builder
@@ -65,7 +62,7 @@ class _Accumulators:
         builder = self._builder
         for r, cells in enumerate(self._cells):
             for v, cell in enumerate(cells):
-                pointer = builder.gep(tile, [_integer(r * PANEL + v * LANES)])
+                pointer = builder.gep(tile, [integer(r * PANEL + v * LANES)])
                 store_unaligned(builder, builder.load(cell), pointer)
 
 
@@ -101,7 +98,7 @@ def _multiply_floats(rows: int) -> Any:
             with cgutils.for_range(builder, count, intp=I64) as loop:
                 row = builder.gep(panel_pointer, [builder.mul(loop.index, panel_stride)])
                 weights = [
-                    load_unaligned(builder, builder.gep(row, [_integer(v * LANES)]), F32_VECTOR)
+                    load_unaligned(builder, builder.gep(row, [integer(v * LANES)]), F32_VECTOR)
                     for v in range(VECTORS)
                 ]
                 sums.add(loop.index, weights)

@@ -56,6 +56,11 @@ def integer(value: int) -> ir.Constant:
     return ir.Constant(I64, value)
 
 
+def integers(value: int) -> ir.Constant:
+    """The same int32 in every lane."""
+    return ir.Constant(I32_VECTOR, [value] * LANES)
+
+
 def constant(value: float) -> ir.Constant:
     """A vector with the same float32 in every lane."""
     return ir.Constant(F32_VECTOR, [value] * LANES)
