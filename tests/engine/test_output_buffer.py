@@ -47,17 +47,17 @@ def told(buffer: OutputBuffer, now: float) -> list[tuple[str, int, list[int]]]:
     return [(one.request_id, one.index, one.token_ids) for one in buffer.take(now)]
 
 
-def started(**fields: object) -> OutputBuffer:
+def started(asked: EngineRequest) -> OutputBuffer:
     """A buffer that has told a request's first token."""
     buffer = OutputBuffer(token_bytes)
-    buffer.expect(request(**fields))  # type: ignore[arg-type]
+    buffer.expect(asked)
     buffer.add([output(1)], 0.0)
     assert told(buffer, 0.0) == [("x", 0, [1])]
     return buffer
 
 
 def test_the_first_token_is_told_at_once_and_the_next_ones_together() -> None:
-    buffer = started()
+    buffer = started(request())
     buffer.add([output(2)], 0.1)
     buffer.add([output(4)], 0.6)
     assert told(buffer, 1.0) == []
@@ -67,18 +67,20 @@ def test_the_first_token_is_told_at_once_and_the_next_ones_together() -> None:
 
 
 def test_the_end_is_told_at_once_with_all_that_was_held() -> None:
-    buffer = started()
+    buffer = started(request())
     buffer.add([output(2)], 0.1)
     buffer.add([output(4, last=True)], 0.2)
     assert [(one.token_ids, one.finish_reason) for one in buffer.take(0.2)] == [([2, 4], "length")]
 
 
 def test_a_token_that_may_complete_a_stop_string_is_told_at_once() -> None:
-    buffer = started(stop_bytes=b"\n")
+    buffer = started(request(stop_bytes=b"\n"))
     buffer.add([output(2)], 0.1)
     assert told(buffer, 0.1) == []
     buffer.add([output(3)], 0.2)
     assert told(buffer, 0.2) == [("x", 0, [2, 3])]
+    buffer.add([output(4)], 1.15)
+    assert told(buffer, 1.15) == []  # it has not waited since 0.1
 
 
 def test_healed_bytes_are_not_the_first_that_is_seen() -> None:
@@ -92,7 +94,7 @@ def test_healed_bytes_are_not_the_first_that_is_seen() -> None:
 
 
 def test_what_is_not_streamed_waits_for_its_end_or_a_stop() -> None:
-    buffer = started(interval=math.inf, stop_bytes=b"\n")
+    buffer = started(request(interval=math.inf, stop_bytes=b"\n"))
     buffer.add([output(2)], 0.1)
     assert told(buffer, 1e9) == []
     buffer.add([output(3)], 1e9)
@@ -134,7 +136,7 @@ def test_a_request_nobody_named_or_that_wants_each_token_is_never_held(interval:
 
 
 def test_log_probabilities_stay_with_their_tokens() -> None:
-    buffer = started()
+    buffer = started(request())
     for token in (2, 4):
         logprobs = [TokenLogprobs(-float(token), [])]
         buffer.add(

@@ -1,5 +1,6 @@
 """Tile heights are measured once, kept, and read again; what can't be used is measured anew."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,13 @@ class Chip:
 
 
 @pytest.fixture
-def model(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
+def model(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PackedModel]:
+    """A model, with a cache of its own that holds no plans."""
     monkeypatch.setenv("MIDFILL_CACHE", str(tmp_path))
     compiled_folder.cache_clear()
-    monkeypatch.setattr("midfill.models.tile_choice.compiled_folder", compiled_folder)
-    yield load_packed(open_checkpoint(tiny_folder), "q4", None)  # type: ignore[misc]
+    yield load_packed(open_checkpoint(tiny_folder), "q4")
     compiled_folder.cache_clear()
 
 

@@ -24,10 +24,12 @@ class _Answer:
     Attributes:
         hidden: bytes that it writes yet before the client sees any.
         held: not told yet, oldest first.
+        held_since: when the oldest of them came.
     """
 
     hidden: int
     held: list[EngineOutput] = field(default_factory=list)
+    held_since: float = 0.0
 
 
 @dataclass
@@ -35,7 +37,6 @@ class _Request:
     interval: float
     stop_bytes: frozenset[int]
     answers: dict[int, _Answer]
-    held_since: float | None = None
 
 
 class OutputBuffer:
@@ -65,30 +66,35 @@ class OutputBuffer:
                 self._ready.append(output)
                 continue
             answer = request.answers[output.index]
+            if not answer.held:
+                answer.held_since = now
             answer.held.append(output)
             if self._is_urgent(output, request, answer):
                 self._tell(answer)
-            elif request.held_since is None:
-                request.held_since = now
             if output.finish_reason is not None:
                 del request.answers[output.index]
                 if not request.answers:
                     del self._requests[output.request_id]
 
     def take(self, now: float) -> list[EngineOutput]:
-        """What the server is told now. Once one request has waited long enough, others that
-        stream come with it: the server is woken anyway."""
-        streamed = [request for request in self._requests.values() if request.interval < inf]
-        least = _SECONDS_A_STREAM * sum(len(request.answers) for request in streamed)
+        """What the server is told now.
+
+        Once one answer has waited long enough, all that stream are told: the server is woken
+        anyway.
+        """
+        waiting = [
+            (request.interval, answer)
+            for request in self._requests.values()
+            if request.interval < inf
+            for answer in request.answers.values()
+        ]
+        least = _SECONDS_A_STREAM * len(waiting)
         if any(
-            request.held_since is not None
-            and now - request.held_since >= max(request.interval, least)
-            for request in streamed
+            answer.held and now - answer.held_since >= max(interval, least)
+            for interval, answer in waiting
         ):
-            for request in streamed:
-                for answer in request.answers.values():
-                    self._tell(answer)
-                request.held_since = None
+            for _, answer in waiting:
+                self._tell(answer)
         ready, self._ready = self._ready, []
         return ready
 

@@ -49,6 +49,9 @@ def choose_tiles(
         threads: that a step runs on.
         measure: runs ``MEASURED_ROWS`` rows with a plan; returns the ticks of every phase, 0 where
             the chip's counter can't be read.
+
+    Returns:
+        uint8 [matrices, PLANNED_ROWS + 1], see ``kernels.cpu.tiles``.
     """
     path = compiled_folder() / f"tiles-{_key(model, threads)}.json"
     plan = _read(path, model)

@@ -46,5 +46,5 @@ def test_the_cheapest_tiles_cost_no_more_than_any_others(costs: list[float], row
 
 def test_heights_that_there_are_not_are_not_taken() -> None:
     heights = cheapest_heights([2.0, np.inf, 3.0, np.inf])
-    assert cut(heights, 7) == [3, 3, 1] or sorted(cut(heights, 7)) == [1, 3, 3]
+    assert sorted(cut(heights, 7)) == [1, 3, 3]
     assert set(np.unique(heights[1:])) == {1, 3}

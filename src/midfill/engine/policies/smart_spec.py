@@ -117,11 +117,10 @@ def _sampled(state: ScheduleState, plan: StepPlan) -> Iterator[int]:
 
 def _context(state: ScheduleState, plan: StepPlan) -> float:
     """Tokens that a row of the plan attends to, on average."""
-    lengths = {sequence.sequence_id: sequence.length for sequence in state.running}
-    keys = sum(lengths[sequence_id] for sequence_id in plan.decodes)
-    computed = {sequence.sequence_id: sequence.computed for sequence in state.running}
+    running = {sequence.sequence_id: sequence for sequence in state.running}
+    keys = sum(running[sequence_id].length for sequence_id in plan.decodes)
     for chunk in plan.chunks:
-        keys += chunk.tokens * (computed[chunk.sequence_id] + chunk.tokens)
+        keys += chunk.tokens * (running[chunk.sequence_id].computed + chunk.tokens)
     for chunk in plan.admit:
         cached = state.cache.cached_prefix(chunk.sequence_id).tokens
         keys += chunk.tokens * (cached + chunk.tokens)
