@@ -124,42 +124,36 @@ def multiply_scales(
             store(scores, at, multiply(load(scores, at), factor))
 
 
-@kernel
-def _weigh_wide(
-    n: int, weights: Any, at: int, values: Any, first: int, end: int, head_dim: int, d: int,
-    ahead: Any, sums: Any, to: int,
-) -> None:  # fmt: skip
-    """sums[n, 64] at ``to`` = weights[n, first:end] at ``at`` @ V[first:end, d:d + 64]."""
-    s = SEGMENT
-    if n == 4:
-        weigh_values_4x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-    elif n == 3:
-        weigh_values_3x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-    elif n == 5:
-        weigh_values_5x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-    elif n == 2:
-        weigh_values_2x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-    else:
-        weigh_values_1x64(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+def _weigher(one: Any, two: Any, three: Any, four: Any, five: Any) -> Any:
+    """Make a kernel that takes the one of five generated for its number of rows."""
+
+    @kernel
+    def weigh(
+        n: int, weights: Any, at: int, values: Any, first: int, end: int, head_dim: int, d: int,
+        ahead: Any, sums: Any, to: int,
+    ) -> None:  # fmt: skip
+        """sums[n] at ``to`` = weights[n, first:end] at ``at`` @ the width of V from d on."""
+        s = SEGMENT
+        if n == 4:
+            four(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+        elif n == 3:
+            three(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+        elif n == 5:
+            five(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+        elif n == 2:
+            two(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+        else:
+            one(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+
+    return weigh
 
 
-@kernel
-def _weigh_narrow(
-    n: int, weights: Any, at: int, values: Any, first: int, end: int, head_dim: int, d: int,
-    ahead: Any, sums: Any, to: int,
-) -> None:  # fmt: skip
-    """The same with 32 dimensions."""
-    s = SEGMENT
-    if n == 4:
-        weigh_values_4x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-    elif n == 3:
-        weigh_values_3x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-    elif n == 5:
-        weigh_values_5x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-    elif n == 2:
-        weigh_values_2x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-    else:
-        weigh_values_1x32(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
+_weigh_wide = _weigher(
+    weigh_values_1x64, weigh_values_2x64, weigh_values_3x64, weigh_values_4x64, weigh_values_5x64
+)
+_weigh_narrow = _weigher(
+    weigh_values_1x32, weigh_values_2x32, weigh_values_3x32, weigh_values_4x32, weigh_values_5x32
+)
 
 
 @kernel
