@@ -1,6 +1,6 @@
 # make serve    set up and serve the default model on http://127.0.0.1:8080
 # make test     set up and run the tests
-# make lint     ruff and mypy
+# make lint     ruff, mypy and the direction of imports
 # make bench    the EFIM rounds load on this machine
 
 PYTHON ?= python3
@@ -22,6 +22,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/midfill bench rounds $(ARGS)

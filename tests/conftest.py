@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.cache import cache_folder
+from midfill.system.cache import cache_folder
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

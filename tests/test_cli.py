@@ -15,8 +15,9 @@ from tiny_adapters import write_adapter, write_record
 
 from midfill.cli import main
 from midfill.cli.complete import find_caret, render
-from midfill.cli.sizes import format_size, parse_size
+from midfill.cli.sizes import parse_size
 from midfill.errors import MidfillError
+from midfill.reporting.sizes import format_size
 
 HEAVY = ("torch", "numba", "numpy", "transformers", "tokenizers", "fastapi", "zmq", "rich.progress")
 

@@ -6,13 +6,14 @@ print(LLM("smollm2-135m").infill("def add(a, b):\\n    return ", "\\n").text)
 
 from typing import TYPE_CHECKING, Any
 
+from midfill.version import __version__
+
 if TYPE_CHECKING:
     from midfill.frontend.sampling import SamplingParams
     from midfill.frontend.trimming import Trimming
     from midfill.infill.context import ContextFile
     from midfill.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "ContextFile", "SamplingParams", "Trimming", "__version__"]
 
 _HOMES = {

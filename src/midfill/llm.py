@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+from midfill.checkpoints.opening import open_model
 from midfill.config import Backend, KvDtype, ModelOptions, WeightsOption
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineStats
@@ -24,8 +26,7 @@ from midfill.frontend.shared_engine import SharedEngine
 from midfill.infill.context import ContextFile
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest, RequestedLayout
-from midfill.models.adapted_checkpoint import open_model
-from midfill.models.hub import DEFAULT_MODEL, resolve, resolve_adapter
+from midfill.system.progress import Progress
 
 __all__ = ["LLM", "AnswerStream", "GeneratedAnswer", "GenerationResult", "SamplingParams"]
 
@@ -60,7 +61,7 @@ class LLM:
         adapter: str | Path | None = None,
         speculation: bool = True,
         fim_tokens: tuple[str, str, str] | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Load a model, fetching it first if need be.
 

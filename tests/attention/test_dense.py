@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.attention.dense import Window, attend, plan_attention
-from midfill.engine.batch import ForwardBatch
+from midfill.forward.batch import ForwardBatch
 
 KV_HEADS, GROUP, HEAD_DIM, SLOTS, SCALE = 2, 3, 8, 200, 0.3
 

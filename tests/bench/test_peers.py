@@ -10,7 +10,6 @@ from rich.console import Console
 from tiny_checkpoints import write_tiny
 
 from midfill.bench.endpoint import Measurement
-from midfill.bench.machine import describe_machine
 from midfill.bench.peers.compare import SERVERS, Programs, compare_peers, parse_names
 from midfill.bench.peers.compared_model import ComparedModel, Prompts, open_compared
 from midfill.bench.peers.loads import (
@@ -32,6 +31,7 @@ from midfill.bench.peers.results import (
 )
 from midfill.bench.peers.run import reason_to_skip
 from midfill.errors import MidfillError
+from midfill.system.machine import describe_machine
 
 OPTIONS = PeersOptions(
     servers=("midfill",),

@@ -23,8 +23,8 @@ from midfill.bench.peers.llama_cpp import launch_llama_cpp
 from midfill.bench.peers.process import ServerProcess, free_port, session_processes
 from midfill.bench.peers.results import PeersOptions, ServerResult
 from midfill.bench.peers.servers import Launch, Missing, Room
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import MidfillError
-from midfill.models.checkpoint import open_checkpoint
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 64, 4, 2, 16, 96, 2
 ROOM = Room(threads=1, sequence=256, sequences=2)

@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 from tiny_checkpoints import write_tiny
 
-from midfill.bench.document_sections import replace_section
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.endpoint import Endpoint, Measurement
 from midfill.bench.rounds import (
@@ -22,6 +21,7 @@ from midfill.bench.rounds import (
 from midfill.bench.rounds_report import plot_rounds, rounds_table
 from midfill.bench.targets import InProcess
 from midfill.errors import MidfillError
+from midfill.reporting.document_sections import replace_section
 
 SENTINELS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 OPTIONS = RoundsOptions(users=2, rounds=3, output_tokens=4, repeats=1, sentinels=SENTINELS)

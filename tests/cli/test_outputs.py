@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from midfill.bench.cli import app
+from midfill.cli.bench import app
 from midfill.cli.options import FimTokens, parse_fim_tokens
 from midfill.cli.outputs import writable
 from midfill.errors import MidfillError

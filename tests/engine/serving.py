@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from midfill.engine.batch import ForwardBatch
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
-from midfill.engine.runner import Runner
+from midfill.forward.batch import ForwardBatch
+from midfill.forward.runner import Runner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

@@ -10,7 +10,6 @@ import torch
 from serving import background, check_idle, greedy_alone, request, serve
 from toy_runner import VOCAB, ToyRunner
 
-from midfill.engine.batch import ForwardBatch
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.policies.idle_prefill import IdlePrefill
 from midfill.engine.policies.sarathi_serve import SarathiServe
@@ -23,6 +22,7 @@ from midfill.engine.scheduler import (
     WaitingSequence,
 )
 from midfill.errors import InvalidRequestError
+from midfill.forward.batch import ForwardBatch
 from midfill.kv.radix_cache import CachedPrefix
 
 

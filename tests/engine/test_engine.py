@@ -8,10 +8,10 @@ import torch
 from serving import Answer, check_idle, greedy_alone, request, serve
 from toy_runner import VOCAB, ToyRunner
 
-from midfill.engine.batch import ForwardBatch
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.request import EngineRequest, SamplingParams
 from midfill.errors import InvalidRequestError
+from midfill.forward.batch import ForwardBatch
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

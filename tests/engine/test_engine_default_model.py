@@ -6,11 +6,12 @@ import textwrap
 import pytest
 from serving import Answers, request, serve
 
+from midfill.checkpoints import model_store
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.request import EngineRequest, SamplingParams
-from midfill.models import hub
-from midfill.models.checkpoint import Checkpoint, open_checkpoint
-from midfill.models.cpu_runner import CpuRunner
+from midfill.runners.cpu_runner import CpuRunner
 
 pytestmark = pytest.mark.real_model
 
@@ -22,7 +23,7 @@ SEEDED = SamplingParams(
 
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
-    return open_checkpoint(hub.resolve(hub.DEFAULT_MODEL))
+    return open_checkpoint(model_store.resolve(model_store.DEFAULT_MODEL))
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import torch
 from serving import GREEDY, Answers, request, serve
 from tiny_checkpoints import VOCAB, reference_model, write_variant
 
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.request import EngineRequest, SamplingParams
-from midfill.engine.runner import Runner
-from midfill.models.checkpoint import open_checkpoint
-from midfill.models.cpu_runner import CpuRunner
-from midfill.models.torch_runner import TorchRunner
+from midfill.forward.runner import Runner
+from midfill.runners.cpu_runner import CpuRunner
+from midfill.runners.torch_runner import TorchRunner
 
 ANSWER = 12
 Truth = Callable[[tuple[int, ...]], list[int]]

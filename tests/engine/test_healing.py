@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from serving import GREEDY, Answer, next_logits, request, serve
 from toy_runner import VOCAB, ToyRunner
 
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineRequest, SamplingParams
 from midfill.errors import InvalidRequestError
-from midfill.models.checkpoint import open_checkpoint
 
 END = 0  # stands for no text, like every end token
 TOKENS = [b"", b"", *(bytes([letter]) for letter in b"printf(x) \xc3\xa9\xf0\x9f\x99\x82\xa8")]

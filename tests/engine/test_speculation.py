@@ -12,12 +12,12 @@ from serving import Answers, FixedCost, greedy_alone, request, serve
 from tiny_checkpoints import VOCAB as TINY_VOCAB
 from toy_runner import VOCAB, ToyRunner
 
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineRequest, SamplingParams
-from midfill.models.checkpoint import open_checkpoint
-from midfill.models.cpu_runner import CpuRunner
+from midfill.runners.cpu_runner import CpuRunner
 
 POSITIONS = 0.2  # of so little weight that answers repeat themselves
 TOKENS = [b"", *(bytes([97 + index]) for index in range(26)), b"ab", b"abc", b"bc", b"cd", b"the"]

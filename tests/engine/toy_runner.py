@@ -8,14 +8,14 @@ changes the answer, batching and chunking do not.
 import numpy as np
 import torch
 
-from midfill.engine.batch import ForwardBatch
+from midfill.forward.batch import ForwardBatch
 from midfill.models.config import ModelConfig
 
 LAYERS, HIDDEN, VOCAB, CONTEXT = 2, 12, 40, 200
 
 
 class ToyRunner:
-    """A two-layer, single-head decoder with random weights; implements engine.runner.Runner."""
+    """A two-layer, single-head decoder with random weights; implements forward.runner.Runner."""
 
     def __init__(self, slots: int, context: int = CONTEXT, positions: float = 1.0) -> None:
         """``positions`` is their weight; without them greedy answers repeat themselves."""

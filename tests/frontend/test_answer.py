@@ -8,12 +8,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
 from midfill.frontend.answer import Answer, AnswerDelta, GenerationError
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopStrings
 from midfill.frontend.trimming import Trimming
-from midfill.models.checkpoint import open_checkpoint
 from midfill.tokens.tokenizer import Tokenizer
 
 END_OF_TEXT = 0

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import CheckpointError, InvalidRequestError
 from midfill.frontend.chat import ChatTemplate
-from midfill.models.checkpoint import open_checkpoint
 from midfill.tokens.tokenizer import Tokenizer
 
 TEMPLATE = (

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from midfill import LLM, SamplingParams
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
 from midfill.llm import GenerationResult
-from midfill.models.checkpoint import open_checkpoint
 from midfill.tokens.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
-from midfill.models.checkpoint import Checkpoint, open_checkpoint
 
 CONTEXT = 100
 

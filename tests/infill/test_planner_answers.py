@@ -7,6 +7,8 @@ import pytest
 
 from midfill.bench.edits.editor import Round
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
@@ -14,7 +16,6 @@ from midfill.engine.request import EngineRequest, SamplingParams
 from midfill.infill.formats import find_format
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
-from midfill.models.checkpoint import Checkpoint, open_checkpoint
 from midfill.tokens.layout import LayoutEncoder
 
 SOURCES = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from running_server import RunningServer, start
 
-from midfill.models.hub import DEFAULT_MODEL
+from midfill.checkpoints.model_store import DEFAULT_MODEL
 
 pytestmark = pytest.mark.real_model
 

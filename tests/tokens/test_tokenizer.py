@@ -15,9 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import CheckpointError, InvalidRequestError
-from midfill.models.checkpoint import Checkpoint, open_checkpoint
-from midfill.models.hub import DEFAULT_MODEL, resolve
+from midfill.tokens.gguf_tokenizer import build_tokenizer
+from midfill.tokens.huggingface_tokenizer import load_folder
 from midfill.tokens.pre_tokenizers import PRE_TOKENIZERS
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -153,30 +156,25 @@ def write(folder: Path, name: str, **content: Any) -> None:
 class TestHuggingFaceFolder:
     def test_truncation_and_padding_are_not_for_serving(self, folder: Path) -> None:
         text = "the quick brown fox"
-        assert (
-            Tokenizer.from_huggingface_folder(folder).decode(
-                Tokenizer.from_huggingface_folder(folder).encode(text)
-            )
-            == text
-        )
+        assert load_folder(folder).decode(load_folder(folder).encode(text)) == text
 
     def test_end_tokens_come_from_every_file_that_names_some(self, folder: Path) -> None:
         write(folder, "tokenizer_config.json", eos_token={"content": "<fim_suffix>"})
         write(folder, "generation_config.json", eos_token_id=[7, 8])
         write(folder, "config.json", eos_token_id=9, bos_token_id=3)
-        tokenizer = Tokenizer.from_huggingface_folder(folder)
+        tokenizer = load_folder(folder)
         assert tokenizer.eos_token_ids == (502, 7, 8, 9, 500)
         assert tokenizer.bos_token_id == 3
 
     def test_whether_bos_is_added_is_what_the_tokenizer_itself_does(self, folder: Path) -> None:
         write(folder, "tokenizer_config.json", bos_token="<|endoftext|>")
-        assert not Tokenizer.from_huggingface_folder(folder).add_bos
+        assert not load_folder(folder).add_bos
         backend = byte_level_backend()
         backend.post_processor = processors.TemplateProcessing(
             single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 500)]
         )
         backend.save(str(folder / "tokenizer.json"))
-        tokenizer = Tokenizer.from_huggingface_folder(folder)
+        tokenizer = load_folder(folder)
         assert tokenizer.add_bos
         assert tokenizer.bos_token_id == 500
         assert tokenizer.encode("a", parse_special=True) == tokenizer.encode("a")
@@ -184,12 +182,12 @@ class TestHuggingFaceFolder:
     def test_tokenizer_config_has_the_last_word_on_bos(self, folder: Path) -> None:
         for flag in (True, False):
             write(folder, "tokenizer_config.json", bos_token="<|endoftext|>", add_bos_token=flag)
-            assert Tokenizer.from_huggingface_folder(folder).add_bos is flag
+            assert load_folder(folder).add_bos is flag
 
     def test_tokens_only_tokenizer_config_lists_are_added(self, folder: Path) -> None:
         listed = {"505": {"content": "<|new|>", "special": True}, "500": {"content": ADDED[0]}}
         write(folder, "tokenizer_config.json", added_tokens_decoder=listed)
-        tokenizer = Tokenizer.from_huggingface_folder(folder)
+        tokenizer = load_folder(folder)
         assert tokenizer.encode("<|new|>", parse_special=True) == [505]
         assert 505 not in tokenizer.encode("<|new|>")
 
@@ -197,34 +195,34 @@ class TestHuggingFaceFolder:
         listed = {"600": {"content": "<|new|>"}}
         write(folder, "tokenizer_config.json", added_tokens_decoder=listed)
         with pytest.raises(CheckpointError, match=r"'<\|new\|>' can't have id 600"):
-            Tokenizer.from_huggingface_folder(folder)
+            load_folder(folder)
 
     def test_the_chat_template_may_lie_in_three_places(self, folder: Path) -> None:
-        assert Tokenizer.from_huggingface_folder(folder).chat_template is None
+        assert load_folder(folder).chat_template is None
         several = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
         write(folder, "tokenizer_config.json", chat_template=several)
-        assert Tokenizer.from_huggingface_folder(folder).chat_template == "D"
+        assert load_folder(folder).chat_template == "D"
         write(folder, "tokenizer_config.json", chat_template="C")
-        assert Tokenizer.from_huggingface_folder(folder).chat_template == "C"
+        assert load_folder(folder).chat_template == "C"
         (folder / "chat_template.jinja").write_text("J")
-        assert Tokenizer.from_huggingface_folder(folder).chat_template == "J"
+        assert load_folder(folder).chat_template == "J"
 
     def test_what_is_broken_is_named(self, folder: Path) -> None:
         (folder / "tokenizer_config.json").write_text("{")
         with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: not valid JSON"):
-            Tokenizer.from_huggingface_folder(folder)
+            load_folder(folder)
         (folder / "tokenizer_config.json").write_text("[]")
         with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: must hold a JSON obj"):
-            Tokenizer.from_huggingface_folder(folder)
+            load_folder(folder)
         (folder / "tokenizer_config.json").unlink()
         merges_that_do_not_fit = {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}
         for content in ({}, {"model": merges_that_do_not_fit}):
             (folder / "tokenizer.json").write_text(json.dumps(content))
             with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
-                Tokenizer.from_huggingface_folder(folder)
+                load_folder(folder)
         (folder / "tokenizer.json").unlink()
         with pytest.raises(CheckpointError, match=r"tokenizer\.json: the file is missing"):
-            Tokenizer.from_huggingface_folder(folder)
+            load_folder(folder)
 
 
 NORMAL, UNKNOWN, CONTROL_TYPE, USER_TYPE, UNUSED, BYTE = range(1, 7)
@@ -247,7 +245,7 @@ def byte_level_metadata(pre: str = "smollm", **more: object) -> dict[str, object
 
 class TestByteLevelGguf:
     def test_it_is_the_tokenizer_it_was_made_from(self, tokenizer: Tokenizer) -> None:
-        rebuilt = Tokenizer.from_gguf(byte_level_metadata("gpt-2"))
+        rebuilt = build_tokenizer(byte_level_metadata("gpt-2"))
         text = Path(__file__).read_text(encoding="utf-8")
         assert rebuilt.encode(text) == tokenizer.encode(text)
         assert rebuilt.special_tokens == tokenizer.special_tokens
@@ -256,7 +254,7 @@ class TestByteLevelGguf:
         )
 
     def test_padding_of_the_vocabulary_is_no_token(self) -> None:
-        rebuilt = Tokenizer.from_gguf(byte_level_metadata())
+        rebuilt = build_tokenizer(byte_level_metadata())
         assert "[PAD505]" not in rebuilt.special_tokens
         assert rebuilt.token_bytes(505) == b""
         assert rebuilt.decode(rebuilt.encode("[PAD505]", parse_special=True)) == "[PAD505]"
@@ -268,16 +266,16 @@ class TestByteLevelGguf:
             "tokenizer.ggml.eot_token_id": 2**32 - 1,  # how some converters write "none"
             "tokenizer.ggml.eom_token_id": 3,
         }
-        rebuilt = Tokenizer.from_gguf(metadata)
+        rebuilt = build_tokenizer(metadata)
         assert (rebuilt.bos_token_id, rebuilt.add_bos, rebuilt.chat_template) == (500, False, "T")
         assert rebuilt.eos_token_ids == (502, 3, 500)
-        assert Tokenizer.from_gguf(metadata | {"tokenizer.ggml.add_bos_token": True}).add_bos
+        assert build_tokenizer(metadata | {"tokenizer.ggml.add_bos_token": True}).add_bos
         # Llama 3's vocabulary begins prompts with BOS when the file says nothing.
-        assert Tokenizer.from_gguf(metadata | {"tokenizer.ggml.pre": "llama-bpe"}).add_bos
+        assert build_tokenizer(metadata | {"tokenizer.ggml.pre": "llama-bpe"}).add_bos
 
     def test_a_padding_id_makes_no_ordinary_token_special(self) -> None:
         metadata = byte_level_metadata() | {"tokenizer.ggml.padding_token_id": 0}
-        assert Tokenizer.from_gguf(metadata).token_bytes(0) == b"!"
+        assert build_tokenizer(metadata).token_bytes(0) == b"!"
 
     @pytest.mark.parametrize(
         ("key", "value", "problem"),
@@ -301,7 +299,7 @@ class TestByteLevelGguf:
         if value is None:
             del metadata[f"tokenizer.ggml.{key}"]
         with pytest.raises(CheckpointError, match=f"^tokenizer in GGUF metadata: .*{problem}"):
-            Tokenizer.from_gguf(metadata)
+            build_tokenizer(metadata)
 
 
 class TestPreTokenizers:
@@ -388,7 +386,7 @@ def naive_sentencepiece(text: str, metadata: dict[str, Any]) -> list[int]:
 
 
 class TestSentencePieceGguf:
-    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
+    tokenizer = build_tokenizer(sentencepiece_metadata())
 
     @given(st.text(alphabet="abc <\u00e9\U0001f642", max_size=30))
     def test_pieces_are_merged_best_score_first(self, text: str) -> None:
@@ -405,7 +403,7 @@ class TestSentencePieceGguf:
     def test_text_begins_with_a_space_unless_the_file_says_no(self) -> None:
         assert self.tokenizer.decode(self.tokenizer.encode("ab")) == " ab"
         metadata = sentencepiece_metadata() | {"tokenizer.ggml.add_space_prefix": False}
-        bare = Tokenizer.from_gguf(metadata)
+        bare = build_tokenizer(metadata)
         assert bare.decode(bare.encode("ab")) == "ab"
 
     def test_sentinels_are_control_tokens_though_typed_as_ordinary_ones(self) -> None:

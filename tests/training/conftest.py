@@ -8,8 +8,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.infill.formats import FimFormat, custom_format
-from midfill.models.checkpoint import Checkpoint, open_checkpoint
 from midfill.training.corpus import Corpus
 from midfill.training.recipe import DataRecipe, TrainingRecipe
 from midfill.training.run import FimRun, RunInputs, prepare

@@ -12,11 +12,12 @@ from peft import PeftModel
 from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_tiny, write_variant
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from midfill.checkpoints.adapted_checkpoint import AdaptedCheckpoint
+from midfill.checkpoints.adapter import load_adapter
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import CheckpointError, MidfillError
 from midfill.infill.formats import FimFormat, custom_format, find_format
-from midfill.models.adapted_checkpoint import AdaptedCheckpoint
-from midfill.models.adapter import load_adapter
-from midfill.models.checkpoint import Checkpoint, open_checkpoint
 from midfill.training.adapter_folder import adapter_record, write_adapter, write_model
 from midfill.training.base_model import load_base
 from midfill.training.lora import trainable

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_variant
 
-from midfill.models.checkpoint import open_checkpoint
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.training.base_model import load_base
 
 LENGTHS = (50, 1, 30, 70)  # longer than every sliding window, and a single token

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.infill.formats import FimFormat, custom_format
 from midfill.infill.layout import PromptLayout, lay_out
-from midfill.models.checkpoint import Checkpoint
 from midfill.tokens.layout import encode_layout
 from midfill.tokens.tokenizer import Tokenizer
 from midfill.training.examples import Example, ExampleMaker

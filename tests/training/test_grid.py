@@ -11,8 +11,10 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 from tiny_checkpoints import write_tiny
 
-from midfill.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
-from midfill.models.requantise import requantise
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.checkpoints.requantise import requantise
+from midfill.models.stored_tensor import StoredTensor
 from midfill.training.base_model import load_base
 from midfill.training.grid import ROUNDING, BaseGrid
 from midfill.training.lora import trainable

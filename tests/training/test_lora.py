@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_checkpoints import write_variant
 
-from midfill.models.checkpoint import open_checkpoint
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.training.base_model import load_base
 from midfill.training.lora import trainable
 from midfill.training.recipe import TrainingRecipe

@@ -9,9 +9,10 @@ import pytest
 import tokenizers
 from tiny_checkpoints import SPECIAL_TOKENS, tiny_tokenizer, write_tiny
 
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.infill.formats import find_format
-from midfill.models.checkpoint import Checkpoint, open_checkpoint
 from midfill.training.corpus import Corpus
 from midfill.training.recipe import TrainingRecipe
 from midfill.training.run import (

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
-from midfill.models.checkpoint import Checkpoint
 from midfill.training.recipe import TrainingRecipe
 from midfill.training.run_file import check_folder, claim_folder, describe_run
 

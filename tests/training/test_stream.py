@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
-from midfill.models.checkpoint import Checkpoint
 from midfill.training.corpus import Corpus
 from midfill.training.examples import ExampleMaker
 from midfill.training.filters import DocumentFilter

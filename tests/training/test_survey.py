@@ -3,8 +3,8 @@
 import random
 from pathlib import Path
 
+from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.infill.formats import FimFormat
-from midfill.models.checkpoint import Checkpoint
 from midfill.training.corpus import Corpus
 from midfill.training.example_text import BORDER, example_text
 from midfill.training.examples import ExampleMaker

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from midfill.engine.batch import ForwardBatch
+from midfill.forward.batch import ForwardBatch
 
 IntArray = npt.NDArray[np.integer]
 Window = int | None

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from midfill.bench.documents import standard_library_documents
-from midfill.bench.machine import Machine, describe_machine
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.model_store import resolve, resolve_adapter
+from midfill.checkpoints.opening import open_model
 from midfill.config import KvDtype, WeightsOption
-from midfill.engine.batch import ForwardBatch
-from midfill.models.adapted_checkpoint import open_model
-from midfill.models.checkpoint import Checkpoint
-from midfill.models.cpu_runner import CpuRunner, choose_cell_format
-from midfill.models.hub import resolve, resolve_adapter
-from midfill.models.packed_model import block_format
+from midfill.forward.batch import ForwardBatch
+from midfill.runners.cpu_runner import CpuRunner, choose_cell_format
+from midfill.runners.packed_model import block_format
+from midfill.system.machine import Machine, describe_machine
 
 _CHUNK = 64
 """Rows a step: logits of more would not fit into the caches."""

@@ -1,7 +1,7 @@
 """What rounding costs, as a table."""
 
 from midfill.bench.precision import Divergence, PrecisionReport
-from midfill.cli.result_table import ResultTable
+from midfill.reporting.result_table import ResultTable
 
 
 def precision_table(report: PrecisionReport) -> ResultTable:

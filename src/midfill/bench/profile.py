@@ -9,8 +9,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from midfill.bench.machine import Machine, describe_machine
 from midfill.bench.roofline import Roofline, measure_roofline
+from midfill.checkpoints.model_store import resolve, resolve_adapter
+from midfill.checkpoints.opening import open_model
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
@@ -30,10 +31,9 @@ from midfill.kernels.cpu.clock import (
     ticks_per_second,
 )
 from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, block_bytes
-from midfill.models.adapted_checkpoint import open_model
-from midfill.models.cpu_runner import CpuRunner, slot_bytes
-from midfill.models.hub import resolve, resolve_adapter
-from midfill.models.packed_model import PackedModel
+from midfill.runners.cpu_runner import CpuRunner, slot_bytes
+from midfill.runners.packed_model import PackedModel
+from midfill.system.machine import Machine, describe_machine
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group
 
 from midfill.bench.profile import LoadProfile, Part, ProfileReport
-from midfill.cli.result_table import ResultTable
+from midfill.reporting.result_table import ResultTable
 
 
 def profile_tables(report: ProfileReport) -> Group:

@@ -24,9 +24,9 @@ import msgspec
 
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.endpoint import Measurement
-from midfill.bench.machine import Machine, describe_machine
 from midfill.bench.targets import Target
 from midfill.errors import MidfillError
+from midfill.system.machine import Machine, describe_machine
 
 Layout = Literal["fim", "efim", "native"]
 LAYOUTS: tuple[Layout, ...] = ("fim", "efim", "native")

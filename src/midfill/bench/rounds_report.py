@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from midfill.bench.rounds import LayoutResult, RoundsReport
-from midfill.cli.result_table import ResultTable
+from midfill.reporting.result_table import ResultTable
 
 _LEGEND = (
     "Speed up: requests/s against fim. Grown by: tokens a later round's prompt is longer than the "

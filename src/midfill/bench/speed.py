@@ -7,10 +7,10 @@ from statistics import median
 
 import msgspec
 
-from midfill.bench.machine import Machine, describe_machine
 from midfill.engine.messages import EngineInfo
 from midfill.frontend.sampling import SamplingParams
 from midfill.llm import LLM
+from midfill.system.machine import Machine, describe_machine
 
 
 class SpeedOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Prefill and decode speed as a table."""
 
 from midfill.bench.speed import Rate, SpeedReport
-from midfill.cli.result_table import ResultTable
+from midfill.reporting.result_table import ResultTable
 
 
 def speed_table(report: SpeedReport) -> ResultTable:

@@ -114,7 +114,7 @@ async def open_target(
     Raises:
         MidfillError: no server there, or no such model.
     """
-    from midfill.models.hub import DEFAULT_MODEL
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
 
     if url is not None:
         async with Endpoint(url) as endpoint:

@@ -4,14 +4,14 @@ from typing import Annotated
 
 import typer
 
-from midfill import __version__
-from midfill.bench.cli import app as bench
+from midfill.cli.bench import app as bench
 from midfill.cli.complete import complete
+from midfill.cli.evaluation import app as evaluation
 from midfill.cli.generate import generate
 from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
-from midfill.evaluation.cli import app as evaluation
-from midfill.training.cli import app as training
+from midfill.cli.training import app as training
+from midfill.version import __version__
 
 app = typer.Typer(
     name="midfill",

@@ -72,11 +72,11 @@ def complete(
     threads: ThreadsOption = None,
 ) -> None:
     """Fill in at a place in a file and show the result there; the file stays as it is."""
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
     from midfill.frontend.sampling import SamplingParams
     from midfill.frontend.trimming import Trimming
     from midfill.llm import LLM
-    from midfill.models.hub import DEFAULT_MODEL
 
     caret = find_caret(place)
     sampling = SamplingParams(

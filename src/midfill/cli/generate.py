@@ -31,10 +31,10 @@ def generate(
     threads: ThreadsOption = None,
 ) -> None:
     """Go on from a prompt and print what the model writes, as it comes."""
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
     from midfill.frontend.sampling import SamplingParams
     from midfill.llm import LLM
-    from midfill.models.hub import DEFAULT_MODEL
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from midfill.cli.extras import require
 from midfill.errors import MidfillError
+from midfill.system.extras import require
 
 _PLOT_ENDINGS = (".png", ".svg", ".pdf")
 

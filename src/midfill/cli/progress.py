@@ -1,16 +1,18 @@
 """Progress of long work on the terminal."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from midfill.system.progress import Progress
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[str, int, int], None]]:
+def show_progress() -> Iterator[Progress]:
     """A bar on standard error that hears (what, done, total), bytes or steps; gone at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from midfill.cli.sizes import format_size
+    from midfill.reporting.sizes import format_size
 
     console = Console(stderr=True)
     columns = (

@@ -16,11 +16,11 @@ def pull(
     ] = None,
 ) -> None:
     """Fetch a model; an interrupted download goes on where it stopped."""
+    from midfill.checkpoints import model_store
     from midfill.cli.progress import show_progress
-    from midfill.models import hub
 
     with show_progress() as progress:
-        path = hub.pull(model or hub.DEFAULT_MODEL, progress)
+        path = model_store.pull(model or model_store.DEFAULT_MODEL, progress)
     typer.echo(path)
 
 
@@ -29,8 +29,8 @@ def models() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from midfill.cli.sizes import format_size
-    from midfill.models.hub import DEFAULT_MODEL, list_models
+    from midfill.checkpoints.model_store import DEFAULT_MODEL, list_models
+    from midfill.reporting.sizes import format_size
 
     table = Table(box=None, pad_edge=False)
     for title in ("NAME", "SIZE", "FORMAT", "STATE", "WHERE"):

@@ -84,9 +84,9 @@ def serve(
     """Serve a model over OpenAI's API; without MODEL a small one, fetched the first time."""
     import logging
 
+    from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
     from midfill.cli.progress import show_progress
     from midfill.config import ModelOptions, ServeOptions
-    from midfill.models.hub import DEFAULT_MODEL, resolve, resolve_adapter
     from midfill.server.run import run_server
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -126,8 +126,8 @@ def serve(
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
     """What is served, in a few lines."""
-    from midfill import __version__
-    from midfill.cli.sizes import format_size
+    from midfill.reporting.sizes import format_size
+    from midfill.version import __version__
 
     if (format := service.fim_format) is not None:
         sentinels = [each.text for each in (format.prefix, format.suffix, format.middle) if each]

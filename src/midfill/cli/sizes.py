@@ -18,13 +18,3 @@ def parse_size(text: str) -> int:
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size; write it like 2GB or 512MB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def format_size(count: int) -> str:
-    """A number of bytes with three digits and a unit."""
-    size = float(count)
-    for unit in ("bytes", "KB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            break
-        size /= 1024
-    return f"{count} bytes" if unit == "bytes" else f"{size:.3g} {unit}"

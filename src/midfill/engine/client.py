@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -34,11 +34,11 @@ from midfill.engine.messages import (
 )
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
 from midfill.errors import EngineDeadError, InvalidRequestError, MidfillError
+from midfill.system.progress import Progress
 
 _log = logging.getLogger(__name__)
 
 EngineState = Literal["starting", "ready", "dead"]
-Progress = Callable[[str, int, int], None]
 
 _STOP_SECONDS = 5.0  # from being told to stop until it is killed
 _RESTART_SECONDS = 600.0  # an engine that dies again within this time is not restarted

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.engine.batch import Int32Array
+from midfill.forward.batch import Int32Array
 
 # Longer contexts are not told apart: at this length nearly every draft is right.
 LONGEST_MATCH = 16

@@ -13,7 +13,6 @@ from midfill.engine.policies.sarathi_serve import SarathiServe
 from midfill.engine.policies.smart_spec import SmartSpec
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, FinishReason
 from midfill.engine.roster import Roster
-from midfill.engine.runner import Runner
 from midfill.engine.scheduler import SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.engine.speculation import DraftCounts, Speculation
@@ -21,6 +20,7 @@ from midfill.engine.step_cost import StepCost
 from midfill.engine.validation import validate
 from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
+from midfill.forward.runner import Runner
 
 _log = logging.getLogger(__name__)
 

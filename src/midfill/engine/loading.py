@@ -1,21 +1,21 @@
 """load_engine: a checkpoint to an engine that is ready for requests."""
 
 import time
-from collections.abc import Callable
 
+from midfill.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.messages import EngineInfo
-from midfill.engine.runner import Runner
 from midfill.engine.step_cost import MeasuredStepCost
-from midfill.models.checkpoint import ADAPTER_KEY, Checkpoint
-from midfill.models.loading import describe_runner, load_runner
+from midfill.forward.runner import Runner
+from midfill.runners.loading import describe_runner, load_runner
+from midfill.system.progress import Progress
 
 
 def load_engine(
     checkpoint: Checkpoint,
     options: ModelOptions,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     started: float | None = None,
 ) -> tuple[Engine, Runner, EngineInfo]:
     """Load the model and build its engine.

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.engine.batch import ForwardBatch
 from midfill.engine.sequence import Sequence
+from midfill.forward.batch import ForwardBatch
 
 
 class Scheduled(NamedTuple):

@@ -35,6 +35,7 @@ from midfill.engine.messages import (
 )
 from midfill.engine.output_buffer import OutputBuffer
 from midfill.errors import InvalidRequestError, MidfillError
+from midfill.system.progress import Progress
 
 if TYPE_CHECKING:
     from midfill.engine.engine import Engine
@@ -135,8 +136,8 @@ def _load(
     """
     send(Loading("loading libraries", 0, 1))
     # The heavy imports: only this process pays for them.
+    from midfill.checkpoints.opening import open_model
     from midfill.engine.loading import load_engine
-    from midfill.models.adapted_checkpoint import open_model
 
     options = start.options
     checkpoint = open_model(Path(start.path), options.adapter_path, options.weights)
@@ -144,7 +145,7 @@ def _load(
     return engine, OutputBuffer(checkpoint.tokenizer.token_bytes), info
 
 
-def _throttled(send: Callable[[FromEngine], None]) -> Callable[[str, int, int], None]:
+def _throttled(send: Callable[[FromEngine], None]) -> Progress:
     """Progress that is told when a stage starts or ends, and now and then between."""
     last = [0.0]
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from midfill.engine.batch import Int32Array
 from midfill.engine.filters import (
     FOLDS,
     Float64Array,
@@ -31,6 +30,7 @@ from midfill.engine.filters import (
     largest,
 )
 from midfill.engine.request import SamplingParams, TokenLogprobs
+from midfill.forward.batch import Int32Array
 
 # Below this a temperature means greedy: dividing by it would leave one token anyway.
 _GREEDY_TEMPERATURE = 1e-5

@@ -7,11 +7,11 @@ from collections.abc import Collection
 import numpy as np
 
 from midfill.engine.acceptance import Calibration
-from midfill.engine.batch import Int32Array
 from midfill.engine.drafting import Draft
 from midfill.engine.request import EngineOutput, EngineRequest, FinishReason, SamplingParams
-from midfill.infill.healing import HealingConstraint
+from midfill.forward.batch import Int32Array
 from midfill.kv.sequence_kv import SequenceKV
+from midfill.tokens.healing import HealingConstraint
 
 
 class Sequence:

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
-from midfill.infill.healing import HealingConstraint, TokenTrie
+from midfill.tokens.healing import HealingConstraint, TokenTrie
 
 
 class Vocabulary:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from midfill.cli.extras import require
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest
+from midfill.system.extras import require
 
 if TYPE_CHECKING:
     import httpx

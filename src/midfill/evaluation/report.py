@@ -9,7 +9,6 @@ import msgspec
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from midfill.cli.result_table import ResultTable
 from midfill.errors import MidfillError
 from midfill.evaluation.problems import Task
 from midfill.evaluation.run import InfillingReport
@@ -22,6 +21,7 @@ from midfill.evaluation.summary import (
     summarise,
     tasks_of,
 )
+from midfill.reporting.result_table import ResultTable
 
 _LEGEND = "Percent with 95% intervals (bootstrap over functions or files, paired for differences)."
 

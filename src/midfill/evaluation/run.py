@@ -24,8 +24,7 @@ from midfill.evaluation.problems import (
 )
 from midfill.evaluation.sandbox import Sandbox
 from midfill.infill.trim import first_line
-
-Progress = Callable[[str, int, int], None]
+from midfill.system.progress import Progress
 
 _ALL_HOLES = 1000  # of a kind, in files that could be cut anywhere
 _AT_A_TIME = 32

@@ -42,7 +42,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, Self
 
 from midfill.errors import MidfillError
-from midfill.kernels.cpu.cores import available_threads
+from midfill.system.cores import available_threads
 
 Isolation = Literal["namespaces", "audit-hook"]
 

@@ -5,16 +5,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.formats import FimFormat, custom_format, find_format
-from midfill.infill.healing import TokenTrie
 from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
-from midfill.models.checkpoint import FRAGMENTS_KEY, Checkpoint
+from midfill.tokens.healing import TokenTrie
 from midfill.tokens.layout import LayoutEncoder
 from midfill.tokens.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ Shape = tuple[int, ...]
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Canonical name -> shape of every tensor a model of this configuration is made of.
 
-    The names are those of ``midfill.models.checkpoint``; a tied LM head is not listed.
+    The names are those of ``midfill.checkpoints.checkpoint``; a tied LM head is not listed.
     """
     shapes: dict[str, Shape] = {"embed.weight": (config.vocab, config.hidden)}
     for layer in range(config.layers):

@@ -5,12 +5,12 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from midfill import __version__
 from midfill.server import openai_chat, openai_completions, openai_models, operations
 from midfill.server.auth import tenant_check
 from midfill.server.bodies import body_schemas
 from midfill.server.errors import install_error_handlers
 from midfill.server.service import ModelService
+from midfill.version import __version__
 
 _DIALECTS = (openai_completions, openai_chat, openai_models)
 _BODIES = (openai_completions.CompletionRequest, openai_chat.ChatRequest)

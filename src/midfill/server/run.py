@@ -12,14 +12,15 @@ from typing import NoReturn
 
 import uvicorn
 
+from midfill.checkpoints.opening import open_model
 from midfill.config import ServeOptions
-from midfill.engine.client import EngineClient, Progress
+from midfill.engine.client import EngineClient
 from midfill.engine.messages import EngineInfo
 from midfill.errors import MidfillError
 from midfill.frontend.prompts import PromptEncoder, fim_format
-from midfill.models.adapted_checkpoint import open_model
 from midfill.server.app import create_app
 from midfill.server.service import ModelService
+from midfill.system.progress import Progress
 
 _SHUTDOWN_SECONDS = 3  # for answers in progress, after that they are cut off
 

@@ -102,28 +102,6 @@ class Tokenizer:
         self._control_ids = frozenset(self._bytes)
         self._unwanted_ids = frozenset(added) - {_unknown_token_id(backend)}
 
-    @classmethod
-    def from_huggingface_folder(cls, path: Path) -> "Tokenizer":
-        """The tokenizer of a folder with tokenizer.json.
-
-        Raises:
-            CheckpointError: there is none, or it can't be read.
-        """
-        from midfill.tokens.huggingface_tokenizer import load_folder
-
-        return load_folder(path)
-
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
-        """The tokenizer in a GGUF file's metadata (all of it, the big lists included).
-
-        Raises:
-            CheckpointError: it is missing, broken or of a kind midfill does not know.
-        """
-        from midfill.tokens.gguf_tokenizer import build_tokenizer
-
-        return build_tokenizer(metadata)
-
     def save(self, path: Path) -> None:
         """Write it as a Hugging Face tokenizer.json."""
         self._parsing.save(str(path))

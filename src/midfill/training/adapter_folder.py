@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from midfill.checkpoints.adapter import RECORD_FILE, RECORD_FORMAT
+from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
+from midfill.checkpoints.requantise import DEFAULT_ROUNDING, Rounding
 from midfill.infill.formats import FimFormat
-from midfill.models.adapter import RECORD_FILE, RECORD_FORMAT
-from midfill.models.checkpoint import FRAGMENTS_KEY, Checkpoint
-from midfill.models.requantise import DEFAULT_ROUNDING, Rounding
+from midfill.system.atomic import write_folder
 from midfill.tokens.tokenizer import Tokenizer
-from midfill.training.atomic import write_folder
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

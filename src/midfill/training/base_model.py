@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
-from midfill.models.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
 from midfill.models.families import huggingface_names
-from midfill.models.rope import rope_frequencies
+from midfill.runners.rope import rope_frequencies
 from midfill.training.packed_attention import PACKED_ATTENTION
 
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}

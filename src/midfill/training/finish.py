@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from midfill import __version__
-from midfill.models.requantise import DEFAULT_ROUNDING, Rounding
+from midfill.checkpoints.requantise import DEFAULT_ROUNDING, Rounding
+from midfill.system.atomic import write_file
 from midfill.training.adapter_folder import adapter_record, write_adapter, write_model
-from midfill.training.atomic import write_file
 from midfill.training.card import model_card
 from midfill.training.checkpoints import Progress
 from midfill.training.grid import ROUNDING
@@ -21,6 +20,7 @@ from midfill.training.loss_plot import plot_loss
 from midfill.training.recipe import TrainingRecipe
 from midfill.training.run import FimRun, RunInputs
 from midfill.training.trainer import LOSS_LOG, precision_of
+from midfill.version import __version__
 
 MANIFEST = "manifest.jsonl"
 

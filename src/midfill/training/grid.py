@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from midfill.models.checkpoint import Checkpoint
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.requantise import LAYOUTS, Rounding, requantise
 from midfill.models.families import huggingface_names
-from midfill.models.requantise import LAYOUTS, Rounding, requantise
 
 ROUNDING: Rounding = "stochastic"
 """The rule a model is trained for; serving must use the same."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from midfill.errors import MidfillError
-from midfill.training.atomic import write_file
+from midfill.system.atomic import write_file
 from midfill.training.checkpoints import Progress
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from midfill.cli.extras import require
+from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
 from midfill.infill.formats import FAMILIES, FimFormat, custom_format, find_format
-from midfill.models.checkpoint import Checkpoint
+from midfill.system.extras import require
 from midfill.training.corpus import Corpus
 from midfill.training.examples import ExampleMaker
 from midfill.training.filters import DocumentFilter, FilterOptions

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
-from midfill.models.checkpoint import Checkpoint
-from midfill.training.atomic import write_file
+from midfill.system.atomic import write_file
 from midfill.training.recipe import TrainingRecipe
 
 _RUN_FILE = "run.json"

@@ -22,7 +22,7 @@ from midfill.kernels.cpu.rows import LAYER, RMS, norm, rotate
 from midfill.kernels.cpu.simd import exp, load, store
 from midfill.kernels.cpu.team import SYNC_CELLS
 from midfill.kernels.cpu.tiles import even_heights
-from midfill.models.checkpoint import StoredTensor
+from midfill.models.stored_tensor import StoredTensor
 
 INSTRUCTIONS = ("zmm", "ymm", "vpdpbusd", "pmaddubsw", "pmulld", "vfmadd", "vcvtph2ps")
 """What is looked for in machine code."""

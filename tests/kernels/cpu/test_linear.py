@@ -9,7 +9,7 @@ from midfill.kernels.cpu.dots import ROUNDED_BYTES, round_row
 from midfill.kernels.cpu.packing import PANEL, PackedMatrix, WeightFormat, pack, panel_count, unpack
 from midfill.kernels.cpu.team import SYNC_CELLS, Team
 from midfill.kernels.cpu.tiles import even_heights
-from midfill.models.checkpoint import StoredTensor
+from midfill.models.stored_tensor import StoredTensor
 
 HEIGHTS = even_heights(kernels.MAX_CODE_ROWS)
 KINDS = {"q4_1": WeightFormat.Q4, "q8_0": WeightFormat.Q8, "f32": WeightFormat.F32}

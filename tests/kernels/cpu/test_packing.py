@@ -5,7 +5,7 @@ import pytest
 from gguf import GGMLQuantizationType, dequantize, quantize
 
 from midfill.kernels.cpu.packing import WeightFormat, natural_format, pack, unpack
-from midfill.models.checkpoint import StoredTensor
+from midfill.models.stored_tensor import StoredTensor
 
 
 def stored(kind: str, weights: np.ndarray) -> StoredTensor:

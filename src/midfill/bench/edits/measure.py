@@ -27,7 +27,7 @@ from midfill.bench.edits.cost import PieceTokenizer, PromptEncoder, Tokenize
 from midfill.bench.edits.editor import Round, windowed
 from midfill.bench.edits.git import git_session
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
-from midfill.bench.machine import Machine, describe_machine
+from midfill.system.machine import Machine, describe_machine
 
 LAYOUTS = ("psm", "spm", "efim", "planner", "clairvoyant")
 WINDOWS: Mapping[str, Mapping[str, int]] = {

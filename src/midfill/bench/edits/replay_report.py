@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from midfill.bench.edits.replay import ReplayResult
-from midfill.bench.machine import describe_machine
-from midfill.cli.result_table import ResultTable
+from midfill.reporting.result_table import ResultTable
+from midfill.system.machine import describe_machine
 
 
 def replay_table(results: Mapping[str, ReplayResult], model: str) -> ResultTable:

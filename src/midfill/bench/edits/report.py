@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from midfill.bench.edits.measure import LAYOUTS, WINDOWS, EditsReport, SessionResult
-from midfill.cli.result_table import ResultTable
+from midfill.reporting.result_table import ResultTable
 
 
 def edits_table(report: EditsReport) -> Table:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from midfill.bench.machine import describe_machine
 from midfill.bench.peers.compared_model import ComparedModel, Prompts
 from midfill.bench.peers.llama_cpp import launch_llama_cpp
 from midfill.bench.peers.loads import ALL_LAYOUTS, Load, loads_for
@@ -28,6 +27,7 @@ from midfill.bench.peers.run import Progress, Work, run_server
 from midfill.bench.peers.servers import Launch, Missing, Room, launch_midfill
 from midfill.bench.peers.vllm import launch_vllm
 from midfill.errors import MidfillError
+from midfill.system.machine import describe_machine
 
 SERVERS = (MIDFILL, LLAMA_CPP, VLLM)
 QUICK = PeersOptions(

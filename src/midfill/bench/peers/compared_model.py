@@ -9,10 +9,11 @@ from pathlib import Path
 
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.targets import SPARE_TOKENS, Sentinels
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.model_store import resolve
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import MidfillError
 from midfill.infill.formats import find_format
-from midfill.models.checkpoint import Checkpoint, open_checkpoint
-from midfill.models.hub import resolve
 from midfill.models.tensors import tensor_shapes
 
 _CORPUS_FILES = 40

@@ -15,7 +15,7 @@ from midfill.bench.peers.results import (
     ServerResult,
     times_faster,
 )
-from midfill.cli.result_table import ResultTable
+from midfill.reporting.result_table import ResultTable
 
 _KINDS = ("prefill", "decode", SPECULATIVE, *(kind for kind in LOADS[2:]))
 _LEGEND = (

@@ -5,7 +5,7 @@ from statistics import median
 
 import msgspec
 
-from midfill.bench.machine import Machine
+from midfill.system.machine import Machine
 
 MIDFILL = "midfill"
 MIDFILL_PLAIN = "midfill without speculation"

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from midfill import __version__
 from midfill.bench.peers.compared_model import ComparedModel
 from midfill.bench.peers.loads import ALL_LAYOUTS, LOADS, SPECULATIVE
 from midfill.bench.peers.results import MIDFILL, MIDFILL_PLAIN
+from midfill.version import __version__
 
 _BANNER_WEIGHTS = re.compile(r"weights (?P<size>[\d.]+) (?P<unit>bytes|KB|MB|GB)")
 _BANNER_KV = re.compile(r"\((?P<bytes>\d+) bytes\), (?P<slots>\d+) tokens")

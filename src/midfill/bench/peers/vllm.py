@@ -12,8 +12,8 @@ from midfill.bench.peers.compared_model import ComparedModel
 from midfill.bench.peers.loads import LAID_OUT
 from midfill.bench.peers.results import VLLM
 from midfill.bench.peers.servers import PORT, Launch, Missing, ReadBytes, Room
-from midfill.cache import cache_folder
 from midfill.errors import MidfillError
+from midfill.system.cache import cache_folder
 
 INSTALL = (
     "install it as docs/peers.md says (python -m venv vllm && vllm/bin/pip install torch==2.13.0 &&"

@@ -18,7 +18,7 @@ from typing import Any
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from midfill.cache import forget_unused, keep, mark_used
+from midfill.system.cache import forget_unused, keep, mark_used
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 

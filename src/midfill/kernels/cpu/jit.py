@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import llvmlite
 import numba
 
-from midfill.cache import cache_folder
 from midfill.kernels.cpu.compiled import CompiledCache
+from midfill.system.cache import cache_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midfill.models.checkpoint import StoredTensor
+from midfill.models.stored_tensor import StoredTensor
 
 PANEL = 32
 GROUP = 32

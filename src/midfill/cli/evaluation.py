@@ -1,0 +1,266 @@
+"""The ``midfill eval`` commands."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midfill.cli.evaluation_options import (
+    ConditionsOption,
+    ContextOption,
+    FilesOption,
+    HumanEvalOption,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    SeedOption,
+    TasksOption,
+    TypedOption,
+    UrlOption,
+)
+from midfill.cli.options import (
+    AdapterOption,
+    BackendOption,
+    DeviceOption,
+    FimTokensOption,
+    ModelOption,
+    ThreadsOption,
+    WeightsFormatOption,
+)
+from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from midfill.evaluation.models import Model
+    from midfill.evaluation.problems import Task
+    from midfill.evaluation.run import InfillingReport
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure how good answers are; tables, JSON, plots, and comparisons.",
+)
+
+
+@app.callback()
+def _eval() -> None:
+    """Measure how good answers are."""
+
+
+@app.command()
+def infilling(
+    humaneval: HumanEvalOption = None,
+    files: FilesOption = None,
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    url: UrlOption = None,
+    fim_tokens: FimTokensOption = None,
+    tasks: TasksOption = None,
+    conditions: ConditionsOption = None,
+    limit: LimitOption = 200,
+    seed: SeedOption = 0,
+    max_tokens: MaxTokensOption = None,
+    context_characters: ContextOption = "2000,1000",
+    typed: TypedOption = False,
+    weights: WeightsFormatOption = "auto",
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "infilling",
+) -> None:
+    """Infilling quality: pass@1 on HumanEval-Infilling, exact match in held-out files.
+
+    The same holes are asked in every condition: the prefix alone, PSM, SPM, EFIM cut at a random
+    character, the first and the last of these with token healing, and as midfill lays prompts out.
+    """
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.cli.progress import show_progress
+    from midfill.errors import MidfillError
+    from midfill.evaluation.conditions import choose_conditions, parse_conditions
+    from midfill.evaluation.models import LocalModel, RemoteModel
+    from midfill.evaluation.report import write_report
+    from midfill.evaluation.run import RunOptions, evaluate, load_problems
+
+    if url is not None and (model or adapter or typed):
+        raise MidfillError(
+            "--url names the model: it goes with neither --model nor --adapter, nor with --typed"
+        )
+    names = None if conditions is None else parse_conditions(conditions)
+    before, after = _context(context_characters)
+    options = RunOptions(
+        tasks=_tasks(tasks, humaneval, files or []),
+        limit=limit,
+        seed=seed,
+        before=before,
+        after=after,
+        typed=typed,
+        max_tokens=max_tokens,
+    )
+    problems = load_problems(options, humaneval, files or [])
+
+    def save(report: "InfillingReport") -> None:
+        if json is not None:
+            write_report(report, json, finished=False)
+
+    with ExitStack() as stack:
+        progress = stack.enter_context(show_progress())
+        asked: Model
+        if url is not None:
+            asked = RemoteModel(url, fim_tokens)
+        else:
+            from midfill.llm import LLM  # takes seconds, which --url need not wait
+
+            name = model or DEFAULT_MODEL
+            llm = LLM(
+                name,
+                adapter=adapter,
+                weights=weights,
+                backend=backend,
+                device=device,
+                threads=threads,
+                fim_tokens=fim_tokens,
+                progress=progress,
+            )
+            asked = LocalModel(stack.enter_context(llm), f"{name} (weights {weights})")
+        chosen = choose_conditions(names, asked.format, remote=asked.remote)
+        report = evaluate(asked, problems, chosen, options, progress, save)
+    if json is not None:
+        write_report(report, json, finished=True)
+    _show(report, plot, docs, section)
+
+
+@app.command()
+def show(
+    results: Annotated[Path, typer.Argument(metavar="A.json", help="Written by 'eval infilling'.")],
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "infilling",
+) -> None:
+    """The tables of a run again, from its JSON file; also of one that was interrupted."""
+    from midfill.evaluation.report import read_report
+
+    _show(read_report(results), plot, docs, section)
+
+
+def _show(report: "InfillingReport", plot: Path | None, docs: Path | None, section: str) -> None:
+    from midfill.evaluation.report import plot_report, report_markdown, report_tables
+    from midfill.reporting.document_sections import replace_section
+
+    console = _console()
+    for table in report_tables(report):
+        console.print(table)
+    if plot is not None:
+        plot_report(report, plot)
+    if docs is not None:
+        replace_section(docs, section, report_markdown(report))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="Written by 'eval infilling'.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Of the model to compare.")],
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A=B",
+            help="Compare condition A of the first with B of the second, as in prefix-only=psm;"
+            " repeatable. Each with itself if not set.",
+        ),
+    ] = None,
+    docs: DocsOption = None,
+    section: SectionOption = "comparison",
+) -> None:
+    """How the second run differs from the first, hole by hole, where both asked the same."""
+    from midfill.evaluation.report import comparison_markdown, comparison_tables, read_report
+    from midfill.evaluation.summary import compare
+    from midfill.reporting.document_sections import replace_section
+
+    pairs = [_pair(text) for text in pair or ()]
+    one, other = read_report(first), read_report(second)
+    comparisons = compare(one, other, pairs)
+    console = _console()
+    console.print(f"first:  {one.model}\nsecond: {other.model}", markup=False, highlight=False)
+    for table in comparison_tables(comparisons):
+        console.print(table)
+    if docs is not None:
+        replace_section(docs, section, comparison_markdown(one.model, other.model, comparisons))
+
+
+@app.command()
+def check(humaneval: HumanEvalOption = None) -> None:
+    """Run HumanEval-Infilling's own solutions in the sandbox: all should pass here, too."""
+    import time
+
+    from midfill.cli.progress import show_progress
+    from midfill.errors import MidfillError
+    from midfill.evaluation.humaneval import WHERE, load_humaneval
+    from midfill.evaluation.sandbox import Sandbox
+
+    if humaneval is None:
+        raise MidfillError(f"name the data with --humaneval FOLDER: {WHERE}")
+    problems = load_humaneval(humaneval, "single-line")
+    with Sandbox() as sandbox, show_progress() as progress:
+        started = time.perf_counter()
+        verdicts = sandbox.run(
+            [problem.program(problem.hole) for problem in problems],
+            lambda done, total: progress("programs", done, total),
+        )
+        seconds = time.perf_counter() - started
+    failed = [
+        f"{problem.id}: {verdict.reason}"
+        for problem, verdict in zip(problems, verdicts, strict=True)
+        if not verdict.passed
+    ]
+    typer.echo(
+        f"{len(problems) - len(failed)} of {len(problems)} programs passed in {seconds:.1f} s,"
+        f" kept apart with {sandbox.isolation}"
+    )
+    if failed:
+        raise MidfillError(f"{len(failed)} did not, first {failed[0]}")
+
+
+def _console() -> "Console":
+    """Standard output; as wide as the tables where it is no terminal."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=130)
+
+
+def _tasks(text: str | None, humaneval: Path | None, files: list[Path]) -> "tuple[Task, ...]":
+    """The tasks asked for, or those there is data for."""
+    from midfill.errors import MidfillError
+    from midfill.evaluation.humaneval import WHERE
+    from midfill.evaluation.problems import FILE_TASKS, PUBLIC_TASKS, parse_tasks
+
+    if humaneval is None and not files:
+        raise MidfillError(
+            "nothing to ask: name held-out Python files with --files, or HumanEval-Infilling with"
+            f" --humaneval FOLDER; for that, {WHERE}"
+        )
+    if text is not None:
+        return parse_tasks(text)
+    return (*(PUBLIC_TASKS if humaneval is not None else ()), *(FILE_TASKS if files else ()))
+
+
+def _context(text: str) -> tuple[int, int]:
+    """Two numbers of characters from "2000,1000"."""
+    try:
+        before, after = (int(part) for part in text.split(","))
+    except ValueError:
+        before = after = -1
+    if before < 1 or after < 0:
+        raise typer.BadParameter("--context-characters takes two numbers like 2000,1000")
+    return before, after
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Two conditions from "prefix-only=psm"."""
+    first, equals, second = text.partition("=")
+    if not (first and equals and second):
+        raise typer.BadParameter(f"--pair takes two conditions like prefix-only=psm, not {text!r}")
+    return first, second

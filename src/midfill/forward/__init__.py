@@ -1,0 +1,1 @@
+"""What a forward pass takes and gives: ForwardBatch and the Runner protocol."""

@@ -1,0 +1,39 @@
+"""StoredTensor: a tensor as a checkpoint's file holds it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as it lies in the file, not yet dequantised.
+
+    Attributes:
+        name: canonical name.
+        shape: logical shape, e.g. (out_features, in_features).
+        kind: lower-case GGML type name: "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1",
+            "q8_0", "q2_k" ... "q6_k", ...
+        data: "f32": float32 of ``shape``; "f16": float16; "bf16": uint16 bit patterns of
+            ``shape``; quantised kinds: uint8 [rows, bytes a row], rows = prod(shape[:-1]),
+            each row a sequence of GGML blocks. May be a read-only memory map.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    data: npt.NDArray[np.generic]
+
+    def to_float32(self) -> npt.NDArray[np.float32]:
+        """Dequantise; returns float32 of ``shape`` (the data itself where it is float32)."""
+        if self.kind == "f32":
+            return self.data.astype(np.float32, copy=False)
+        if self.kind == "f16":
+            return self.data.astype(np.float32)
+        if self.kind == "bf16":
+            return (self.data.astype(np.uint32) << 16).view(np.float32)
+        values = dequantize(self.data, GGMLQuantizationType[self.kind.upper()])
+        return np.asarray(values, np.float32).reshape(self.shape)

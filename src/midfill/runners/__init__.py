@@ -1,0 +1,1 @@
+"""Runners: implementations of the forward pass, on CPU kernels and in torch."""

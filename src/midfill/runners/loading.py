@@ -1,0 +1,129 @@
+"""load_runner: which implementation runs a checkpoint, and with how many KV slots."""
+
+import torch
+
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.config import ModelOptions
+from midfill.errors import MidfillError
+from midfill.forward.runner import Runner
+from midfill.models.config import ModelConfig
+from midfill.runners.cpu_runner import CpuRunner, choose_cell_format, slot_bytes
+from midfill.runners.packed_model import unsupported_reason
+from midfill.runners.torch_runner import TorchRunner
+from midfill.system.memory import available_memory
+from midfill.system.progress import Progress
+
+# A prefix cache of more full contexts than this is not worth what else the memory could do.
+_MOST_CONTEXTS = 16
+_CPU_SHARE = 0.25  # of the free memory: the machine is somebody's
+_GPU_SHARE = 0.85  # of what the weights leave; the rest is for activations
+
+
+def load_runner(
+    checkpoint: Checkpoint, options: ModelOptions, progress: Progress | None = None
+) -> Runner:
+    """Load a checkpoint's weights and set memory aside for its KV.
+
+    Args:
+        checkpoint: the model.
+        options: all but ``token_budget`` and ``max_running`` matter here.
+        progress: hears (stage, done, total).
+
+    Raises:
+        CheckpointError: the checkpoint is broken or of a shape the backend can't run.
+        MidfillError: options that can't be met.
+    """
+    config = checkpoint.config
+    if options.context is not None and not 0 < options.context <= config.context:
+        raise MidfillError(
+            f"--context {options.context} is not possible: this model's context is"
+            f" {config.context} tokens"
+        )
+    if options.backend == "cpu" and options.device not in (None, "cpu"):
+        raise MidfillError(f"--device {options.device} needs --backend torch")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    use_torch = options.backend == "torch" or (
+        options.backend == "auto" and (device != "cpu" or unsupported_reason(config) is not None)
+    )
+    if use_torch:
+        return _load_torch(checkpoint, options, device)
+    cell_format = choose_cell_format(checkpoint, options.weights, options.kv_dtype)
+    slots = choose_slots(
+        config, options, available_memory() * _CPU_SHARE, slot_bytes(config, cell_format)
+    )
+    return CpuRunner(
+        checkpoint,
+        slots=slots,
+        threads=options.threads,
+        weights=options.weights,
+        kv_dtype=options.kv_dtype,
+        progress=progress,
+    )
+
+
+def describe_runner(runner: Runner) -> str:
+    """What computes, for people."""
+    if isinstance(runner, CpuRunner):
+        return f"CPU kernels, {runner.threads} thread{'' if runner.threads == 1 else 's'}"
+    if isinstance(runner, TorchRunner):
+        return f"PyTorch on {runner.decoder.device}"
+    return type(runner).__name__
+
+
+def choose_slots(
+    config: ModelConfig, options: ModelOptions, free_bytes: float, slot_bytes: int
+) -> int:
+    """KV slots for ``options.kv_memory``, or for a pool sized from what is free.
+
+    Args:
+        config: the model.
+        options: ``kv_memory`` and ``context`` matter here.
+        free_bytes: what the pool may take where ``kv_memory`` doesn't say.
+        slot_bytes: of one token's KV.
+
+    Raises:
+        MidfillError: the memory holds no useful number of tokens.
+    """
+    context = options.context or config.context
+    if options.kv_memory is not None:
+        slots = options.kv_memory // slot_bytes
+    else:
+        slots = min(int(free_bytes) // slot_bytes, _MOST_CONTEXTS * context)
+    if slots < 16:
+        raise MidfillError(
+            f"{options.kv_memory or int(free_bytes)} bytes of KV memory hold {slots} tokens of this"
+            f" model ({slot_bytes} bytes a token); give it more with --kv-memory"
+        )
+    return slots
+
+
+def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> TorchRunner:
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if device.startswith("cuda"):
+        dtype = torch.bfloat16
+        free = _free_on_gpu(device)
+        weights = sum(_elements(checkpoint, name) for name in checkpoint.names()) * dtype.itemsize
+        budget = (free - weights) * _GPU_SHARE
+    else:
+        dtype = torch.float32
+        budget = available_memory() * _CPU_SHARE
+    config = checkpoint.config
+    token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+    slots = choose_slots(config, options, budget, token_bytes)
+    return TorchRunner(checkpoint, slots=slots, device=device, dtype=dtype)
+
+
+def _free_on_gpu(device: str) -> int:
+    try:
+        return torch.cuda.mem_get_info(torch.device(device))[0]
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise MidfillError(f"device {device!r} can't be used: {reason}") from error
+
+
+def _elements(checkpoint: Checkpoint, name: str) -> int:
+    count = 1
+    for size in checkpoint.tensor(name).shape:
+        count *= size
+    return count

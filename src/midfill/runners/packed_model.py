@@ -1,0 +1,263 @@
+"""A checkpoint's weights in the CPU kernels' form, made once and then kept in the user's cache."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.config import WeightsOption
+from midfill.errors import CheckpointError
+from midfill.kernels.cpu.decoder import Formats, Shape, Weights
+from midfill.kernels.cpu.memory import aligned
+from midfill.kernels.cpu.packing import (
+    GROUP,
+    PANEL,
+    PackedMatrix,
+    WeightFormat,
+    natural_format,
+    pack,
+    panel_count,
+)
+from midfill.kernels.cpu.rows import LAYER, RMS
+from midfill.models.config import ModelConfig
+from midfill.runners.rope import rope_tables
+from midfill.system.cache import cache_folder, forget_unused, keep, mark_used
+from midfill.system.progress import Progress
+
+PACKING_VERSION = 2
+
+_MATRICES = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate": ("gate",),
+    "up": ("up",),
+    "down": ("down",),
+}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """What the compiled forward pass takes of a model.
+
+    Attributes:
+        shape: sizes and switches.
+        formats: how each matrix is stored.
+        weights: the weights themselves, one copy.
+    """
+
+    shape: Shape
+    formats: Formats
+    weights: Weights
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights; a tied embedding counts once."""
+        arrays = {id(array): array for array in self.weights}
+        return sum(array.nbytes for array in arrays.values())
+
+
+def unsupported_reason(config: ModelConfig) -> str | None:
+    """Why the CPU kernels can't run this architecture, or None where they can."""
+    if config.activation not in _ACTIVATIONS:
+        return f"activation {config.activation}"
+    for name, size in (
+        ("hidden", config.hidden),
+        ("head_dim", config.head_dim),
+        ("ffn", config.ffn),
+    ):
+        if size % PANEL:
+            return f"{name} = {size} is not a multiple of {PANEL}"
+    return None
+
+
+def load_packed(
+    checkpoint: Checkpoint,
+    option: WeightsOption = "auto",
+    progress: Progress | None = None,
+    folder: Path | None = None,
+) -> PackedModel:
+    """Load weights, from the cache where this checkpoint was packed before.
+
+    Args:
+        option: ``auto`` keeps what the checkpoint stores exactly (K-quants become Q8); the
+            others quantise, or dequantise, every matrix.
+        folder: where packed weights are kept; None is the user's cache.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or of a shape the kernels can't run.
+    """
+    reason = unsupported_reason(checkpoint.config)
+    if reason is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: the CPU kernels can't run this model ({reason}); "
+            "use --backend torch"
+        )
+    path = (
+        folder or cache_folder() / "packed"
+    ) / f"{checkpoint.fingerprint}-{option}-v{PACKING_VERSION}.safetensors"
+    arrays = _read_cache(path)
+    if arrays is None:
+        arrays = _pack_all(checkpoint, option, progress or (lambda *_: None))
+        keep(path, lambda file: _write_cache(file, arrays))
+        forget_unused(path.parent)
+    else:
+        mark_used(path)
+    return _assemble(checkpoint.config, arrays)
+
+
+def _format_for(kinds: list[str], option: WeightsOption) -> WeightFormat:
+    if option != "auto":
+        return WeightFormat[option.upper()]
+    return max(natural_format(kind) for kind in kinds)
+
+
+def block_format(checkpoint: Checkpoint, option: WeightsOption) -> WeightFormat:
+    """The least precise format among the matrices of the first decoder block."""
+    names = set(checkpoint.names())
+    formats = []
+    for parts in _MATRICES.values():
+        stored = [name for part in parts if (name := f"layers.0.{part}.weight") in names]
+        if stored:
+            formats.append(_format_for([checkpoint.tensor(n).kind for n in stored], option))
+    return min(formats)
+
+
+def _pack_all(
+    checkpoint: Checkpoint, option: WeightsOption, progress: Progress
+) -> dict[str, npt.NDArray[np.generic]]:
+    config = checkpoint.config
+    names = set(checkpoint.names())
+    steps = 2 + config.layers * len(_MATRICES)
+    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    done = 0
+
+    def store(name: str, matrices: list[PackedMatrix]) -> None:
+        arrays[name] = aligned(np.concatenate([matrix.data for matrix in matrices]))
+        arrays[f"{name}.format"] = np.array([matrices[0].weight_format], np.int32)
+
+    for name, source in (("embed", "embed.weight"), ("head", "lm_head.weight")):
+        if source in names:
+            tensor = checkpoint.tensor(source)
+            store(name, [pack([tensor], _format_for([tensor.kind], option))])
+        done += 1
+        progress("packing weights", done, steps)
+    for name, parts in _MATRICES.items():
+        if f"layers.0.{parts[0]}.weight" not in names:
+            continue
+        layers = [
+            [checkpoint.tensor(f"layers.{i}.{part}.weight") for part in parts]
+            for i in range(config.layers)
+        ]
+        if layers[0][0].shape[1] % GROUP:
+            raise CheckpointError(f"{checkpoint.path}: {name} has {layers[0][0].shape[1]} inputs")
+        weight_format = _format_for([tensor.kind for layer in layers for tensor in layer], option)
+        matrices = []
+        for layer in layers:
+            matrices.append(pack(layer, weight_format))
+            done += 1
+            progress("packing weights", done, steps)
+        store(name, matrices)
+    arrays.update(_vectors(checkpoint, names))
+    return arrays
+
+
+def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[np.generic]]:
+    """Biases and norm weights, absent biases as zeros, layers one after the other."""
+    config = checkpoint.config
+    kv = config.kv_heads * config.head_dim
+    queries = config.query_heads * config.head_dim
+
+    def vector(name: str, size: int) -> npt.NDArray[np.float32]:
+        if name not in names:
+            return np.zeros(size, np.float32)
+        # A copy: a read-only map is of another type to Numba than what comes from the cache, and
+        # the kernels would be compiled once for each.
+        return np.array(checkpoint.tensor(name).to_float32()).reshape(-1)
+
+    def layers(*parts: tuple[str, int]) -> npt.NDArray[np.float32]:
+        return np.concatenate(
+            [
+                vector(f"layers.{i}.{part}", size)
+                for i in range(config.layers)
+                for part, size in parts
+            ]
+        )
+
+    return {
+        "qkv_bias": layers(("q.bias", queries), ("k.bias", kv), ("v.bias", kv)),
+        "o_bias": layers(("o.bias", config.hidden)),
+        "gate_bias": layers(("gate.bias", config.ffn)),
+        "up_bias": layers(("up.bias", config.ffn)),
+        "down_bias": layers(("down.bias", config.hidden)),
+        "head_bias": np.zeros(panel_count(config.vocab) * PANEL, np.float32),
+        "attn_norm": layers(("attn_norm.weight", config.hidden)),
+        "attn_norm_bias": layers(("attn_norm.bias", config.hidden)),
+        "mlp_norm": layers(("mlp_norm.weight", config.hidden)),
+        "mlp_norm_bias": layers(("mlp_norm.bias", config.hidden)),
+        "final_norm": vector("final_norm.weight", config.hidden),
+        "final_norm_bias": vector("final_norm.bias", config.hidden),
+        "q_norm": layers(("q_norm.weight", config.head_dim)),
+        "k_norm": layers(("k_norm.weight", config.head_dim)),
+    }
+
+
+def _read_cache(path: Path) -> dict[str, npt.NDArray[np.generic]] | None:
+    try:
+        with safe_open(path, framework="numpy") as stored:
+            # One by one, so that no two of them are in memory twice.
+            return {name: aligned(stored.get_tensor(name)) for name in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return None  # not there, cut short or damaged: packed again and replaced
+
+
+def _write_cache(path: Path, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
+    try:
+        save_file(arrays, path)
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(str(error)) from error
+
+
+def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
+    nothing = np.zeros(0, np.uint8)
+    head = "head" if "head" in arrays else "embed"
+    cos, sin = rope_tables(config, config.context)
+    windows = [config.window_of(layer) or 0 for layer in range(config.layers)]
+    tables: dict[str, Any] = {
+        **arrays,
+        "head": arrays[head],
+        "gate": arrays.get("gate", nothing),
+        "cos": np.ascontiguousarray(cos, np.float32).reshape(-1),
+        "sin": np.ascontiguousarray(sin, np.float32).reshape(-1),
+        "windows": np.array(windows, np.int32),
+    }
+    weights = Weights(**{name: tables[name] for name in Weights._fields})
+    stored = {name: int(arrays[f"{name}.format"][0]) for name in Formats._fields if name in arrays}
+    formats = Formats(**{name: stored.get(name, stored["embed"]) for name in Formats._fields})
+    return PackedModel(_shape(config), formats, weights)
+
+
+def _shape(config: ModelConfig) -> Shape:
+    return Shape(
+        layers=config.layers,
+        hidden=config.hidden,
+        query_heads=config.query_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.ffn,
+        vocab=config.vocab,
+        norm_kind=LAYER if config.norm == "layer" else RMS,
+        activation=_ACTIVATIONS[config.activation],
+        gated=config.gated_mlp,
+        qk_norm=config.qk_norm,
+        norm_epsilon=config.norm_epsilon,
+        score_scale=config.score_scale,
+        embedding_multiplier=config.embedding_multiplier,
+        residual_multiplier=config.residual_multiplier,
+        logits_multiplier=1.0 / config.logits_divisor,
+    )

@@ -1,0 +1,1 @@
+"""The machine and its files: cores, memory, the cache folder, atomic writes."""

@@ -1,0 +1,72 @@
+"""Driving a Runner by hand: sequences with scattered slots, packed into steps of any make-up."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from midfill.forward.batch import ForwardBatch
+from midfill.forward.runner import Runner
+
+
+@dataclass
+class Sequence:
+    """Tokens of one request, and the slots of those that have been computed, in order."""
+
+    tokens: list[int]
+    slots: list[int] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - len(self.slots)
+
+
+class Stepper:
+    """Gives out a runner's slots in a scattered order and runs steps over chosen chunks."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._free = list(range(runner.slots))
+        random.Random(0).shuffle(self._free)
+
+    def pack(self, chunks: Iterable[tuple[Sequence, int]]) -> ForwardBatch:
+        """A batch that computes the next ``count`` tokens of each sequence, all logits wanted."""
+        tokens, positions, write, slots = [], [], [], []
+        queries, keys = [0], [0]
+        for sequence, count in chunks:
+            start = len(sequence.slots)
+            new = [self._free.pop() for _ in range(count)]
+            sequence.slots += new
+            tokens += sequence.tokens[start : start + count]
+            positions += range(start, start + count)
+            write += new
+            slots += sequence.slots
+            queries.append(len(tokens))
+            keys.append(len(slots))
+        arrays = (tokens, positions, write, queries, keys, slots, range(len(tokens)))
+        return ForwardBatch(*(np.array(array, np.int32) for array in arrays))
+
+    def step(self, chunks: Iterable[tuple[Sequence, int]]) -> list[torch.Tensor]:
+        """Run one step; returns each chunk's logits [count, vocab] on the CPU."""
+        batch = self.pack(chunks)
+        logits = self.runner.forward(batch).cpu().clone()
+        return list(logits.split(np.diff(batch.query_indptr).tolist()))
+
+    def prefill(self, sequence: Sequence, chunk_sizes: Iterable[int] = ()) -> torch.Tensor:
+        """Compute all that remains of a sequence, in chunks; the last takes what is left."""
+        parts = [self.step([(sequence, size)])[0] for size in chunk_sizes]
+        parts += self.step([(sequence, sequence.remaining)])
+        return torch.cat(parts)
+
+    def decode(self, sequences: list[Sequence], logits: list[torch.Tensor], count: int) -> None:
+        """Append ``count`` greedy tokens to every sequence, one step for all of them a token.
+
+        Args:
+            logits: of each sequence's last computed row.
+        """
+        for _ in range(count):
+            for sequence, row in zip(sequences, logits, strict=True):
+                sequence.tokens.append(int(row.argmax()))
+            logits = [out[-1] for out in self.step([(sequence, 1) for sequence in sequences])]

@@ -1,0 +1,229 @@
+"""CpuRunner: equal to transformers, and to itself bit for bit however a prompt is computed."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_variant
+
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.config import KvDtype
+from midfill.errors import CheckpointError
+from midfill.forward.batch import ForwardBatch
+from midfill.kernels.cpu.cells import CellFormat
+from midfill.runners.cpu_runner import CpuRunner, choose_cell_format, slot_bytes
+from midfill.runners.packed_model import load_packed
+
+SLOTS = 400
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_variant(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> Iterator[CpuRunner]:
+    runner = CpuRunner(open_checkpoint(folder), slots=SLOTS, threads=2)
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("llama")))
+
+
+def batch(
+    parts: Sequence[tuple[Sequence[int], int, np.ndarray]], *, all_logits: bool = True
+) -> ForwardBatch:
+    """parts: (token ids, how many tokens came before, the request's slots) each."""
+    lengths = [len(ids) for ids, _, _ in parts]
+    ends = np.cumsum(lengths)
+
+    def int32(values: object) -> np.ndarray:
+        return np.asarray(values, np.int32)
+
+    return ForwardBatch(
+        token_ids=int32(np.concatenate([ids for ids, _, _ in parts])),
+        positions=int32(np.concatenate([np.arange(b, b + len(i)) for i, b, _ in parts])),
+        write_slots=int32(np.concatenate([s[b : b + len(i)] for i, b, s in parts])),
+        query_indptr=int32([0, *ends]),
+        kv_indptr=int32(np.cumsum([0, *(b + len(i) for i, b, _ in parts)])),
+        kv_slots=int32(np.concatenate([s[: b + len(i)] for i, b, s in parts])),
+        logit_rows=int32(np.arange(ends[-1]) if all_logits else ends - 1),
+    )
+
+
+def run(
+    runner: CpuRunner, ids: Sequence[int], slots: np.ndarray, cuts: Sequence[int]
+) -> np.ndarray:
+    """Logits of all positions, the prompt computed in chunks that end at ``cuts``."""
+    parts, start = [], 0
+    for end in (*cuts, len(ids)):
+        parts.append(runner.forward(batch([(ids[start:end], start, slots)])).numpy().copy())
+        start = end
+    return np.concatenate(parts)
+
+
+def run_last(runner: CpuRunner, ids: Sequence[int], slots: np.ndarray) -> np.ndarray:
+    """Logits of the last token, all before it being computed."""
+    return runner.forward(batch([(ids[-1:], len(ids) - 1, slots)])).numpy().copy()
+
+
+def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean KL divergence of logits [n, vocab], in nats a token."""
+    return float(
+        torch.nn.functional.kl_div(
+            other.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="batchmean"
+        )
+    )
+
+
+def token_ids(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(4, VOCAB, count).tolist()
+
+
+def scattered(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(SLOTS).astype(np.int32)
+
+
+def test_logits_and_greedy_tokens_equal_transformers(folder: Path, runner: CpuRunner) -> None:
+    reference = reference_model(folder, runner.config.context)
+    slots = scattered()
+    tokens = token_ids(60)
+    logits = run(runner, tokens, slots, [])
+    for _ in range(64):
+        tokens.append(int(logits[-1].argmax()))
+        logits = np.concatenate([logits, run_last(runner, tokens, slots)])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    # Each token follows from the ones before it, so equal choices here are equal answers.
+    assert tokens[60:] == expected[59:-1].argmax(-1).tolist()
+
+
+def test_the_same_bits_chunked_warm_and_batched(runner: CpuRunner) -> None:
+    ids = token_ids(150, seed=1)
+    cold = run(runner, ids, scattered(), [])
+    chunked = run(runner, ids, scattered(2), [1, 2, 7, 70, 71, 135, 149])
+    np.testing.assert_array_equal(chunked, cold)
+
+    warm = runner.forward(batch([(ids[100:], 100, scattered(2))])).numpy()
+    np.testing.assert_array_equal(warm, cold[100:])
+
+    order = scattered(3)
+    other = token_ids(33, seed=4)
+    together = runner.forward(
+        batch([(other, 0, order[200:]), (ids, 0, order), (other[:1], 0, order[390:])])
+    ).numpy()
+    np.testing.assert_array_equal(together[33:183], cold)
+    np.testing.assert_array_equal(together[183], together[0])
+
+
+def test_the_same_bits_layer_by_layer(runner: CpuRunner) -> None:
+    ids = token_ids(40, seed=5)
+    work = batch([(ids, 0, scattered())])
+    whole = runner.forward(work).numpy().copy()
+    layers = runner.config.layers
+    for layer in range(layers):
+        logits = runner.run_layers(work, layer, layer + 1)
+    np.testing.assert_array_equal(logits, whole)
+
+
+def test_threads_do_not_change_a_bit(llama: Checkpoint) -> None:
+    ids = token_ids(90, seed=6)
+    expected = None
+    for threads in (1, 2, 3):
+        runner = CpuRunner(llama, slots=SLOTS, threads=threads)
+        got = run(runner, ids, scattered(), [50, 51])
+        runner.close()
+        expected = got if expected is None else expected
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "i8"])
+def test_rounded_kv_keeps_the_same_bits_however_computed(
+    llama: Checkpoint, kv_dtype: KvDtype
+) -> None:
+    ids = token_ids(150, seed=8)
+    expected = None
+    for threads in (1, 3):
+        runner = CpuRunner(llama, slots=SLOTS, threads=threads, kv_dtype=kv_dtype)
+        for cuts in ([], [1, 2, 7, 70, 71, 149]):
+            got = run(runner, ids, scattered(threads), cuts)
+            expected = got if expected is None else expected
+            np.testing.assert_array_equal(got, expected)
+        runner.close()
+
+
+@pytest.mark.parametrize(("kv_dtype", "allowed"), [("f16", 1e-6), ("i8", 1e-3)])
+def test_rounded_kv_stays_close(llama: Checkpoint, kv_dtype: KvDtype, allowed: float) -> None:
+    ids = token_ids(50, seed=9)
+    exact = CpuRunner(llama, slots=SLOTS, threads=1)
+    rounded = CpuRunner(llama, slots=SLOTS, threads=1, kv_dtype=kv_dtype)
+    assert exact.cell_format == CellFormat.F32
+    a, b = (torch.from_numpy(run(r, ids, scattered(), [])) for r in (exact, rounded))
+    assert 0 < divergence(a, b) < allowed
+    assert rounded.kv_bytes == SLOTS * slot_bytes(llama.config, CellFormat(kv_dtype))
+
+
+def test_kv_is_rounded_by_default_where_weights_are(llama: Checkpoint) -> None:
+    assert choose_cell_format(llama, "auto", "auto") == CellFormat.F32
+    assert choose_cell_format(llama, "q4", "auto") == CellFormat.F16
+    assert choose_cell_format(llama, "q4", "f32") == CellFormat.F32
+
+
+@pytest.mark.parametrize(("weights", "allowed"), [("q8", 0.02), ("q4", 1.0)])
+def test_quantised_weights_stay_close(llama: Checkpoint, weights: str, allowed: float) -> None:
+    ids = token_ids(50, seed=7)
+    exact = CpuRunner(llama, slots=SLOTS, threads=1)
+    rounded = CpuRunner(llama, slots=SLOTS, threads=1, weights=weights)
+    a, b = (torch.from_numpy(run(r, ids, scattered(), [])) for r in (exact, rounded))
+    assert 0 < divergence(a, b) < allowed
+    assert rounded.weight_bytes < exact.weight_bytes / 2
+
+
+def test_memory_is_stated_in_bytes(llama: Checkpoint) -> None:
+    runner = CpuRunner(llama, slots=100, threads=1)
+    assert runner.kv_bytes == 100 * slot_bytes(llama.config, CellFormat.F32)
+    tensors = [llama.tensor(name).to_float32().nbytes for name in llama.names()]
+    # Beside the checkpoint's weights only zero biases and the rotary tables are kept.
+    assert sum(tensors) <= runner.weight_bytes < 1.5 * sum(tensors)
+
+
+def test_packed_weights_are_made_once_and_a_damaged_cache_is_replaced(
+    llama: Checkpoint, tmp_path: Path
+) -> None:
+    steps: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        steps.append(what)
+
+    first = load_packed(llama, "q8", progress, tmp_path)
+    assert steps
+    (cached,) = tmp_path.iterdir()
+    whole = cached.read_bytes()
+    steps.clear()
+    second = load_packed(llama, "q8", progress, tmp_path)
+    assert not steps
+    np.testing.assert_array_equal(first.weights.qkv, second.weights.qkv)
+    # Else the kernels would be compiled twice: once for the first start, once for all others.
+    assert [numba.typeof(a) for a in first.weights] == [numba.typeof(a) for a in second.weights]
+
+    cached.write_bytes(whole[: len(whole) // 2])
+    load_packed(llama, "q8", progress, tmp_path)
+    assert steps
+    assert cached.read_bytes() == whole
+
+
+def test_an_unsupported_shape_is_one_clear_line(tmp_path: Path) -> None:
+    from tiny_checkpoints import write_tiny
+
+    odd = open_checkpoint(write_tiny("llama", tmp_path, head_dim=24))
+    with pytest.raises(CheckpointError, match=r"head_dim = 24 .* --backend torch"):
+        load_packed(odd)

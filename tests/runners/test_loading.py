@@ -1,0 +1,72 @@
+"""Loading: which runner a checkpoint gets, and how many KV slots fit."""
+
+from pathlib import Path
+
+import pytest
+from tiny_checkpoints import write_tiny
+
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.config import ModelOptions
+from midfill.errors import CheckpointError, MidfillError
+from midfill.runners.cpu_runner import CpuRunner
+from midfill.runners.loading import choose_slots, describe_runner, load_runner
+from midfill.runners.torch_runner import TorchRunner
+from midfill.system.memory import available_memory
+
+SLOT_BYTES = 3 * 2 * 32 * 2 * 4  # layers, KV heads, head_dim, K and V, float32
+KV_MEMORY = 100 * SLOT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "described"),
+    [("cpu", CpuRunner, "CPU kernels, 1 thread"), ("torch", TorchRunner, "PyTorch on cpu")],
+)
+def test_a_backend_is_what_was_asked_for(
+    tiny_folder: Path, backend: str, kind: type, described: str
+) -> None:
+    options = ModelOptions(backend=backend, device="cpu", threads=1, kv_memory=KV_MEMORY)  # type: ignore[arg-type]
+    runner = load_runner(open_checkpoint(tiny_folder), options)
+    assert isinstance(runner, kind)
+    assert describe_runner(runner) == described
+    assert (runner.slots, runner.kv_bytes) == (100, KV_MEMORY)
+
+
+def test_shapes_the_kernels_cant_run_go_to_torch(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_tiny("llama", tmp_path, intermediate_size=100))
+    options = ModelOptions(kv_memory=KV_MEMORY, device="cpu")
+    assert isinstance(load_runner(checkpoint, options), TorchRunner)
+    with pytest.raises(CheckpointError, match="--backend torch"):
+        load_runner(checkpoint, ModelOptions(backend="cpu", kv_memory=KV_MEMORY))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (ModelOptions(context=513), "--context 513"),
+        (ModelOptions(backend="cpu", device="cuda"), "--backend torch"),
+        (ModelOptions(kv_memory=10 * SLOT_BYTES), "--kv-memory"),
+    ],
+)
+def test_options_that_cant_be_met(tiny_folder: Path, options: ModelOptions, problem: str) -> None:
+    with pytest.raises(MidfillError, match=problem):
+        load_runner(open_checkpoint(tiny_folder), options)
+
+
+def test_the_pool_takes_a_share_of_what_is_free_up_to_what_is_useful(tiny_folder: Path) -> None:
+    config = open_checkpoint(tiny_folder).config
+    assert choose_slots(config, ModelOptions(), 1000 * SLOT_BYTES, SLOT_BYTES) == 1000
+    assert choose_slots(config, ModelOptions(), 1e12, SLOT_BYTES) == 16 * config.context
+    assert choose_slots(config, ModelOptions(context=64), 1e12, SLOT_BYTES) == 16 * 64
+    assert choose_slots(config, ModelOptions(kv_memory=50 * SLOT_BYTES), 1e12, SLOT_BYTES) == 50
+
+
+def test_the_precision_of_kv_is_chosen(tiny_folder: Path) -> None:
+    checkpoint = open_checkpoint(tiny_folder)
+    # int8 keeps a scale (4 bytes) beside the 32 codes of a token and head.
+    for kv_dtype, slots in (("f32", 100), ("f16", 200), ("i8", 100 * 128 // 36)):
+        options = ModelOptions(backend="cpu", threads=1, kv_memory=KV_MEMORY, kv_dtype=kv_dtype)  # type: ignore[arg-type]
+        assert load_runner(checkpoint, options).slots == slots
+
+
+def test_there_is_memory() -> None:
+    assert 2**20 < available_memory() < 2**50
