@@ -1,14 +1,16 @@
-# make serve    set up and serve the default model on http://127.0.0.1:8080
-# make test     set up and run the tests
-# make lint     ruff, mypy and the direction of imports
-# make bench    the EFIM rounds load on this machine
+# make serve      set up and serve the default model on http://127.0.0.1:8080
+# make test       set up and run the tests, WORKERS at a time
+# make test-slow  the tests that compile kernels anew, install packages or run long
+# make lint       ruff, mypy and the direction of imports
+# make bench      the EFIM rounds load on this machine
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 ARGS ?=
 
-.PHONY: serve test lint bench format clean
+.PHONY: serve test test-slow lint bench format clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -16,7 +18,11 @@ serve: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/midfill pull
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/midfill pull
+	$(BIN)/pytest -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests
