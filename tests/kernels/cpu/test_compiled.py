@@ -1,7 +1,9 @@
-"""Compiled code on disk: shared by processes, signatures and chips, and never trusted blindly."""
+"""The cache of compiled code: shared by processes, signatures and chips, private to the user."""
 
 import json
+import logging
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from midfill.kernels.cpu import compiled as compiled_module
 from midfill.kernels.cpu.compiled import CompiledCache
 from midfill.kernels.cpu.jit import kernel
 
@@ -96,3 +99,59 @@ def test_a_folder_that_cannot_be_written_changes_no_answer(tmp_path: Path) -> No
         function = kept(tmp_path / "file" / "kernels")
         assert function(np.arange(4.0)) == 12.0
         assert sum(function.stats.cache_misses.values()) == misses
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_only_the_user_can_read_or_write_the_cache(tmp_path: Path, umask: int) -> None:
+    folder = tmp_path / "kernels"
+    previous = os.umask(umask)
+    try:
+        kept(folder)(np.arange(4.0))
+    finally:
+        os.umask(previous)
+    (file,) = folder.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def refuse_once(folder: Path, log: pytest.LogCaptureFixture) -> None:
+    """Check that a start compiles again instead of loading what is in ``folder``, and says so."""
+    compiled_module._warn_refused.cache_clear()
+    log.clear()
+    with log.at_level(logging.WARNING):
+        function = kept(folder)
+        assert function(np.arange(4.0)) == 12.0
+        assert function(np.arange(4)) == 12
+    assert sum(function.stats.cache_misses.values()) == 2
+    (line,) = log.messages
+    assert str(folder) in line
+    assert "set MIDFILL_CACHE" in line
+
+
+def compile_two(folder: Path) -> None:
+    function = kept(folder)
+    function(np.arange(4.0))
+    function(np.arange(4))
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+def test_files_that_others_can_write_are_refused_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    compile_two(tmp_path)
+    for file in tmp_path.iterdir():
+        file.chmod(mode)
+    refuse_once(tmp_path, caplog)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+    function = kept(tmp_path)
+    function(np.arange(4.0))
+    assert sum(function.stats.cache_misses.values()) == 0
+
+
+def test_files_of_another_user_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_two(tmp_path)
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    refuse_once(tmp_path, caplog)

@@ -1,17 +1,25 @@
-"""Compiled kernels on disk: a file each, for any number of processes, signatures and chips.
+"""Cache of compiled kernels on disk: one file per function, signature and chip.
 
-Numba's own cache is not used. It keeps an index of a function's compilations, and two processes
-that compile at once can leave its entries pointing at each other's code, of another signature or
-for another chip; a file that was cut short ends the program; and it keeps code beside the source
-or in the home folder where the folder it was told to use can't be written, however old that code
-is. Here the name of a file says what is in it, and a digest in front that it is whole.
+Numba's own cache is not used, for three reasons. It keeps an index of a function's compilations,
+and two processes that compile at the same time can leave entries that point at each other's code.
+A truncated file ends the program. Where the cache folder can't be written, it stores code beside
+the source or in the home folder, and never removes it. Here the file's name identifies its
+content, and a digest at its start proves that it is complete.
+
+Compiled kernels are loaded as code. So the folder is private to the user, and files that belong
+to another user, or that others may write to, are refused.
 """
 
 import hashlib
 import inspect
+import logging
+import os
 import pickle
+import stat
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +28,19 @@ from numba.core.serialize import dumps
 
 from midfill.system.cache import forget_unused, keep, mark_used
 
+_log = logging.getLogger(__name__)
+
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
 
 
 class CompiledCache:
-    """What one function was compiled to; takes the place of ``numba.core.caching.Cache``.
+    """Compilations of one function; takes the place of ``numba.core.caching.Cache``.
 
     Args:
         function: the Python function.
-        folder: where the files are. Its name has to change with the source of all functions
-            that this one calls; the function's own file is looked after here.
+        folder: where the files are kept. Its name must change with the source of every function
+            that this one calls; changes of the function's own file are detected here.
     """
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
@@ -39,37 +50,70 @@ class CompiledCache:
 
     @property
     def cache_path(self) -> str:
-        """The folder, for Numba's statistics."""
+        """Return the folder, for Numba's statistics."""
         return str(self._folder)
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """The function compiled for a signature and this chip; None where it isn't there."""
+        """Return the function compiled for a signature and this chip, or None if not cached."""
         target_context.refresh()
-        path = self._path(signature, target_context.codegen())
-        try:
-            stored = path.read_bytes()
-        except OSError:
+        stored = _read_trusted(self._path(signature, target_context.codegen()))
+        if stored is None:
             return None
         digest, code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
         if hashlib.sha256(code).digest() != digest:
-            return None  # cut short or damaged: compiled again and replaced
+            return None  # truncated or damaged: compiled again and replaced
         mark_used(self._folder)
         return CompileResult._rebuild(target_context, *pickle.loads(code))
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep a compilation, if the folder can be written."""
+        """Store a compilation, if the folder can be written."""
         if compiled.library.has_dynamic_globals:
             return  # it holds addresses of this process
         code = dumps(compiled._reduce())
         stored = hashlib.sha256(code).digest() + code
-        keep(self._path(signature, compiled.codegen), lambda path: _write(path, stored))
+        with suppress(OSError):  # ``keep`` logs why the folder can't be made
+            self._folder.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
+        keep(self._path(signature, compiled.codegen), lambda path: _write_private(path, stored))
         forget_unused(self._folder.parent)
 
     def _path(self, signature: Any, codegen: Any) -> Path:
-        """The file of a signature on this chip; Python's version is part, as code is pickled."""
+        """Return the file of a signature on this chip and Python version (code is pickled)."""
         key = (str(signature), codegen.magic_tuple(), sys.implementation.cache_tag, self._source)
         return self._folder / f"{self._name}-{hashlib.sha256(repr(key).encode()).hexdigest()}"
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+def _read_trusted(path: Path) -> bytes | None:
+    """Return a file's bytes; None if there is none, or if another user could have written it."""
+    try:
+        with path.open("rb") as file:
+            if not _is_private(os.fstat(file.fileno())):
+                _warn_refused(path.parent)
+                return None
+            return file.read()
+    except OSError:
+        return None
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Return whether a file is this user's and nobody else may write to it."""
+    if not hasattr(os, "geteuid"):
+        return True  # Windows: the user's cache folder has an access list of its own
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid == os.geteuid() and not others_write
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """Write a new file that only this user can read or write, whatever the umask."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+
+
+@cache
+def _warn_refused(folder: Path) -> None:
+    _log.warning(
+        "refused compiled kernels in %s: they belong to another user or can be written by others,"
+        " and would be run as code; kernels are compiled again (remove that folder, or set"
+        " MIDFILL_CACHE to a folder of your own)",
+        folder,
+    )
