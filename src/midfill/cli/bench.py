@@ -2,16 +2,18 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 
 from midfill.cli.bench_options import (
+    CompareOption,
     JsonOption,
     LoadedModelOption,
     OutputTokensOption,
+    PairsOption,
     TargetFimTokensOption,
     UrlOption,
 )
@@ -19,6 +21,8 @@ from midfill.cli.bench_peers import peers
 from midfill.cli.counts import parse_counts
 from midfill.cli.options import ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption
+from midfill.cli.progress import show_steps
+from midfill.errors import MidfillError
 from midfill.reporting.publish import publish
 from midfill.system.extras import require
 
@@ -43,13 +47,27 @@ def rounds(
     layouts: Annotated[
         str, typer.Option(help="Which ways of asking to measure, separated by commas.")
     ] = "fim,efim,native",
-    users: Annotated[int, typer.Option(min=1, help="Documents edited at once.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, max=7, help="Requests a user sends.")] = 5,
+    users: Annotated[
+        int | None,
+        typer.Option(min=1, help="Documents edited at once; 4 if not set, with --compare 2."),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, max=7, help="Requests per user; 5 if not set, with --compare 3."),
+    ] = None,
     output_tokens: OutputTokensOption = 16,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs a layout; medians are shown.")] = 3,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Runs per layout, whose medians are shown; 3 if not set, with --compare 1.",
+        ),
+    ] = None,
     fim_tokens: TargetFimTokensOption = None,
     threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
+    compare: CompareOption = None,
+    pairs: PairsOption = 12,
     json: JsonOption = None,
     plot: PlotOption = None,
     docs: DocsOption = None,
@@ -67,12 +85,25 @@ def rounds(
     console = Console(stderr=True)
     options = RoundsOptions(
         layouts=parse_layouts(layouts),
-        users=users,
-        rounds=rounds,
+        users=users or (2 if compare else 4),
+        rounds=rounds or (3 if compare else 5),
         output_tokens=output_tokens,
-        repeats=repeats,
+        repeats=repeats or (1 if compare else 3),
         seed=seed,
     )
+    if compare is not None:
+        if url is not None or plot is not None:
+            raise MidfillError("--compare runs both versions here: it takes no --url and no --plot")
+        arguments = ["--layouts", ",".join(options.layouts)]
+        arguments += ["--users", str(options.users), "--rounds", str(options.rounds)]
+        arguments += ["--output-tokens", str(output_tokens), "--repeats", str(options.repeats)]
+        arguments += ["--seed", str(seed)]
+        if model is not None:
+            arguments += ["--model", _absolute(model)]
+        if fim_tokens is not None:
+            arguments += ["--fim-tokens", ",".join(fim_tokens)]
+        _compare("rounds", [*arguments, *_threads(threads)], compare, pairs, json, docs)
+        return
 
     async def measure() -> None:
         async with open_target(url, model, fim_tokens, threads, console) as target:
@@ -93,8 +124,15 @@ def speed(
     contexts: Annotated[
         str, typer.Option(help="Tokens before the first decoded one, separated by commas.")
     ] = "16,1500",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are shown.")] = 5,
+    repeats: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Runs of each, whose medians are shown; 5 if not set, with --compare 2."
+        ),
+    ] = None,
     threads: ThreadsOption = None,
+    compare: CompareOption = None,
+    pairs: PairsOption = 12,
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
@@ -104,12 +142,47 @@ def speed(
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
     options = SpeedOptions(
-        prefill=parse_counts(prefill), contexts=parse_counts(contexts), repeats=repeats
+        prefill=parse_counts(prefill),
+        contexts=parse_counts(contexts),
+        repeats=repeats or (2 if compare else 5),
     )
+    if compare is not None:
+        arguments = [] if model is None else [_absolute(model)]
+        arguments += ["--prefill", prefill, "--contexts", contexts]
+        arguments += ["--repeats", str(options.repeats)]
+        _compare("speed", [*arguments, *_threads(threads)], compare, pairs, json, docs)
+        return
     with Console(stderr=True).status("loading") as status:
         report = measure_speed(model or DEFAULT_MODEL, options, threads, status.update)
     table = speed_table(report)
     publish(report, table.drawn(), table.markdown(), section="speed", json=json, docs=docs)
+
+
+def _compare(
+    benchmark: Literal["speed", "rounds"],
+    arguments: list[str],
+    commit: str,
+    pairs: int,
+    json: Path | None,
+    docs: Path | None,
+) -> None:
+    """Run a benchmark on this tree and on a commit, and show their ratios."""
+    from midfill.bench.versions import compare_versions, versions_table
+
+    with show_steps("copying both versions") as progress:
+        report = compare_versions(benchmark, arguments, commit, pairs=pairs, progress=progress)
+    table = versions_table(report)
+    section = f"{benchmark}-versions"
+    publish(report, table.drawn(), table.markdown(), section=section, json=json, docs=docs)
+
+
+def _absolute(model: str) -> str:
+    """The model, by its absolute path where it is one."""
+    return str(Path(model).absolute()) if Path(model).exists() else model
+
+
+def _threads(threads: int | None) -> list[str]:
+    return [] if threads is None else ["--threads", str(threads)]
 
 
 @app.command()

@@ -29,3 +29,14 @@ TargetFimTokensOption = Annotated[
 ]
 OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of each answer.")]
 JsonOption = Annotated[Path | None, typer.Option(callback=writable, help="Write all figures here.")]
+CompareOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMIT",
+        help="Measure this tree beside a commit of its git repository, in interleaved pairs of"
+        " short runs, and show how many times as fast it is, with 95% intervals.",
+    ),
+]
+PairsOption = Annotated[
+    int, typer.Option(min=6, help="With --compare: pairs of runs, 12 of them give good intervals.")
+]

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from midfill.cli.counts import parse_counts
 from midfill.cli.options import FimTokens, ThreadsOption, parse_fim_tokens
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption, writable
+from midfill.cli.progress import show_steps
 from midfill.reporting.publish import publish, write_json
 from midfill.system.extras import require
 
@@ -125,12 +125,9 @@ def peers(
         if json is not None:
             write_json(json, report)
 
-    console = Console(stderr=True, log_path=False)
-    with console.status("opening the model") as status:
+    with show_steps("opening the model") as progress:
         compared = open_compared(model or DEFAULT_MODEL, fim_tokens)
         programs = Programs(llama_server, vllm)
-        # It can take an hour: a log gets a line for what a terminal shows in place.
-        progress = status.update if console.is_terminal else console.log
         report = compare_peers(compared, options, programs, progress, save)
     drawn, markdown = peers_tables(report), peers_markdown(report)
     publish(report, drawn, markdown, section=section, json=json, docs=docs)

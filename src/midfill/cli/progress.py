@@ -1,6 +1,6 @@
 """Progress of long work on the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from midfill.system.progress import Progress
@@ -32,3 +32,13 @@ def show_progress() -> Iterator[Progress]:
             bars.update(bar, description=what, completed=done, total=total or None, amount=amount)
 
         yield tell
+
+
+@contextmanager
+def show_steps(first: str) -> Iterator[Callable[[str], None]]:
+    """Show what is being done on standard error: in place on a terminal, else a line per step."""
+    from rich.console import Console
+
+    console = Console(stderr=True, log_path=False)
+    with console.status(first) as status:
+        yield status.update if console.is_terminal else console.log

@@ -5,17 +5,15 @@ answers two small prompts to warm up, then gets every load of ``loads``. midfill
 as it is, and without speculation for decode, so that what is compared there is decoding alone.
 """
 
-import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from midfill.bench.peers.compared_model import ComparedModel, Prompts
 from midfill.bench.peers.llama_cpp import launch_llama_cpp
 from midfill.bench.peers.loads import ALL_LAYOUTS, Load, loads_for
+from midfill.bench.peers.process import ended_by_sigterm
 from midfill.bench.peers.results import (
     LLAMA_CPP,
     MIDFILL,
@@ -149,17 +147,3 @@ def _launches(
             yield launch_vllm(model, room, programs.vllm_python)
         except MidfillError as error:
             yield Missing(VLLM, str(error))
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM end this process as Ctrl-C does, with the server it has started."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
