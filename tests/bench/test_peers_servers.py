@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import gguf
 import msgspec
 import numpy as np
 import pytest
+from processes import default_interrupt, is_running, wait_for
 from tiny_checkpoints import SPECIAL_TOKENS, tiny_tokenizer
 
 from midfill.bench.peers.compare import Programs, compare_peers
@@ -208,13 +208,6 @@ class TestFailing:
             assert not is_running(pid)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 class TestProcess:
     def test_children_that_leave_the_group_are_ended_too(self, tmp_path: Path) -> None:
         script = (
@@ -259,6 +252,7 @@ class TestProcess:
             stderr=subprocess.DEVNULL,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            preexec_fn=default_interrupt,
         )
         assert benchmark.stdout is not None
         session = int(benchmark.stdout.readline())
@@ -266,13 +260,6 @@ class TestProcess:
         benchmark.send_signal(number)
         benchmark.wait(20)
         assert session_processes(session) == []
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
 
 
 def test_the_package_of_llama_cpp_gets_the_links_its_wheel_leaves_out(

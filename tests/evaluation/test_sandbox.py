@@ -8,13 +8,13 @@ import os
 import socket
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from processes import wait_for
 
 from midfill.errors import MidfillError
 from midfill.evaluation.sandbox import Isolation, Limits, Sandbox, Verdict
@@ -89,10 +89,8 @@ def run(sandbox: Sandbox, program: str) -> Verdict:
     return verdict
 
 
-def test_programs_that_must_fail_do_so_in_time(sandbox: Sandbox) -> None:
-    started = time.monotonic()
+def test_programs_that_must_fail_do_so(sandbox: Sandbox) -> None:
     verdicts = sandbox.run([program for program, _ in EVERYWHERE.values()])
-    assert time.monotonic() - started < 20
     for (name, (_, reason)), verdict in zip(EVERYWHERE.items(), verdicts, strict=True):
         assert not verdict.passed, name
         assert reason in verdict.reason, name
@@ -133,10 +131,13 @@ def test_verdicts_come_in_the_order_of_the_programs(sandbox: Sandbox) -> None:
     assert sandbox.run([]) == []
 
 
-def test_many_programs_take_little_time(sandbox: Sandbox) -> None:
-    started = time.monotonic()
+def test_no_interpreter_is_started_per_program(sandbox: Sandbox) -> None:
+    def workers() -> list[int]:
+        return [worker._process.pid for worker in sandbox._workers]
+
+    before = workers()
     assert all(verdict.passed for verdict in sandbox.run(["x = 1"] * 100))
-    assert time.monotonic() - started < 6  # a thousand in a minute
+    assert workers() == before
 
 
 @pytest.mark.parametrize(
@@ -147,9 +148,9 @@ def test_children_end_with_their_program(contained: Sandbox, end: str, passes: b
     program = _ORPHAN.format(mark=mark, interpreter=sys.executable) + end
     with ThreadPoolExecutor(1) as pool:
         verdict = pool.submit(run, contained, program)
-        assert _waits_for(lambda: _running(mark))
+        wait_for(lambda: _running(mark))
         assert verdict.result(timeout=10).passed == passes
-    assert _waits_for(lambda: not _running(mark))
+    wait_for(lambda: not _running(mark))
 
 
 def test_a_child_that_outlives_its_parent_passes_no_tests(contained: Sandbox) -> None:
@@ -224,12 +225,3 @@ def _running(mark: str) -> bool:
             if mark.encode() in line.read_bytes():
                 return True
     return False
-
-
-def _waits_for(condition: Callable[[], bool], seconds: float = 3.0) -> bool:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True

@@ -6,60 +6,57 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import openai
+from processes import default_interrupt, wait_for
 
 
 @dataclass
 class RunningServer:
-    """A server that has said it is ready."""
+    """A server that has reported ready."""
 
     url: str
     process: "subprocess.Popen[str]"
     banner: str
-    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60))
+    client: httpx.Client
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
-        """The official client, which doesn't try again on its own."""
+        """The official client, without its automatic retries."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0)
 
     def post(self, path: str, body: object = None, **options: object) -> httpx.Response:
-        """Send JSON, or whatever the options say."""
+        """POST JSON, or whatever the options say."""
         if body is not None:
             options["json"] = body
         return self.client.post(self.url + path, **options)  # type: ignore[arg-type]
 
     def get(self, path: str) -> httpx.Response:
-        """Ask for a path."""
+        """GET a path."""
         return self.client.get(self.url + path)
 
     def complete(self, **body: object) -> dict:  # type: ignore[type-arg]
-        """A completion that must succeed."""
+        """Return the response of a completion that must succeed."""
         response = self.post("/v1/completions", body)
         assert response.status_code == 200, response.text
         return response.json()  # type: ignore[no-any-return]
 
     def metric(self, name: str) -> float:
-        """One of the server's metrics, summed over its labels."""
+        """Return one of the server's metrics, summed over its labels."""
         text = self.get("/metrics").text
         values = re.findall(rf"^midfill:{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         assert values, f"no metric {name}"
         return sum(map(float, values))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 10) -> None:
-        """Wait until something is so."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, "it did not come"
-            time.sleep(0.01)
+        """Wait until a condition holds; fail if it does not within ``seconds``."""
+        wait_for(condition, seconds)
 
     def engine_process(self) -> int:
-        """The engine process's id."""
+        """Return the id of the engine process."""
         listing = subprocess.run(
             ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
         )
@@ -73,22 +70,40 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def start(model: Path | str, *options: str) -> Iterator[RunningServer]:
+def start(
+    model: Path | str, *options: str, signals: Callable[[], None] = default_interrupt
+) -> Iterator[RunningServer]:
+    """Start a server, wait until it is ready, and end it with the block.
+
+    Args:
+        model: what to serve.
+        options: further options of ``midfill serve``.
+        signals: sets the process's signal handling before it starts.
+    """
     command = [sys.executable, "-m", "midfill", "serve", str(model), "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [*command, "--threads", "1"], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        assert process.stdout is not None
-        banner = ""
-        while "curl" not in banner:
-            line = process.stdout.readline()
-            assert line, f"the server ended: {process.wait()}"
-            banner += line
-        match = re.search(r"http://\S+", banner)
-        assert match is not None
-        yield RunningServer(match.group(), process, banner)
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(20)
+    with subprocess.Popen(
+        [*command, "--threads", "1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=signals,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            banner = ""
+            while "curl" not in banner:
+                line = process.stdout.readline()
+                assert line, f"the server ended: {process.wait()}"
+                banner += line
+            match = re.search(r"http://\S+", banner)
+            assert match is not None
+            with httpx.Client(timeout=60) as client:
+                yield RunningServer(match.group(), process, banner, client)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise

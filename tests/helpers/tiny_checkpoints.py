@@ -9,11 +9,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+if TYPE_CHECKING:
+    import torch
 
 VOCAB = 320
 END_OF_TEXT = "<|endoftext|>"
@@ -32,6 +33,14 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
+_MERGES = """
+Ġ+Ġ ĠĠ+ĠĠ ĠĠ+Ġ e+r Ġ+" Ċ+ĠĠĠ "+: i+n e+n t+o a+r a+m Ċ+ĠĠĠĠ o+n a+n d+e i+t i+z a+l r+o k+en
+o+r e+t Ġ+t in+g a+t Ġ+= to+ken "+" f+i e+d l+l ĊĠĠĠĠ+ĠĠĠ iz+er s+t Ġ+{ h+e ĠĠĠĠ+ĠĠĠ to+r o+de
+p+e s+e d+er i+an ar+ian token+izer ode+l arian+t i+d Ġ+V Ġ+f Ġ+m )+, Ġ+w am+a ll+ama r+e Ġ+c
+t+i ĠV+ariant
+"""
+"""The tokenizer's merges in order: what byte-level BPE learns from Python about tokenizers."""
+
 _WIDE_HEADS = {"head_dim": 32}  # 4 heads of 32 beside a hidden size of 64
 _HEADS_OF_HIDDEN = {"hidden_size": 128}
 
@@ -115,6 +124,8 @@ def write_tiny(family: str, folder: Path, **overrides: Any) -> Path:
 
     The weights are the same on every call. ``overrides`` are fields of config.json.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.for_model(family, **(_SIZES | _FAMILIES[family] | overrides))
     model = AutoModelForCausalLM.from_config(config)
@@ -127,12 +138,15 @@ def write_tiny(family: str, folder: Path, **overrides: Any) -> Path:
     return folder
 
 
-def reference_model(folder: Path, context: int) -> torch.nn.Module:
+def reference_model(folder: Path, context: int) -> "torch.nn.Module":
     """transformers' model of a checkpoint, with eager attention.
 
     Args:
         context: the checkpoint's context as midfill states it.
     """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     rotary = model.model.rotary_emb
     if rotary.rope_type == "dynamic":
@@ -146,22 +160,21 @@ def reference_model(folder: Path, context: int) -> torch.nn.Module:
 
 def tiny_tokenizer() -> Tokenizer:
     """Byte-level BPE of ``VOCAB`` tokens: SPECIAL_TOKENS from id 0, the bytes, a few merges."""
-    tokenizer = Tokenizer(models.BPE())
+    merges = [(first, second) for first, _, second in (m.partition("+") for m in _MERGES.split())]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*SPECIAL_TOKENS, *alphabet, *(first + second for first, second in merges)]
+    assert len(set(tokens)) == VOCAB
+    tokenizer = Tokenizer(models.BPE({token: id for id, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
-    assert tokenizer.get_vocab_size() == VOCAB
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
 
 
-def _randomise(model: torch.nn.Module) -> None:
+def _randomise(model: "torch.nn.Module") -> None:
     """Give every parameter values that matter; the layers keep activations near unit size."""
+    import torch
+
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -6,7 +6,6 @@ Arguments: the checkpoint's folder and the number of threads, 0 for the default.
 import hashlib
 import json
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,6 @@ def main() -> None:
     slots = np.arange(PROMPT + ANSWER, dtype=np.int32)
     logits = hashlib.sha256()
     done = 0
-    started = time.perf_counter()
     for _ in range(ANSWER):
         rows = slots[done : len(tokens)]
         batch = ForwardBatch(
@@ -48,7 +46,6 @@ def main() -> None:
         "threads": runner.threads,
         "packed": "packing weights" in doing,
         "compiled": bool(forward.stats.cache_misses),
-        "seconds": time.perf_counter() - started,
     }
     runner.close()
     print(json.dumps(report))

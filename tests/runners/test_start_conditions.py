@@ -122,8 +122,6 @@ class TestCores:
         crowded = starter.start(tmp_path, threads=len(CORES) + 3, limits=limits)
         assert crowded.report["threads"] == len(CORES) + 3
         assert crowded.answer == usual.answer
-        # 20 ms on cores that nobody else wants.
-        assert crowded.report["seconds"] < 30
 
 
 class TestNoRoom:

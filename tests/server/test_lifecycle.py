@@ -7,12 +7,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from processes import default_interrupt, ignored_interrupt, is_running, wait_for
 from running_server import RunningServer, start
 from tiny_adapters import FIM, write_adapter, write_record
 from tiny_checkpoints import write_tiny
@@ -32,6 +33,13 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(long_folder: Path) -> Iterator[RunningServer]:
+    with start(long_folder, "--kv-memory", "64MB") as server:
+        yield server
+
+
+@pytest.fixture
+def own_server(long_folder: Path) -> Iterator[RunningServer]:
+    """A server for a test that breaks it."""
     with start(long_folder, "--kv-memory", "64MB") as server:
         yield server
 
@@ -125,7 +133,8 @@ def test_whoever_hears_ready_can_connect_at_once(tiny_folder: Path) -> None:
         run_server(options, tiny_folder, on_ready=ready)
 
 
-def test_a_dead_engine_is_noticed_and_started_again_once(server: RunningServer) -> None:
+def test_a_dead_engine_is_noticed_and_started_again_once(own_server: RunningServer) -> None:
+    server = own_server
     body = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
     text = server.complete(**body)["choices"][0]["text"]
 
@@ -194,21 +203,31 @@ def test_api_keys_let_in_and_keep_caches_apart(keyed_server: RunningServer) -> N
     assert cached("second key") == 0
 
 
-def test_the_engine_ends_with_its_server(keyed_server: RunningServer) -> None:
-    engine = keyed_server.engine_process()
-    keyed_server.process.kill()
-    keyed_server.process.wait()
-    keyed_server.wait_for(lambda: not is_alive(engine))
+def test_the_engine_ends_with_its_server(own_server: RunningServer) -> None:
+    engine = own_server.engine_process()
+    own_server.process.kill()
+    own_server.process.wait()
+    wait_for(lambda: not is_running(engine))
+
+
+@pytest.mark.parametrize(
+    ("parent", "number"),
+    [
+        (default_interrupt, signal.SIGINT),
+        (default_interrupt, signal.SIGTERM),
+        (ignored_interrupt, signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_the_server_and_its_engine(
+    tiny_folder: Path, parent: Callable[[], None], number: signal.Signals
+) -> None:
+    with start(tiny_folder, "--kv-memory", "4MB", signals=parent) as server:
+        engine = server.engine_process()
+        server.process.send_signal(number)
+        assert server.process.wait(20) in (0, 128 + number)
+    wait_for(lambda: not is_running(engine))
 
 
 def processor_seconds(process_id: int) -> float:
     fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def is_alive(process_id: int) -> bool:
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
