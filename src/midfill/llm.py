@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,7 +26,7 @@ from midfill.frontend.shared_engine import SharedEngine
 from midfill.infill.context import ContextFile
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest, RequestedLayout
-from midfill.system.progress import Progress
+from midfill.system.progress import Progress, StageProgress
 
 __all__ = ["LLM", "AnswerStream", "GeneratedAnswer", "GenerationResult", "SamplingParams"]
 
@@ -196,7 +196,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         healing: bool = True,
-        progress: Callable[[int, int], None] | None = None,
+        progress: StageProgress | None = None,
     ) -> list[GenerationResult]:
         """Fill in many holes, all at once.
 
@@ -266,7 +266,7 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
-        progress: Callable[[int, int], None] | None = None,
+        progress: StageProgress | None = None,
     ) -> list[GenerationResult]:
         responses = [Response(prompt, sampling, self._tokenizer) for prompt in prompts]
         deltas: list[list[AnswerDelta]] = [[] for _ in prompts]

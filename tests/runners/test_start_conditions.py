@@ -22,7 +22,7 @@ from tiny_checkpoints import write_tiny
 import midfill
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.runners.packed_model import load_packed
-from midfill.system.cache import cache_folder, keep
+from midfill.system.cache import cache_folder, store_file
 
 PROGRAM = Path(__file__).parent / "start_program.py"
 CORES = sorted(os.sched_getaffinity(0))
@@ -169,12 +169,12 @@ class TestNoRoom:
         self, tmp_path: Path
     ) -> None:
         kept: list[Path] = []
-        keep(tmp_path / "first", lambda path: kept.append(path) or path.touch())
+        store_file(tmp_path / "first", lambda path: kept.append(path) or path.touch())
         old, new = kept[0], kept[0].with_name(f".second{kept[0].suffix}")
         old.touch()
         new.touch()
         os.utime(old, (0, 0))
-        keep(tmp_path / "third", Path.touch)
+        store_file(tmp_path / "third", Path.touch)
         assert sorted(tmp_path.iterdir()) == sorted([new, tmp_path / "first", tmp_path / "third"])
 
 

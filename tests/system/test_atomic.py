@@ -1,15 +1,16 @@
-"""Files and folders appear whole or not at all."""
+"""Files and folders appear complete or not at all."""
 
 import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.system.atomic import write_file, write_folder
+from midfill.system.atomic import replacing_file, write_file, write_folder
 
 
 def fill(folder: Path) -> None:
@@ -92,11 +93,36 @@ def test_a_text_file(tmp_path: Path) -> None:
     assert below(tmp_path) == {"deep/a": "é\n"}
 
 
+def test_a_file_that_fails_is_not_replaced(tmp_path: Path) -> None:
+    write_file(tmp_path / "a", "old")
+
+    def fail_halfway() -> None:
+        with replacing_file(tmp_path / "a") as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail_halfway()
+    assert below(tmp_path) == {"a": "old"}
+
+
+def test_files_of_killed_writers_are_removed_after_an_hour(tmp_path: Path) -> None:
+    hour_ago = time.time() - 3601
+    for name, age in (("." + "b.txt." + "0" * 32 + ".partial", hour_ago), (".c.partial", hour_ago)):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (age, age))
+    recent = tmp_path / ("." + "a." + "1" * 32 + ".partial")
+    recent.touch()
+    write_file(tmp_path / "a", "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [recent.name, ".c.partial", "a"]
+
+
 FULL_DISK = """
     import resource, signal, sys
     from pathlib import Path
 
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from midfill.errors import MidfillError
@@ -112,7 +138,7 @@ FULL_DISK = """
     }
     for name, write in writers.items():
         try:
-            write_folder(Path(name), write)
+            write_folder(Path(name), write, errors=(RuntimeError, SafetensorError))
         except MidfillError as error:
             print(error)
     try:

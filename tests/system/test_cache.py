@@ -1,10 +1,10 @@
-"""The cache holds whole files, and only what somebody uses."""
+"""The cache holds complete files, and only those in use."""
 
 import os
 import time
 from pathlib import Path
 
-from midfill.system.cache import forget_unused, keep, mark_used
+from midfill.system.cache import mark_used, remove_unused, store_file
 
 DAY = 86400.0
 
@@ -18,13 +18,23 @@ def write_all(path: Path) -> None:
     path.write_text("all")
 
 
-def test_what_is_kept_is_there_and_nothing_beside_it(tmp_path: Path) -> None:
-    keep(tmp_path / "deep" / "file", write_all)
+def test_concurrent_writers_of_one_file_leave_one_complete_file(tmp_path: Path) -> None:
+    def write_while_another_stores(path: Path) -> None:
+        store_file(tmp_path / "file", write_all)
+        path.write_text("the last one wins")
+
+    store_file(tmp_path / "file", write_while_another_stores)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "the last one wins"
+
+
+def test_a_stored_file_is_complete_and_nothing_lies_beside_it(tmp_path: Path) -> None:
+    store_file(tmp_path / "deep" / "file", write_all)
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["file"]
     assert (tmp_path / "deep" / "file").read_text() == "all"
 
 
-def test_a_month_without_use_ends_files_and_folders(tmp_path: Path) -> None:
+def test_entries_unused_for_a_month_are_removed(tmp_path: Path) -> None:
     for name in ("old", "used"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
@@ -34,7 +44,7 @@ def test_a_month_without_use_ends_files_and_folders(tmp_path: Path) -> None:
         aged(tmp_path / name, days)
     mark_used(tmp_path / "used")
     mark_used(tmp_path / "used.file")
-    forget_unused(tmp_path)
+    remove_unused(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["recent.file", "used", "used.file"]
     assert (tmp_path / "used" / "file").exists()
 
@@ -46,11 +56,11 @@ def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
     cache.mkdir()
     (cache / "link").symlink_to(tmp_path / "real")
     os.utime(cache / "link", (0, 0), follow_symlinks=False)
-    forget_unused(cache)
+    remove_unused(cache)
     assert not list(cache.iterdir())
     assert (tmp_path / "real" / "file").exists()
 
 
-def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
-    forget_unused(tmp_path / "none")
+def test_a_missing_folder_is_no_error(tmp_path: Path) -> None:
+    remove_unused(tmp_path / "none")
     mark_used(tmp_path / "none")

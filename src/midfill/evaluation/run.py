@@ -24,7 +24,7 @@ from midfill.evaluation.problems import (
 )
 from midfill.evaluation.sandbox import Sandbox
 from midfill.infill.trim import first_line
-from midfill.system.progress import Progress
+from midfill.system.progress import Progress, StageProgress
 
 _ALL_HOLES = 1000  # of a kind, in files that could be cut anywhere
 _AT_A_TIME = 32
@@ -208,7 +208,7 @@ def _ask(
     problems: Sequence[Problem],
     condition: Condition,
     options: RunOptions,
-    tell: Callable[[int, int], None],
+    tell: StageProgress,
 ) -> list[Answer]:
     prompting = PromptOptions(
         before=options.before, after=options.after, typed=options.typed, seed=options.seed

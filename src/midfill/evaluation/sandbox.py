@@ -33,7 +33,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -43,6 +43,7 @@ from typing import Any, Literal, Self
 
 from midfill.errors import MidfillError
 from midfill.system.cores import available_threads
+from midfill.system.progress import StageProgress
 
 Isolation = Literal["namespaces", "audit-hook"]
 
@@ -127,9 +128,7 @@ class Sandbox:
             worker.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(
-        self, programs: Sequence[str], progress: Callable[[int, int], None] | None = None
-    ) -> list[Verdict]:
+    def run(self, programs: Sequence[str], progress: StageProgress | None = None) -> list[Verdict]:
         """Run programs, as many at a time as there are workers.
 
         Args:

@@ -26,8 +26,8 @@ from midfill.kernels.cpu.packing import (
 from midfill.kernels.cpu.rows import LAYER, RMS
 from midfill.models.config import ModelConfig
 from midfill.runners.rope import rope_tables
-from midfill.system.cache import cache_folder, forget_unused, keep, mark_used
-from midfill.system.progress import Progress
+from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
+from midfill.system.progress import Progress, ignore_progress
 
 PACKING_VERSION = 2
 
@@ -103,9 +103,9 @@ def load_packed(
     ) / f"{checkpoint.fingerprint}-{option}-v{PACKING_VERSION}.safetensors"
     arrays = _read_cache(path)
     if arrays is None:
-        arrays = _pack_all(checkpoint, option, progress or (lambda *_: None))
-        keep(path, lambda file: _write_cache(file, arrays))
-        forget_unused(path.parent)
+        arrays = _pack_all(checkpoint, option, progress or ignore_progress)
+        store_file(path, lambda file: _write_cache(file, arrays))
+        remove_unused(path.parent)
     else:
         mark_used(path)
     return _assemble(checkpoint.config, arrays)

@@ -19,7 +19,7 @@ from midfill.kernels.cpu.linear import MAX_CODE_ROWS, MAX_TILE_ROWS
 from midfill.kernels.cpu.packing import WeightFormat
 from midfill.kernels.cpu.tiles import MATRICES, PLANNED_ROWS, cheapest_heights, even_heights
 from midfill.runners.packed_model import PackedModel
-from midfill.system.cache import keep
+from midfill.system.cache import store_file
 
 Plan = npt.NDArray[np.uint8]
 
@@ -58,7 +58,7 @@ def choose_tiles(
     if plan is None:
         plan = _measured(model, measure)
         kept = msgspec.json.encode(_Kept(plan.tolist()))
-        keep(path, lambda partial: _write(partial, kept))
+        store_file(path, lambda partial: _write(partial, kept))
     return plan
 
 

@@ -1,80 +1,135 @@
-"""Files and folders that appear whole or not at all, whatever happens while they are written."""
+"""Files and folders that appear complete or not at all, even if the process is killed.
+
+Content is written under a temporary name beside the target, flushed to the disk and then renamed.
+"""
 
 import os
+import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-
-from safetensors import SafetensorError
+from uuid import uuid4
 
 from midfill.errors import MidfillError
 
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
+_ABANDONED_SECONDS = 3600.0
+
+
+@contextmanager
+def replacing_file(target: Path) -> Iterator[Path]:
+    """Yield a temporary path; the file written there replaces ``target`` when the block ends.
+
+    If the block raises, the temporary file is removed and ``target`` stays as it was. The folder is
+    created if needed. Any number of processes may replace the same file at once: each writes a
+    temporary file of its own and the last one wins. Files left behind by killed processes are
+    removed after an hour.
+
+    Raises:
+        OSError: the folder or the file can't be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target.parent)
+    temporary = target.with_name(f".{target.name}.{uuid4().hex}.partial")
+    try:
+        yield temporary
+        rename_synced(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def rename_synced(path: Path, target: Path) -> None:
+    """Flush a complete file to the disk, then rename it, replacing ``target``.
+
+    Without the flush, a power cut could leave the name without the bytes.
+
+    Raises:
+        OSError: one of them can't be done.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.replace(path, target)
+
 
 def write_file(target: Path, content: str) -> None:
-    """Write a text file; its folder is made if need be.
+    """Write a UTF-8 text file; its folder is created if needed.
 
     Raises:
-        MidfillError: it can't be written; what was there stays.
+        MidfillError: it can't be written; the previous file stays.
     """
-    temporary = target.with_name(f".{target.name}.writing")
-    with _told(target):
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    with _reporting_failures(target, ()), replacing_file(target) as temporary:
+        temporary.write_text(content, encoding="utf-8", newline="")
 
 
-def write_folder(target: Path, write: Callable[[Path], None]) -> None:
+def write_folder(
+    target: Path, write: Callable[[Path], None], *, errors: tuple[type[Exception], ...] = ()
+) -> None:
     """Let ``write`` fill a folder that gets its name once it is complete.
 
+    One process at a time may write the same folder.
+
+    Args:
+        target: the folder; replaced if it exists.
+        write: fills the empty folder it is given.
+        errors: what ``write`` raises for a full disk beside OSError.
+
     Raises:
-        MidfillError: something can't be written; nothing is left behind, what was there stays.
+        MidfillError: something can't be written; nothing is left behind, the previous folder stays.
     """
     temporary = target.with_name(f".{target.name}.writing")
-    with _told(target):
+    with _reporting_failures(target, errors):
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             temporary.mkdir(parents=True)
             write(temporary)
-            _open_to_others(temporary)
-            _put(temporary, target)
+            _apply_default_mode(temporary)
+            _replace_folder(temporary, target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
 
-def _open_to_others(folder: Path) -> None:
-    """Give files the mode that new ones get here; safetensors makes its own for the owner alone."""
+def _apply_default_mode(folder: Path) -> None:
+    """Give all files the mode of new ones; safetensors creates its files for the owner alone."""
     mode = folder.stat().st_mode & 0o666
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
 
 
-def _put(temporary: Path, target: Path) -> None:
+def _replace_folder(temporary: Path, target: Path) -> None:
     if not target.exists():
         os.replace(temporary, target)
         return
-    aside = target.with_name(f".{target.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(target, aside)
+    previous = target.with_name(f".{target.name}.old")
+    shutil.rmtree(previous, ignore_errors=True)
+    os.replace(target, previous)
     os.replace(temporary, target)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote."""
+    for path in folder.glob(".*.partial"):
+        with suppress(OSError):
+            age = time.time() - path.stat().st_mtime
+            if age > _ABANDONED_SECONDS and _TEMPORARY.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
 
 @contextmanager
-def _told(target: Path) -> Iterator[None]:
-    """Failures as one line. torch tells of a full disk by a RuntimeError."""
+def _reporting_failures(target: Path, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turn failures to write into a MidfillError of one line."""
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, *errors)):
+            raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         first_line = str(reason).partition("\n")[0]
         raise MidfillError(

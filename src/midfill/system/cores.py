@@ -3,59 +3,39 @@
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
+from midfill.system.cgroup import CGROUP_MEMBERSHIP, CGROUP_ROOT, limiting_groups, read_text
 
 
-def available_threads(*, cgroups: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Cores this process may use, or less where Linux gives it less of their time.
+def available_threads(*, root: Path = CGROUP_ROOT, membership: Path = CGROUP_MEMBERSHIP) -> int:
+    """Return the number of cores this process may use, or fewer under a CPU quota.
 
-    A container started with 2 CPUs sees all cores of its host, but once its threads together have
-    run for as long as 2 cores could, they all stand still until the next period. A thread too
-    many makes every step as slow as that.
+    A container started with 2 CPUs sees all cores of its host. Once its threads together have used
+    2 cores' worth of a period, all of them are throttled until the next period. One thread too
+    many therefore slows down every step.
 
     Args:
-        cgroups: where the control groups are mounted, versions 1 and 2.
-        membership: says which of them this process is in.
+        root: where control groups are mounted.
+        membership: file that names the groups of this process.
 
     Returns:
-        Between 1 and the cores of the affinity mask; a quota is rounded up.
+        Between 1 and the number of cores in the affinity mask. A quota is rounded up.
     """
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
         cores = os.cpu_count() or 1
-    quotas = [quota for folder in _folders(cgroups, membership) for quota in _quotas(folder)]
+    groups = limiting_groups("cpu", root=root, membership=membership)
+    quotas = [quota for group in groups for quota in _quotas(group)]
     return max(1, min([cores, *map(math.ceil, quotas)]))
 
 
-def _folders(cgroups: Path, membership: Path) -> Iterator[Path]:
-    """Groups that may limit the process: its own and all above; ones that don't exist, too."""
-    for line in _text(membership).splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        # A container may name its group as the host does, or from outside its own root ("/..").
-        # The group then lies at the root of what the container sees.
-        inner = PurePosixPath(group.strip("/"))
-        if ".." in inner.parts:
-            inner = PurePosixPath()
-        if number == "0":
-            mounts = [cgroups]
-        elif "cpu" in controllers.split(","):
-            mounts = [cgroups / controllers, cgroups / "cpu"]
-        else:
-            continue
-        for mount in mounts:
-            yield from (mount / each for each in {inner, *inner.parents})
-
-
-def _quotas(folder: Path) -> Iterator[float]:
-    """The quota of a group, in cores, if it has one: of version 2, then of version 1."""
+def _quotas(group: Path) -> Iterator[float]:
+    """Yield a group's CPU quota in cores, if it has one."""
     texts = (
-        _text(folder / "cpu.max"),
-        f"{_text(folder / 'cpu.cfs_quota_us')} {_text(folder / 'cpu.cfs_period_us')}",
+        read_text(group / "cpu.max"),  # version 2
+        f"{read_text(group / 'cpu.cfs_quota_us')} {read_text(group / 'cpu.cfs_period_us')}",
     )
     for text in texts:
         try:
@@ -64,11 +44,3 @@ def _quotas(folder: Path) -> Iterator[float]:
             continue  # "max", or nothing to read
         if quota > 0 and period > 0:  # version 1 writes -1 for no limit
             yield quota / period
-
-
-def _text(path: Path) -> str:
-    """A file's text; nothing where it can't be read."""
-    try:
-        return path.read_text()
-    except (OSError, ValueError):
-        return ""

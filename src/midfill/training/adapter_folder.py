@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from midfill.checkpoints.adapter import RECORD_FILE, RECORD_FORMAT
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
@@ -23,6 +24,7 @@ _TOKENIZER_FILES = (
     "generation_config.json",
 )
 _SAVED_ROW_KEY = "trainable_tokens_delta"
+_SAVE_ERRORS = (RuntimeError, SafetensorError)  # a full disk, in torch and in safetensors
 
 
 def adapter_record(
@@ -88,7 +90,7 @@ def write_adapter(folder: Path, model: Any, record: Mapping[str, Any], card: str
         configuration.inference_mode = was_training
         _write_record(temporary, record, card)
 
-    write_folder(folder, write)
+    write_folder(folder, write, errors=_SAVE_ERRORS)
 
 
 def write_model(
@@ -113,7 +115,7 @@ def write_model(
         _write_tokenizer(temporary, checkpoint, format, record)
         _write_record(temporary, record, card)
 
-    write_folder(folder, write)
+    write_folder(folder, write, errors=_SAVE_ERRORS)
 
 
 def _write_tokenizer(

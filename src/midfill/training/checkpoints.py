@@ -55,7 +55,7 @@ def save_checkpoint(
             os.fsync(file.fileno())
         write_file(temporary / _STATE, json.dumps(asdict(progress)))
 
-    write_folder(target, write)
+    write_folder(target, write, errors=(RuntimeError,))
     unfinished = folder.glob(".step-*")  # of a kill while one was written
     for old in (*_found(folder)[:-_KEPT], *unfinished):
         shutil.rmtree(old, ignore_errors=True)

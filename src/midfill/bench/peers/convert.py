@@ -3,11 +3,9 @@
     PYTHON convert.py MODEL.gguf FOLDER
 
 It is run with the interpreter of the server that needs the folder; that has to have transformers,
-gguf and accelerate. It imports nothing of midfill. The folder appears whole or not at all.
+gguf and accelerate. It imports nothing of midfill.
 """
 
-import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -28,14 +26,8 @@ def convert(source: Path, folder: Path) -> None:
     fresh.load_state_dict(loaded.state_dict())
     if config.tie_word_embeddings:
         fresh.tie_weights()
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
-        fresh.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    fresh.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

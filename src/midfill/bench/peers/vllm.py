@@ -13,6 +13,7 @@ from midfill.bench.peers.loads import LAID_OUT
 from midfill.bench.peers.results import VLLM
 from midfill.bench.peers.servers import PORT, Launch, Missing, ReadBytes, Room
 from midfill.errors import MidfillError
+from midfill.system.atomic import write_folder
 from midfill.system.cache import cache_folder
 
 INSTALL = (
@@ -110,11 +111,18 @@ def _huggingface_folder(model: ComparedModel, interpreter: str) -> Path:
     folder = cache_folder() / "peers" / model.checkpoint.fingerprint
     if (folder / "config.json").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    write_folder(folder, lambda temporary: _convert(model, interpreter, temporary))
+    return folder
+
+
+def _convert(model: ComparedModel, interpreter: str, folder: Path) -> None:
+    """Fill a folder with a GGUF model's weights in float32."""
+    assert model.gguf is not None
+    source = model.gguf.resolve()
     try:
         done = subprocess.run(
             # As text: run as a file, its own folder's modules would hide others of their names.
-            [interpreter, "-c", _CONVERTER.read_text(), str(model.gguf.resolve()), str(folder)],
+            [interpreter, "-c", _CONVERTER.read_text(), str(source), str(folder)],
             cwd=folder.parent,
             capture_output=True,
             text=True,
@@ -128,4 +136,3 @@ def _huggingface_folder(model: ComparedModel, interpreter: str) -> Path:
     if done.returncode:
         last = " / ".join(done.stderr.strip().splitlines()[-3:])
         raise MidfillError(f"{model.name} can't be converted for vLLM: {last}")
-    return folder

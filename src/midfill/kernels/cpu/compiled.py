@@ -26,7 +26,7 @@ from typing import Any
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
-from midfill.system.cache import forget_unused, keep, mark_used
+from midfill.system.cache import mark_used, remove_unused, store_file
 
 _log = logging.getLogger(__name__)
 
@@ -71,10 +71,10 @@ class CompiledCache:
             return  # it holds addresses of this process
         code = dumps(compiled._reduce())
         stored = hashlib.sha256(code).digest() + code
-        with suppress(OSError):  # ``keep`` logs why the folder can't be made
+        with suppress(OSError):  # ``store_file`` logs why the folder can't be made
             self._folder.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
-        keep(self._path(signature, compiled.codegen), lambda path: _write_private(path, stored))
-        forget_unused(self._folder.parent)
+        store_file(self._path(signature, compiled.codegen), lambda path: _write_private(path, stored))
+        remove_unused(self._folder.parent)
 
     def _path(self, signature: Any, codegen: Any) -> Path:
         """Return the file of a signature on this chip and Python version (code is pickled)."""
