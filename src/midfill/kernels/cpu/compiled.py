@@ -73,7 +73,9 @@ class CompiledCache:
         stored = hashlib.sha256(code).digest() + code
         with suppress(OSError):  # ``store_file`` logs why the folder can't be made
             self._folder.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
-        store_file(self._path(signature, compiled.codegen), lambda path: _write_private(path, stored))
+        store_file(
+            self._path(signature, compiled.codegen), lambda path: _write_private(path, stored)
+        )
         remove_unused(self._folder.parent)
 
     def _path(self, signature: Any, codegen: Any) -> Path:
