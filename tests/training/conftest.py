@@ -13,7 +13,7 @@ from midfill.checkpoints.opening import open_checkpoint
 from midfill.infill.formats import FimFormat, custom_format
 from midfill.training.corpus import Corpus
 from midfill.training.recipe import DataRecipe, TrainingRecipe
-from midfill.training.run import FimRun, RunInputs, prepare
+from midfill.training.run import RunInputs, TrainingRun, prepare_run
 
 FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 
@@ -73,7 +73,7 @@ def recipe() -> TrainingRecipe:
     """Twelve small steps."""
     return TrainingRecipe(
         tokens=12 * 400,
-        tokens_a_step=400,
+        tokens_per_step=400,
         row_tokens=200,
         rank=4,
         alpha=8,
@@ -84,14 +84,14 @@ def recipe() -> TrainingRecipe:
 
 
 @pytest.fixture
-def start(tiny: Checkpoint, corpus: Path) -> Callable[..., FimRun]:
+def start(tiny: Checkpoint, corpus: Path) -> Callable[..., TrainingRun]:
     """Prepares a run on the tiny model: ``start(folder, recipe)``."""
 
     def run(
         folder: Path, recipe: TrainingRecipe, sources: Sequence[Path] = (corpus,), **inputs: object
-    ) -> FimRun:
+    ) -> TrainingRun:
         documents = Corpus.find(sources, recipe.data.suffixes)
         given = {"documents": documents, "folder": folder, "fim_tokens": FIM} | inputs
-        return prepare(tiny, recipe, RunInputs(**given))  # type: ignore[arg-type]
+        return prepare_run(tiny, recipe, RunInputs(**given))  # type: ignore[arg-type]
 
     return run

@@ -9,7 +9,7 @@ import torch
 from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_variant
 
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.training.base_model import load_base
+from midfill.training.base_model import load_base_model
 
 LENGTHS = (50, 1, 30, 70)  # longer than every sliding window, and a single token
 
@@ -36,7 +36,7 @@ def logits_of(model: torch.nn.Module, ids: torch.Tensor, starts: list[int]) -> t
 def test_logits_of_a_row_are_those_of_transformers(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     ids = tokens(max(LENGTHS))
-    model = load_base(checkpoint, torch.float32)
+    model = load_base_model(checkpoint, torch.float32)
     with torch.inference_mode():
         expected = reference_model(folder, checkpoint.config.context)(ids, use_cache=False).logits
     torch.testing.assert_close(
@@ -45,7 +45,7 @@ def test_logits_of_a_row_are_those_of_transformers(folder: Path) -> None:
 
 
 def test_examples_of_a_packed_row_do_not_see_one_another(folder: Path) -> None:
-    model = load_base(open_checkpoint(folder), torch.float32)
+    model = load_base_model(open_checkpoint(folder), torch.float32)
     parts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
     starts = [0, *accumulate(LENGTHS)]
     packed = logits_of(model, torch.cat(parts, dim=1), starts)

@@ -13,7 +13,7 @@ import torch
 
 from midfill.errors import MidfillError
 from midfill.training.checkpoints import (
-    Progress,
+    TrainingState,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
@@ -31,14 +31,14 @@ def trained(seed: int, width: int = 3) -> tuple[torch.nn.Module, torch.optim.Opt
     return model, optimizer
 
 
-def test_weights_optimizer_and_progress_come_back(tmp_path: Path) -> None:
+def test_weights_optimizer_and_state_are_restored(tmp_path: Path) -> None:
     model, optimizer = trained(0)
-    progress = Progress(step=7, rows=21, tokens=99, characters=300, seconds=1.5)
-    saved = save_checkpoint(tmp_path, progress, model, optimizer)
+    state = TrainingState(step=7, rows=21, tokens=99, characters=300, seconds=1.5)
+    saved = save_checkpoint(tmp_path, state, model, optimizer)
     assert saved == tmp_path / "step-000007"
     other, other_optimizer = trained(1)
     frozen = other[0].weight.clone()  # type: ignore[index]
-    assert load_checkpoint(saved, other, other_optimizer) == progress
+    assert load_checkpoint(saved, other, other_optimizer) == state
     assert torch.equal(other[1].weight, model[1].weight)  # type: ignore[index]
     assert torch.equal(other[0].weight, frozen)  # type: ignore[index]
     for each, same in zip(
@@ -54,19 +54,19 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
     model, optimizer = trained(0)
     assert newest_checkpoint(tmp_path) is None
     for step in (5, 90, 100, 1000):
-        save_checkpoint(tmp_path, Progress(step=step), model, optimizer)
+        save_checkpoint(tmp_path, TrainingState(step=step), model, optimizer)
         assert newest_checkpoint(tmp_path) == tmp_path / f"step-{step:06d}"
     assert sorted(os.listdir(tmp_path)) == ["step-000100", "step-001000"]
 
 
 def test_what_a_kill_left_is_no_checkpoint_and_is_cleared_away(tmp_path: Path) -> None:
     model, optimizer = trained(0)
-    save_checkpoint(tmp_path, Progress(step=1), model, optimizer)
+    save_checkpoint(tmp_path, TrainingState(step=1), model, optimizer)
     left = tmp_path / ".step-000002.writing"
     left.mkdir()
     (left / "tensors.pt").write_bytes(b"half")
     assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
-    save_checkpoint(tmp_path, Progress(step=3), model, optimizer)
+    save_checkpoint(tmp_path, TrainingState(step=3), model, optimizer)
     assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000003"]
 
 
@@ -74,7 +74,7 @@ KILLED = """
     import sys
     from pathlib import Path
     import torch
-    from midfill.training.checkpoints import Progress, save_checkpoint
+    from midfill.training.checkpoints import TrainingState, save_checkpoint
 
     model = torch.nn.Linear(1500, 1500)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -85,7 +85,7 @@ KILLED = """
         step += 1
         with torch.no_grad():
             model.weight.fill_(step)
-        save_checkpoint(Path(sys.argv[1]), Progress(step=step), model, optimizer)
+        save_checkpoint(Path(sys.argv[1]), TrainingState(step=step), model, optimizer)
         print(step, flush=True)
 """
 
@@ -104,17 +104,17 @@ def test_a_kill_in_mid_write_leaves_the_last_good_one(tmp_path: Path) -> None:
     newest = newest_checkpoint(tmp_path)
     assert newest is not None
     model = torch.nn.Linear(1500, 1500)
-    progress = load_checkpoint(newest, model, torch.optim.AdamW(model.parameters()))
-    assert (model.weight == progress.step).all()
+    state = load_checkpoint(newest, model, torch.optim.AdamW(model.parameters()))
+    assert (model.weight == state.step).all()
 
 
 def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path) -> None:
-    saved = save_checkpoint(tmp_path, Progress(step=1), *trained(0))
-    with pytest.raises(MidfillError, match="is of a run that trains other weights"):
+    saved = save_checkpoint(tmp_path, TrainingState(step=1), *trained(0))
+    with pytest.raises(MidfillError, match="is from a run that trains other weights"):
         load_checkpoint(saved, *trained(0, width=5))
     model, optimizer = trained(0)
     model.requires_grad_(True)
-    with pytest.raises(MidfillError, match="is of a run that trains other weights"):
+    with pytest.raises(MidfillError, match="is from a run that trains other weights"):
         load_checkpoint(saved, model, optimizer)
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_of_other_weights_is_refused(tmp_path: Path) -> None:
 def test_a_broken_checkpoint_is_named_in_one_line(
     tmp_path: Path, file: str, content: bytes | None
 ) -> None:
-    saved = save_checkpoint(tmp_path, Progress(step=1), *trained(0))
+    saved = save_checkpoint(tmp_path, TrainingState(step=1), *trained(0))
     if content is None:
         (saved / file).unlink()
     else:
@@ -143,7 +143,7 @@ def test_a_broken_checkpoint_is_named_in_one_line(
 
 
 def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
-    saved = save_checkpoint(tmp_path, Progress(step=1), *trained(0))
+    saved = save_checkpoint(tmp_path, TrainingState(step=1), *trained(0))
     whole = (saved / "tensors.pt").read_bytes()
     (saved / "tensors.pt").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(MidfillError):

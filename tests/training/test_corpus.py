@@ -1,12 +1,15 @@
-"""Corpora: which files are read, and in which order."""
+"""Corpora: which files and records are read, in which order, and how broken files are reported."""
 
+import gzip
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from midfill.errors import MidfillError
-from midfill.training.corpus import Corpus
+from midfill.training.corpus import Corpus, Document, read_record_documents
 
 
 def write(path: Path, content: str = "x = 1\n") -> Path:
@@ -93,3 +96,107 @@ def test_texts_to_protect_are_every_text_of_a_record(tmp_path: Path) -> None:
     source.write_bytes("é".encode("latin-1"))
     texts = Corpus.find([records, source], (".py",)).texts()
     assert sorted(texts) == sorted(["T/0", "def f():", "return 1", "\ufffd"])
+
+
+def write_jsonl(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize("field", ["text", "content", "code"])
+def test_a_record_is_a_document(tmp_path: Path, field: str) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", {field: "x = 'é'\n", "path": "a.py", "license": "mit"})
+    assert list(read_record_documents(path)) == [
+        Document("d.jsonl:a.py", "x = 'é'\n".encode(), "MIT")
+    ]
+
+
+def test_records_without_a_name_are_numbered_from_0(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", {"text": "a"}, {"text": "b"})
+    assert [each.name for each in read_record_documents(path)] == ["d.jsonl:0", "d.jsonl:1"]
+
+
+@pytest.mark.parametrize(
+    ("value", "licence"),
+    [
+        ("Apache License 2.0", "Apache-2.0"),
+        (["MIT"], "MIT"),
+        (["MIT", "GPL-2.0"], "GPL-3.0"),
+        (["MIT", "something of our own"], None),
+        ([], None),
+        (None, None),
+        ("something of our own", None),
+    ],
+)
+def test_the_least_permissive_of_several_licences_counts(
+    tmp_path: Path, value: object, licence: str | None
+) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", {"text": "a", "license": value})
+    assert [each.licence for each in read_record_documents(path)] == [licence]
+
+
+def test_gzip_is_unpacked_and_empty_lines_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl.gz"
+    path.write_bytes(gzip.compress(b'\n{"text": "a"}\n\n{"text": "b"}\n'))
+    assert [each.content for each in read_record_documents(path)] == [b"a", b"b"]
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    table = {
+        "content": ["a", "b"],
+        "path": ["x.py", "y.py"],
+        "licenses": [["MIT"], []],
+    }
+    parquet.write_table(pyarrow.table(table), path)
+    assert list(read_record_documents(path)) == [
+        Document("d.parquet:x.py", b"a", "MIT"),
+        Document("d.parquet:y.py", b"b", None),
+    ]
+
+
+def test_half_a_surrogate_pair_is_handed_on_for_the_filter_to_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "\\ud800"}\n')
+    (document,) = read_record_documents(path)
+    with pytest.raises(UnicodeDecodeError):
+        document.content.decode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
+        ("d.jsonl", b'{"text": "\xff"}\n', "line 1 is not JSON"),
+        ("d.jsonl", b"[1, 2]\n", "line 1 is not a JSON object"),
+        (
+            "d.jsonl",
+            b'{"prompt": "a"}\n',
+            "record 1 has no text; it must be in one of the fields text",
+        ),
+        ("d.jsonl", b'{"text": 7}\n', "record 1 has no text"),
+        ("d.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+        ("d.jsonl.gz", b"no gzip at all", "can't be read"),
+        ("d.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999, mtime=0)[:40], "can't be read"),
+        ("d.parquet", b"PAR1 no parquet", "not a parquet file"),
+        ("d.parquet", b"", "not a parquet file"),
+    ],
+)
+def test_a_broken_file_is_named_in_one_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(MidfillError) as caught:
+        list(read_record_documents(path))
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    parquet.write_table(pyarrow.table({"text": ["some text"] * 1000}), path)
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(MidfillError, match="not a parquet file"):
+        list(read_record_documents(path))

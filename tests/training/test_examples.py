@@ -108,7 +108,11 @@ def test_an_increment_in_pieces_is_what_the_server_sends_after_some_keystrokes(
     example = make(tokenizer, hole, recipe, seed=seed)
     format = custom_format(*FIM, tokenizer.special_tokens)
     after_mid = example.ids.tolist().index(format.middle.token_id) + 1  # type: ignore[union-attr]
-    bounds = [after_mid, *(at for at in example.borders if at > after_mid), len(example.ids) - 1]
+    bounds = [
+        after_mid,
+        *(at for at in example.fragment_starts if at > after_mid),
+        len(example.ids) - 1,
+    ]
     *pieces, middle = [tokenizer.decode(example.ids[a:b].tolist()) for a, b in pairwise(bounds)]
     assert middle == TEXT[hole.caret : hole.end]
     prefix, suffix = TEXT[hole.start : hole.caret], TEXT[hole.end : hole.stop]
@@ -125,12 +129,13 @@ def test_weights(tokenizer: Tokenizer, hole: Hole, seed: int, fragments: bool) -
     after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
     increment = len(TEXT[hole.start + hole.cut : hole.caret].encode())
     assert not example.weights[:after_mid].any()
-    assert not example.typed[:after_mid].any()
+    assert not example.in_increment[:after_mid].any()
     assert example.weights[-1] == 1.0
-    assert not example.typed[-1]
+    assert not example.in_increment[-1]
     at = 0
     for token_id, weight, typed in zip(
-        *(each[after_mid:-1] for each in (example.ids, example.weights, example.typed)), strict=True
+        *(each[after_mid:-1] for each in (example.ids, example.weights, example.in_increment)),
+        strict=True,
     ):
         at += len(tokenizer.token_bytes(int(token_id)))
         assert typed == (at <= increment)
@@ -160,8 +165,8 @@ def test_examples_with_and_without_fragments_differ_in_nothing_else(tokenizer: T
     with_them, without = (make(tokenizer, hole, fragments=each) for each in (True, False))
     assert texts_of(with_them, tokenizer) == texts_of(without, tokenizer)
     assert with_them.hole == without.hole
-    assert with_them.borders
-    assert not without.borders
+    assert with_them.fragment_starts
+    assert not without.fragment_starts
 
 
 def test_suffix_first_formats_have_no_increment(tokenizer: Tokenizer) -> None:
@@ -188,8 +193,8 @@ def test_bos_comes_first_where_the_server_sends_it(tokenizer: Tokenizer) -> None
 def test_borders_are_where_fragments_begin(tokenizer: Tokenizer) -> None:
     example = make(tokenizer, Hole("span", 0, 40, 60, 90, 40, "psm"), MANY, seed=3)
     sentinels = [at for at, each in enumerate(example.ids) if not tokenizer.token_bytes(int(each))]
-    assert not set(sentinels) & set(example.borders)
-    begins = sorted({*(at + 1 for at in sentinels), *example.borders})
+    assert not set(sentinels) & set(example.fragment_starts)
+    begins = sorted({*(at + 1 for at in sentinels), *example.fragment_starts})
     for start, stop in pairwise(begins):
         ids = example.ids[start:stop].tolist()
         fragment = [each for each in ids if tokenizer.token_bytes(each)]

@@ -4,9 +4,17 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from midfill.training.documents import Document
-from midfill.training.filters import DocumentFilter, FilterOptions, ngrams
+from midfill.training.corpus import Document
+from midfill.training.filters import (
+    DocumentFilter,
+    FilterOptions,
+    SeenTexts,
+    contains_credential,
+    ngrams,
+)
 
 
 def words(seed: int, count: int = 120) -> str:
@@ -27,20 +35,20 @@ def document(content: str | bytes, licence: str | None = "MIT") -> Document:
 def refusal(content: str | bytes, licence: str | None = "MIT", **options: object) -> str | None:
     """Why a fresh filter refuses a document; None if it doesn't."""
     filter = DocumentFilter(FilterOptions(**options))  # type: ignore[arg-type]
-    text = filter.text_of(document(content, licence))
+    text = filter.accept(document(content, licence))
     assert (text is None) == bool(filter.refused)
     return next(iter(filter.refused), None)
 
 
 def test_a_good_document_passes_unchanged() -> None:
     filter = DocumentFilter()
-    assert filter.text_of(document(GOOD)) == GOOD
+    assert filter.accept(document(GOOD)) == GOOD
     assert (filter.kept, filter.refused) == (1, Counter())
 
 
 def test_the_byte_order_mark_goes_and_line_ends_become_lf() -> None:
     content = b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode()
-    assert DocumentFilter().text_of(document(content)) == GOOD
+    assert DocumentFilter().accept(document(content)) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -63,8 +71,8 @@ def test_reasons(content: str | bytes, reason: str) -> None:
 
 
 def test_too_long() -> None:
-    assert refusal(GOOD, longest=len(GOOD)) is None
-    assert refusal(GOOD, longest=len(GOOD) - 1) == "too long"
+    assert refusal(GOOD, max_characters=len(GOOD)) is None
+    assert refusal(GOOD, max_characters=len(GOOD) - 1) == "too long"
 
 
 def test_a_mention_of_generated_code_further_down_is_nothing() -> None:
@@ -81,17 +89,17 @@ def test_duplicates_and_versions() -> None:
     filter = DocumentFilter()
     changed = GOOD.replace(GOOD.split("\n")[3], "something else stands here now")
     for content in (GOOD, GOOD, changed):
-        filter.text_of(document(content))
+        filter.accept(document(content))
     assert (filter.kept, filter.refused) == (1, Counter({"duplicate": 2}))
 
 
 def test_no_version_of_a_held_out_document_passes() -> None:
     other = "\n".join([*GOOD.split("\n")[:15], *words(1).split("\n")[:5]])
     filter = DocumentFilter(held_out=[GOOD, words(2)])
-    assert filter.text_of(document(GOOD)) is None
-    assert filter.text_of(document(other)) is None
+    assert filter.accept(document(GOOD)) is None
+    assert filter.accept(document(other)) is None
     assert filter.refused == Counter({"duplicate": 2})
-    assert filter.text_of(document(words(3))) is not None
+    assert filter.accept(document(words(3))) is not None
 
 
 class TestContamination:
@@ -99,18 +107,18 @@ class TestContamination:
 
     def test_thirteen_words_of_a_protected_text_are_too_many(self) -> None:
         filter = DocumentFilter(protected=[words(9)])
-        assert filter.text_of(document(f"{GOOD}{self.COPIED}\n")) is None
+        assert filter.accept(document(f"{GOOD}{self.COPIED}\n")) is None
         assert filter.refused == Counter({"contaminated": 1})
 
     def test_twelve_are_not(self) -> None:
         filter = DocumentFilter(protected=[words(9)])
         twelve = " ".join(self.COPIED.split()[:12])
-        assert filter.text_of(document(f"{GOOD}{twelve}\n")) is not None
+        assert filter.accept(document(f"{GOOD}{twelve}\n")) is not None
 
     def test_blanks_and_line_breaks_do_not_hide_a_copy(self) -> None:
         filter = DocumentFilter(protected=[words(9)])
         spread = self.COPIED.replace(" ", "\n    ")
-        assert filter.text_of(document(f"{GOOD}{spread}\n")) is None
+        assert filter.accept(document(f"{GOOD}{spread}\n")) is None
 
     def test_marks_count_as_words(self) -> None:
         assert list(ngrams("f(x, y)", 6)) == [("f", "(", "x", ",", "y", ")")]
@@ -119,9 +127,118 @@ class TestContamination:
 
 def test_starting_over_forgets_documents_and_keeps_what_is_protected() -> None:
     filter = DocumentFilter(protected=[words(9)], held_out=[words(2)])
-    assert filter.text_of(document(GOOD)) == GOOD
-    filter.start_over()
+    assert filter.accept(document(GOOD)) == GOOD
+    filter.reset()
     assert (filter.kept, filter.refused) == (0, Counter())
-    assert filter.text_of(document(GOOD)) == GOOD
-    assert filter.text_of(document(words(2))) is None
-    assert filter.text_of(document(words(9))) is None
+    assert filter.accept(document(GOOD)) == GOOD
+    assert filter.accept(document(words(2))) is None
+    assert filter.accept(document(words(9))) is None
+
+
+LINES = [f"line number {number} of the text" for number in range(100)]
+
+
+def text(*lines: str) -> str:
+    return "\n".join(lines)
+
+
+def test_a_text_is_new_once() -> None:
+    seen = SeenTexts(0.6)
+    assert seen.add_if_new(text(*LINES))
+    assert not seen.add_if_new(text(*LINES))
+
+
+def test_a_version_with_more_than_the_share_of_its_lines_seen_is_not_new() -> None:
+    seen = SeenTexts(0.6)
+    seen.add(text(*LINES[:61]))
+    assert not seen.add_if_new(text(*LINES))
+    seen = SeenTexts(0.6)
+    seen.add(text(*LINES[:60]))
+    assert seen.add_if_new(text(*LINES))
+
+
+def test_indentation_and_order_do_not_matter() -> None:
+    seen = SeenTexts(0.6)
+    seen.add(text(*LINES))
+    assert not seen.add_if_new(text(*(f"    {line}\r" for line in reversed(LINES))))
+
+
+def test_short_lines_do_not_count() -> None:
+    seen = SeenTexts(0.6)
+    seen.add(text("import os", "try:", "else:", LINES[0]))
+    assert seen.add_if_new(text("import os", "try:", "else:", LINES[1]))
+
+
+def test_lines_of_a_refused_text_are_not_remembered() -> None:
+    seen = SeenTexts(0.6)
+    seen.add(text(*LINES[:7]))
+    assert not seen.add_if_new(text(*LINES[:10]))
+    assert seen.add_if_new(text(*LINES[7:10]))
+
+
+def test_lines_of_an_added_text_are_remembered_whatever_was_seen() -> None:
+    seen = SeenTexts(0.6)
+    seen.add(text(*LINES[:7]))
+    seen.add(text(*LINES[:10]))
+    assert not seen.add_if_new(text(*LINES[7:10]))
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    seen = SeenTexts(0.6)
+    seen.add(text(*LINES[:10]))
+    copy = seen.copy()
+    assert copy.add_if_new(text(*LINES[10:20]))
+    assert seen.add_if_new(text(*LINES[10:20]))
+    assert not copy.add_if_new(text(*LINES[:10]))
+
+
+@given(st.lists(st.text(), max_size=8))
+def test_no_text_is_new_twice(texts: list[str]) -> None:
+    seen = SeenTexts(0.6)
+    for each in texts:
+        seen.add_if_new(each)
+    assert not any(seen.add_if_new(each) for each in texts)
+
+
+RANDOM = "aB3dE5gH7jK9mN1pQ3rS5tU7vW9xY1zA2bC4"
+# Put together here, so that no scanner takes this file for a leak.
+CREDENTIALS = {
+    "private key": "-----BEGIN RSA " + "PRIVATE KEY-----\n" + "MIIEow" + RANDOM * 2,
+    "key of any kind": "-----BEGIN " + "PRIVATE KEY-----\n" + RANDOM * 2,
+    "aws": "key = AKIA" + "Q7EXAMPL" + "E2345678",
+    "github": "ghp" + "_" + RANDOM,
+    "github app": "url?token=ghs" + "_" + RANDOM,
+    "fine-grained github": "github" + "_pat_" + RANDOM * 2,
+    "slack": "xoxb" + "-123456789012-" + RANDOM,
+    "openai": "sk" + "-" + RANDOM + "abcdefgh",
+    "google": "AIza" + RANDOM[:35],
+    "json web token": "eyJ" + RANDOM + ".eyJ" + RANDOM + "." + RANDOM,
+    "assigned": f'API_KEY = "{RANDOM}"',
+    "assigned, lower case": f"password='{RANDOM}'",
+    "argument": f'connect(secret="{RANDOM}")',
+    "attribute": f"self.token = '{RANDOM}'",
+    "key of a mapping": f'{{"api_key": "{RANDOM}"}}',
+    "longer key of a mapping": f"{{'SessionToken': '{RANDOM}'}}",
+}
+HARMLESS = {
+    "public key": "-----BEGIN PUBLIC KEY-----\n" + RANDOM * 2,
+    "only the header": "-----BEGIN RSA PRIVATE KEY-----\n...",
+    "short aws": "AKIA1234",
+    "word with sk-": "risk-" + RANDOM + "abcdefgh",
+    "short password": 'password = "hunter2"',
+    "password of another kind": "password = os.environ['SERVICE_PASSWORD_OF_THE_WHOLE_CLUSTER']",
+    "sentence": 'token = "this is a rather long sentence about a token"',
+    "other name": f'digest = "{RANDOM}"',
+    "name of a token's type": f'token_type: {{"kind": "{RANDOM}"}}',
+    "call": "password = get_password_from_the_keyring_of_this_user()",
+}
+
+
+@pytest.mark.parametrize("kind", CREDENTIALS)
+def test_credentials_are_recognised(kind: str) -> None:
+    assert contains_credential(f"import os\n\n{CREDENTIALS[kind]}\n\nx = 1\n")
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_only_looks_like_a_credential_is_not(kind: str) -> None:
+    assert not contains_credential(f"import os\n\n{HARMLESS[kind]}\n\nx = 1\n")

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.training.fragments import fragment_cuts, pieces_of, unpredictable
+from midfill.training.fragments import broken_token_mask, draw_cuts, split_at
 from midfill.training.recipe import DataRecipe
 
 SEEDS = st.integers(0, 10**6)
@@ -16,7 +16,7 @@ RECIPE = DataRecipe()
 
 @given(st.integers(0, 200), st.none() | st.integers(0, 200), SEEDS)
 def test_cuts_are_sorted_and_inside_the_text(length: int, caret: int | None, seed: int) -> None:
-    cuts = fragment_cuts(length, caret, RECIPE, random.Random(seed))
+    cuts = draw_cuts(length, caret, RECIPE, random.Random(seed))
     assert cuts == sorted(set(cuts))
     assert all(0 < cut < length for cut in cuts)
     if caret is not None and 0 < caret < length:
@@ -26,14 +26,14 @@ def test_cuts_are_sorted_and_inside_the_text(length: int, caret: int | None, see
 @given(st.integers(2, 200), SEEDS)
 def test_without_further_cuts_only_the_caret_is_one(length: int, seed: int) -> None:
     recipe = dataclasses.replace(RECIPE, fragment_share=0.0, typed_share=0.0)
-    assert fragment_cuts(length, 1, recipe, random.Random(seed)) == [1]
-    assert fragment_cuts(length, None, recipe, random.Random(seed)) == []
+    assert draw_cuts(length, 1, recipe, random.Random(seed)) == [1]
+    assert draw_cuts(length, None, recipe, random.Random(seed)) == []
 
 
 @given(SEEDS)
 def test_typed_text_is_cut_every_few_characters_before_the_caret_only(seed: int) -> None:
     recipe = dataclasses.replace(RECIPE, fragment_share=0.0, typed_share=1.0, typed_characters=60)
-    cuts = fragment_cuts(500, 300, recipe, random.Random(seed))
+    cuts = draw_cuts(500, 300, recipe, random.Random(seed))
     assert cuts[-1] == 300
     assert cuts[0] > 240
     assert all(1 <= after - before <= 8 for before, after in pairwise(cuts))
@@ -42,7 +42,7 @@ def test_typed_text_is_cut_every_few_characters_before_the_caret_only(seed: int)
 
 def test_how_often_and_how_much_is_cut_follows_the_recipe() -> None:
     recipe = dataclasses.replace(RECIPE, fragment_share=0.6, fragment_cuts=8)
-    counts = [len(fragment_cuts(10**6, None, recipe, random.Random(seed))) for seed in range(2000)]
+    counts = [len(draw_cuts(10**6, None, recipe, random.Random(seed))) for seed in range(2000)]
     assert 0.55 < sum(count > 0 for count in counts) / len(counts) < 0.65
     assert max(counts) == 8
     assert sum(count == 1 for count in counts) > sum(count == 4 for count in counts)
@@ -51,7 +51,7 @@ def test_how_often_and_how_much_is_cut_follows_the_recipe() -> None:
 @given(st.text(), st.sets(st.integers(0, 50)))
 def test_pieces_join_to_the_text(text: str, cuts: set[int]) -> None:
     inside = sorted(cut for cut in cuts if 0 < cut < len(text))
-    pieces = pieces_of(text, inside)
+    pieces = split_at(text, inside)
     assert "".join(pieces) == text
     assert all(pieces)
     assert len(pieces) == len(inside) + (text != "")
@@ -92,23 +92,23 @@ def test_unpredictable_tokens_are_those_of_a_naive_reference(
     lengths: tuple[list[int], list[list[int]]],
 ) -> None:
     natural, pieces = lengths
-    assert unpredictable(natural, pieces) == naive(natural, pieces)
+    assert broken_token_mask(natural, pieces) == naive(natural, pieces)
 
 
 def test_half_a_word_before_a_cut_is_not_predicted_and_what_follows_is() -> None:
     # "x = return" as "x", " =", " return"; cut inside "return": "x", " =", " ret" | "urn"
-    assert unpredictable([1, 2, 7], [[1, 2, 4], [3]]) == [False, False, True, False]
+    assert broken_token_mask([1, 2, 7], [[1, 2, 4], [3]]) == [False, False, True, False]
 
 
 def test_a_token_across_the_last_boundary_before_a_cut_is_not_predicted() -> None:
     # line break and indent, then "self"; the cut inside "self" joins it all: "\n   s" | "elf"
-    assert unpredictable([4, 4], [[5], [3]]) == [True, False]
+    assert broken_token_mask([4, 4], [[5], [3]]) == [True, False]
 
 
 def test_a_cut_between_two_natural_tokens_hides_nothing() -> None:
-    assert unpredictable([1, 2, 7], [[1, 2], [7]]) == [False, False, False]
+    assert broken_token_mask([1, 2, 7], [[1, 2], [7]]) == [False, False, False]
 
 
 def test_text_that_is_not_cut_is_all_predictable() -> None:
-    assert unpredictable([3, 4], [[3, 4]]) == [False, False]
-    assert unpredictable([], []) == []
+    assert broken_token_mask([3, 4], [[3, 4]]) == [False, False]
+    assert broken_token_mask([], []) == []

@@ -7,8 +7,8 @@ import torch
 from tiny_checkpoints import write_variant
 
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.training.base_model import load_base
-from midfill.training.lora import trainable
+from midfill.training.base_model import load_base_model
+from midfill.training.lora import make_trainable
 from midfill.training.recipe import TrainingRecipe
 
 
@@ -16,8 +16,8 @@ from midfill.training.recipe import TrainingRecipe
 def test_lora_trains_updates_of_every_matrix_and_the_sentinels_rows(
     variant: str, tmp_path: Path
 ) -> None:
-    base = load_base(open_checkpoint(write_variant(variant, tmp_path)), torch.bfloat16)
-    model = trainable(base, TrainingRecipe(rank=3), [3, 1, 2])
+    base = load_base_model(open_checkpoint(write_variant(variant, tmp_path)), torch.bfloat16)
+    model = make_trainable(base, TrainingRecipe(rank=3), [3, 1, 2])
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     linear = [
         name
@@ -38,7 +38,9 @@ def test_the_start_is_told_by_the_seed(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_variant("llama", tmp_path))
 
     def start(seed: int) -> list[torch.Tensor]:
-        model = trainable(load_base(checkpoint, torch.float32), TrainingRecipe(seed=seed), [1])
+        model = make_trainable(
+            load_base_model(checkpoint, torch.float32), TrainingRecipe(seed=seed), [1]
+        )
         return [each for name, each in model.named_parameters() if "lora_A" in name]
 
     assert all(map(torch.equal, start(0), start(0)))
@@ -46,6 +48,6 @@ def test_the_start_is_told_by_the_seed(tmp_path: Path) -> None:
 
 
 def test_full_training_trains_everything(tmp_path: Path) -> None:
-    base = load_base(open_checkpoint(write_variant("llama", tmp_path)), torch.float32)
-    model = trainable(base, TrainingRecipe(method="full"), [1, 2, 3])
+    base = load_base_model(open_checkpoint(write_variant("llama", tmp_path)), torch.float32)
+    model = make_trainable(base, TrainingRecipe(method="full"), [1, 2, 3])
     assert all(each.requires_grad for each in model.parameters())

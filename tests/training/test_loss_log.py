@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.training.checkpoints import Progress
-from midfill.training.loss_log import LossLog, StepReport, open_loss_log, read_loss_log
-from midfill.training.loss_plot import plot_loss
+from midfill.training.checkpoints import TrainingState
+from midfill.training.loss_log import LossLog, StepReport, open_loss_log, plot_loss, read_loss_log
 
 
 def report(step: int, loss: float = 2.0) -> StepReport:
-    return StepReport(Progress(step=step, tokens=step * 100), loss, 1e-3, 100, 0.5)
+    return StepReport(TrainingState(step=step, tokens=step * 100), loss, 1e-3, 100, 0.5)
 
 
 def write(path: Path, first: int, last: int, loss: float = 2.0) -> None:
@@ -29,7 +28,7 @@ def test_a_line_a_step(tmp_path: Path) -> None:
             "tokens": step * 100,
             "loss": 2.0,
             "learning_rate": 1e-3,
-            "tokens_a_second": 200.0,
+            "tokens_per_second": 200.0,
         }
         for step in (1, 2)
     ]

@@ -16,15 +16,15 @@ from midfill.infill.formats import find_format
 from midfill.training.corpus import Corpus
 from midfill.training.recipe import TrainingRecipe
 from midfill.training.run import (
-    FimRun,
     RunInputs,
-    end_token_of,
-    fim_format_of,
+    TrainingRun,
+    choose_end_token,
+    choose_fim_format,
     open_stream,
     require_libraries,
 )
 
-Start = Callable[..., FimRun]
+Start = Callable[..., TrainingRun]
 
 
 def with_special_tokens(folder: Path, *names: str) -> Checkpoint:
@@ -46,40 +46,40 @@ def with_special_tokens(folder: Path, *names: str) -> Checkpoint:
 
 
 def test_a_models_own_format_is_taken(tiny: Checkpoint) -> None:
-    format = fim_format_of(tiny, None)
+    format = choose_fim_format(tiny, None)
     assert format == find_format("llama", tiny.tokenizer.special_tokens, tiny.metadata)
     assert format.prefix.text == "<fim_prefix>"
 
 
 def test_named_tokens_go_before_it(tiny: Checkpoint) -> None:
-    format = fim_format_of(tiny, ("<fim_middle>", "<fim_prefix>", "<fim_suffix>"))
+    format = choose_fim_format(tiny, ("<fim_middle>", "<fim_prefix>", "<fim_suffix>"))
     assert format.prefix.text == "<fim_middle>"
     with pytest.raises(InvalidRequestError, match="'<nothing>' is not a special token"):
-        fim_format_of(tiny, ("<nothing>", "<fim_prefix>", "<fim_suffix>"))
+        choose_fim_format(tiny, ("<nothing>", "<fim_prefix>", "<fim_suffix>"))
 
 
 def test_spare_tokens_are_proposed_and_end_tokens_are_none(tmp_path: Path) -> None:
     checkpoint = with_special_tokens(tmp_path, "<|endoftext|>", "<a>", "<b>", "<c>")
     with pytest.raises(MidfillError, match=r"--fim-tokens PRE,SUF,MID. It has: <a>, <b>, <c>$"):
-        fim_format_of(checkpoint, None)
+        choose_fim_format(checkpoint, None)
 
 
 def test_a_tokenizer_without_spare_tokens_is_refused(tmp_path: Path) -> None:
     checkpoint = with_special_tokens(tmp_path, "<|endoftext|>", "<a>")
     message = r"no FIM tokens and too few spare special tokens to serve as such \(<a>\); add three"
     with pytest.raises(MidfillError, match=message):
-        fim_format_of(checkpoint, None)
+        choose_fim_format(checkpoint, None)
 
 
 def test_end_of_text_ends_an_answer(tiny: Checkpoint, tmp_path: Path) -> None:
-    assert end_token_of(tiny, fim_format_of(tiny, None)) == 0
+    assert choose_end_token(tiny, choose_fim_format(tiny, None)) == 0
     other = with_special_tokens(tmp_path, "</s>", "<a>", "<b>", "<c>")
-    assert end_token_of(other, fim_format_of(other, ("<a>", "<b>", "<c>"))) == 0
+    assert choose_end_token(other, choose_fim_format(other, ("<a>", "<b>", "<c>"))) == 0
 
 
 def test_a_familys_own_end_goes_first(tmp_path: Path) -> None:
     codellama = with_special_tokens(tmp_path, "▁<EOT>", "▁<PRE>", "▁<SUF>", "▁<MID>")
-    assert end_token_of(codellama, fim_format_of(codellama, None)) == 0
+    assert choose_end_token(codellama, choose_fim_format(codellama, None)) == 0
 
 
 def test_protected_and_held_out_texts_are_kept_away(
@@ -93,7 +93,7 @@ def test_protected_and_held_out_texts_are_kept_away(
     (held_out / "old_version.py").write_text(texts[1] + "\n# an older version\n")
     stream = open_stream(
         tiny,
-        fim_format_of(tiny, None),
+        choose_fim_format(tiny, None),
         recipe,
         RunInputs(
             documents=Corpus.find([corpus], (".py",)),
@@ -103,7 +103,7 @@ def test_protected_and_held_out_texts_are_kept_away(
         ),
     )
     for _ in stream.read_examples():
-        if stream.place.epoch:
+        if stream.position.epoch:
             break
     assert stream.refused == {"contaminated": 1, "duplicate": 1}
     assert len(stream.manifest) == 10
@@ -113,7 +113,7 @@ def test_any_licence(tiny: Checkpoint, recipe: TrainingRecipe, tmp_path: Path) -
     (tmp_path / "a.py").write_text("\n".join(f"value_{n} = compute({n})" for n in range(40)))
     documents = Corpus.find([tmp_path], (".py",))
     inputs = RunInputs(documents=documents, folder=tmp_path, any_licence=True)
-    stream = open_stream(tiny, fim_format_of(tiny, None), recipe, inputs)
+    stream = open_stream(tiny, choose_fim_format(tiny, None), recipe, inputs)
     assert next(stream.rows()).characters
     assert stream.licences == {"unknown": 1}
 

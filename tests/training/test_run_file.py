@@ -1,4 +1,4 @@
-"""A run's folder knows its run and is not used for another."""
+"""A run's folder is not used for another run."""
 
 import dataclasses
 from pathlib import Path
@@ -12,7 +12,7 @@ from midfill.training.recipe import TrainingRecipe
 from midfill.training.run_file import check_folder, claim_folder, describe_run
 
 
-def test_the_same_run_may_go_on(
+def test_the_same_run_may_continue(
     tmp_path: Path, tiny: Checkpoint, fim_format: FimFormat, recipe: TrainingRecipe
 ) -> None:
     run = describe_run(tiny, fim_format, recipe)
@@ -32,7 +32,7 @@ def test_the_same_run_may_go_on(
         ({"fragments": False}, r"data.fragments True there, False now"),
     ],
 )
-def test_another_run_is_refused_and_told_apart(
+def test_another_run_is_refused_with_what_differs(
     tmp_path: Path,
     tiny: Checkpoint,
     fim_format: FimFormat,
@@ -58,6 +58,16 @@ def test_another_base_is_refused(
     claim_folder(tmp_path, {**run, "base": "0" * 64})
     with pytest.raises(MidfillError, match="holds another run"):
         check_folder(tmp_path, run)
+
+
+def test_a_folder_with_old_names_of_settings_may_be_continued(
+    tmp_path: Path, tiny: Checkpoint, fim_format: FimFormat, recipe: TrainingRecipe
+) -> None:
+    run = describe_run(tiny, fim_format, recipe)
+    before = run | {"tokens_a_step": run["tokens_per_step"]}
+    del before["tokens_per_step"]
+    claim_folder(tmp_path, before)
+    check_folder(tmp_path, run)
 
 
 def test_a_broken_record_is_named(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class StreamOpener:
 
 def bytes_of(rows: Iterator[PackedRow], count: int) -> list[bytes]:
     return [
-        row.ids.tobytes() + row.weights.tobytes() + row.starts.tobytes()
+        row.ids.tobytes() + row.weights.tobytes() + row.cu_seqlens.tobytes()
         for row in islice(rows, count)
     ]
 
@@ -76,9 +76,9 @@ def test_every_pass_has_other_holes_in_the_same_documents(
     stream = open_stream(corpus, recipe)
     passes: list[list[bytes]] = [[], [], []]
     for example in stream.read_examples():
-        if stream.place.epoch == len(passes):
+        if stream.position.epoch == len(passes):
             break
-        passes[stream.place.epoch].append(example.ids.tobytes())
+        passes[stream.position.epoch].append(example.ids.tobytes())
     assert all(passes)
     assert not set(passes[0]) & set(passes[1])
     assert len(stream.manifest) == 12
@@ -96,7 +96,7 @@ def test_refusals_are_counted_over_one_pass(
     (tmp_path / "d.py").write_bytes(b"\x00\x01")
     stream = open_stream(tmp_path, recipe)
     bytes_of(stream.rows(), 3)
-    assert stream.place.epoch > 2
+    assert stream.position.epoch > 2
     assert stream.refused == {"duplicate": 1, "too short": 1, "binary": 1}
     assert len(stream.manifest) == 1
 
@@ -109,8 +109,8 @@ def test_twins_differ_in_fragments_only(
     ]
     examples = [list(islice(each.read_examples(), 100)) for each in twins]
     assert [each.hole for each in examples[0]] == [each.hole for each in examples[1]]
-    assert any(each.borders for each in examples[0])
-    assert not any(each.borders for each in examples[1])
+    assert any(each.fragment_starts for each in examples[0])
+    assert not any(each.fragment_starts for each in examples[1])
 
 
 def test_fragments_begin_where_the_recipe_says(
@@ -122,9 +122,9 @@ def test_fragments_begin_where_the_recipe_says(
     stream = open_stream(corpus, late)
     tokens_before = 0
     for example in islice(stream.read_examples(), 400):
-        assert bool(example.borders) <= (tokens_before >= 10_000)
+        assert bool(example.fragment_starts) <= (tokens_before >= 10_000)
         if tokens_before >= 10_000 and len(example.ids) > 20:
-            assert example.borders
+            assert example.fragment_starts
         tokens_before += len(example.ids)
     assert tokens_before > 12_000
 
@@ -135,9 +135,9 @@ def test_a_limit_of_documents(
     stream = open_stream(corpus, with_data(recipe, documents=3))
     first_pass = 0
     for _ in stream.read_examples():
-        if stream.place.epoch:
+        if stream.position.epoch:
             break
-        first_pass = max(first_pass, stream.place.document)
+        first_pass = max(first_pass, stream.position.document)
     assert first_pass == 3
 
 
@@ -146,7 +146,7 @@ def test_rows_hold_examples_of_several_documents(
 ) -> None:
     rows = list(islice(open_stream(corpus, recipe).rows(), 10))
     assert all(len(row.ids) <= recipe.row_tokens for row in rows)
-    assert np.mean([len(row.starts) for row in rows]) > 2
+    assert np.mean([len(row.cu_seqlens) for row in rows]) > 2
 
 
 class TestNothingToTrainOn:

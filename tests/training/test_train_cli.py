@@ -18,7 +18,7 @@ from midfill.llm import LLM, SamplingParams
 
 FIM = "<fim_prefix>,<fim_suffix>,<fim_middle>"
 RECIPE = """
-tokens_a_step = 400
+tokens_per_step = 400
 row_tokens = 200
 rank = 4
 precision = "fp32"
@@ -70,11 +70,11 @@ def test_from_documents_to_an_adapter_that_infills(
         "documents: 12 files",
         "text: in fragments",
         "training: LoRA of rank 4",
-        "on: 1 CPU threads, in fp32",
+        "device: 1 CPU threads, fp32",
         "length: 4,000 tokens, 10 steps",
     ):
         assert line in errors
-    assert re.search(r"step 3 of 10: loss \d\.\d+, \d+ tokens/s, 0:00:\d\d to go", errors)
+    assert re.search(r"step 3 of 10: loss \d\.\d+, \d+ tokens/s, 0:00:\d\d left", errors)
     assert f"adapter: {out / 'adapter'}" in errors
 
     record = json.loads((out / "adapter" / "midfill.json").read_text())
@@ -108,7 +108,7 @@ def test_from_documents_to_an_adapter_that_infills(
     assert "holds another run (seed 0 there, 3 now)" in errors
 
 
-def test_a_stopped_run_says_how_to_go_on(
+def test_a_stopped_run_says_how_to_continue(
     midfill: Midfill, tiny_folder: Path, corpus: Path, recipe_file: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "out" / "loss.jsonl"
@@ -124,7 +124,7 @@ def test_a_stopped_run_says_how_to_go_on(
     options = ("--recipe", recipe_file, "--tokens", 4_000_000, "--threads", 1)
     status, _, errors = midfill(*command, *options)
     assert status == 130
-    assert re.search(r"stopped after \d+ of 10000 steps; the same command goes on", errors)
+    assert re.search(r"stopped after \d+ of 10000 steps; the same command continues", errors)
     assert list((tmp_path / "out" / "checkpoints").iterdir())
     assert not (tmp_path / "out" / "adapter").exists()
 

@@ -15,28 +15,30 @@ from midfill.errors import MidfillError
 from midfill.training.checkpoints import newest_checkpoint
 from midfill.training.loss_log import StepReport, read_loss_log
 from midfill.training.recipe import TrainingRecipe
-from midfill.training.run import FimRun
-from midfill.training.trainer import precision_of
+from midfill.training.run import TrainingRun
+from midfill.training.trainer import resolve_precision
 
-Start = Callable[..., FimRun]
+Start = Callable[..., TrainingRun]
 
 
 class KilledError(Exception):
     """Stands for the end of the process in the middle of a run."""
 
 
-def weights(run: FimRun) -> dict[str, torch.Tensor]:
+def weights(run: TrainingRun) -> dict[str, torch.Tensor]:
     named = run.trainer.model.named_parameters()
     return {name: each.detach().clone() for name, each in named if each.requires_grad}
 
 
-def reports(run: FimRun, stop: Callable[[int], object] = lambda step: None) -> list[StepReport]:
+def reports(
+    run: TrainingRun, stop: Callable[[int], object] = lambda step: None
+) -> list[StepReport]:
     """Train; ``stop`` is called after each step."""
     seen: list[StepReport] = []
 
     def on_step(report: StepReport) -> None:
         seen.append(report)
-        stop(report.progress.step)
+        stop(report.state.step)
 
     run.trainer.run(on_step)
     return seen
@@ -48,13 +50,13 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
     )
 
 
-def without_times(run: FimRun) -> list[dict[str, object]]:
+def without_times(run: TrainingRun) -> list[dict[str, object]]:
     lines = read_loss_log(run.trainer.folder / "loss.jsonl")
-    return [{name: line[name] for name in line if name != "tokens_a_second"} for line in lines]
+    return [{name: line[name] for name in line if name != "tokens_per_second"} for line in lines]
 
 
 @pytest.fixture
-def uninterrupted(start: Start, recipe: TrainingRecipe, tmp_path: Path) -> FimRun:
+def uninterrupted(start: Start, recipe: TrainingRecipe, tmp_path: Path) -> TrainingRun:
     run = start(tmp_path / "uninterrupted", recipe)
     reports(run)
     return run
@@ -66,12 +68,14 @@ def test_losses_fall_and_every_step_is_reported(
     recipe = dataclasses.replace(recipe, tokens=24 * 400, learning_rate=3e-2)
     run = start(tmp_path, recipe)
     seen = reports(run)
-    assert [each.progress.step for each in seen] == list(range(1, 25))
+    assert [each.state.step for each in seen] == list(range(1, 25))
     losses = [each.loss for each in seen]
     assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
-    assert [each.learning_rate for each in seen] == [recipe.rate_at(step) for step in range(24)]
+    assert [each.learning_rate for each in seen] == [
+        recipe.learning_rate_at(step) for step in range(24)
+    ]
     assert all(360 <= each.tokens <= 600 for each in seen)
-    assert seen[-1].progress.tokens == sum(each.tokens for each in seen)
+    assert seen[-1].state.tokens == sum(each.tokens for each in seen)
 
 
 def test_bfloat16(start: Start, recipe: TrainingRecipe, tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_full_training(start: Start, recipe: TrainingRecipe, tmp_path: Path) -> 
 def test_a_signal_ends_a_step_first_and_the_run_goes_on_as_if_nothing_was(
     start: Start,
     recipe: TrainingRecipe,
-    uninterrupted: FimRun,
+    uninterrupted: TrainingRun,
     tmp_path: Path,
     signal_number: signal.Signals,
 ) -> None:
@@ -107,18 +111,18 @@ def test_a_signal_ends_a_step_first_and_the_run_goes_on_as_if_nothing_was(
     seen = reports(
         start(folder, recipe), lambda step: step == 5 and os.kill(os.getpid(), signal_number)
     )
-    assert [each.progress.step for each in seen] == [1, 2, 3, 4, 5]
+    assert [each.state.step for each in seen] == [1, 2, 3, 4, 5]
     assert signal.getsignal(signal_number) == before
     run = start(folder, recipe)
     seen = reports(run)
-    assert [each.progress.step for each in seen] == list(range(6, 13))
+    assert [each.state.step for each in seen] == list(range(6, 13))
     assert same(weights(run), weights(uninterrupted))
     assert without_times(run) == without_times(uninterrupted)
     assert run.stream.manifest == uninterrupted.stream.manifest
 
 
 def test_a_kill_costs_the_steps_since_the_last_checkpoint(
-    start: Start, recipe: TrainingRecipe, uninterrupted: FimRun, tmp_path: Path
+    start: Start, recipe: TrainingRecipe, uninterrupted: TrainingRun, tmp_path: Path
 ) -> None:
     folder = tmp_path / "killed"
 
@@ -135,13 +139,13 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint(
     assert newest.name == "step-000003"
     assert len(read_loss_log(folder / "loss.jsonl")) == 9
     run = start(folder, recipe)
-    assert [each.progress.step for each in reports(run)] == list(range(4, 13))
+    assert [each.state.step for each in reports(run)] == list(range(4, 13))
     assert same(weights(run), weights(uninterrupted))
     assert without_times(run) == without_times(uninterrupted)
 
 
 def test_a_finished_run_is_only_loaded_again(
-    start: Start, recipe: TrainingRecipe, uninterrupted: FimRun
+    start: Start, recipe: TrainingRecipe, uninterrupted: TrainingRun
 ) -> None:
     folder = uninterrupted.trainer.folder
     times = {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*")}
@@ -153,14 +157,14 @@ def test_a_finished_run_is_only_loaded_again(
 
 
 def test_a_run_may_start_with_the_weights_of_another(
-    start: Start, recipe: TrainingRecipe, uninterrupted: FimRun, tmp_path: Path
+    start: Start, recipe: TrainingRecipe, uninterrupted: TrainingRun, tmp_path: Path
 ) -> None:
     from_scratch = read_loss_log(uninterrupted.trainer.folder / "loss.jsonl")
     other = dataclasses.replace(recipe, learning_rate=1e-9)
     checkpoint = newest_checkpoint(uninterrupted.trainer.folder / "checkpoints")
     seen = reports(start(tmp_path / "next", other, start_from=checkpoint))
-    assert [each.progress.step for each in seen] == list(range(1, 13))
-    assert seen[0].progress.tokens == from_scratch[0]["tokens"]
+    assert [each.state.step for each in seen] == list(range(1, 13))
+    assert seen[0].state.tokens == from_scratch[0]["tokens"]
     assert seen[0].loss < from_scratch[0]["loss"]
 
 
@@ -218,13 +222,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_kept(
 
 
 def test_another_recipes_folder_is_refused_before_anything_is_loaded(
-    start: Start, recipe: TrainingRecipe, uninterrupted: FimRun
+    start: Start, recipe: TrainingRecipe, uninterrupted: TrainingRun
 ) -> None:
     with pytest.raises(MidfillError, match=r"holds another run \(rank 4 there, 5 now\)"):
         start(uninterrupted.trainer.folder, dataclasses.replace(recipe, rank=5))
 
 
 def test_precision() -> None:
-    assert precision_of("fp32") == "fp32"
-    assert precision_of("bf16") == "bf16"
-    assert precision_of("auto") in ("fp32", "bf16")
+    assert resolve_precision("fp32") == "fp32"
+    assert resolve_precision("bf16") == "bf16"
+    assert resolve_precision("auto") in ("fp32", "bf16")

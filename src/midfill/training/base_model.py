@@ -1,4 +1,4 @@
-"""The model to be trained, as transformers runs it, from any checkpoint midfill opens."""
+"""The base model as a transformers model, from any checkpoint that midfill opens."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"
 _EPSILON = {"starcoder2": "norm_epsilon"}
 
 
-def load_base(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """A transformers model with a checkpoint's weights, attention set up for packed rows.
+def load_base_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """Load a checkpoint into a transformers model with attention over packed rows.
 
     Args:
         checkpoint: GGUF or Hugging Face; quantised weights are dequantised.
@@ -26,7 +26,7 @@ def load_base(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
     Raises:
         CheckpointError: a tensor is missing or broken.
-        MidfillError: RoPE scaling that transformers can't be told of.
+        MidfillError: transformers has no setting for the model's RoPE scaling.
     """
     from transformers import AutoModelForCausalLM
 
@@ -41,15 +41,15 @@ def load_base(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     }
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
-    _set_angles(model, checkpoint.config)
+    _set_rope_frequencies(model, checkpoint.config)
     return model
 
 
 def transformers_config(config: ModelConfig) -> Any:
-    """The transformers configuration of the same architecture.
+    """Return the transformers configuration of an architecture.
 
     Raises:
-        MidfillError: RoPE scaling that GGUF describes and config.json can't.
+        MidfillError: config.json has no setting for the model's RoPE scaling.
     """
     from transformers import AutoConfig
 
@@ -99,7 +99,7 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling.kind == "factors":
         raise MidfillError(
-            "this GGUF file scales RoPE by a table that transformers has no setting for; train "
+            "this GGUF file scales RoPE by a table, for which transformers has no setting; train "
             "from the model's Hugging Face folder"
         )
     fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -122,10 +122,10 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _set_angles(model: nn.Module, config: ModelConfig) -> None:
-    """Give RoPE the frequencies that midfill serves with, which no checkpoint stores.
+def _set_rope_frequencies(model: nn.Module, config: ModelConfig) -> None:
+    """Set the RoPE frequencies that midfill serves with; no checkpoint stores them.
 
-    They stay as they are: transformers' own would follow the row's length in dynamic scaling.
+    They are constant. With dynamic scaling, transformers' own would depend on the row's length.
     """
     frequencies, factor = rope_frequencies(config)
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Training checkpoints: written whole or not at all, the newest good ones kept."""
+"""Training checkpoints: each appears whole or not at all, and the newest two are kept."""
 
 import json
 import os
@@ -20,14 +20,14 @@ _TENSORS = "tensors.pt"
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingState:
     """How far a run has come.
 
     Attributes:
-        step: changes of the weights made.
+        step: finished optimizer steps.
         rows: packed rows taken from the stream.
         tokens, characters: trained on.
-        seconds: spent training, over all starts.
+        seconds: spent in training steps, over all starts.
     """
 
     step: int = 0
@@ -38,46 +38,46 @@ class Progress:
 
 
 def save_checkpoint(
-    folder: Path, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer
+    folder: Path, state: TrainingState, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Path:
-    """Write ``folder/step-N`` and remove old ones.
+    """Write ``folder/step-N`` and remove old checkpoints.
 
     Raises:
-        MidfillError: it can't be written; the checkpoints before it are untouched.
+        MidfillError: it can't be written; earlier checkpoints are untouched.
     """
-    target = folder / f"step-{progress.step:06d}"
+    target = folder / f"step-{state.step:06d}"
 
     def write(temporary: Path) -> None:
-        tensors = {"weights": _trained(model), "optimizer": optimizer.state_dict()}
+        tensors = {"weights": _trained_parameters(model), "optimizer": optimizer.state_dict()}
         with (temporary / _TENSORS).open("wb") as file:
             torch.save(tensors, file)
             file.flush()
             os.fsync(file.fileno())
-        write_file(temporary / _STATE, json.dumps(asdict(progress)))
+        write_file(temporary / _STATE, json.dumps(asdict(state)))
 
     write_folder(target, write, errors=(RuntimeError,))
-    unfinished = folder.glob(".step-*")  # of a kill while one was written
-    for old in (*_found(folder)[:-_KEPT], *unfinished):
+    unfinished = folder.glob(".step-*")  # left by a kill during writing
+    for old in (*_find_checkpoints(folder)[:-_KEPT], *unfinished):
         shutil.rmtree(old, ignore_errors=True)
     return target
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint below a run's folder, None where there is none."""
-    found = _found(folder)
+    """Return the newest checkpoint in a folder, None if there is none."""
+    found = _find_checkpoints(folder)
     return found[-1] if found else None
 
 
 def load_checkpoint(
     checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Progress:
-    """Put a checkpoint's weights and optimizer state back.
+) -> TrainingState:
+    """Load a checkpoint's weights and optimizer state into a model and its optimizer.
 
     Raises:
-        MidfillError: it is broken, or of a run that trains other weights.
+        MidfillError: it is broken, or from a run that trains other weights.
     """
     try:
-        progress = Progress(**json.loads((checkpoint / _STATE).read_text()))
+        state = TrainingState(**json.loads((checkpoint / _STATE).read_text()))
         tensors: dict[str, Any] = torch.load(
             checkpoint / _TENSORS, map_location="cpu", weights_only=True
         )
@@ -87,21 +87,21 @@ def load_checkpoint(
         raise MidfillError(f"{checkpoint}: not a training checkpoint: {error}") from None
     except (EOFError, pickle.UnpicklingError):
         raise MidfillError(f"{checkpoint}: {_TENSORS} is broken") from None
-    trained = _trained(model)
+    trained = _trained_parameters(model)
     if trained.keys() != weights.keys() or any(
         each.shape != weights[name].shape for name, each in trained.items()
     ):
-        raise MidfillError(f"{checkpoint}: is of a run that trains other weights; use its recipe")
+        raise MidfillError(f"{checkpoint}: is from a run that trains other weights; use its recipe")
     with torch.no_grad():
         for name, each in trained.items():
             each.copy_(weights[name])
     optimizer.load_state_dict(moments)
-    return progress
+    return state
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def _trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
-def _found(folder: Path) -> list[Path]:
+def _find_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if (path / _STATE).is_file())

@@ -1,24 +1,48 @@
-"""Corpus: the files that documents are read from, and the order in which they are."""
+"""Corpus: the files that training documents are read from, and the order they are read in."""
 
+import gzip
+import json
 import random
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from midfill.errors import MidfillError
-from midfill.training.documents import RECORD_ENDINGS, Document, documents_of, records_of
-from midfill.training.licences import LicenceFinder
+from midfill.training.licences import LicenceFinder, spdx_of_all
 
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+"""Suffixes of files that hold many documents."""
+
+_TEXT_FIELDS = ("text", "content", "code")
+_LICENCE_FIELDS = ("license", "licence", "licenses", "max_stars_repo_licenses")
+_NAME_FIELDS = ("path", "name", "id", "task_id")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", ".git", ".hg", "node_modules", ".venv"})
-_SHUFFLED = 4096  # records of a file that is read in order are shuffled among so many
+_SHUFFLE_BUFFER = 4096  # records held while a file that is read in order is shuffled
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text and its origin.
+
+    Attributes:
+        name: path or key, for the data manifest and for messages.
+        content: the file's bytes; text from JSONL and parquet is encoded as UTF-8.
+        licence: SPDX identifier; None where it is unknown.
+    """
+
+    name: str
+    content: bytes
+    licence: str | None
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where documents are.
+    """The sources of documents.
 
     Attributes:
-        files: (root, file) pairs of text files; names and licences are told from the root down.
+        files: (root, file) pairs of text files. Names are relative to the root, and the search
+            for a file's licence stops there.
         records: JSONL and parquet files.
     """
 
@@ -28,11 +52,11 @@ class Corpus:
 
     @classmethod
     def find(cls, sources: Iterable[Path], suffixes: Sequence[str]) -> "Corpus":
-        """The files of some sources.
+        """Find the files of some sources.
 
         Args:
             sources: folders, ``.jsonl``, ``.jsonl.gz`` and ``.parquet`` files, or text files.
-            suffixes: endings of the files wanted from folders, such as ".py".
+            suffixes: suffixes of the files to take from folders, such as ".py".
 
         Raises:
             MidfillError: a source is missing, or there is nothing to read.
@@ -41,25 +65,26 @@ class Corpus:
         records: list[Path] = []
         for source in sources:
             if source.is_dir():
-                files += [(source, path) for path in _below(source, frozenset(suffixes))]
+                files += [(source, path) for path in _find_files(source, frozenset(suffixes))]
             elif not source.is_file():
                 raise MidfillError(f"{source}: no such file or folder")
-            elif source.name.endswith(RECORD_ENDINGS):
+            elif source.name.endswith(RECORD_SUFFIXES):
                 records.append(source)
             else:
                 files.append((source.parent, source))
         if not files and not records:
             raise MidfillError(
-                f"no documents: the folders hold no {' or '.join(suffixes)} file; other endings "
-                f"are set by the recipe, and {', '.join(RECORD_ENDINGS)} files are named themselves"
+                f"no documents: the folders hold no {' or '.join(suffixes)} file; set other "
+                "suffixes in the recipe, and name "
+                f"{', '.join(RECORD_SUFFIXES)} files one by one"
             )
         return cls(tuple(files), tuple(records))
 
     def read(self, seed: int) -> Iterator[Document]:
-        """The documents in a random order, read one at a time.
+        """Read the documents in random order, one at a time.
 
-        Files come in any order over all folders, records shuffled among their neighbours; both
-        kinds are mixed by their share. Files that can't be read any more are left out.
+        Files are shuffled over all folders, records among their neighbours. Both kinds are
+        interleaved in proportion to their number. Files that have become unreadable are skipped.
 
         Args:
             seed: of the order; the same seed gives the same order.
@@ -70,7 +95,7 @@ class Corpus:
         order = random.Random(seed)
         files = list(self.files)
         order.shuffle(files)
-        streams = [_shuffled(documents_of(path), order) for path in self.records]
+        streams = [_shuffle(read_record_documents(path), order) for path in self.records]
         weights = [1.0] * len(streams)
         if files:
             streams.append(self._read_files(files))
@@ -84,10 +109,13 @@ class Corpus:
                 yield document
 
     def texts(self) -> list[str]:
-        """All documents as text, whatever their encoding; of records, each field that is text."""
+        """Return all documents as text; of a record, every field that is text.
+
+        Bytes that are not UTF-8 become replacement characters.
+        """
         texts = [path.read_text("utf-8", "replace") for _, path in self.files]
         for path in self.records:
-            for record in records_of(path):
+            for record in read_records(path):
                 texts += [value for value in record.values() if isinstance(value, str)]
         return texts
 
@@ -97,13 +125,90 @@ class Corpus:
             try:
                 content = path.read_bytes()
             except OSError:
-                continue  # not worth the end of a long run
+                continue  # one file is not worth ending a long run
             name = f"{names[root]}/{path.relative_to(root).as_posix()}"
             yield Document(name, content, self._licences.licence_of(root, path, content))
 
 
-def _below(folder: Path, suffixes: frozenset[str]) -> list[Path]:
-    """Files with one of the endings, sorted; caches and repositories' own folders left out."""
+def read_record_documents(path: Path) -> Iterator[Document]:
+    """Read the records of a JSONL or parquet file as documents, one at a time.
+
+    Raises:
+        MidfillError: the file is broken or a record has no text.
+    """
+    fields = (*_TEXT_FIELDS, *_LICENCE_FIELDS, *_NAME_FIELDS)
+    for number, row in enumerate(read_records(path, fields), 1):
+        text = next((row[key] for key in _TEXT_FIELDS if isinstance(row.get(key), str)), None)
+        if not isinstance(text, str):
+            raise MidfillError(
+                f"{path}: record {number} has no text; it must be in one of the fields "
+                f"{', '.join(_TEXT_FIELDS)}"
+            )
+        name = next((str(row[key]) for key in _NAME_FIELDS if row.get(key)), str(number - 1))
+        licence = next((row[key] for key in _LICENCE_FIELDS if row.get(key)), None)
+        named = licence if isinstance(licence, list) else [] if licence is None else [licence]
+        yield Document(
+            f"{path.name}:{name}",
+            text.encode("utf-8", "surrogatepass"),
+            spdx_of_all([str(each) for each in named]),
+        )
+
+
+def read_records(path: Path, fields: Sequence[str] | None = None) -> Iterator[dict[str, object]]:
+    """Read the records of a JSONL or parquet file, one at a time.
+
+    Args:
+        path: the file.
+        fields: the fields to read, where the format allows choosing; None reads all.
+
+    Raises:
+        MidfillError: the file is missing or broken.
+    """
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path, fields)
+        else:
+            yield from _jsonl_rows(path)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise MidfillError(f"{path}: can't be read: {reason}") from None
+
+
+def _jsonl_rows(path: Path) -> Iterator[dict[str, object]]:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise MidfillError(f"{path}: line {number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise MidfillError(f"{path}: line {number} is not a JSON object")
+            yield row
+
+
+def _parquet_rows(path: Path, fields: Sequence[str] | None) -> Iterator[dict[str, object]]:
+    try:
+        from pyarrow.lib import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise MidfillError(
+            f"{path}: reading parquet needs pyarrow; install it with: pip install pyarrow"
+        ) from None
+    try:
+        with ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            columns = [name for name in names if fields is None or name in fields]
+            for batch in table.iter_batches(batch_size=256, columns=columns):
+                yield from batch.to_pylist()
+    except ArrowException as error:
+        first_line = str(error).partition("\n")[0]
+        raise MidfillError(f"{path}: not a parquet file: {first_line}") from None
+
+
+def _find_files(folder: Path, suffixes: frozenset[str]) -> list[Path]:
+    """Return the files with one of the suffixes, sorted, without caches and repository data."""
     found = sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
     return [
         path
@@ -112,11 +217,11 @@ def _below(folder: Path, suffixes: frozenset[str]) -> list[Path]:
     ]
 
 
-def _shuffled(documents: Iterator[Document], order: random.Random) -> Iterator[Document]:
+def _shuffle(documents: Iterator[Document], order: random.Random) -> Iterator[Document]:
     held: list[Document] = []
     for document in documents:
         held.append(document)
-        if len(held) >= _SHUFFLED:
+        if len(held) >= _SHUFFLE_BUFFER:
             at = order.randrange(len(held))
             held[at], held[-1] = held[-1], held[at]
             yield held.pop()

@@ -1,11 +1,12 @@
-"""Fragment tokenization: where text is cut before tokenising, and what may be learned of it.
+"""Fragment tokenization: where text is cut before it is tokenised, and which tokens are learned.
 
-Source: EFIM (arXiv 2505.21889): cut the text at random characters, tokenise each fragment by
-itself, join the ids. A model trained so can go on from half a token, wherever the caret is.
+Source: EFIM (arXiv 2505.21889). Text is cut at random characters, every fragment is tokenised by
+itself, and the ids are concatenated. A model trained on such text can continue from half a token,
+wherever the caret is.
 
-One thing is added here. A fragment's last token often is one the tokenizer would not have chosen
-("ret" of "return"), and a model that is trained to predict it learns to write its own answers in
-broken tokens. So these tokens are read but not predicted: ``unpredictable`` tells which.
+One thing is added here. The last token of a fragment is often one that the tokenizer would not
+have chosen ("ret" of "return"). A model trained to predict such tokens learns to write its own
+answers in broken tokens. They are therefore input only: ``broken_token_mask`` finds them.
 """
 
 import math
@@ -16,65 +17,63 @@ from itertools import pairwise
 
 from midfill.training.recipe import DataRecipe
 
-_TYPED = (1, 8)  # characters between two requests of an editor
+_TYPED_CHARACTERS = (1, 8)  # typed between two requests of an editor
 
 
-def fragment_cuts(
-    length: int, caret: int | None, recipe: DataRecipe, draw: random.Random
-) -> list[int]:
-    """Sorted places to cut a text of ``length`` characters at, both ends left out.
+def draw_cuts(length: int, caret: int | None, recipe: DataRecipe, draw: random.Random) -> list[int]:
+    """Draw where a text is cut: sorted positions, without both ends.
 
     Args:
-        length: of the text.
-        caret: where a caret stands in it, which is always a cut; None where there is none.
-        recipe: how many further cuts there are.
+        length: characters of the text.
+        caret: position of the caret, which is always a cut; None if the text has none.
+        recipe: how many further cuts to draw.
         draw: the random source.
     """
     cuts: set[int] = set() if caret is None else {caret}
     further = math.exp(draw.uniform(0, math.log(recipe.fragment_cuts + 1)))
-    places = [draw.random() for _ in range(recipe.fragment_cuts)]
+    positions = [draw.random() for _ in range(recipe.fragment_cuts)]
     if draw.random() < recipe.fragment_share:
-        cuts.update(int(place * length) for place in places[: int(further)])
+        cuts.update(int(position * length) for position in positions[: int(further)])
     if draw.random() < recipe.typed_share and caret is not None:
         at, first = caret, max(0, caret - recipe.typed_characters)
         while at > first:
             cuts.add(at)
-            at -= draw.randint(*_TYPED)
+            at -= draw.randint(*_TYPED_CHARACTERS)
     return sorted(cut for cut in cuts if 0 < cut < length)
 
 
-def pieces_of(text: str, cuts: Iterable[int]) -> list[str]:
-    """The text cut at sorted places; no piece is empty."""
+def split_at(text: str, cuts: Iterable[int]) -> list[str]:
+    """Split a text at sorted positions; no fragment is empty."""
     bounds = [0, *cuts, len(text)]
     return [text[a:b] for a, b in pairwise(bounds) if b > a]
 
 
-def unpredictable(
-    natural_lengths: Sequence[int], piece_lengths: Sequence[Sequence[int]]
+def broken_token_mask(
+    whole_lengths: Sequence[int], fragment_lengths: Sequence[Sequence[int]]
 ) -> list[bool]:
-    """Which tokens of a fragmented text only exist because of a cut behind them.
+    """Return which tokens of a fragmented text exist only because of the cut after them.
 
     Args:
-        natural_lengths: bytes of each token of the text tokenised as a whole.
-        piece_lengths: bytes of each token of every piece, in order.
+        whole_lengths: bytes of each token of the text tokenised whole.
+        fragment_lengths: bytes of each token of every fragment, in order.
 
     Returns:
-        One value a token of all pieces: True for those that reach beyond the last natural
-        boundary before a cut, up to that cut, unless the cut is a natural boundary itself.
+        One value per token of all fragments. True for tokens that end between a cut and the last
+        boundary of the whole text's tokens before it. None do if the cut is such a boundary.
     """
-    natural = [0]
-    for length in natural_lengths:
-        natural.append(natural[-1] + length)
-    boundaries = frozenset(natural)
-    marks: list[bool] = []
+    whole = [0]
+    for length in whole_lengths:
+        whole.append(whole[-1] + length)
+    boundaries = frozenset(whole)
+    mask: list[bool] = []
     at = 0
-    for piece in piece_lengths[:-1]:
+    for fragment in fragment_lengths[:-1]:
         ends = []
-        for length in piece:
+        for length in fragment:
             at += length
             ends.append(at)
-        broken_from = at if at in boundaries else natural[bisect_right(natural, at) - 1]
-        marks += [end > broken_from for end in ends]
-    if piece_lengths:
-        marks += [False] * len(piece_lengths[-1])
-    return marks
+        broken_from = at if at in boundaries else whole[bisect_right(whole, at) - 1]
+        mask += [end > broken_from for end in ends]
+    if fragment_lengths:
+        mask += [False] * len(fragment_lengths[-1])
+    return mask

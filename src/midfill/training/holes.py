@@ -1,4 +1,4 @@
-"""Holes: which characters of a document an example hides, and how much it shows around them."""
+"""Holes: which characters of a document an example hides, and how much context it shows."""
 
 import math
 import random
@@ -19,12 +19,12 @@ class Hole:
     ``prefix = text[start:caret]``, ``middle = text[caret:end]``, ``suffix = text[end:stop]``.
 
     Attributes:
-        kind: "line": from the caret to the end of its line; "block": whole lines, or from behind
-            a line's indent to the end of that line or of one below; "span": any characters.
+        kind: "line": from the caret to the end of its line. "block": whole lines, or from after
+            a line's indentation to the end of that line or a later one. "span": any characters.
         start, caret, end, stop: 0 <= start <= caret < end <= stop.
-        cut: characters of the prefix before the suffix in the prompt (the k of EFIM).
-        layout: how the cut was drawn: behind the prefix, before it, anywhere, or where the planner
-            makes its first one.
+        cut: characters of the prefix before the suffix in the prompt (EFIM's k).
+        layout: how the cut was chosen: after the prefix ("psm"), before it ("spm"), at a random
+            character ("efim"), or where the planner cuts a new document ("planned").
     """
 
     kind: HoleKind
@@ -37,30 +37,35 @@ class Hole:
 
 
 def draw_hole(text: str, recipe: DataRecipe, draw: random.Random) -> Hole | None:
-    """A random hole, its context and its layout; None where the draw hit no room for one.
+    """Draw a hole, its context and its layout; return None if the hole would be blank.
 
-    The text must hold LF line ends only.
+    Args:
+        text: the document, with LF line ends only.
+        recipe: what to draw.
+        draw: the random source.
     """
     if not text:
         return None
     weights = (recipe.line, recipe.block, recipe.span)
     kind: HoleKind = draw.choices(("line", "block", "span"), weights)[0]
-    caret, end = _hidden(kind, text, recipe, draw)
+    caret, end = _draw_middle(kind, text, recipe, draw)
     if end <= caret or not text[caret:end].strip():
         return None
-    start, stop = _shown(text, caret, end, recipe, draw)
+    start, stop = _draw_context(text, caret, end, recipe, draw)
     layout: LayoutKind = draw.choices(
         ("psm", "spm", "efim", "planned"), (recipe.psm, recipe.spm, recipe.efim, recipe.planned)
     )[0]
     length = caret - start
-    anywhere = draw.randint(0, length)
-    planned = first_cut(text[start:caret])
-    cut = {"psm": length, "spm": 0, "efim": anywhere, "planned": planned}[layout]
+    random_cut = draw.randint(0, length)
+    planned_cut = first_cut(text[start:caret])
+    cut = {"psm": length, "spm": 0, "efim": random_cut, "planned": planned_cut}[layout]
     return Hole(kind, start, caret, end, stop, cut, layout)
 
 
-def _hidden(kind: HoleKind, text: str, recipe: DataRecipe, draw: random.Random) -> tuple[int, int]:
-    """First character of a hole and the one behind its last."""
+def _draw_middle(
+    kind: HoleKind, text: str, recipe: DataRecipe, draw: random.Random
+) -> tuple[int, int]:
+    """Draw the start and the end of a hole."""
     at = draw.randrange(len(text))
     if kind == "span":
         return at, min(len(text), at + _log_uniform(1, recipe.span_characters, draw))
@@ -75,15 +80,15 @@ def _hidden(kind: HoleKind, text: str, recipe: DataRecipe, draw: random.Random) 
             end = _line_around(text, end + 1)[1]
     if whole:
         return line_start, min(len(text), end + 1)
-    # As an editor leaves it: the caret behind the indent, what follows on its own line.
+    # As an editor leaves it: the caret after the indentation, the suffix on its own line.
     indent = len(text[line_start:line_end]) - len(text[line_start:line_end].lstrip())
     return line_start + indent, end
 
 
-def _shown(
+def _draw_context(
     text: str, caret: int, end: int, recipe: DataRecipe, draw: random.Random
 ) -> tuple[int, int]:
-    """Where the shown text begins and stops: at line ends, as an editor's window does."""
+    """Draw where the shown text starts and stops: whole lines, as in an editor's window."""
     if draw.random() < recipe.long_share:
         before = _log_uniform(recipe.prefix_characters[1], recipe.long_characters, draw)
         after = _log_uniform(recipe.suffix_characters[1], recipe.long_characters, draw)
@@ -98,7 +103,7 @@ def _shown(
 
 
 def _line_around(text: str, at: int) -> tuple[int, int]:
-    """Start of the line a position is in, and its end before the line feed."""
+    """Return the start of the line at a position, and its end before the line feed."""
     end = text.find("\n", at)
     return text.rfind("\n", 0, at) + 1, len(text) if end < 0 else end
 

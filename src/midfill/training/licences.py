@@ -1,4 +1,4 @@
-"""Licences: which one a file is under, told by its package, its folder or its own header."""
+"""Licences: which one a file is under, by its own header, its package or its folder."""
 
 import csv
 import re
@@ -24,7 +24,7 @@ PERMISSIVE = frozenset(
         "ZPL-2.1",
     }
 )
-"""SPDX identifiers under which text may be trained on and the result be given away."""
+"""SPDX identifiers of licences under which text may be trained on and the result distributed."""
 
 _HEADER_BYTES = 2048
 _LICENCE_FILES = ("LICENSE", "LICENCE", "COPYING", "LICENSE.txt", "LICENSE.md", "LICENSE.rst")
@@ -32,11 +32,11 @@ _SPDX_LINE = re.compile(
     rb"SPDX-License-Identifier:[ \t]*(\(*[\w.+-]+\)*(?: (?:AND|OR|WITH) \(*[\w.+-]+\)*)*)"
 )
 _OPERATOR = re.compile(r"(\(|\)|\bAND\b|\bOR\b)")
-_EXPRESSION_CHARACTERS = 300
-_PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # what is above is another project's
+_MAX_EXPRESSION_CHARACTERS = 300
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")  # folders above belong to another project
 
-# Tried in this order: the copyleft ones first, because a text that names several is not permissive.
-# Only Python's own licence goes before them: it begins with a history that mentions the GPL.
+# Tried in this order. Copyleft licences come first, because a text that names several is not
+# permissive. Only Python's licence precedes them: it starts with a history that mentions the GPL.
 _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (identifier, re.compile(pattern, re.IGNORECASE))
     for identifier, pattern in (
@@ -65,13 +65,13 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
 
 
 def spdx_of(text: str) -> str | None:
-    """SPDX identifier of a licence's name, of an SPDX expression, or of a licence's own text.
+    """Return the SPDX identifier of a licence's name, an SPDX expression, or a licence's text.
 
-    Of an expression with a choice ("MIT OR GPL-2.0") the permissive side is taken; where both
-    hold ("MIT AND GPL-2.0"), the one that is not permissive.
+    Of a choice ("MIT OR GPL-2.0") the permissive licence is taken, of a conjunction ("MIT AND
+    GPL-2.0") the one that is not permissive. None if no licence is recognised.
     """
     text = text.strip()
-    if len(text) <= _EXPRESSION_CHARACTERS and re.search(r"\b(AND|OR)\b", text):
+    if len(text) <= _MAX_EXPRESSION_CHARACTERS and re.search(r"\b(AND|OR)\b", text):
         parts = (part.strip() for part in _OPERATOR.split(text))
         return _either(iter([part for part in parts if part]))
     known = {identifier.lower(): identifier for identifier in PERMISSIVE}
@@ -81,9 +81,9 @@ def spdx_of(text: str) -> str | None:
 
 
 def spdx_of_all(texts: Iterable[str]) -> str | None:
-    """SPDX identifier of a work under several licences at once: the least permissive.
+    """Return the SPDX identifier of a work under several licences at once: the least permissive.
 
-    None where one of them is unknown, or there is none.
+    None if one of them is not recognised, or there is none.
     """
     return _least_permissive([spdx_of(text) for text in texts])
 
@@ -94,7 +94,7 @@ def _least_permissive(names: list[str | None]) -> str | None:
 
 
 def _either(parts: Iterator[str]) -> str | None:
-    """The value of an expression up to its closing parenthesis; AND binds closer than OR."""
+    """Evaluate an expression up to its closing parenthesis; AND binds tighter than OR."""
     sides: list[list[str | None]] = [[]]
     for part in parts:
         if part == ")":
@@ -110,10 +110,11 @@ def _either(parts: Iterator[str]) -> str | None:
 
 
 class LicenceFinder:
-    """Finds the licence of files in folders; remembers what it read of a folder.
+    """Finds the licences of files, and caches what it read in each folder.
 
-    In this order: the file's own SPDX line, the installed package it belongs to (``*.dist-info``
-    beside it or above), a package's ``PKG-INFO``, the nearest licence file going up to the root.
+    In this order: the file's own SPDX line; then, in the file's folder and upwards to the root,
+    the installed package the file belongs to (``*.dist-info``), a package's ``PKG-INFO``, and a
+    licence file.
     """
 
     def __init__(self) -> None:
@@ -121,10 +122,10 @@ class LicenceFinder:
         self._own: dict[Path, str | None] = {}
 
     def licence_of(self, root: Path, path: Path, content: bytes) -> str | None:
-        """SPDX identifier of one file, None where nothing tells.
+        """Return the SPDX identifier of a file's licence, None if it is unknown.
 
         Args:
-            root: the folder the search does not leave.
+            root: the folder where the search stops.
             path: the file, below ``root``.
             content: its bytes.
         """
@@ -144,7 +145,7 @@ class LicenceFinder:
 
 
 def _packaged_licences(folder: Path) -> dict[str, str]:
-    """Licences of the files that packages installed in a folder list as theirs."""
+    """Return the licences of the files that are listed by packages installed in a folder."""
     licences: dict[str, str] = {}
     for information in folder.glob("*.dist-info"):
         licence = _metadata_licence(information / "METADATA")
@@ -159,7 +160,7 @@ def _packaged_licences(folder: Path) -> dict[str, str]:
 
 
 def _own_licence(folder: Path) -> str | None:
-    """The licence a folder's own PKG-INFO or licence file names."""
+    """Return the licence named by a folder's own PKG-INFO or licence file."""
     if (found := _metadata_licence(folder / "PKG-INFO")) is not None:
         return found
     for name in _LICENCE_FILES:
@@ -167,13 +168,13 @@ def _own_licence(folder: Path) -> str | None:
             text = (folder / name).read_text(encoding="utf-8", errors="replace")
         except OSError:
             continue
-        # What a licence is stands at its beginning; further down others are often discussed.
+        # A licence names itself at its start; further down, others are often discussed.
         return spdx_of(text[:1500]) or spdx_of(text)
     return None
 
 
 def _metadata_licence(path: Path) -> str | None:
-    """The licence a package's metadata declares: expression, classifiers, then free text."""
+    """Return the licence in a package's metadata: expression, else classifiers, else free text."""
     try:
         fields = HeaderParser().parsestr(path.read_text(encoding="utf-8", errors="replace"))
     except OSError:

@@ -1,4 +1,4 @@
-"""What of a model is trained: LoRA updates and the sentinels' embedding rows, or all of it."""
+"""Trainable parameters: LoRA updates and the sentinels' embedding rows, or all weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,13 +20,16 @@ LORA_MODULES = (
 )
 
 
-def trainable(model: Any, recipe: TrainingRecipe, sentinel_ids: Sequence[int]) -> Any:
-    """The model with just what the recipe trains requiring gradients, kept in float32.
+def make_trainable(model: Any, recipe: TrainingRecipe, sentinel_ids: Sequence[int]) -> Any:
+    """Return the model with gradients required for exactly what the recipe trains, in float32.
 
     Args:
-        model: a transformers causal model.
+        model: a transformers causal model; it is modified.
         recipe: method, rank and alpha.
-        sentinel_ids: tokens whose embedding rows are trained beside LoRA's updates.
+        sentinel_ids: tokens whose embedding rows are trained in addition to LoRA's updates.
+
+    Returns:
+        The model itself for full training, PEFT's wrapper around it for LoRA.
     """
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,7 +1,7 @@
 """Attention over packed rows: every example by itself, so nothing is computed across examples.
 
-Registered with transformers under ``PACKED_ATTENTION``. The bounds of the examples come as
-``cu_seq_lens_q``, the name transformers' own packed attention uses.
+Registered with transformers as ``PACKED_ATTENTION``. The bounds of the examples are passed as
+``cu_seq_lens_q``, as in transformers' own packed attention.
 """
 
 from itertools import pairwise
@@ -27,19 +27,19 @@ def packed_attention(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each example.
+    """Compute causal attention within each example.
 
     Args:
         module: the attention layer.
         query: [1, heads, tokens, head_dim].
         key, value: [1, kv_heads, tokens, head_dim].
-        attention_mask: none is ever made.
-        cu_seq_lens_q: where each example begins, and where the last one ends.
-        scaling: of the scores; None is head_dim ** -0.5.
-        sliding_window: keys a query sees at most, its own included.
+        attention_mask: always None.
+        cu_seq_lens_q: where each example starts, and the row's length.
+        scaling: factor of the scores; None is head_dim ** -0.5.
+        sliding_window: maximum number of keys per query, its own included; None is unlimited.
 
     Returns:
-        [1, tokens, heads, head_dim], and no weights.
+        [1, tokens, heads, head_dim], and None for the attention weights.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -48,8 +48,8 @@ def packed_attention(
     lengths = [stop - start for start, stop in pairwise(cu_seq_lens_q)]
     queries, keys, values = (torch.split(each, lengths, dim=2) for each in (query, key, value))
     parts = [
-        _attend(*of_one, scale, sliding_window)
-        for of_one in zip(queries, keys, values, strict=True)
+        _attend(*example, scale, sliding_window)
+        for example in zip(queries, keys, values, strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
@@ -57,7 +57,7 @@ def packed_attention(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Causal attention over one example; all are [1, heads, tokens, head_dim]."""
+    """Compute causal attention over one example; tensors are [1, heads, tokens, head_dim]."""
     tokens = query.shape[2]
     windowed = window is not None and tokens > window
     if not windowed and (query.device.type != "cpu" or query.dtype != torch.bfloat16):
@@ -67,14 +67,14 @@ def _attend(
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
-    # In bfloat16 on a CPU two matrix products are faster than the fused kernel's backward pass.
+    # In bfloat16 on a CPU, two matrix products are faster than the fused kernel's backward pass.
     scores = (query @ key.transpose(-1, -2)) * scale
     scores = scores.masked_fill(hidden, float("-inf"))
     return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Examples are told apart by their bounds, so there is nothing to mask."""
+    """Make no mask: examples are separated by their bounds."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,17 +1,28 @@
-"""TrainingRecipe: every number that decides what a training run does."""
+"""TrainingRecipe: every setting that decides what a training run does."""
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from midfill.errors import MidfillError
-from midfill.training.plain_values import build
 
 Method = Literal["lora", "full"]
 Precision = Literal["auto", "fp32", "bf16"]
+
+RENAMED_SETTINGS: Mapping[str, str] = {
+    "tokens_a_step": "tokens_per_step",
+    "grid_from": "qat_start",
+    "grid_steps": "qat_interval",
+}
+"""Names that settings had before 0.2 and their names today; both are understood until 0.3."""
+
+_Built = TypeVar("_Built")
+_KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,33 +30,32 @@ class DataRecipe:
     """How documents become examples.
 
     Attributes:
-        suffixes: endings of the files read from folders.
-        documents: most documents read; None reads all.
-        windows: most examples cut out of one document.
-        prefix_characters, suffix_characters: smallest and largest context on either side of a
-            hole, drawn log-uniformly.
-        long_share: share of examples with contexts up to ``long_characters`` on either side.
-        long_characters: their limit.
+        suffixes: suffixes of the files read from folders.
+        documents: maximum number of documents per pass; None reads all.
+        windows: maximum number of examples per document and pass.
+        prefix_characters, suffix_characters: minimum and maximum length of the context on either
+            side of a hole, drawn log-uniformly.
+        long_share: share of examples with contexts of up to ``long_characters`` on either side.
+        long_characters: maximum length of these.
         line, block, span: weights of the kinds of holes: from the caret to the end of its line,
-            some whole lines, and any characters.
-        block_lines: most lines of a block.
-        whole_lines: share of blocks that begin and end at a line's start, line break included,
-            half of them a single line; the others leave the first line's indent and the last
-            line's break.
-        span_characters: longest span.
-        empty_suffix: share of examples whose hole reaches the end of the text.
-        psm, spm, efim, planned: weights of the layouts: whole prefix before the suffix, whole
-            prefix after MID, a cut anywhere between, and the planner's first cut.
-        fragments: whether text is tokenised in fragments (EFIM, section on fragment
-            tokenization).
-        fragments_from: share of the run's tokens after which it is; before, text is whole.
-        fragment_share: share of examples with further cuts beside the caret.
-        fragment_cuts: most further cuts an example gets; their number is drawn log-uniformly.
-        typed_share: share of examples whose text before the caret is cut as if it had been typed.
-        typed_characters: how much of it.
-        increment_weight: weight in the loss of the text between MID and the caret; the hole's own
-            tokens have 1.
-        end_weight: weight of the token that ends the answer.
+            some lines, and any characters.
+        block_lines: maximum number of lines of a block.
+        whole_lines: share of blocks that start and end at the start of a line, line break
+            included; half of them are single lines. The other blocks leave out the first line's
+            indentation and the last line's break.
+        span_characters: maximum length of a span.
+        empty_suffix: share of examples without text after the hole.
+        psm, spm, efim, planned: weights of the layouts: the suffix after the whole prefix, before
+            it, at a random character of it, and where the planner puts it at first.
+        fragments: whether text is tokenised in fragments (EFIM's fragment tokenization).
+        fragments_from: share of the run's tokens before which text is still tokenised whole.
+        fragment_share: share of texts that are also cut elsewhere than at the caret.
+        fragment_cuts: maximum number of these cuts, drawn log-uniformly.
+        typed_share: share of examples whose text before the caret is cut as if typed.
+        typed_characters: length of the text that is cut so.
+        increment_weight: loss weight of the tokens between MID and the caret; tokens of the hole
+            have weight 1.
+        end_weight: loss weight of the token that ends the answer.
     """
 
     suffixes: tuple[str, ...] = (".py",)
@@ -76,38 +86,44 @@ class DataRecipe:
     end_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the ranges (MidfillError)."""
-        _at_least(1, self, "documents", "windows", "block_lines", "span_characters")
-        _at_least(1, self, "long_characters")
-        _at_least(0, self, "fragment_cuts", "typed_characters", "increment_weight")
-        _at_least(0, self, "end_weight")
-        _ranges(self, "prefix_characters", "suffix_characters")
-        _shares(self, "long_share", "empty_suffix", "fragments_from", "fragment_share")
-        _shares(self, "typed_share", "whole_lines")
-        _weights(self, "line", "block", "span")
-        _weights(self, "psm", "spm", "efim", "planned")
+        """Check the ranges.
+
+        Raises:
+            MidfillError: a value is out of its range.
+        """
+        _check_minimum(1, self, "documents", "windows", "block_lines", "span_characters")
+        _check_minimum(1, self, "long_characters")
+        _check_minimum(0, self, "fragment_cuts", "typed_characters", "increment_weight")
+        _check_minimum(0, self, "end_weight")
+        _check_ranges(self, "prefix_characters", "suffix_characters")
+        _check_shares(self, "long_share", "empty_suffix", "fragments_from", "fragment_share")
+        _check_shares(self, "typed_share", "whole_lines")
+        _check_weights(self, "line", "block", "span")
+        _check_weights(self, "psm", "spm", "efim", "planned")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecipe:
-    """A training run.
+    """The settings of a training run.
 
     Attributes:
-        method: "lora" trains low-rank updates and the sentinels' rows, "full" every weight.
-        rank, alpha: of LoRA; an update counts alpha / rank.
-        tokens: how many are trained on.
-        tokens_a_step: between two changes of the weights.
-        row_tokens: longest packed row; longer examples are left out. Each thread has one row in
-            memory at a time.
-        learning_rate: peak.
-        warmup, decay: shares of the run in which the rate rises from 0, and falls to 0.
-        weight_decay, clip: of AdamW; largest norm of a gradient.
-        grid_from: share of the run after which a quantised base is trained through the rounding
-            that serving adds, see ``grid``; 1 leaves it out. Bases stored as floats have none.
-        grid_steps: steps between two such roundings.
+        method: "lora" trains low-rank updates and the sentinels' embedding rows, "full" trains
+            every weight.
+        rank, alpha: of LoRA; updates are scaled by alpha / rank.
+        tokens: number of tokens to train on.
+        tokens_per_step: tokens per optimizer step.
+        row_tokens: maximum length of a packed row; longer examples are dropped. Each thread holds
+            the activations of one row at a time.
+        learning_rate: its peak.
+        warmup, decay: shares of the run in which the learning rate rises from 0 and falls to 0.
+        weight_decay: of AdamW.
+        clip: maximum gradient norm.
+        qat_start: share of the run after which a quantised base is trained quantization-aware,
+            see ``quantization_aware``; 1 turns this off. Without effect on a base of floats.
+        qat_interval: steps between two requantisations.
         precision: "auto" is bfloat16 where the device multiplies it natively, else float32.
-        gradient_checkpointing: compute activations twice instead of keeping them.
-        seed: of everything that is drawn.
+        gradient_checkpointing: compute activations twice instead of storing them.
+        seed: seed of all randomness.
         data: how documents become examples.
     """
 
@@ -115,89 +131,161 @@ class TrainingRecipe:
     rank: int = 32
     alpha: int = 64
     tokens: int = 1_500_000
-    tokens_a_step: int = 2048
+    tokens_per_step: int = 2048
     row_tokens: int = 1024
     learning_rate: float = 8e-4
     warmup: float = 0.03
     decay: float = 0.35
     weight_decay: float = 0.0
     clip: float = 1.0
-    grid_from: float = 0.4
-    grid_steps: int = 4
+    qat_start: float = 0.4
+    qat_interval: int = 4
     precision: Precision = "auto"
     gradient_checkpointing: bool = False
     seed: int = 0
     data: DataRecipe = field(default_factory=DataRecipe)
 
     def __post_init__(self) -> None:
-        """Check the ranges (MidfillError)."""
-        _at_least(1, self, "rank", "alpha", "tokens", "tokens_a_step", "row_tokens")
-        _at_least(1, self, "grid_steps")
-        _at_least(0, self, "learning_rate", "weight_decay", "clip", "seed")
-        _shares(self, "warmup", "decay", "grid_from")
+        """Check the ranges.
+
+        Raises:
+            MidfillError: a value is out of its range.
+        """
+        _check_minimum(1, self, "rank", "alpha", "tokens", "tokens_per_step", "row_tokens")
+        _check_minimum(1, self, "qat_interval")
+        _check_minimum(0, self, "learning_rate", "weight_decay", "clip", "seed")
+        _check_shares(self, "warmup", "decay", "qat_start")
 
     @property
     def steps(self) -> int:
-        """Changes of the weights in the whole run."""
-        return max(1, self.tokens // self.tokens_a_step)
+        """Number of optimizer steps of the whole run."""
+        return max(1, self.tokens // self.tokens_per_step)
 
-    def rate_at(self, step: int) -> float:
-        """Learning rate of a step: rises, stays, falls; each part linearly."""
-        rising = max(1, round(self.warmup * self.steps))
-        falling = max(1, round(self.decay * self.steps))
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate of a step: linear warmup, constant, linear decay."""
+        warmup = max(1, round(self.warmup * self.steps))
+        decay = max(1, round(self.decay * self.steps))
         return self.learning_rate * min(
-            1.0, (step + 1) / rising, max(0.0, (self.steps - step) / falling)
+            1.0, (step + 1) / warmup, max(0.0, (self.steps - step) / decay)
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as ``from_dict`` takes them."""
+        """Return the settings as plain values, as ``from_dict`` takes them."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainingRecipe":
-        """A recipe of plain values; what is left out has its default.
+        """Make a recipe from plain values; missing settings have their defaults.
 
         Raises:
-            MidfillError: an unknown name, or a value of the wrong kind or out of its range.
+            MidfillError: an unknown name, or a value of the wrong type or out of its range.
         """
-        return build(cls, values)
+        return build(cls, with_current_names(values))
 
     @classmethod
     def from_toml(cls, path: Path) -> "TrainingRecipe":
-        """A recipe from a TOML file with the names above.
+        """Read a recipe from a TOML file.
 
         Raises:
-            MidfillError: the file is missing, is no TOML, or names something unknown.
+            MidfillError: the file is missing, not TOML, or not a recipe.
         """
         try:
             return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise MidfillError(f"{path}: can't be read: {error.strerror or error}") from None
-        except (ValueError, MidfillError) as error:  # wrong TOML or wrong UTF-8 is a ValueError
+        except (ValueError, MidfillError) as error:  # bad TOML and bad UTF-8 are ValueErrors
             raise MidfillError(f"{path}: {error}") from None
 
 
-def _at_least(least: float, recipe: object, *names: str) -> None:
+def with_current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with old names replaced by today's, see ``RENAMED_SETTINGS``.
+
+    Raises:
+        MidfillError: a setting is given by both its names.
+    """
+    for old, new in RENAMED_SETTINGS.items():
+        if old in settings and new in settings:
+            raise MidfillError(f"{old} is the old name of {new}; set {new} alone")
+    return {RENAMED_SETTINGS.get(name, name): value for name, value in settings.items()}
+
+
+def build(kind: type[_Built], values: object, path: str = "") -> _Built:
+    """Make a dataclass from values as TOML and JSON hold them, checking each one's type.
+
+    Args:
+        kind: a dataclass whose fields all have defaults and are numbers, strings, booleans,
+            Literals, tuples of these, such dataclasses, or None beside one of these.
+        values: a mapping from names to values; missing ones have their defaults.
+        path: prefix of names in error messages.
+
+    Raises:
+        MidfillError: an unknown name or a value of the wrong type.
+    """
+    if not isinstance(values, Mapping):
+        name = path.removesuffix(".") or "the recipe"
+        raise MidfillError(f"{name} must be a table of names and values, not {values!r}")
+    hints = get_type_hints(kind)
+    for name in values:
+        if name not in hints:
+            raise MidfillError(f"unknown name {path}{name}; known: {', '.join(hints)}")
+    return kind(
+        **{
+            name: _checked_value(f"{path}{name}", value, hints[name])
+            for name, value in values.items()
+        }
+    )
+
+
+def _checked_value(name: str, value: object, hint: Any) -> object:
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, f"{name}.")  # type: ignore[arg-type]
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        if value not in arguments:
+            raise MidfillError(f"{name} must be one of {', '.join(arguments)}, not {value!r}")
+        return value
+    if origin is UnionType:
+        (inner,) = (each for each in arguments if each is not type(None))
+        return None if value is None else _checked_value(name, value, inner)
+    if origin is tuple:
+        return _checked_tuple(name, value, arguments)
+    if hint is float and type(value) is int:
+        value = float(value)
+    finite = not isinstance(value, float) or math.isfinite(value)
+    if type(value) is not hint or not finite:
+        raise MidfillError(f"{name} must be {_KINDS[hint]}, not {value!r}")
+    return value
+
+
+def _checked_tuple(name: str, value: object, arguments: tuple[Any, ...]) -> tuple[object, ...]:
+    any_length = arguments[-1] is Ellipsis
+    if not isinstance(value, list | tuple) or (not any_length and len(value) != len(arguments)):
+        count = "" if any_length else f" of {len(arguments)}"
+        raise MidfillError(f"{name} must be a list{count}, not {value!r}")
+    return tuple(_checked_value(name, each, arguments[0]) for each in value)
+
+
+def _check_minimum(minimum: float, recipe: object, *names: str) -> None:
     for name in names:
         value = getattr(recipe, name)
-        if value is not None and value < least:
-            raise MidfillError(f"{name} must be at least {least}, not {value}")
+        if value is not None and value < minimum:
+            raise MidfillError(f"{name} must be at least {minimum}, not {value}")
 
 
-def _shares(recipe: object, *names: str) -> None:
+def _check_shares(recipe: object, *names: str) -> None:
     for name in names:
         value = getattr(recipe, name)
         if not 0 <= value <= 1:
             raise MidfillError(f"{name} is a share, from 0 to 1, not {value}")
 
 
-def _weights(recipe: object, *names: str) -> None:
-    _at_least(0, recipe, *names)
+def _check_weights(recipe: object, *names: str) -> None:
+    _check_minimum(0, recipe, *names)
     if not any(getattr(recipe, name) for name in names):
         raise MidfillError(f"one of {', '.join(names)} must be above 0")
 
 
-def _ranges(recipe: object, *names: str) -> None:
+def _check_ranges(recipe: object, *names: str) -> None:
     for name in names:
         low, high = getattr(recipe, name)
         if not 1 <= low <= high:

@@ -1,42 +1,55 @@
-"""A training run from its inputs: opens the base, builds stream, model and trainer."""
+"""A training run: prepared from its inputs, and finished by writing what it leaves behind."""
 
+import hashlib
+import json
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.requantise import DEFAULT_ROUNDING, Rounding
 from midfill.errors import MidfillError
 from midfill.infill.formats import FAMILIES, FimFormat, custom_format, find_format
+from midfill.system.atomic import write_file
 from midfill.system.extras import require
+from midfill.training.checkpoints import TrainingState
 from midfill.training.corpus import Corpus
 from midfill.training.examples import ExampleMaker
+from midfill.training.export import adapter_record, model_card, write_adapter, write_model
 from midfill.training.filters import DocumentFilter, FilterOptions
-from midfill.training.lora import trainable
+from midfill.training.lora import make_trainable
+from midfill.training.loss_log import plot_loss, read_loss_log
+from midfill.training.quantization_aware import QAT_ROUNDING, QuantizationAwareLora
 from midfill.training.recipe import TrainingRecipe
 from midfill.training.run_file import check_folder, describe_run
 from midfill.training.stream import TrainingStream
-from midfill.training.trainer import Trainer, precision_of
+from midfill.training.trainer import LOSS_LOG, Trainer, resolve_precision
+from midfill.version import __version__
 
 _LIBRARIES = ("transformers", "accelerate", "peft")
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<EOT>", "</s>")
-_SHOWN = 24  # spare tokens named in an error; some models have hundreds
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<EOT>", "</s>")
+_MAX_NAMED_TOKENS = 24  # spare tokens named in an error; some models have hundreds
+_MANIFEST = "manifest.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """What a run is made from, beside its recipe.
+    """What a run is made from, besides its recipe.
 
     Attributes:
-        documents: what is read.
-        folder: where everything it makes goes.
-        fim_tokens: PRE, SUF and MID; None takes those the model has.
-        protected: evaluation texts that no document may copy from, if any.
-        held_out: documents that are kept out in any version, if any.
+        documents: the training documents.
+        folder: where everything the run makes is written.
+        fim_tokens: PRE, SUF and MID; None takes the model's own.
+        protected: evaluation texts that no document may copy from.
+        held_out: documents that must not be trained on, in any version.
         any_licence: train on documents whatever their licence.
         start_from: see ``Trainer``.
-        base_name: what people know the base by; None takes what it calls itself.
-        checkpoint_seconds: between two checkpoints.
+        base_name: the base's public name; None takes the name in its own metadata.
+        checkpoint_seconds: time between two checkpoints.
     """
 
     documents: Corpus
@@ -51,45 +64,56 @@ class RunInputs:
 
 
 @dataclass
-class FimRun:
+class TrainingRun:
     """A prepared run.
 
     Attributes:
         checkpoint: the base model.
-        format: the sentinels that are taught.
-        end_token_id: what ends an answer.
+        format: the FIM tokens that are taught.
+        end_token_id: the token that ends an answer.
+        recipe, inputs: what the run was prepared from.
         stream, trainer: see their classes.
     """
 
     checkpoint: Checkpoint
     format: FimFormat
     end_token_id: int
+    recipe: TrainingRecipe
+    inputs: RunInputs
     stream: TrainingStream
     trainer: Trainer
 
 
-def prepare(checkpoint: Checkpoint, recipe: TrainingRecipe, inputs: RunInputs) -> FimRun:
-    """Everything up to the first step; nothing is written.
+def require_libraries() -> None:
+    """Check that the libraries that only training needs are installed.
 
     Raises:
-        MidfillError: no sentinels, no end token, inputs that can't be used, or a folder with
-            another run in it.
+        MidfillError: one is missing; the message says how to install it.
     """
-    from midfill.training.base_model import load_base
-    from midfill.training.grid import BaseGrid
+    require("training", _LIBRARIES, extra="train")
 
-    format = fim_format_of(checkpoint, inputs.fim_tokens)
+
+def prepare_run(checkpoint: Checkpoint, recipe: TrainingRecipe, inputs: RunInputs) -> TrainingRun:
+    """Prepare everything up to the first step; nothing is written.
+
+    Raises:
+        MidfillError: no sentinels, no end token, unusable inputs, or a folder that holds another
+            run.
+    """
+    from midfill.training.base_model import load_base_model
+
+    format = choose_fim_format(checkpoint, inputs.fim_tokens)
     description = describe_run(checkpoint, format, recipe)
     check_folder(inputs.folder, description)
     stream = open_stream(checkpoint, format, recipe, inputs)
-    precision = precision_of(recipe.precision)
     dtype = torch.float32
-    if precision == "bf16" and recipe.method == "lora":
-        dtype = torch.bfloat16  # frozen weights need no more
-    model = load_base(checkpoint, dtype)
+    if recipe.method == "lora" and resolve_precision(recipe.precision) == "bf16":
+        dtype = torch.bfloat16  # enough for frozen weights
+    model = load_base_model(checkpoint, dtype)
     if torch.cuda.is_available():
         model = model.cuda()
-    model = trainable(model, recipe, _sentinel_ids(format))
+    model = make_trainable(model, recipe, _sentinel_ids(format))
+    lora = recipe.method == "lora"
     trainer = Trainer(
         model=model,
         recipe=recipe,
@@ -97,24 +121,25 @@ def prepare(checkpoint: Checkpoint, recipe: TrainingRecipe, inputs: RunInputs) -
         folder=inputs.folder,
         description=description,
         checkpoint_seconds=inputs.checkpoint_seconds,
-        grid=BaseGrid.of(model, checkpoint) if recipe.method == "lora" else None,
+        qat=QuantizationAwareLora.find(model, checkpoint) if lora else None,
         start_from=inputs.start_from,
     )
-    return FimRun(checkpoint, format, stream.maker.end_token_id, stream, trainer)
+    end_token_id = stream.maker.end_token_id
+    return TrainingRun(checkpoint, format, end_token_id, recipe, inputs, stream, trainer)
 
 
 def open_stream(
     checkpoint: Checkpoint, format: FimFormat, recipe: TrainingRecipe, inputs: RunInputs
 ) -> TrainingStream:
-    """The data of a run.
+    """Open the data of a run.
 
     Raises:
-        MidfillError: no end token, or protected or held out texts that can't be read.
+        MidfillError: no end token, or protected or held-out texts that can't be read.
     """
     return TrainingStream(
         corpus=inputs.documents,
         maker=ExampleMaker(
-            checkpoint.tokenizer, format, end_token_of(checkpoint, format), recipe.data
+            checkpoint.tokenizer, format, choose_end_token(checkpoint, format), recipe.data
         ),
         recipe=recipe,
         filter=DocumentFilter(
@@ -125,11 +150,11 @@ def open_stream(
     )
 
 
-def fim_format_of(checkpoint: Checkpoint, tokens: tuple[str, str, str] | None) -> FimFormat:
-    """The format to teach: the one named, or the model's own.
+def choose_fim_format(checkpoint: Checkpoint, tokens: tuple[str, str, str] | None) -> FimFormat:
+    """Return the format to teach: that of the given tokens, or the model's own.
 
     Raises:
-        MidfillError: the model has none and none is named.
+        MidfillError: the model has none and no tokens are given.
     """
     special = checkpoint.tokenizer.special_tokens
     if tokens is not None:
@@ -144,22 +169,23 @@ def fim_format_of(checkpoint: Checkpoint, tokens: tuple[str, str, str] | None) -
             f"{checkpoint.path}: the tokenizer has no FIM tokens and too few spare special tokens "
             f"to serve as such ({', '.join(spare) or 'none'}); add three to the model first"
         )
-    shown = ", ".join(spare[:_SHOWN]) + (", ..." if len(spare) > _SHOWN else "")
+    named = ", ".join(spare[:_MAX_NAMED_TOKENS])
+    named += ", ..." if len(spare) > _MAX_NAMED_TOKENS else ""
     raise MidfillError(
-        f"{checkpoint.path}: the model has no FIM tokens; name three special tokens that it makes "
-        f"no other use of with --fim-tokens PRE,SUF,MID. It has: {shown}"
+        f"{checkpoint.path}: the model has no FIM tokens; name three special tokens that it does "
+        f"not use otherwise with --fim-tokens PRE,SUF,MID. It has: {named}"
     )
 
 
-def end_token_of(checkpoint: Checkpoint, format: FimFormat) -> int:
-    """The token an infilled answer ends with: the family's, else end of text where there is one.
+def choose_end_token(checkpoint: Checkpoint, format: FimFormat) -> int:
+    """Return the token that ends an answer: the format's, else an end-of-text token, else EOS.
 
     Raises:
-        MidfillError: the model has no end token.
+        MidfillError: the model has none of these.
     """
     special = checkpoint.tokenizer.special_tokens
     own = next((family.stop[:1] for family in FAMILIES if family.name == format.name), ())
-    for text in (*own, *_END_OF_TEXT):
+    for text in (*own, *_END_TOKENS):
         if text in special:
             return special[text]
     if checkpoint.tokenizer.eos_token_ids:
@@ -167,15 +193,102 @@ def end_token_of(checkpoint: Checkpoint, format: FimFormat) -> int:
     raise MidfillError(f"{checkpoint.path}: the tokenizer has no token that ends a text")
 
 
-def require_libraries() -> None:
-    """Check that what only training needs is installed.
+def finish_run(
+    run: TrainingRun, state: TrainingState, *, merge: Path | None, machine: str
+) -> list[str]:
+    """Write what a finished run leaves behind: adapter or model, manifest, loss curve.
+
+    Args:
+        run: the run. With ``merge``, its model can't be trained on afterwards.
+        state: its state at the end.
+        merge: folder for the merged model; None writes the adapter alone.
+        machine: what it was trained on, for the record.
+
+    Returns:
+        One line per thing written.
 
     Raises:
-        MidfillError: something is missing; says how to install it.
+        MidfillError: something can't be written.
     """
-    require("training", _LIBRARIES, extra="train")
+    folder = run.inputs.folder
+    manifest = "".join(
+        json.dumps({"name": name, "sha256": digest}) + "\n"
+        for name, digest in sorted((name, key) for key, name in run.stream.manifest.items())
+    )
+    write_file(folder / _MANIFEST, manifest)
+    record = adapter_record(
+        run.checkpoint,
+        run.format,
+        run.end_token_id,
+        run.recipe.data.fragments,
+        _rounding(run),
+        name=run.inputs.base_name,
+        training=_training_record(run.recipe, state, folder / LOSS_LOG, machine),
+        data=_data_record(run.stream, manifest),
+        recipe=run.recipe.as_dict(),
+    )
+    written = []
+    model = run.trainer.model
+    if run.recipe.method == "lora":
+        write_adapter(folder / "adapter", model, record, model_card(record, adapter=True))
+        written.append(f"adapter: {folder / 'adapter'} (midfill serve MODEL --adapter ...)")
+    if merge is not None or run.recipe.method == "full":
+        target = merge or folder / "model"
+        card = model_card(record, adapter=False)
+        write_model(target, model, run.checkpoint, run.format, record, card)
+        written.append(f"model: {target} (midfill serve {target})")
+    try:
+        plot_loss(folder / LOSS_LOG, folder / "loss.png")
+        written.append(f"loss curve: {folder / 'loss.png'}")
+    except ImportError:  # matplotlib is part of the training extra, but not essential
+        written.append(f"loss of each step: {folder / LOSS_LOG}")
+    return written
 
 
 def _sentinel_ids(format: FimFormat) -> list[int]:
     sentinels = (format.prefix, format.suffix, format.middle)
     return [each.token_id for each in sentinels if each is not None]
+
+
+def _rounding(run: TrainingRun) -> Rounding:
+    """Return the rounding rule that serving has to merge the adapter with."""
+    quantization_aware = run.trainer.qat is not None and run.recipe.qat_start < 1
+    return QAT_ROUNDING if quantization_aware else DEFAULT_ROUNDING
+
+
+def _training_record(
+    recipe: TrainingRecipe, state: TrainingState, log: Path, machine: str
+) -> dict[str, Any]:
+    losses = [line["loss"] for line in read_loss_log(log)]
+    tenth = max(1, len(losses) // 10)
+    return {
+        "made_with": f"midfill {__version__}, torch {torch.__version__}",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine,
+        "precision": resolve_precision(recipe.precision),
+        "steps": state.step,
+        "tokens": state.tokens,
+        "characters": state.characters,
+        "hours": round(state.seconds / 3600, 2),
+        "first_loss": round(sum(losses[:tenth]) / tenth, 4),
+        "last_loss": round(sum(losses[-tenth:]) / tenth, 4),
+    }
+
+
+def _data_record(stream: TrainingStream, manifest: str) -> dict[str, Any]:
+    """Return counts and licences of the documents; refusals are those of the first pass."""
+    return {
+        "documents": len(stream.manifest),
+        "passes": stream.position.epoch + 1,
+        "examples": stream.examples,
+        "licences": dict(stream.licences.most_common()),
+        "refused": dict(stream.refused.most_common()),
+        "sources": _source_folders(stream.manifest.values()),
+        "manifest_sha256": hashlib.sha256(manifest.encode()).hexdigest(),
+    }
+
+
+def _source_folders(names: Iterable[str]) -> str:
+    """Return the folders directly below the sources; usually these are packages."""
+    folders = {name.split("/")[1] for name in names if name.count("/") > 1}
+    return ", ".join(sorted(folders, key=str.lower))

@@ -1,4 +1,4 @@
-"""run.json: what a folder's run is made of, so that no other run goes on in its place."""
+"""run.json: what decides a folder's run, so that no other run continues in its place."""
 
 import json
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
 from midfill.system.atomic import write_file
-from midfill.training.recipe import TrainingRecipe
+from midfill.training.recipe import TrainingRecipe, with_current_names
 
 _RUN_FILE = "run.json"
-_FREE = ("precision", "gradient_checkpointing")  # how, not what: may differ when a run goes on
+_MAY_CHANGE = ("precision", "gradient_checkpointing")  # settings that may differ on resuming
 
 
 def describe_run(
     checkpoint: Checkpoint, format: FimFormat, recipe: TrainingRecipe
 ) -> dict[str, Any]:
-    """What decides what a run makes of its documents: base, sentinels and recipe; plain values."""
+    """Return what decides a run besides its documents: base, sentinels, recipe; plain values."""
     sentinels = (format.prefix, format.suffix, format.middle)
     run = {
         "base": checkpoint.content_digest,
@@ -30,7 +30,7 @@ def describe_run(
 
 
 def claim_folder(folder: Path, run: Mapping[str, Any]) -> None:
-    """Write down what a folder's run is, where that is not done yet.
+    """Write the description of a folder's run, unless it is already there.
 
     Raises:
         MidfillError: the folder can't be written.
@@ -40,35 +40,35 @@ def claim_folder(folder: Path, run: Mapping[str, Any]) -> None:
 
 
 def check_folder(folder: Path, run: Mapping[str, Any]) -> None:
-    """Check that a folder's run, if there is one, is this run.
+    """Check that a folder belongs to this run or to none.
 
     Raises:
-        MidfillError: it is another one; says what differs.
+        MidfillError: it belongs to another; the message says what differs.
     """
     path = folder / _RUN_FILE
     if not path.is_file():
         return
     try:
-        before = dict(_flat(json.loads(path.read_text(encoding="utf-8"))))
-    except (OSError, ValueError, AttributeError) as error:
+        before = dict(_flatten(with_current_names(json.loads(path.read_text(encoding="utf-8")))))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise MidfillError(f"{path}: can't be read: {error}") from None
     differing = [
         f"{name} {before.get(name)!r} there, {value!r} now"
-        for name, value in _flat(run)
-        if name not in _FREE and before.get(name) != value
+        for name, value in _flatten(run)
+        if name not in _MAY_CHANGE and before.get(name) != value
     ]
     if differing:
         raise MidfillError(
-            f"{folder}: holds another run ({'; '.join(differing[:3])}); name another --output, or "
-            "go on with the same settings"
+            f"{folder}: holds another run ({'; '.join(differing[:3])}); use another --output, or "
+            "continue with the same settings"
         )
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     pairs: list[tuple[str, Any]] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
-            pairs += _flat(value, f"{prefix}{name}.")
+            pairs += _flatten(value, f"{prefix}{name}.")
         else:
             pairs.append((prefix + name, value))
     return pairs

@@ -1,4 +1,4 @@
-"""TrainingStream: a corpus to packed rows, the same rows for the same recipe, from any point on."""
+"""TrainingStream: a corpus as packed rows, the same for the same recipe, resumable at any row."""
 
 import hashlib
 import random
@@ -8,26 +8,25 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from midfill.errors import MidfillError
-from midfill.training.corpus import Corpus
-from midfill.training.documents import Document
+from midfill.training.corpus import Corpus, Document
 from midfill.training.examples import Example, ExampleMaker
 from midfill.training.filters import DocumentFilter, Refusal
 from midfill.training.holes import draw_hole
 from midfill.training.packing import PackedRow, Packer
 from midfill.training.recipe import TrainingRecipe
 
-_TRIES = 4  # draws of a hole before a window is given up
-_SHUFFLED = 256  # examples among which one is drawn, so that a file's examples part
-_ALL_TOO_LONG = 1000  # examples in a row that fit no row: none ever will
+_HOLE_ATTEMPTS = 4  # draws of a hole before a window is given up
+_SHUFFLE_BUFFER = 256  # examples among which one is drawn, so that those of a file are spread
+_MAX_DROPPED = 1000  # examples in a row too long for any row before the run is given up
 
 
 @dataclass(frozen=True)
-class Place:
-    """How far a stream has come.
+class StreamPosition:
+    """How much of a corpus a stream has read.
 
     Attributes:
-        epoch: passes over the corpus that are finished.
-        document: documents taken from the corpus in this pass, refused ones included.
+        epoch: finished passes over the corpus.
+        document: documents read in this pass, refused ones included.
     """
 
     epoch: int = 0
@@ -38,26 +37,26 @@ class Place:
 class TrainingStream:
     """Endless packed rows: pass after pass over a corpus, each with other holes.
 
-    It is read once, through ``rows`` or ``read_examples``.
+    It can be iterated once, by ``rows`` or by ``read_examples``.
 
     Args:
-        corpus: where documents come from.
+        corpus: the documents.
         maker: makes the examples.
         recipe: what is drawn.
-        filter: which documents are taken.
+        filter: which documents are accepted.
 
     Attributes:
-        place: where the next document is read.
-        manifest: sha256 of the content -> name of every document that was kept.
-        licences: documents in it under each licence, "unknown" for none.
-        examples, tokens: made so far.
+        position: where the next document is read.
+        manifest: sha256 of the content -> name, of every document that was kept.
+        licences: number of these documents per licence, "unknown" where there is none.
+        examples, tokens: number made so far.
     """
 
     corpus: Corpus
     maker: ExampleMaker
     recipe: TrainingRecipe
     filter: DocumentFilter
-    place: Place = field(default_factory=Place)
+    position: StreamPosition = field(default_factory=StreamPosition)
     manifest: dict[str, str] = field(default_factory=dict)
     licences: Counter[str] = field(default_factory=Counter)
     examples: int = 0
@@ -66,18 +65,18 @@ class TrainingStream:
 
     @property
     def refused(self) -> Counter[Refusal]:
-        """Documents refused by reason: of the first pass, as far as it has come."""
+        """Number of refused documents by reason, in the first pass so far."""
         return self.filter.refused if self._refused is None else self._refused
 
     def rows(self, *, skip: int = 0) -> Iterator[PackedRow]:
-        """The stream's rows from its beginning.
+        """Return the stream's rows from its beginning.
 
         Args:
-            skip: rows to leave out; they are made again, which costs seconds where training on
-                them cost hours.
+            skip: rows to leave out. They are made again, which takes seconds where training on
+                them took hours.
 
         Raises:
-            MidfillError: no document is left after filtering, or no example fits a row.
+            MidfillError: no document passes the filter, or no example fits a row.
         """
         rows = self._rows()
         for _ in islice(rows, skip):
@@ -85,21 +84,21 @@ class TrainingStream:
         return rows
 
     def read_examples(self) -> Iterator[Example]:
-        """The examples in order of their documents, before they are shuffled and packed.
+        """Return the examples in the order of their documents, before shuffling and packing.
 
         Raises:
-            MidfillError: no document is left after filtering.
+            MidfillError: no document passes the filter.
         """
         while True:
             before = self.examples
-            for document, text in self._documents():
-                yield from self._examples_of(document, text)
+            for document, text in self._read_documents():
+                yield from self._make_examples(document, text)
             if self.examples == before:
                 raise MidfillError(self._nothing_left())
             if self._refused is None:
                 self._refused = self.filter.refused
-            self.place = Place(self.place.epoch + 1)
-            self.filter.start_over()
+            self.position = StreamPosition(self.position.epoch + 1)
+            self.filter.reset()
 
     def _rows(self) -> Iterator[PackedRow]:
         packer = Packer(self.recipe.row_tokens)
@@ -107,10 +106,10 @@ class TrainingStream:
             row = packer.add(example)
             if row is not None:
                 yield row
-            elif packer.refused >= _ALL_TOO_LONG and not packer.rows:
+            elif packer.dropped >= _MAX_DROPPED and not packer.rows:
                 raise MidfillError(
-                    f"no example is as short as row_tokens, {self.recipe.row_tokens}; make that "
-                    "more, or prefix_characters and suffix_characters less"
+                    f"no example is as short as row_tokens, {self.recipe.row_tokens}; increase "
+                    "it, or decrease prefix_characters and suffix_characters"
                 )
 
     def _shuffled(self) -> Iterator[Example]:
@@ -118,53 +117,54 @@ class TrainingStream:
         held: list[Example] = []
         for example in self.read_examples():
             held.append(example)
-            if len(held) > _SHUFFLED:
+            if len(held) > _SHUFFLE_BUFFER:
                 at = draw.randrange(len(held))
                 held[at], held[-1] = held[-1], held[at]
                 yield held.pop()
 
     def _nothing_left(self) -> str:
-        if not self.place.document:
+        if not self.position.document:
             return "there are no documents to train on: every source is empty"
         why = ", ".join(f"{reason}: {count}" for reason, count in self.refused.most_common())
         if self.filter.kept:
             why = f"{why}, shorter than a hole: {self.filter.kept}".removeprefix(", ")
-        return f"none of the {self.place.document} documents can be trained on ({why})"
+        return f"none of the {self.position.document} documents can be trained on ({why})"
 
-    @property
-    def _fragmenting(self) -> bool:
+    def _uses_fragments(self) -> bool:
         data = self.recipe.data
         return data.fragments and self.tokens >= data.fragments_from * self.recipe.tokens
 
-    def _documents(self) -> Iterator[tuple[Document, str]]:
+    def _read_documents(self) -> Iterator[tuple[Document, str]]:
+        """Read a pass over the corpus: accepted documents with their texts."""
         limit = self.recipe.data.documents
-        for document in self.corpus.read(self.recipe.seed + self.place.epoch):
-            if limit is not None and self.place.document >= limit:
+        for document in self.corpus.read(self.recipe.seed + self.position.epoch):
+            if limit is not None and self.position.document >= limit:
                 return
-            self.place = Place(self.place.epoch, self.place.document + 1)
-            text = self.filter.text_of(document)
+            self.position = StreamPosition(self.position.epoch, self.position.document + 1)
+            text = self.filter.accept(document)
             if text is not None:
-                self._take_down(document)
+                self._record(document)
                 yield document, text
 
-    def _take_down(self, document: Document) -> None:
+    def _record(self, document: Document) -> None:
         digest = hashlib.sha256(document.content).hexdigest()
         if digest not in self.manifest:
             self.manifest[digest] = document.name
             self.licences[document.licence or "unknown"] += 1
 
-    def _examples_of(self, document: Document, text: str) -> Iterator[Example]:
-        key = f"{self.recipe.seed} {self.place.epoch} {document.name}"
+    def _make_examples(self, document: Document, text: str) -> Iterator[Example]:
+        """Make the examples of a document; they depend on it, the seed and the pass alone."""
+        key = f"{self.recipe.seed} {self.position.epoch} {document.name}"
         draw = random.Random(key)
         widest = sum(self.recipe.data.prefix_characters + self.recipe.data.suffix_characters)
         windows = min(self.recipe.data.windows, 1 + len(text) // widest)
         for number in range(windows):
-            holes = (draw_hole(text, self.recipe.data, draw) for _ in range(_TRIES))
+            holes = (draw_hole(text, self.recipe.data, draw) for _ in range(_HOLE_ATTEMPTS))
             hole = next((hole for hole in holes if hole is not None), None)
             if hole is None:
                 continue
             fragments = random.Random(f"{key} {number}")
-            example = self.maker.make(text, hole, fragments, fragments=self._fragmenting)
+            example = self.maker.make(text, hole, fragments, fragments=self._uses_fragments())
             self.examples += 1
             self.tokens += len(example.ids)
             yield example

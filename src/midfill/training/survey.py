@@ -1,4 +1,4 @@
-"""Survey of a corpus: what the data pipeline makes of it, and how fast, without any training."""
+"""Survey of a corpus: what the data pipeline makes of it and how fast, without training."""
 
 import random
 import time
@@ -14,20 +14,21 @@ from midfill.training.stream import TrainingStream
 
 @dataclass(frozen=True)
 class Survey:
-    """What came out of a corpus.
+    """What the data pipeline made of a corpus.
 
     Attributes:
-        documents: read; kept are those that were not refused.
-        kept, refused: of these.
-        licences: documents kept under each.
-        examples: by kind of hole and layout.
+        documents: number of documents read.
+        kept: number of these that passed the filter.
+        refused: number of the others by reason.
+        licences: number of kept documents per licence.
+        examples: number of examples by kind of hole and layout.
         tokens: of all examples.
-        learned: how many of them count in the loss.
-        fragments: how many pieces of text were tokenised apart only because they were cut.
-        too_long: examples longer than a row.
-        seconds: taken, from files to packed rows.
+        learned: tokens with a loss weight above 0.
+        cuts: number of places where text was cut before it was tokenised.
+        dropped: examples longer than a row.
+        seconds: from files to packed rows.
         samples: some of the examples.
-        whole: the corpus was read to its end.
+        complete: whether the corpus was read to its end.
     """
 
     documents: int
@@ -37,56 +38,56 @@ class Survey:
     examples: Counter[tuple[HoleKind, LayoutKind]]
     tokens: int
     learned: int
-    fragments: int
-    too_long: int
+    cuts: int
+    dropped: int
     seconds: float
     samples: list[Example]
-    whole: bool
+    complete: bool
 
 
-def survey_stream(stream: TrainingStream, *, tokens: int, samples: int) -> Survey:
-    """Run the data pipeline over a corpus, once at most.
+def survey_stream(stream: TrainingStream, *, max_tokens: int, samples: int) -> Survey:
+    """Run the data pipeline over a corpus, at most once.
 
     Args:
-        stream: a fresh one.
-        tokens: stop after so many.
-        samples: examples to keep, drawn from all that are made.
+        stream: a fresh stream.
+        max_tokens: stop after so many.
+        samples: number of examples to keep, drawn from all that are made.
 
     Raises:
         MidfillError: no document can be trained on.
     """
     packer = Packer(stream.recipe.row_tokens)
     kinds: Counter[tuple[HoleKind, LayoutKind]] = Counter()
-    learned = fragments = counted = 0
-    kept: list[Example] = []
+    tokens = learned = cuts = 0
+    sampled: list[Example] = []
     draw = random.Random(stream.recipe.seed)
-    documents = filtered = 0
+    documents = kept = 0
     started = time.perf_counter()
     for example in stream.read_examples():
-        if stream.place.epoch:
+        if stream.position.epoch:
             break
-        documents, filtered = stream.place.document, stream.filter.kept
+        documents, kept = stream.position.document, stream.filter.kept
         packer.add(example)
         kinds[example.hole.kind, example.hole.layout] += 1
-        counted += len(example.ids)
+        tokens += len(example.ids)
         learned += int((example.weights > 0).sum())
-        fragments += len(example.borders)
-        place = len(kept) if len(kept) < samples else draw.randrange(kinds.total())
-        if place < samples:  # a reservoir: each example is kept with the same chance
-            kept[place : place + 1] = [example]
-        if counted >= tokens:
+        cuts += len(example.fragment_starts)
+        slot = len(sampled) if len(sampled) < samples else draw.randrange(kinds.total())
+        if slot < samples:  # reservoir sampling: each example is kept with the same probability
+            sampled[slot : slot + 1] = [example]
+        if tokens >= max_tokens:
             break
     return Survey(
         documents=documents,
-        kept=filtered,
+        kept=kept,
         refused=stream.refused,
         licences=stream.licences,
         examples=kinds,
-        tokens=counted,
+        tokens=tokens,
         learned=learned,
-        fragments=fragments,
-        too_long=packer.refused,
+        cuts=cuts,
+        dropped=packer.dropped,
         seconds=time.perf_counter() - started,
-        samples=kept,
-        whole=stream.place.epoch > 0,
+        samples=sampled,
+        complete=stream.position.epoch > 0,
     )

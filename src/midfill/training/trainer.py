@@ -1,4 +1,4 @@
-"""Trainer: goes on training from the newest checkpoint until the recipe's tokens are used up."""
+"""Trainer: trains from the newest checkpoint until the recipe's tokens are used up."""
 
 import math
 import signal
@@ -16,22 +16,22 @@ import torch
 
 from midfill.errors import MidfillError
 from midfill.training.checkpoints import (
-    Progress,
+    TrainingState,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
 )
-from midfill.training.grid import BaseGrid
+from midfill.training.loss import InfillingLoss
 from midfill.training.loss_log import StepReport, open_loss_log
-from midfill.training.objective import InfillingLoss
 from midfill.training.packing import PackedRow
+from midfill.training.quantization_aware import QuantizationAwareLora
 from midfill.training.recipe import Precision, TrainingRecipe
 from midfill.training.run_file import claim_folder
 from midfill.training.stream import TrainingStream
 
 LOSS_LOG = "loss.jsonl"
 CHECKPOINTS = "checkpoints"
-_FULL = 0.9  # of a step's tokens; whole rows seldom add up to all of them
+_MIN_STEP_SHARE = 0.9  # of a step's tokens; whole rows rarely add up to all of them
 
 
 @dataclass
@@ -39,15 +39,15 @@ class Trainer:
     """Trains one model; owns its optimizer and its folder.
 
     Args:
-        model: what ``lora.trainable`` made: parameters that require a gradient are trained.
-        recipe: the run.
-        stream: where rows come from.
-        folder: gets checkpoints and the loss of every step.
+        model: made by ``lora.make_trainable``; parameters that require a gradient are trained.
+        recipe: the run's settings.
+        stream: the rows to train on.
+        folder: gets the checkpoints and the loss log.
         description: see ``run_file.describe_run``.
-        checkpoint_seconds: between two checkpoints.
-        grid: what the base is stored on, where that is quantised.
-        start_from: a checkpoint of another run whose weights and optimizer this one starts with,
-            where it has no checkpoint of its own.
+        checkpoint_seconds: time between two checkpoints.
+        qat: the LoRA layers over quantised matrices; None trains without requantisation.
+        start_from: a checkpoint of another run whose weights and optimizer state this one starts
+            with, unless it has a checkpoint of its own.
     """
 
     model: Any
@@ -56,13 +56,13 @@ class Trainer:
     folder: Path
     description: Mapping[str, Any]
     checkpoint_seconds: float = 300.0
-    grid: BaseGrid | None = None
+    qat: QuantizationAwareLora | None = None
     start_from: Path | None = None
 
-    def run(self, on_step: Callable[[StepReport], None]) -> Progress:
-        """Train to the end of the recipe, or until SIGTERM or SIGINT, which end a step first.
+    def run(self, on_step: Callable[[StepReport], None]) -> TrainingState:
+        """Train to the end of the recipe, or until SIGTERM or SIGINT, which finish a step first.
 
-        Nothing is written before the first documents have proven to be usable.
+        Nothing is written before the first documents have proved usable.
 
         Raises:
             MidfillError: no usable documents, a loss that is not finite, or a checkpoint that
@@ -70,7 +70,7 @@ class Trainer:
         """
         from accelerate import Accelerator
 
-        precision = precision_of(self.recipe.precision)
+        precision = resolve_precision(self.recipe.precision)
         accelerator = Accelerator(
             mixed_precision="bf16" if precision == "bf16" else "no",
             cpu=not torch.cuda.is_available(),
@@ -81,108 +81,113 @@ class Trainer:
             betas=(0.9, 0.98),
             weight_decay=self.recipe.weight_decay,
         )
-        folder = self.folder / CHECKPOINTS
-        own = newest_checkpoint(folder)
-        progress = Progress()
-        if own is not None:
-            progress = load_checkpoint(own, self.model, optimizer)
-        elif self.start_from is not None:
-            # Weights and optimizer go on; steps, rows and learning rate are this run's own.
-            load_checkpoint(self.start_from, self.model, optimizer)
-        objective, optimizer = accelerator.prepare(
+        state = self._load_state(optimizer)
+        loss_module, optimizer = accelerator.prepare(
             InfillingLoss(self.model, self.stream.maker.end_token_id), optimizer
         )
-        batches = self._batches(progress)
+        batches = self._batches(state)
         claim_folder(self.folder, self.description)
-        saved_at, saved, reached = time.monotonic(), progress, progress
+        checkpoints = self.folder / CHECKPOINTS
+        saved_at, saved, resumed = time.monotonic(), state, state
         with (
-            _asked_to_stop() as stop,
-            open_loss_log(self.folder / LOSS_LOG, progress.step) as log,
+            _stop_signals() as stop,
+            open_loss_log(self.folder / LOSS_LOG, state.step) as log,
             _row_workers(accelerator.device) as workers,
         ):
-            while progress.step < self.recipe.steps and not stop.is_set():
+            while state.step < self.recipe.steps and not stop.is_set():
                 batch = next(batches)
-                self._settle(progress.step, resumed=progress == reached)
-                report = self._step(accelerator, objective, optimizer, batch, workers, progress)
-                progress = report.progress
+                self._requantise(state.step, first=state == resumed)
+                report = self._step(accelerator, loss_module, optimizer, batch, workers, state)
+                state = report.state
                 log.write(report)
                 on_step(report)
                 if time.monotonic() - saved_at > self.checkpoint_seconds:
-                    save_checkpoint(folder, progress, self.model, optimizer.optimizer)
-                    saved_at, saved = time.monotonic(), progress
-            if progress != saved:
-                save_checkpoint(folder, progress, self.model, optimizer.optimizer)
-        return progress
+                    save_checkpoint(checkpoints, state, self.model, optimizer.optimizer)
+                    saved_at, saved = time.monotonic(), state
+            if state != saved:
+                save_checkpoint(checkpoints, state, self.model, optimizer.optimizer)
+        return state
 
-    def _settle(self, step: int, *, resumed: bool) -> None:
-        """Carry the grid's rounding over into the frozen weights, every few steps."""
-        if self.grid is None or step < self.recipe.grid_from * self.recipe.steps:
+    def _load_state(self, optimizer: torch.optim.Optimizer) -> TrainingState:
+        """Load the run's newest checkpoint, or the weights it starts from, if any."""
+        newest = newest_checkpoint(self.folder / CHECKPOINTS)
+        if newest is not None:
+            return load_checkpoint(newest, self.model, optimizer)
+        if self.start_from is not None:
+            # Weights and optimizer state are taken over; steps, rows and learning rate are not.
+            load_checkpoint(self.start_from, self.model, optimizer)
+        return TrainingState()
+
+    def _requantise(self, step: int, *, first: bool) -> None:
+        """Requantise the frozen weights every few steps, and at the first step after a start."""
+        if self.qat is None or step < self.recipe.qat_start * self.recipe.steps:
             return
-        if resumed or step % self.recipe.grid_steps == 0:
-            self.grid.settle()
+        if first or step % self.recipe.qat_interval == 0:
+            self.qat.requantise()
 
-    def _batches(self, progress: Progress) -> Iterator[list[PackedRow]]:
-        """The rows of each step to come; the first step's are made now."""
-        rows = self.stream.rows(skip=progress.rows)
+    def _batches(self, state: TrainingState) -> Iterator[list[PackedRow]]:
+        """Return the rows of each coming step; those of the first step are made at once."""
+        rows = self.stream.rows(skip=state.rows)
+        enough = self.recipe.tokens_per_step * _MIN_STEP_SHARE
 
         def batches() -> Iterator[list[PackedRow]]:
             while True:
                 batch: list[PackedRow] = []
-                while sum(len(row.ids) for row in batch) < self.recipe.tokens_a_step * _FULL:
+                while sum(len(row.ids) for row in batch) < enough:
                     batch.append(next(rows))
                 yield batch
 
         endless = batches()
-        first = islice(endless, 1 if progress.step < self.recipe.steps else 0)
+        first = islice(endless, 1 if state.step < self.recipe.steps else 0)
         return chain(list(first), endless)
 
     def _step(
         self,
         accelerator: Any,
-        objective: Any,
+        loss_module: Any,
         optimizer: Any,
         batch: list[PackedRow],
         workers: ThreadPoolExecutor,
-        progress: Progress,
+        state: TrainingState,
     ) -> StepReport:
-        """Gradients of a step's rows, then one change of the weights."""
+        """Accumulate the gradients of a batch and make one optimizer step."""
         started = time.perf_counter()
         total = float(sum(row.weights.sum() for row in batch))
 
-        def learn(row: PackedRow) -> float:
-            part = objective(row) / total
+        def backward(row: PackedRow) -> float:
+            part = loss_module(row) / total
             accelerator.backward(part)
             return float(part.detach())
 
-        loss = sum(workers.map(learn, batch))
+        loss = sum(workers.map(backward, batch))
         if not math.isfinite(loss):
             raise MidfillError(
-                f"the loss of step {progress.step + 1} is {loss}; start again with a lower "
-                "learning_rate, the last checkpoint stays as it is"
+                f"the loss of step {state.step + 1} is {loss}; start again with a lower "
+                "learning_rate, the last checkpoint is unchanged"
             )
-        rate = self.recipe.rate_at(progress.step)
+        rate = self.recipe.learning_rate_at(state.step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        accelerator.clip_grad_norm_(objective.parameters(), self.recipe.clip)
+        accelerator.clip_grad_norm_(loss_module.parameters(), self.recipe.clip)
         optimizer.step()
         optimizer.zero_grad()
         seconds = time.perf_counter() - started
         tokens = sum(len(row.ids) for row in batch)
         after = replace(
-            progress,
-            step=progress.step + 1,
-            rows=progress.rows + len(batch),
-            tokens=progress.tokens + tokens,
-            characters=progress.characters + sum(row.characters for row in batch),
-            seconds=progress.seconds + seconds,
+            state,
+            step=state.step + 1,
+            rows=state.rows + len(batch),
+            tokens=state.tokens + tokens,
+            characters=state.characters + sum(row.characters for row in batch),
+            seconds=state.seconds + seconds,
         )
         return StepReport(after, loss, rate, tokens, seconds)
 
 
-def precision_of(wanted: Precision) -> Precision:
-    """What "auto" means on this machine: bfloat16 where it is multiplied natively."""
-    if wanted != "auto":
-        return wanted
+def resolve_precision(precision: Precision) -> Precision:
+    """Resolve "auto" for this machine: bfloat16 where it is multiplied natively."""
+    if precision != "auto":
+        return precision
     if torch.cuda.is_available():
         return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
     return "bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"
@@ -190,14 +195,14 @@ def precision_of(wanted: Precision) -> Precision:
 
 @contextmanager
 def _row_workers(device: torch.device) -> Iterator[ThreadPoolExecutor]:
-    """Threads that take the rows of a step in turn.
+    """Provide the threads that process the rows of a step.
 
-    On a CPU every core gets rows of its own: cores that share each matrix product wait for one
-    another hundreds of times a step, and all of them for the one that has something else to do.
-    Gradients are summed in the order in which rows are done, so runs agree to rounding only.
+    On a CPU every core processes rows of its own. Cores that share each matrix product would wait
+    for each other hundreds of times per step, and all of them for one that is busy elsewhere.
+    Gradients are summed in the order in which rows finish, so runs agree to rounding only.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 1
-    torch.set_autocast_cache_enabled(False)  # it is shared, and cleared by whoever is done first
+    torch.set_autocast_cache_enabled(False)  # threads share it, and the first to finish clears it
     try:
         with ThreadPoolExecutor(threads, initializer=_use_one_core) as workers:
             yield workers
@@ -210,8 +215,11 @@ def _use_one_core() -> None:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set instead of ending the process."""
+def _stop_signals() -> Iterator[threading.Event]:
+    """Provide an event that SIGTERM and SIGINT set instead of ending the process.
+
+    Outside the main thread, signals are left alone and nothing sets it.
+    """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

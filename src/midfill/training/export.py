@@ -1,4 +1,4 @@
-"""The folders a run leaves: a LoRA adapter, or a whole model, each with midfill's record of it."""
+"""Export: folders with a LoRA adapter or a whole model, midfill's record of it and a model card."""
 
 import json
 import shutil
@@ -23,8 +23,38 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_SAVED_ROW_KEY = "trainable_tokens_delta"
-_SAVE_ERRORS = (RuntimeError, SafetensorError)  # a full disk, in torch and in safetensors
+_TRAINED_ROWS_KEY = "trainable_tokens_delta"
+_SAVE_ERRORS = (RuntimeError, SafetensorError)  # of torch and safetensors, e.g. on a full disk
+
+_CARD_HEAD = """---
+library_name: {library}
+base_model: {base}
+license: {licence}
+pipeline_tag: text-generation
+tags: [code, infilling, fill-in-the-middle]
+---
+
+# {base}, taught to infill
+
+Completes at a caret between a prefix and a suffix. Made from {base} by `midfill train fim`;
+{serving}
+
+{prompt} {fragments}
+"""
+_SERVE_ADAPTER = (
+    "`midfill serve {base} --adapter FOLDER` merges this adapter into its base when it starts."
+)
+_SERVE_MODEL = "`midfill serve FOLDER` runs it."
+_PROMPT = (
+    "Prompt: `{prefix}` prefix[:k] `{suffix}` suffix `{middle}` prefix[k:], for any k; the answer\n"
+    "ends with `{stop}`."
+)
+_OWN_PROMPT = "Prompts are in the base's own infilling format."
+_FRAGMENTS = (
+    "Trained on text tokenised in fragments (EFIM, arXiv 2505.21889), so the caret and k may be "
+    "inside a word."
+)
+_WHOLE_TEXT = "Trained on text tokenised as a whole."
 
 
 def adapter_record(
@@ -37,15 +67,15 @@ def adapter_record(
     name: str | None = None,
     **sections: object,
 ) -> dict[str, Any]:
-    """What midfill.json says: which base, which sentinels, and how the adapter was made.
+    """Return the content of midfill.json: the base, the sentinels, and how the adapter was made.
 
     Args:
         checkpoint: the base.
         format, end_token_id: what was taught.
         fragments: whether text was tokenised in fragments.
-        rounding: how a merge into a quantised base has to be rounded.
-        name: what people know the base by; None takes what it calls itself.
-        sections: what else it says (recipe, data, training, ...), plain values.
+        rounding: the rounding rule for merging into a quantised base.
+        name: the base's public name; None takes the name in its own metadata.
+        sections: further sections (recipe, data, training), plain values.
     """
     record: dict[str, Any] = {
         "format": RECORD_FORMAT,
@@ -55,7 +85,7 @@ def adapter_record(
             "licence": checkpoint.metadata.get("general.license"),
         },
     }
-    # Only a model's own format can be suffix-first, and that needs no naming.
+    # A suffix-first format is always the model's own and needs no naming.
     if format.order == "psm" and format.middle is not None:
         record["fim"] = {
             "prefix": format.prefix.text,
@@ -70,7 +100,7 @@ def write_adapter(folder: Path, model: Any, record: Mapping[str, Any], card: str
     """Write a PEFT adapter in bfloat16, midfill.json and the model card.
 
     Raises:
-        MidfillError: the folder can't be written; what was there stays.
+        MidfillError: the folder can't be written; its old content is unchanged.
     """
 
     def write(temporary: Path) -> None:
@@ -80,8 +110,8 @@ def write_adapter(folder: Path, model: Any, record: Mapping[str, Any], card: str
         weights = {
             name: each.detach().to("cpu", torch.bfloat16).contiguous()
             for name, each in get_peft_model_state_dict(model, save_embedding_layers=False).items()
-            # A tied output layer repeats the embedding's rows; readers take the embedding's.
-            if not (name.endswith(_SAVED_ROW_KEY) and ".lm_head." in name)
+            # A tied output layer repeats the embedding's rows; readers use the embedding's.
+            if not (name.endswith(_TRAINED_ROWS_KEY) and ".lm_head." in name)
         }
         save_file(weights, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         configuration = model.peft_config["default"]
@@ -101,12 +131,12 @@ def write_model(
     record: Mapping[str, Any],
     card: str,
 ) -> None:
-    """Write a whole Hugging Face folder that knows its FIM tokens; LoRA updates are merged in.
+    """Write a Hugging Face folder that names its FIM tokens, with LoRA updates merged in.
 
-    ``model`` is used up: it can't be trained on.
+    ``model`` can't be trained on afterwards.
 
     Raises:
-        MidfillError: the folder can't be written; what was there stays.
+        MidfillError: the folder can't be written; its old content is unchanged.
     """
     merged = model.merge_and_unload() if hasattr(model, "peft_config") else model
 
@@ -118,10 +148,38 @@ def write_model(
     write_folder(folder, write, errors=_SAVE_ERRORS)
 
 
+def model_card(record: Mapping[str, Any], *, adapter: bool) -> str:
+    """Return a model card: Markdown for readers and for the Hugging Face hub's index.
+
+    Args:
+        record: made by ``adapter_record``.
+        adapter: whether the card is for an adapter's folder, not a whole model's.
+    """
+    base, fim = record["base"], record.get("fim")
+    prompt = _OWN_PROMPT
+    if fim is not None:
+        prompt = _PROMPT.format(**{**fim, "stop": fim["stop"][0]})
+    parts = [
+        _CARD_HEAD.format(
+            library="peft" if adapter else "transformers",
+            base=base["name"],
+            licence=str(base.get("licence") or "unknown").lower(),
+            serving=(_SERVE_ADAPTER if adapter else _SERVE_MODEL).format(base=base["name"]),
+            prompt=prompt,
+            fragments=_FRAGMENTS if record["fragments"] else _WHOLE_TEXT,
+        )
+    ]
+    for title in ("training", "data", "recipe"):
+        rows = _card_rows(record.get(title, {}))
+        if rows:
+            parts.append(f"\n## {title.capitalize()}\n\n| | |\n| --- | --- |\n{rows}")
+    return "".join(parts)
+
+
 def _write_tokenizer(
     folder: Path, checkpoint: Checkpoint, format: FimFormat, record: Mapping[str, Any]
 ) -> None:
-    """The base's tokenizer files, with the sentinels named in tokenizer_config.json."""
+    """Write the base's tokenizer files, with the sentinels named in tokenizer_config.json."""
     tokenizer = checkpoint.tokenizer
     if checkpoint.path.is_dir() and (checkpoint.path / _TOKENIZER_FILES[0]).is_file():
         for name in _TOKENIZER_FILES:
@@ -131,7 +189,9 @@ def _write_tokenizer(
         tokenizer.save(folder / "tokenizer.json")
     path = folder / "tokenizer_config.json"
     settings: dict[str, Any] = (
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else _settings(tokenizer)
+        json.loads(path.read_text(encoding="utf-8"))
+        if path.is_file()
+        else _tokenizer_config(tokenizer)
     )
     sentinels = {
         "prefix_token": format.prefix,
@@ -146,8 +206,8 @@ def _write_tokenizer(
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    """tokenizer_config.json of a base that has none."""
+def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return tokenizer_config.json for a base that has none."""
     begin, ends = tokenizer.bos_token_id, tokenizer.eos_token_ids
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -162,3 +222,13 @@ def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
 def _write_record(folder: Path, record: Mapping[str, Any], card: str) -> None:
     (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _card_rows(values: Mapping[str, Any], prefix: str = "") -> str:
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            lines.append(_card_rows(value, f"{prefix}{name}."))
+        else:
+            lines.append(f"| {prefix}{name} | {value} |\n")
+    return "".join(lines)

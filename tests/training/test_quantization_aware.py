@@ -1,4 +1,4 @@
-"""BaseGrid: what is trained is the model that will be served from the base's own grid."""
+"""Quantization-aware training: the forward pass computes with the weights that will be served."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +15,14 @@ from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.checkpoints.requantise import requantise
 from midfill.models.stored_tensor import StoredTensor
-from midfill.training.base_model import load_base
-from midfill.training.grid import ROUNDING, BaseGrid
-from midfill.training.lora import trainable
+from midfill.training.base_model import load_base_model
+from midfill.training.lora import make_trainable
+from midfill.training.quantization_aware import QAT_ROUNDING, QuantizationAwareLora
 from midfill.training.recipe import TrainingRecipe
 
 
-class QuantisedMatrices:
-    """A checkpoint whose layers' matrices are stored as Q4_1."""
+class QuantisedCheckpoint:
+    """A checkpoint with the layers' matrices quantised to Q4_1."""
 
     def __init__(self, base: Checkpoint) -> None:
         self._base = base
@@ -41,12 +41,16 @@ class QuantisedMatrices:
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return QuantisedMatrices(open_checkpoint(write_tiny("llama", tmp_path_factory.mktemp("base"))))
+    return QuantisedCheckpoint(
+        open_checkpoint(write_tiny("llama", tmp_path_factory.mktemp("base")))
+    )
 
 
 @pytest.fixture
 def model(quantised: Any) -> Any:
-    model = trainable(load_base(quantised, torch.float32), TrainingRecipe(rank=4, alpha=8), [1])
+    model = make_trainable(
+        load_base_model(quantised, torch.float32), TrainingRecipe(rank=4, alpha=8), [1]
+    )
     generator = torch.Generator().manual_seed(0)
     for name, each in model.named_parameters():
         if "lora_B" in name:
@@ -56,14 +60,13 @@ def model(quantised: Any) -> Any:
 
 def _served(quantised: Any, layer: Any, name: str) -> np.ndarray[Any, Any]:
     update = layer.get_delta_weight("default").detach().numpy()
-    return requantise(quantised.tensor(name), update, ROUNDING).to_float32()
+    return requantise(quantised.tensor(name), update, QAT_ROUNDING).to_float32()
 
 
-def test_frozen_weight_and_update_add_up_to_what_is_served(quantised: Any, model: Any) -> None:
-    grid = BaseGrid.of(model, quantised)
-    assert grid is not None
-    noise = grid.settle()
-    assert noise > 0
+def test_frozen_weight_and_update_add_up_to_the_served_weight(quantised: Any, model: Any) -> None:
+    qat = QuantizationAwareLora.find(model, quantised)
+    assert qat is not None
+    assert qat.requantise() > 0
     for path, name in (
         ("model.layers.0.self_attn.q_proj", "layers.0.q.weight"),
         ("model.layers.2.mlp.down_proj", "layers.2.down.weight"),
@@ -75,13 +78,13 @@ def test_frozen_weight_and_update_add_up_to_what_is_served(quantised: Any, model
         )
 
 
-def test_settling_twice_changes_nothing(quantised: Any, model: Any) -> None:
-    grid = BaseGrid.of(model, quantised)
-    assert grid is not None
-    grid.settle()
+def test_requantising_twice_changes_nothing(quantised: Any, model: Any) -> None:
+    qat = QuantizationAwareLora.find(model, quantised)
+    assert qat is not None
+    qat.requantise()
     weight = model.get_base_model().get_submodule("model.layers.1.mlp.up_proj").get_base_layer()
     before = weight.weight.clone()
-    grid.settle()
+    qat.requantise()
     assert torch.equal(before, weight.weight)
 
 
@@ -93,14 +96,18 @@ def test_a_small_step_of_the_update_moves_few_codes(quantised: Any, model: Any) 
     assert 0 <= np.mean(before != after) < 0.01
 
 
-def test_nothing_trained_costs_nothing(quantised: Any) -> None:
-    model = trainable(load_base(quantised, torch.float32), TrainingRecipe(rank=4, alpha=8), [1])
-    grid = BaseGrid.of(model, quantised)
-    assert grid is not None
-    assert grid.settle() == 0
+def test_an_untrained_update_adds_no_error(quantised: Any) -> None:
+    model = make_trainable(
+        load_base_model(quantised, torch.float32), TrainingRecipe(rank=4, alpha=8), [1]
+    )
+    qat = QuantizationAwareLora.find(model, quantised)
+    assert qat is not None
+    assert qat.requantise() == 0
 
 
-def test_a_base_of_floats_has_no_grid(tmp_path: Path) -> None:
+def test_a_base_of_floats_has_no_quantised_layers(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny("llama", tmp_path))
-    model = trainable(load_base(checkpoint, torch.float32), TrainingRecipe(rank=4, alpha=8), [1])
-    assert BaseGrid.of(model, checkpoint) is None
+    model = make_trainable(
+        load_base_model(checkpoint, torch.float32), TrainingRecipe(rank=4, alpha=8), [1]
+    )
+    assert QuantizationAwareLora.find(model, checkpoint) is None

@@ -10,9 +10,9 @@ import torch
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.training.base_model import load_base
-from midfill.training.lora import trainable
-from midfill.training.objective import InfillingLoss
+from midfill.training.base_model import load_base_model
+from midfill.training.lora import make_trainable
+from midfill.training.loss import InfillingLoss
 from midfill.training.packing import PackedRow
 from midfill.training.recipe import TrainingRecipe
 
@@ -33,7 +33,7 @@ def row(*lengths: int) -> PackedRow:
 def naive(model: torch.nn.Module, row: PackedRow) -> float:
     """Example by example, token by token."""
     total = 0.0
-    for start, stop in pairwise(row.starts.tolist()):
+    for start, stop in pairwise(row.cu_seqlens.tolist()):
         ids = torch.from_numpy(row.ids[start:stop].astype(np.int64))[None]
         positions = torch.arange(stop - start)[None]
         with torch.inference_mode():
@@ -45,7 +45,7 @@ def naive(model: torch.nn.Module, row: PackedRow) -> float:
             ).logits[0]
         for at in range(start + 1, stop):
             choices = logits[at - start - 1].clone()
-            if row.typed[at]:
+            if row.in_increment[at]:
                 choices[END] = float("-inf")
             likelihood = torch.log_softmax(choices, 0)[row.ids[at]]
             total -= float(row.weights[at]) * float(likelihood)
@@ -54,12 +54,12 @@ def naive(model: torch.nn.Module, row: PackedRow) -> float:
 
 @pytest.fixture(params=["llama-tied", "granite", "mistral"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return load_base(open_checkpoint(write_variant(request.param, tmp_path)), torch.float32)
+    return load_base_model(open_checkpoint(write_variant(request.param, tmp_path)), torch.float32)
 
 
 def test_the_sum_is_that_of_a_naive_reference(model: torch.nn.Module) -> None:
     packed = row(9, 30, 2, 14)
-    assert packed.typed.any()
+    assert packed.in_increment.any()
     loss = InfillingLoss(model, END)(packed)
     assert loss.dtype == torch.float32
     assert float(loss.detach()) == pytest.approx(naive(model, packed), rel=1e-5)
@@ -68,7 +68,7 @@ def test_the_sum_is_that_of_a_naive_reference(model: torch.nn.Module) -> None:
 def test_it_is_the_same_behind_peft(model: torch.nn.Module) -> None:
     packed = row(9, 30)
     plain = float(InfillingLoss(model, END)(packed).detach())
-    adapted = trainable(model, TrainingRecipe(rank=2), [1, 2, 3])
+    adapted = make_trainable(model, TrainingRecipe(rank=2), [1, 2, 3])
     assert float(InfillingLoss(adapted, END)(packed).detach()) == pytest.approx(plain, rel=1e-6)
 
 
@@ -77,7 +77,7 @@ def test_typed_text_teaches_nothing_about_the_end(model: torch.nn.Module) -> Non
     output = model.get_output_embeddings().weight
     model.get_output_embeddings().weight = torch.nn.Parameter(output.detach().clone())
     packed = row(9, 30, 14)
-    packed.typed[:] = True
+    packed.in_increment[:] = True
     packed.ids[packed.ids == END] = END + 1
     InfillingLoss(model, END)(packed).backward()
     gradient = model.get_output_embeddings().weight.grad
@@ -90,7 +90,7 @@ def test_checkpointed_gradients_are_the_gradients(tmp_path: Path) -> None:
     gradients = []
     for checkpointing in (False, True):
         recipe = TrainingRecipe(rank=2, gradient_checkpointing=checkpointing)
-        model = trainable(load_base(checkpoint, torch.float32), recipe, [1, 2, 3])
+        model = make_trainable(load_base_model(checkpoint, torch.float32), recipe, [1, 2, 3])
         InfillingLoss(model, END)(row(9, 30)).backward()
         gradients.append(
             {name: each.grad for name, each in model.named_parameters() if each.requires_grad}

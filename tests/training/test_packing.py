@@ -18,31 +18,33 @@ def example(number: int, length: int) -> Example:
 
 def parts(row: PackedRow) -> list[tuple[list[int], list[float], list[bool]]]:
     """Ids, weights and marks of each example of a row."""
-    fields = (np.split(each, row.starts[1:-1]) for each in (row.ids, row.weights, row.typed))
+    fields = (
+        np.split(each, row.cu_seqlens[1:-1]) for each in (row.ids, row.weights, row.in_increment)
+    )
     return [(a.tolist(), b.tolist(), c.tolist()) for a, b, c in zip(*fields, strict=True)]
 
 
 @given(st.lists(st.integers(1, 70), max_size=80))
-def test_every_example_that_fits_a_row_comes_out_once_and_whole(lengths: list[int]) -> None:
+def test_every_example_that_fits_a_row_is_packed_whole_and_once(lengths: list[int]) -> None:
     packer = Packer(50)
     examples = [example(number, length) for number, length in enumerate(lengths)]
     rows = [row for each in examples if (row := packer.add(each)) is not None]
-    rows += packer.flush()
+    rows += [PackedRow.pack(each) for each in packer.rows]
     fitting = [each for each in examples if len(each.ids) <= 50]
-    assert packer.refused == len(examples) - len(fitting)
+    assert packer.dropped == len(examples) - len(fitting)
     assert all(len(row.ids) <= 50 for row in rows)
     assert sorted(part for row in rows for part in parts(row)) == sorted(
-        (each.ids.tolist(), each.weights.tolist(), each.typed.tolist()) for each in fitting
+        (each.ids.tolist(), each.weights.tolist(), each.in_increment.tolist()) for each in fitting
     )
     assert sum(row.characters for row in rows) == sum(each.characters for each in fitting)
 
 
-def test_positions_begin_anew_with_each_example() -> None:
+def test_positions_start_anew_with_each_example() -> None:
     packer = Packer(10)
     for number, length in enumerate((3, 1, 4)):
         assert packer.add(example(number, length)) is None
-    (row,) = packer.flush()
-    assert row.starts.tolist() == [0, 3, 4, 8]
+    (row,) = (PackedRow.pack(each) for each in packer.rows)
+    assert row.cu_seqlens.tolist() == [0, 3, 4, 8]
     assert row.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
     assert row.positions.dtype == np.int32
 

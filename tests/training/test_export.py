@@ -18,9 +18,9 @@ from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import CheckpointError, MidfillError
 from midfill.infill.formats import FimFormat, custom_format, find_format
-from midfill.training.adapter_folder import adapter_record, write_adapter, write_model
-from midfill.training.base_model import load_base
-from midfill.training.lora import trainable
+from midfill.training.base_model import load_base_model
+from midfill.training.export import adapter_record, model_card, write_adapter, write_model
+from midfill.training.lora import make_trainable
 from midfill.training.recipe import TrainingRecipe
 
 FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
@@ -38,9 +38,9 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def trained(checkpoint: Checkpoint, method: str = "lora") -> Any:
     """A model whose trained weights are all random."""
-    model = load_base(checkpoint, torch.float32)
+    model = load_base_model(checkpoint, torch.float32)
     recipe = TrainingRecipe(rank=4, alpha=8, method=method)  # type: ignore[arg-type]
-    wrapped = trainable(model, recipe, SENTINELS)
+    wrapped = make_trainable(model, recipe, SENTINELS)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _, each in sorted(wrapped.named_parameters()):
@@ -103,7 +103,7 @@ class TestAdapter:
         assert (fim.prefix, fim.suffix, fim.middle) == FIM
         assert fim.stop == ("<|endoftext|>",)
         assert adapter.record.base_digest == checkpoint.content_digest
-        merged = load_base(AdaptedCheckpoint(checkpoint, adapter), torch.float32)
+        merged = load_base_model(AdaptedCheckpoint(checkpoint, adapter), torch.float32)
         close(packed_logits(merged.eval()), expected)
 
     def test_it_is_small_and_complete(self, untied: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ class TestModel:
         write_model(target, model, checkpoint, format_of(checkpoint), record_of(checkpoint), "c")
         written = open_checkpoint(target)
         assert written.config == checkpoint.config
-        close(packed_logits(load_base(written, torch.float32).eval()), expected)
+        close(packed_logits(load_base_model(written, torch.float32).eval()), expected)
         close(logits(AutoModelForCausalLM.from_pretrained(target).eval()), expected)
 
     def test_its_format_and_fragments_are_found_by_the_server(
@@ -191,7 +191,7 @@ class TestModel:
     @pytest.mark.parametrize("variant", sorted(VARIANTS))
     def test_its_configuration_is_the_bases(self, variant: str, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(write_variant(variant, tmp_path / "base"))
-        model = load_base(checkpoint, torch.float32)
+        model = load_base_model(checkpoint, torch.float32)
         format = format_of(checkpoint)
         write_model(tmp_path / "m", model, checkpoint, format, record_of(checkpoint), "")
         assert open_checkpoint(tmp_path / "m").config == checkpoint.config
@@ -207,3 +207,42 @@ def test_formats_that_only_a_model_itself_can_have_are_not_named(tiny: Checkpoin
     assert named["base"]["name"] == "org/tiny"
     assert record["fragments"] is False
     assert record["data"] == {"documents": 3}
+
+
+CARD_RECORD: dict[str, Any] = {
+    "base": {"name": "tiny", "digest": "0" * 64, "licence": "Apache-2.0"},
+    "fim": {"prefix": "<a>", "suffix": "<b>", "middle": "<c>", "stop": ["<end>"]},
+    "fragments": True,
+    "training": {"steps": 12},
+    "data": {"licences": {"MIT": 3, "ISC": 1}},
+    "recipe": {"rank": 4, "data": {"line": 0.5}},
+}
+
+
+def test_an_adapters_card_says_what_was_trained_on_what() -> None:
+    card = model_card(CARD_RECORD, adapter=True)
+    head = card.split("---\n")[1].splitlines()
+    assert head[:3] == ["library_name: peft", "base_model: tiny", "license: apache-2.0"]
+    assert "# tiny, taught to infill" in card
+    assert "midfill serve tiny --adapter FOLDER" in card
+    assert "`<a>` prefix[:k] `<b>` suffix `<c>` prefix[k:]" in card
+    assert "ends with `<end>`" in card
+    assert "arXiv 2505.21889" in card
+    for row in ("| steps | 12 |", "| licences.MIT | 3 |", "| rank | 4 |", "| data.line | 0.5 |"):
+        assert row in card
+    assert max(map(len, card.splitlines())) < 130
+
+
+def test_a_models_card_says_how_to_serve_it() -> None:
+    card = model_card({**CARD_RECORD, "fragments": False}, adapter=False)
+    assert "library_name: transformers" in card
+    assert "`midfill serve FOLDER` runs it" in card
+    assert "tokenised as a whole" in card
+
+
+def test_the_card_of_a_base_without_licence_and_with_its_own_format() -> None:
+    record = {**CARD_RECORD, "base": {"name": "tiny", "licence": None}}
+    del record["fim"]
+    card = model_card(record, adapter=True)
+    assert "license: unknown" in card
+    assert "the base's own infilling format" in card
