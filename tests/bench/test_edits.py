@@ -28,7 +28,7 @@ from midfill.bench.edits.report import edits_markdown, edits_table
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 from midfill.bench.targets import InProcess
 from midfill.checkpoints.model_store import DEFAULT_MODEL
-from midfill.infill.compare import common_prefix
+from midfill.infill.common_affixes import common_prefix
 
 SOURCE = "".join(
     f"def function_{n}(x, y):\n    total = x * {n} + y\n    return total\n\n\n" for n in range(60)

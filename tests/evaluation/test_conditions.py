@@ -15,7 +15,7 @@ from midfill.evaluation.conditions import (
     choose_conditions,
     make_prompt,
     parse_conditions,
-    typed_pieces,
+    typed_fragments,
     window,
 )
 from midfill.evaluation.problems import Problem
@@ -76,10 +76,10 @@ def test_typed_increments_come_in_pieces() -> None:
     ]
     assert "".join(pieces) == PROBLEM.prefix
     assert all(len(piece) <= 8 for piece in pieces)
-    long = typed_pieces("x" * 100, random.Random(0))
+    long = typed_fragments("x" * 100, random.Random(0))
     assert len(long[0]) == 60
     assert "".join(long) == "x" * 100
-    assert typed_pieces("", random.Random(0)) == ()
+    assert typed_fragments("", random.Random(0)) == ()
     assert spelled(layout("psm", typed=True)) == spelled(layout("psm"))
 
 

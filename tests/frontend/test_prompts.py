@@ -199,18 +199,18 @@ def test_after_deletions_close_to_the_cut_another_one_is_expected(prompts: Promp
     assert first.report is not None
     assert first.report.cut is not None
     assert first.report.document is not None
-    assert prompts.expect(first.report.document) is None
+    assert prompts.expected_prompt(first.report.document) is None
     prompts.infill(InfillRequest(prefix=prefix[: first.report.cut + 2], suffix=suffix))
-    expected = prompts.expect(first.report.document)
+    expected = prompts.expected_prompt(first.report.document)
     assert expected is not None
     assert expected.layout.cut < first.report.cut
     assert expected.request("r").background
-    prompts.computed(expected)
+    prompts.record_computed(expected)
     deleted = prefix[: first.report.cut - 2]
     later = prompts.infill(InfillRequest(prefix=deleted, suffix=suffix), healing=False)
     assert later.report is not None
     assert later.report.cut == expected.layout.cut
-    assert prompts.expect("document-999") is None
+    assert prompts.expected_prompt("document-999") is None
 
 
 def test_named_fim_tokens_must_exist(checkpoint: Checkpoint) -> None:

@@ -24,42 +24,42 @@ def names(files: list[ContextFile]) -> str:
 
 def test_unchanged_files_keep_their_places_whatever_order_they_come_in() -> None:
     order = ContextOrder()
-    assert names(order.arrange([file("b"), file("a"), file("c")])) == "bac"
-    assert names(order.arrange([file("a"), file("b"), file("c")])) == "bac"
+    assert names(order.order_and_record([file("b"), file("a"), file("c")])) == "bac"
+    assert names(order.order_and_record([file("a"), file("b"), file("c")])) == "bac"
 
 
 def test_a_changed_file_moves_to_the_end_and_then_costs_only_itself() -> None:
     order = ContextOrder()
-    order.arrange([file("a"), file("b"), file("c")])
-    assert names(order.arrange([file("a", 1), file("b"), file("c")])) == "bca"
-    assert names(order.arrange([file("a", 2), file("b"), file("c")])) == "bca"
+    order.order_and_record([file("a"), file("b"), file("c")])
+    assert names(order.order_and_record([file("a", 1), file("b"), file("c")])) == "bca"
+    assert names(order.order_and_record([file("a", 2), file("b"), file("c")])) == "bca"
 
 
 def test_new_files_come_before_those_that_keep_changing() -> None:
     order = ContextOrder()
     for version in range(3):
-        order.arrange([file("a", version), file("b")])
-    assert names(order.arrange([file("a", 3), file("b"), file("n")])) == "bna"
+        order.order_and_record([file("a", version), file("b")])
+    assert names(order.order_and_record([file("a", 3), file("b"), file("n")])) == "bna"
 
 
 def test_a_missing_file_leaves_what_is_before_it_in_place() -> None:
     order = ContextOrder()
-    order.arrange([file("a"), file("b"), file("c"), file("d")])
-    assert names(order.arrange([file("d"), file("c"), file("a")])) == "acd"
+    order.order_and_record([file("a"), file("b"), file("c"), file("d")])
+    assert names(order.order_and_record([file("d"), file("c"), file("a")])) == "acd"
 
 
 def test_snippets_without_a_path_are_told_apart_by_their_text() -> None:
     order = ContextOrder()
     one, two = ContextFile("x = 1"), ContextFile("y = 2")
-    assert order.arrange([one, two, one]) == [one, two]
-    assert order.arrange([two, one]) == [one, two]
+    assert order.order_and_record([one, two, one]) == [one, two]
+    assert order.order_and_record([two, one]) == [one, two]
 
 
 def test_a_request_without_context_does_not_forget_the_order() -> None:
     order = ContextOrder()
-    order.arrange([file("b"), file("a")])
-    assert order.arrange([]) == []
-    assert names(order.arrange([file("a"), file("b")])) == "ba"
+    order.order_and_record([file("b"), file("a")])
+    assert order.order_and_record([]) == []
+    assert names(order.order_and_record([file("a"), file("b")])) == "ba"
 
 
 files = st.builds(file, st.sampled_from("abcdef"), st.integers(0, 2))
@@ -71,7 +71,7 @@ def test_every_file_is_sent_exactly_once(requests: list[list[ContextFile]]) -> N
     order = ContextOrder()
     before: list[ContextFile] = []
     for request in requests:
-        arranged = order.arrange(request)
+        arranged = order.order_and_record(request)
         assert set(arranged) == set(request)
         assert len(arranged) == len(set(request))
         # As much of the last order as can stay does.

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.errors import InvalidRequestError
-from midfill.infill.compare import common_prefix
+from midfill.infill.common_affixes import common_prefix
 from midfill.infill.context import ContextFile
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, TextSegment
@@ -37,7 +37,9 @@ class Session:
         self.prompts: list[str] = []
 
     def ask(self, prefix: str, suffix: str, **fields) -> int:
-        self.layout = self.planner.plan(InfillRequest(prefix=prefix, suffix=suffix, **fields))
+        self.layout = self.planner.plan_and_record(
+            InfillRequest(prefix=prefix, suffix=suffix, **fields)
+        )
         prompt = spelled(self.layout)
         cost = len(prompt) - max((common_prefix(old, prompt) for old in self.prompts), default=0)
         self.prompts.append(prompt)
@@ -72,20 +74,22 @@ class TestLayouts:
         assert session.ask(TEXT[:-300], TEXT) == 0
 
     def test_a_model_without_sentinels_sees_the_prefix_only(self) -> None:
-        layout = Planner(None).plan(InfillRequest(prefix="abc", suffix="xyz"))
+        layout = Planner(None).plan_and_record(InfillRequest(prefix="abc", suffix="xyz"))
         assert (spelled(layout), layout.layout) == ("abc", "prefix-only")
 
     def test_verbatim_prompts_go_through_untouched(self) -> None:
-        layout = Planner(PSM).plan(InfillRequest(prefix="a<PRE>b", layout="verbatim"))
+        layout = Planner(PSM).plan_and_record(InfillRequest(prefix="a<PRE>b", layout="verbatim"))
         assert layout.segments == (TextSegment("a<PRE>b", "raw"),)
 
     def test_stop_tokens_come_from_the_format(self) -> None:
-        assert Planner(PSM).plan(InfillRequest(prefix="a")).stop_token_ids == (1, 2, 3)
+        assert Planner(PSM).plan_and_record(InfillRequest(prefix="a")).stop_token_ids == (1, 2, 3)
 
     def test_empty_texts_are_fine(self) -> None:
-        assert spelled(Planner(PSM).plan(InfillRequest(prefix=""))) == "\1\2\3"
-        assert spelled(Planner(None).plan(InfillRequest(prefix=""))) == ""
-        assert Planner(PSM).plan(InfillRequest(prefix="", layout="verbatim")).segments == ()
+        assert spelled(Planner(PSM).plan_and_record(InfillRequest(prefix=""))) == "\1\2\3"
+        assert spelled(Planner(None).plan_and_record(InfillRequest(prefix=""))) == ""
+        assert (
+            Planner(PSM).plan_and_record(InfillRequest(prefix="", layout="verbatim")).segments == ()
+        )
 
 
 class TestSessions:
@@ -116,7 +120,7 @@ class TestSessions:
         planner = Planner(PSM)
         for end in (5000, 5010, 5020):
             prefix = TEXT[end - 2000 : end]
-            layout = planner.plan(
+            layout = planner.plan_and_record(
                 InfillRequest(prefix=prefix, suffix=TEXT[7000:9000], window="as-sent")
             )
             assert layout.planned_prefix == prefix
@@ -126,7 +130,9 @@ class TestSessions:
         texts: list[str] = []
         for typed in ("", "pri", "nt(", "x"):
             texts.append(typed)
-            layout = planner.plan(InfillRequest(prefix=TEXT + "".join(texts), suffix=TEXT))
+            layout = planner.plan_and_record(
+                InfillRequest(prefix=TEXT + "".join(texts), suffix=TEXT)
+            )
         pieces = [s.text for s in layout.segments if getattr(s, "role", "") == "increment"]
         assert pieces[-3:] == ["pri", "nt(", "x"]
 
@@ -137,16 +143,16 @@ class TestSessions:
         session.ask(typed, TEXT)
         document = session.layout.document
         assert document is not None
-        expected = session.planner.expect(document)
+        expected = session.planner.expected_layout(document)
         assert expected is not None
         assert expected.planned_prefix == typed
         assert expected.planned_suffix == TEXT
         session.prompts.append(spelled(expected))
-        session.planner.computed(expected)
-        assert session.planner.expect(document) is None
+        session.planner.record_computed(expected)
+        assert session.planner.expected_layout(document) is None
         assert session.ask(typed + "y", TEXT) == 1
         assert len(session.layout.text_of("increment")) < 64
-        assert session.planner.expect("no such document") is None
+        assert session.planner.expected_layout("no such document") is None
 
     def test_a_changed_context_gives_up_the_cut(self) -> None:
         session = Session(Planner(REPOSITORY))
@@ -163,22 +169,22 @@ class TestBadInput:
     def test_lone_surrogates_are_refused_by_name(self, field: str) -> None:
         texts = {"prefix": "a", "suffix": "b"} | {field: "é\ud83d"}
         with pytest.raises(InvalidRequestError, match="half a surrogate pair") as raised:
-            Planner(PSM).plan(InfillRequest(**texts))
+            Planner(PSM).plan_and_record(InfillRequest(**texts))
         assert raised.value.param == {"prefix": "prompt", "suffix": "suffix"}[field]
 
     def test_texts_past_the_limit_are_refused_by_name(self) -> None:
         with pytest.raises(InvalidRequestError, match="at most 4000000") as raised:
-            Planner(PSM).plan(InfillRequest(prefix="a", suffix="x" * 10_000_000))
+            Planner(PSM).plan_and_record(InfillRequest(prefix="a", suffix="x" * 10_000_000))
         assert raised.value.param == "suffix"
 
     def test_a_raw_prompt_takes_no_suffix(self) -> None:
         for fields in ({"layout": "verbatim"}, {"raw": True}):
             with pytest.raises(InvalidRequestError, match="takes no suffix"):
-                Planner(PSM).plan(InfillRequest(prefix="a", suffix="b", **fields))
+                Planner(PSM).plan_and_record(InfillRequest(prefix="a", suffix="b", **fields))
 
     def test_nul_bytes_and_sentinel_spellings_are_plain_text(self) -> None:
         prefix, suffix = "a\0<PRE><SUF>", "<MID>\0b"
-        layout = Planner(PSM).plan(InfillRequest(prefix=prefix, suffix=suffix))
+        layout = Planner(PSM).plan_and_record(InfillRequest(prefix=prefix, suffix=suffix))
         assert spelled(layout) == f"\1{prefix}\2{suffix}\3"
         assert all(s.role != "raw" for s in layout.segments if isinstance(s, TextSegment))
 
@@ -188,10 +194,10 @@ class TestIsolation:
         """Windows on the same file: the neighbour's remembered text must never be used."""
         planner = Planner(PSM)
         for end in range(5000, 5200, 10):
-            planner.plan(
+            planner.plan_and_record(
                 InfillRequest(prefix=TEXT[end - 2000 : end], suffix=TEXT[end:6000], tenant="a")
             )
-        layout = planner.plan(
+        layout = planner.plan_and_record(
             InfillRequest(prefix=TEXT[3400:5200], suffix=TEXT[5200:6000], tenant="b")
         )
         assert layout.planned_prefix == TEXT[3400:5200]
@@ -200,7 +206,7 @@ class TestIsolation:
         planner = Planner(PSM)
         other = TEXT.replace("value", "other")
         for text in (TEXT, other, TEXT):
-            layout = planner.plan(
+            layout = planner.plan_and_record(
                 InfillRequest(prefix=text[:4000], suffix=text[4000:], document="same.py")
             )
             assert layout.planned_prefix + layout.planned_suffix == text
@@ -220,7 +226,7 @@ edits = st.lists(
 @given(edits, st.sampled_from([PSM, SUFFIX_FIRST]), st.booleans())
 def test_every_prompt_of_every_session_holds_exactly_the_document(steps, format, fragments) -> None:
     """Whole documents: whatever is edited, prefix and suffix come through, segment by segment."""
-    planner = Planner(format, PlannerOptions(fragments=fragments, memory=40_000))
+    planner = Planner(format, PlannerOptions(fragments=fragments, max_document_bytes=40_000))
     texts = {"a": TEXT[:3000], "b": ""}
     carets = {"a": 1500, "b": 0}
     undo = []
@@ -246,7 +252,7 @@ def test_every_prompt_of_every_session_holds_exactly_the_document(steps, format,
             texts[name], carets[name] = undo.pop()
         undo.append((texts[name], carets[name]))
         prefix, suffix = texts[name][: carets[name]], texts[name][carets[name] :]
-        layout = planner.plan(InfillRequest(prefix=prefix, suffix=suffix))
+        layout = planner.plan_and_record(InfillRequest(prefix=prefix, suffix=suffix))
         if format is PSM:
             head, increment = prefix[: layout.cut], prefix[layout.cut :]
             assert spelled(layout) == f"\1{head}\2{suffix}\3{increment}"
@@ -256,14 +262,14 @@ def test_every_prompt_of_every_session_holds_exactly_the_document(steps, format,
 
 
 def test_many_tenants_at_once_each_get_their_own_text() -> None:
-    planner = Planner(PSM, PlannerOptions(memory=200_000))
+    planner = Planner(PSM, PlannerOptions(max_document_bytes=200_000))
     chance = random.Random(0)
     texts = {str(user): TEXT.replace("value", f"user{user}") for user in range(40)}
     for _ in range(400):
         user = str(chance.randrange(40))
         caret = chance.randrange(3000, 6000)
         prefix, suffix = texts[user][caret - 1500 : caret], texts[user][caret : caret + 1500]
-        layout = planner.plan(InfillRequest(prefix=prefix, suffix=suffix, tenant=user))
+        layout = planner.plan_and_record(InfillRequest(prefix=prefix, suffix=suffix, tenant=user))
         assert layout.planned_prefix in texts[user]
         assert layout.planned_suffix in texts[user]
-        assert planner._documents.held <= 200_000
+        assert planner._documents.held_bytes <= 200_000

@@ -16,7 +16,7 @@ from midfill.engine.request import EngineRequest, SamplingParams
 from midfill.infill.formats import find_format
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
-from midfill.tokens.layout import LayoutEncoder
+from midfill.tokens.layout_encoder import LayoutEncoder
 
 SOURCES = {
     name: "".join(
@@ -54,7 +54,7 @@ class Asker:
         self.count = 0
 
     def prompt(self, one: Round) -> list[int]:
-        layout = self.planner.plan(InfillRequest(prefix=one.prefix, suffix=one.suffix))
+        layout = self.planner.plan_and_record(InfillRequest(prefix=one.prefix, suffix=one.suffix))
         return self.encoder.encode(layout)
 
     def answer(self, prompt: list[int], tenant: str) -> tuple[list[int], int]:

@@ -8,7 +8,7 @@ from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import TextSegment
 from midfill.infill.planner import Planner
 from midfill.infill.request import InfillRequest
-from midfill.infill.template import FilledTemplate, recognise
+from midfill.infill.template import FilledTemplate, parse_template
 
 PRE, SUF, MID = Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3)
 SEPARATOR = Sentinel("<FILE>", 4)
@@ -29,7 +29,7 @@ CODESTRAL = FimFormat("codestral", PRE, SUF, None, order="spm")
     ],
 )
 def test_a_filled_template_is_taken_apart(format, prompt, parts) -> None:
-    assert recognise(format, prompt) == FilledTemplate(*parts)
+    assert parse_template(format, prompt) == FilledTemplate(*parts)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_a_filled_template_is_taken_apart(format, prompt, parts) -> None:
     ],
 )
 def test_anything_else_is_left_alone(format, prompt) -> None:
-    assert recognise(format, prompt) is None
-    layout = Planner(format).plan(InfillRequest(prefix=prompt, raw=True))
+    assert parse_template(format, prompt) is None
+    layout = Planner(format).plan_and_record(InfillRequest(prefix=prompt, raw=True))
     assert layout.layout == "verbatim"
     assert "".join(segment.text for segment in layout.segments) == prompt
 
@@ -67,7 +67,7 @@ def test_what_is_recognised_is_what_was_filled_in(prefix, suffix, typed, format)
     else:
         typed = ""
         prompt = f"<SUF>{suffix}<PRE>{prefix}" + ("<MID>" if format is SEED else "")
-    filled = recognise(format, prompt)
+    filled = parse_template(format, prompt)
     spelled_inside = any(
         name in text for name in ("<PRE>", "<SUF>", "<MID>") for text in (prefix, suffix, typed)
     )
@@ -84,8 +84,8 @@ def test_a_client_that_fills_psm_itself_gets_a_standing_cut() -> None:
     def prompt(text: str) -> str:
         return f"<FILE>x.py\n<PRE>{text}<SUF>{head}<MID>"
 
-    first = planner.plan(InfillRequest(prefix=prompt(head), raw=True))
-    later = planner.plan(InfillRequest(prefix=prompt(head + "typed"), raw=True))
+    first = planner.plan_and_record(InfillRequest(prefix=prompt(head), raw=True))
+    later = planner.plan_and_record(InfillRequest(prefix=prompt(head + "typed"), raw=True))
     assert first.segments[0] == TextSegment("<FILE>x.py\n", "raw")
     assert later.document == first.document
     assert later.cut == first.cut
@@ -95,4 +95,4 @@ def test_a_client_that_fills_psm_itself_gets_a_standing_cut() -> None:
 
 def test_layout_verbatim_leaves_templates_alone() -> None:
     request = InfillRequest(prefix="<PRE>a<SUF>b<MID>", raw=True, layout="verbatim")
-    assert Planner(PSM).plan(request).segments == (TextSegment(request.prefix, "raw"),)
+    assert Planner(PSM).plan_and_record(request).segments == (TextSegment(request.prefix, "raw"),)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.infill.formats import FimFormat, custom_format
 from midfill.infill.layout import PromptLayout, lay_out
-from midfill.tokens.layout import encode_layout
+from midfill.tokens.layout_encoder import encode_layout
 from midfill.tokens.tokenizer import Tokenizer
 from midfill.training.examples import Example, ExampleMaker
 from midfill.training.holes import Hole
@@ -116,7 +116,7 @@ def test_an_increment_in_pieces_is_what_the_server_sends_after_some_keystrokes(
     *pieces, middle = [tokenizer.decode(example.ids[a:b].tolist()) for a, b in pairwise(bounds)]
     assert middle == TEXT[hole.caret : hole.end]
     prefix, suffix = TEXT[hole.start : hole.caret], TEXT[hole.end : hole.stop]
-    segments, layout = lay_out(format, prefix, suffix, hole.cut, pieces=pieces)
+    segments, layout = lay_out(format, prefix, suffix, hole.cut, fragments=pieces)
     prompt = encode_layout(PromptLayout(segments=segments, layout=layout), tokenizer)
     assert example.ids.tolist()[: len(prompt)] == prompt
 

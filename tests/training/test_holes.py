@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.infill.cut import CutHistory
+from midfill.infill.prefix_cut import CutHistory
 from midfill.training.holes import Hole, draw_hole
 from midfill.training.recipe import DataRecipe
 
@@ -99,7 +99,7 @@ def test_layouts_say_where_the_cut_is(layout: str) -> None:
         assert not any(cuts)
     elif layout == "planned":
         prefixes = [text[hole.start : hole.caret] for hole in holes]
-        layouts = [CutHistory().choose(prefix, "suffix") for prefix in prefixes]
+        layouts = [CutHistory().choose_and_record(prefix, "suffix") for prefix in prefixes]
         assert cuts == [len(planned.head) for planned in layouts]
     else:
         shares = [cut / length for cut, length in zip(cuts, lengths, strict=True) if length > 9]

@@ -129,8 +129,8 @@ def make_prompt(
     cut = chance.randint(0, len(prefix))
     if condition.cut != "random":
         cut = len(prefix) if condition.cut == "end" else 0
-    pieces = typed_pieces(prefix[cut:], chance) if options.typed else None
-    segments, name = lay_out(format, prefix, suffix, cut, pieces=pieces)
+    fragments = typed_fragments(prefix[cut:], chance) if options.typed else None
+    segments, name = lay_out(format, prefix, suffix, cut, fragments=fragments)
     return PromptLayout(
         segments=segments, layout=name, cut=cut, stop_token_ids=format.stop_token_ids
     )
@@ -154,7 +154,7 @@ def window(problem: Problem, before: int, after: int) -> tuple[str, str]:
     return prefix, suffix
 
 
-def typed_pieces(increment: str, chance: random.Random) -> tuple[str, ...]:
+def typed_fragments(increment: str, chance: random.Random) -> tuple[str, ...]:
     """An increment whose last 40 characters came in pieces of 1 to 8 characters."""
     end = max(0, len(increment) - _TYPED_CHARACTERS)
     pieces = [increment[:end]]

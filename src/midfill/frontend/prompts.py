@@ -15,7 +15,7 @@ from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.tokens.healing import TokenTrie
-from midfill.tokens.layout import LayoutEncoder
+from midfill.tokens.layout_encoder import LayoutEncoder
 from midfill.tokens.tokenizer import Tokenizer
 
 # A cautious guess: text remembered from earlier requests is not to fill the context.
@@ -185,7 +185,7 @@ class PromptEncoder:
 
     def _planned(self, request: InfillRequest) -> tuple[Prompt, int]:
         """The prompt, and how many tokens at its end are user text that the answer continues."""
-        layout = self._planner.plan(request)
+        layout = self._planner.plan_and_record(request)
         if layout.layout == "verbatim" and request.layout not in ("auto", "verbatim"):
             raise InvalidRequestError(
                 f"midfill.layout {request.layout!r} needs a suffix, or a prompt that is the"
@@ -236,21 +236,21 @@ class PromptEncoder:
         token_bytes = self._tokenizer.token_bytes
         return TokenTrie([token_bytes(token_id) for token_id in range(self._tokenizer.vocab_size)])
 
-    def expect(self, document: str) -> ExpectedPrompt | None:
-        """The prompt to compute while there is nothing to do after a document's last one, if any.
+    def expected_prompt(self, document: str) -> ExpectedPrompt | None:
+        """Return the prompt to compute in idle time after a document's last one, if any.
 
         Args:
             document: ``LayoutReport.document``.
         """
-        layout = self._planner.expect(document)
+        layout = self._planner.expected_layout(document)
         if layout is None:
             return None
         ids = self._layouts.encode(layout)
         return ExpectedPrompt(ids, layout) if len(ids) < self.context else None
 
-    def computed(self, expected: ExpectedPrompt) -> None:
-        """Take note that an expected prompt is in the engine's cache now."""
-        self._planner.computed(expected.layout)
+    def record_computed(self, expected: ExpectedPrompt) -> None:
+        """Record that an expected prompt is in the engine's cache now."""
+        self._planner.record_computed(expected.layout)
 
     def raw(self, text: str) -> Prompt:
         """The prompt for a raw text; special tokens in it are parsed.

@@ -1,9 +1,9 @@
 """Context: other files or snippets in the prompt, ordered so that a change costs little.
 
-Context stands before everything else, so the prefix cache holds it for all requests that begin
-with the same snippets in the same order. A snippet that changes invalidates all that follow it,
-whatever is done; from there on the order is free, and what has changed least goes first. So a
-snippet under edit moves to the end with its first change and costs only itself afterwards.
+Context comes before everything else, so the prefix cache serves it to all requests that begin with
+the same snippets in the same order. A snippet that changes invalidates everything after it in any
+case. From there on the order is free, and what has changed least often goes first. A snippet that
+is being edited therefore moves to the end with its first change and costs only itself afterwards.
 """
 
 from collections import Counter, OrderedDict
@@ -14,7 +14,7 @@ from itertools import takewhile
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import Segment, TextSegment
 
-_REMEMBERED_NAMES = 1024
+_MAX_PATHS = 1024
 _HASH_COMMENTS = (".py", ".rb", ".sh", ".pl", ".r", ".toml", ".yaml", ".yml", ".cmake", ".mk")
 
 
@@ -24,33 +24,35 @@ class ContextFile:
 
     Attributes:
         text: its text.
-        path: where it comes from; "" if that is unknown.
+        path: its path; "" if that is unknown.
     """
 
     text: str
     path: str = ""
 
 
-_Key = tuple[str, int]  # path, hash of the text
+_Key = tuple[int, int]  # hash of the path, hash of the text
+
+_NO_PATH = hash("")
 
 
 class ContextOrder:
-    """Keeps the order of one tenant's context from request to request; holds no texts."""
+    """Keeps the order of one tenant's context from request to request; holds hashes only."""
 
     def __init__(self) -> None:
         self._order: list[_Key] = []  # of the last request that had context
-        self._texts: OrderedDict[str, int] = OrderedDict()  # path -> hash of the text last seen
-        self._changes: Counter[str] = Counter()
+        self._texts: OrderedDict[int, int] = OrderedDict()  # hash of a path -> of its last text
+        self._changes: Counter[int] = Counter()  # hash of a path -> how often its text changed
 
-    def arrange(self, files: Sequence[ContextFile]) -> list[ContextFile]:
-        """The same files (each once), in the order to send them.
+    def order_and_record(self, files: Sequence[ContextFile]) -> list[ContextFile]:
+        """Return the files (each once) in the order to send them, and record the order.
 
-        As long as the last request's files come again unchanged, they keep their places; behind
-        the first one that is missing or changed, files that changed less often come first.
+        As long as the last request's files come again unchanged, they keep their places. After the
+        first one that is missing or changed, files that changed less often come first.
         """
         waiting = {_key(file): file for file in files}
         for path, text in waiting:
-            self._note(path, text)
+            self._record_text(path, text)
         places = {key: place for place, key in enumerate(self._order)}
         standing = list(takewhile(waiting.__contains__, self._order))
         kept = set(standing)
@@ -58,36 +60,37 @@ class ContextOrder:
             [key for key in waiting if key not in kept],
             key=lambda key: (self._changes[key[0]], places.get(key, len(places))),
         )
-        arranged = standing + rest
-        self._order = arranged or self._order
-        return [waiting[key] for key in arranged]
+        ordered = standing + rest
+        self._order = ordered or self._order
+        return [waiting[key] for key in ordered]
 
-    def _note(self, path: str, text: int) -> None:
-        """Count how often the text behind a path changed."""
-        if not path:
+    def _record_text(self, path: int, text: int) -> None:
+        """Record a path's text, and count whether it changed."""
+        if path == _NO_PATH:
             return
         if self._texts.get(path, text) != text:
             self._changes[path] += 1
         self._texts[path] = text
         self._texts.move_to_end(path)
-        if len(self._texts) > _REMEMBERED_NAMES:
+        if len(self._texts) > _MAX_PATHS:
             oldest, _ = self._texts.popitem(last=False)
             del self._changes[oldest]
 
 
 def _key(file: ContextFile) -> _Key:
-    return file.path, hash(file.text)
+    return hash(file.path), hash(file.text)
 
 
 def context_segments(
     format: FimFormat, files: Sequence[ContextFile], *, path: str = "", repository: str = ""
 ) -> tuple[Segment, ...]:
-    """Context in the family's own repository format; empty when there is no context at all.
+    """Return context in the family's own repository format; empty where there is none.
 
     Families without a file separator get each path in a comment line before its file.
 
     Args:
-        files: in order.
+        format: the model's FIM format.
+        files: in the order to send them.
         path: the document's own path.
         repository: the repository's name.
     """
@@ -96,24 +99,24 @@ def context_segments(
     separator = format.file_separator
     segments: list[Segment] = []
     if separator is None:
-        text = "".join(f"{_comment(file.path)}{_ended(file.text)}" for file in files)
-        text += _comment(path)
+        text = "".join(f"{_path_comment(file.path)}{_with_newline(file.text)}" for file in files)
+        text += _path_comment(path)
         return (TextSegment(text, "context"),) if text else ()
     if format.repository is not None and repository:
         segments += [format.repository, TextSegment(f"{repository}\n", "context")]
     for file in files:
-        segments += [separator, TextSegment(f"{file.path}\n{_ended(file.text)}", "context")]
+        segments += [separator, TextSegment(f"{file.path}\n{_with_newline(file.text)}", "context")]
     segments.append(separator)
     if path:
         segments.append(TextSegment(f"{path}\n", "context"))
     return tuple(segments)
 
 
-def _ended(text: str) -> str:
+def _with_newline(text: str) -> str:
     return text if text.endswith("\n") or not text else f"{text}\n"
 
 
-def _comment(path: str) -> str:
+def _path_comment(path: str) -> str:
     if not path:
         return ""
     mark = "#" if path.lower().endswith(_HASH_COMMENTS) else "//"

@@ -1,4 +1,4 @@
-"""PromptLayout: a prompt as an ordered list of segments, text apart from sentinel tokens."""
+"""PromptLayout: a prompt as an ordered list of segments, each either text or a sentinel token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ LayoutName = Literal["psm", "spm", "efim", "verbatim", "prefix-only"]
 
 @dataclass(frozen=True, slots=True)
 class TextSegment:
-    """User text, tokenised by itself.
+    """User text that is tokenised by itself.
 
     Attributes:
-        text: never empty.
-        role: what it is; special tokens are parsed in "raw" text and in no other.
+        text: the text, never empty.
+        role: which part of the prompt it is; special tokens are parsed in "raw" text only.
     """
 
     text: str
@@ -32,12 +32,12 @@ class PromptLayout:
 
     Attributes:
         segments: in the order the model reads them.
-        layout: what was built, which can differ from what was asked for: suffix-first families
-            know only "spm", a model without sentinels gets "prefix-only" (the suffix is not
-            seen at all: tell the client).
+        layout: what was built, which can differ from what was asked for. Suffix-first families
+            support only "spm". A model without sentinels gets "prefix-only": it does not see the
+            suffix, and the client should be told.
         cut: characters of the planned prefix that stand before the suffix; the rest is the
             increment.
-        document: id of the document it was planned for; None where none is kept.
+        document: id of the document it was planned for; None where none is remembered.
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
     """
 
@@ -48,7 +48,7 @@ class PromptLayout:
     stop_token_ids: tuple[int, ...] = ()
 
     def text_of(self, *roles: Role) -> str:
-        """The text of all segments with one of these roles, joined."""
+        """Return the text of all segments with one of these roles, joined."""
         return "".join(
             segment.text
             for segment in self.segments
@@ -57,7 +57,7 @@ class PromptLayout:
 
     @property
     def planned_prefix(self) -> str:
-        """All text before the caret that the model sees, context left out."""
+        """All text before the caret that the model sees, without the context."""
         return self.text_of("prefix", "increment")
 
     @property
@@ -72,18 +72,21 @@ def lay_out(
     suffix: str,
     cut: int,
     *,
-    pieces: Sequence[str] | None = None,
+    fragments: Sequence[str] | None = None,
     context: Sequence[Segment] = (),
 ) -> tuple[tuple[Segment, ...], LayoutName]:
-    """Segments and layout name of a prefix cut at a place, around a suffix.
+    """Return the segments of a prompt and the name of its layout.
 
     Suffix-first formats ignore the cut: they have one order, ``SUF S PRE P [MID]``. Context goes
-    before everything else where the family has a token for files, else to where P begins.
+    before everything else where the family has a token for files, and before P otherwise.
 
     Args:
+        format: the model's FIM format.
+        prefix, suffix: texts before and after the caret.
         cut: characters of the prefix before the suffix, 0 to len(prefix).
-        pieces: the increment prefix[cut:] in pieces to be tokenised apart; None is one piece.
-        context: see ``midfill.infill.context``.
+        fragments: the increment prefix[cut:] in parts that are tokenised separately; None is one
+            part.
+        context: segments of ``midfill.infill.context``.
     """
     before, inside = (context, ()) if format.file_separator is not None else ((), context)
     segments: list[Segment | None]
@@ -91,8 +94,8 @@ def lay_out(
         head = [*inside, _text(prefix, "prefix"), format.middle]
         segments = [*before, format.suffix, _text(suffix, "suffix"), format.prefix, *head]
         return _present(segments), "spm"
-    if pieces is None:
-        pieces = (prefix[cut:],)
+    if fragments is None:
+        fragments = (prefix[cut:],)
     segments = [
         *before,
         format.prefix,
@@ -101,7 +104,7 @@ def lay_out(
         format.suffix,
         _text(suffix, "suffix"),
         format.middle,
-        *(_text(piece, "increment") for piece in pieces),
+        *(_text(fragment, "increment") for fragment in fragments),
     ]
     return _present(segments), "psm" if cut == len(prefix) else "spm" if cut == 0 else "efim"
 

@@ -1,19 +1,23 @@
-"""Planner: turns infill requests into prompt layouts that keep the prefix cache valid."""
+"""Planner: turns infill requests into prompt layouts that keep the prefix cache valid.
+
+Unlike scheduling policies, a planner has state. Methods that change it are named ``record_...`` or
+``..._and_record``.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from midfill.errors import InvalidRequestError
 from midfill.infill.context import ContextOrder, context_segments
-from midfill.infill.cut import CachedPrompt, go_on
-from midfill.infill.document import Document, DocumentStore
+from midfill.infill.document_store import Document, DocumentStore
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, Segment, TextSegment, lay_out
+from midfill.infill.prefix_cut import CachedPrompt, extend_fragments
 from midfill.infill.request import InfillRequest
-from midfill.infill.template import recognise
-from midfill.infill.window import View, move
+from midfill.infill.template import parse_template
+from midfill.infill.view import View, updated_view
 
-_TENANTS = 4096  # whose context order is remembered
+_MAX_TENANTS = 4096  # whose context order is remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,39 +25,39 @@ class PlannerOptions:
     """Limits of a planner, and what its model can do.
 
     Attributes:
-        max_characters: longest prefix, suffix, raw prompt or context accepted.
-        max_prompt_characters: how far remembered text may lengthen a prompt (a guess at the
+        max_characters: maximum length of a prefix, suffix, raw prompt or context.
+        max_prompt_characters: how far remembered text may lengthen a prompt (an estimate of the
             model's context; what the client sent is never cut).
-        memory: characters of document text remembered, over all tenants.
-        fragments: the model was trained on text tokenised in fragments (EFIM); every increment
-            is tokenised as it was typed, and no cached token is lost. Other models get each
-            increment as one text.
+        max_document_bytes: memory for remembered documents over all tenants.
+        fragments: whether the model was trained on text tokenised in fragments (EFIM). If so, every
+            increment is tokenised as it was typed, and no cached token is lost. Other models get
+            each increment as one text.
     """
 
     max_characters: int = 4_000_000
     max_prompt_characters: int = 4_000_000
-    memory: int = 256_000_000
+    max_document_bytes: int = 256_000_000
     fragments: bool = False
 
 
 class Planner:
-    """Lays out the prompts of one model; remembers documents, never touches the engine.
+    """Lays out the prompts of one model. It remembers documents and never touches the engine.
 
-    One thread at a time may use it. Planning takes well under a millisecond.
+    Not thread-safe. Planning takes well under a millisecond.
 
     Args:
         format: the model's FIM format; None for a model without sentinels.
-        options: limits.
+        options: limits; None takes the defaults.
     """
 
     def __init__(self, format: FimFormat | None, options: PlannerOptions | None = None) -> None:
         self._format = format
         self._options = options or PlannerOptions()
-        self._documents = DocumentStore(self._options.memory)
+        self._documents = DocumentStore(self._options.max_document_bytes)
         self._contexts: OrderedDict[str, ContextOrder] = OrderedDict()
 
-    def plan(self, request: InfillRequest) -> PromptLayout:
-        """Lay out one request.
+    def plan_and_record(self, request: InfillRequest) -> PromptLayout:
+        """Lay out one request, and record its text and its cut in its document.
 
         Raises:
             InvalidRequestError: a text is too long or holds half a surrogate pair, or a suffix
@@ -62,39 +66,45 @@ class Planner:
         self._check(request)
         if request.raw or request.layout == "verbatim":
             return self._plan_raw(request)
-        context = self._context_of(request)
+        context = self._order_context(request)
         return self._plan(request, context)
 
-    def expect(self, document: str) -> PromptLayout | None:
-        """The layout this document's next request will probably want, if it is not cached yet.
+    def expected_layout(self, document: str) -> PromptLayout | None:
+        """Return the layout that a document's next request will probably need.
 
-        To be computed when there is nothing else to do, and reported with ``computed``. What
-        follows an accepted completion needs none: its tokens were generated after this prompt.
+        The caller has it computed in idle time and then calls ``record_computed``. Text that
+        follows an accepted completion needs none: its tokens were generated after the last prompt.
+
+        Args:
+            document: ``PromptLayout.document`` of its last prompt.
+
+        Returns:
+            The layout; None if it is cached already or the document is no longer held.
         """
         found = self._documents.get(document)
-        cut = found.cuts.expect() if found is not None and self._cuts_matter else None
+        cut = found.cuts.better_cut() if found is not None and self._cuts_matter else None
         if found is None or cut is None:
             return None
         last = found.cuts.prompts[-1]
         prefix = last.head + last.increment
-        expected = CachedPrompt(prefix[:cut], last.suffix, go_on((), prefix[cut:]))
+        expected = CachedPrompt(prefix[:cut], last.suffix, extend_fragments((), prefix[cut:]))
         return self._laid_out(expected, found.id, found.context)
 
-    def computed(self, layout: PromptLayout) -> None:
-        """Take note that a layout from ``expect`` is in the engine's cache now."""
+    def record_computed(self, layout: PromptLayout) -> None:
+        """Record that a layout from ``expected_layout`` is in the engine's cache now."""
         found = self._documents.get(layout.document) if layout.document is not None else None
         if found is not None:
-            found.cuts.remember(layout.planned_prefix, layout.planned_suffix, layout.cut)
-            self._documents.keep(found)
+            found.cuts.record_prompt(layout.planned_prefix, layout.planned_suffix, layout.cut)
+            self._documents.record(found)
 
     @property
     def _cuts_matter(self) -> bool:
         return self._format is not None and self._format.order == "psm"
 
     def _plan_raw(self, request: InfillRequest) -> PromptLayout:
-        """A raw prompt: as it is, unless it is the model's own template and may be planned."""
+        """Lay out a raw prompt: as it is, unless it is the model's own template, filled in."""
         if request.layout != "verbatim" and self._format is not None:
-            filled = recognise(self._format, request.prefix)
+            filled = parse_template(self._format, request.prefix)
             if filled is not None:
                 lead = (TextSegment(filled.lead, "raw"),) if filled.lead else ()
                 return self._plan(
@@ -108,8 +118,10 @@ class Planner:
         if request.layout == "psm":
             return self._laid_out(CachedPrompt(prefix, suffix), None, context)
         if request.layout == "spm":
-            return self._laid_out(CachedPrompt("", suffix, go_on((), prefix)), None, context)
-        document = self._recognise(request)
+            return self._laid_out(
+                CachedPrompt("", suffix, extend_fragments((), prefix)), None, context
+            )
+        document = self._record_text(request)
         if document.context != context:  # nothing cached begins with this context
             document.context = context
             document.cuts.prompts.clear()
@@ -117,16 +129,16 @@ class Planner:
             head = document.fixed_head
             if head is None or not prefix.startswith(head):
                 head = document.fixed_head = prefix
-            prompt = CachedPrompt(head, suffix, go_on((), prefix[len(head) :]))
+            prompt = CachedPrompt(head, suffix, extend_fragments((), prefix[len(head) :]))
         elif self._cuts_matter:
-            prompt = document.cuts.choose(document.view.prefix, document.view.suffix)
+            prompt = document.cuts.choose_and_record(document.view.prefix, document.view.suffix)
         else:
             prompt = CachedPrompt(document.view.prefix, document.view.suffix)
-        self._documents.keep(document)
+        self._documents.record(document)
         return self._laid_out(prompt, document.id, context)
 
-    def _recognise(self, request: InfillRequest) -> Document:
-        """The request's document, its view brought up to date."""
+    def _record_text(self, request: InfillRequest) -> Document:
+        """Return the request's document, its name and view updated."""
         prefix, suffix = request.prefix, request.suffix
         found = self._documents.find(request.tenant, request.document, prefix, suffix)
         if found is None:
@@ -138,18 +150,18 @@ class Planner:
         if request.layout == "efim" or request.window == "as-sent":
             document.view = View.of(prefix, suffix)
         else:
-            most = self._options.max_prompt_characters
-            document.view = move(document.view, at, prefix, suffix, most=most)
+            limit = self._options.max_prompt_characters
+            document.view = updated_view(document.view, at, prefix, suffix, max_characters=limit)
         return document
 
-    def _context_of(self, request: InfillRequest) -> tuple[Segment, ...]:
+    def _order_context(self, request: InfillRequest) -> tuple[Segment, ...]:
         if self._format is None or not (request.context or request.path):
             return ()
         order = self._contexts.setdefault(request.tenant, ContextOrder())
         self._contexts.move_to_end(request.tenant)
-        if len(self._contexts) > _TENANTS:
+        if len(self._contexts) > _MAX_TENANTS:
             self._contexts.popitem(last=False)
-        files = order.arrange(request.context)
+        files = order.order_and_record(request.context)
         return context_segments(
             self._format, files, path=request.path, repository=request.repository
         )
@@ -168,7 +180,7 @@ class Planner:
             prefix,
             prompt.suffix,
             cut,
-            pieces=prompt.pieces if self._options.fragments else None,
+            fragments=prompt.fragments if self._options.fragments else None,
             context=context,
         )
         return PromptLayout(

@@ -1,4 +1,4 @@
-"""Templates: raw prompts in which a client has filled in the model's FIM format by itself."""
+"""Templates: raw prompts in which a client has filled in the model's FIM format itself."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class FilledTemplate:
     """The parts of a raw prompt.
 
     Attributes:
-        lead: what comes before the first sentinel (BOS, repository context), verbatim.
-        prefix: all text before the caret: what stood after PRE, and after MID.
+        lead: text before the first sentinel (BOS, repository context), verbatim.
+        prefix: all text before the caret: what followed PRE, then what followed MID.
         suffix: text after the caret.
     """
 
@@ -20,11 +20,11 @@ class FilledTemplate:
     suffix: str
 
 
-def recognise(format: FimFormat, prompt: str) -> FilledTemplate | None:
-    """The parts of a raw prompt, or None if it is not this format's template.
+def parse_template(format: FimFormat, prompt: str) -> FilledTemplate | None:
+    """Return the parts of a raw prompt, or None if it is not this format's template.
 
-    Every sentinel has to be there once and in the family's order, and no other special token of
-    the format may stand in the texts: in a raw prompt all of them count as tokens, so any other
+    Every sentinel must occur once and in the family's order, and no other special token of the
+    format may occur in the texts. In a raw prompt all of them are parsed as tokens, so any other
     reading would change what the model sees.
     """
     first, second = format.prefix.text, format.suffix.text

@@ -131,14 +131,14 @@ class ModelService:
 
     async def _prefill(self, document: str, tenant: str) -> None:
         try:
-            expected = await self.encode(lambda encoder: encoder.expect(document))
+            expected = await self.encode(lambda encoder: encoder.expected_prompt(document))
             if expected is None:
                 return
             request_id = f"prefill-{uuid.uuid4().hex}"
             with self.engine.submit(expected.request(request_id, tenant)) as outputs:
                 ended = {output.finish_reason async for output in outputs}
             if "stop" in ended:
-                await self.encode(lambda encoder: encoder.computed(expected))
+                await self.encode(lambda encoder: encoder.record_computed(expected))
         except Exception as error:
             # Nobody asked for it, so nobody hears of it.
             _log.debug("idle prefill failed: %s", error)

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from midfill.errors import InvalidRequestError
-from midfill.tokens.pieces import piece_decoder
+from midfill.tokens.token_bytes import piece_decoder
 
 _END_TOKENS = (
     "<|endoftext|>",

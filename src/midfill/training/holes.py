@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from midfill.infill.cut import first_cut
+from midfill.infill.prefix_cut import first_cut
 from midfill.training.recipe import DataRecipe
 
 HoleKind = Literal["line", "block", "span"]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from midfill.bench.edits.cost import PieceTokenizer
 from midfill.bench.edits.editor import Round
-from midfill.infill.compare import common_prefix
+from midfill.infill.common_affixes import common_prefix
 
 Counts = npt.NDArray[np.int64]
 Pieces = Callable[[str], Sequence[str]]

@@ -10,7 +10,7 @@ import bisect
 import re
 from collections.abc import Callable, Sequence
 
-from midfill.infill.compare import common_prefix
+from midfill.infill.common_affixes import common_prefix
 from midfill.infill.formats import Sentinel
 from midfill.infill.layout import Segment
 

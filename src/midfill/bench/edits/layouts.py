@@ -39,7 +39,7 @@ def plan(rounds: Sequence[Round]) -> PlannedSession:
     for one in rounds:
         request = InfillRequest(prefix=one.prefix, suffix=one.suffix)
         started = time.thread_time()
-        layout = planner.plan(request)
+        layout = planner.plan_and_record(request)
         planned.milliseconds.append(1000 * (time.thread_time() - started))
         planned.prompts.append(layout.segments)
         planned.cuts.append(layout.cut)

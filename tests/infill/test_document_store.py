@@ -5,8 +5,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.document import Document, DocumentStore
-from midfill.infill.window import View
+from midfill.infill.document_store import Document, DocumentStore
+from midfill.infill.view import View
 
 
 def source(seed: int, lines: int = 300) -> str:
@@ -30,7 +30,7 @@ def put(
         document = found[0]
         document.view = View.of(prefix, suffix)
         document.name = name or document.name
-    store.keep(document)
+    store.record(document)
     return document
 
 
@@ -95,13 +95,16 @@ def test_a_wrong_name_does_not_make_two_texts_one_document() -> None:
 
 def test_memory_is_bounded_and_the_longest_unused_goes_first() -> None:
     texts = [source(seed) for seed in range(30)]
-    store = DocumentStore(10 * max(map(len, texts)))
+    one = DocumentStore(10**8)
+    put(one, texts[0], 100)
+    limit = 10 * one.held_bytes
+    store = DocumentStore(limit)
     first = put(store, texts[0], 100)
     for text in texts[1:]:
         put(store, text, 100)
         put(store, texts[0], 100)  # kept alive by use
-        assert store.held <= 10 * max(map(len, texts))
-    assert 2 <= len(store) <= 10
+        assert store.held_bytes <= limit
+    assert 5 <= len(store) <= 11
     assert put(store, texts[0], 100) is first
     assert store.get("document-2") is None
 
@@ -123,14 +126,15 @@ steps = st.lists(
 def test_the_books_always_balance(requests) -> None:
     """A store of a few documents under eviction: sizes, keys and tenants stay consistent."""
     texts = [source(seed, lines=40) for seed in range(6)]
-    store = DocumentStore(4 * max(map(len, texts)))
+    store = DocumentStore(4 * 12_000)
     for tenant, name, number in requests:
         document = put(store, texts[number], 500 + 7 * number, tenant, name)
         assert document.tenant == tenant
         assert name is None or document.name == name
         held = list(store._recent.values())
-        assert store.held == sum(document.size for document in held)
-        assert {document.tenant for document in held} == set(store._shelves)
-        for shelf in store._shelves.values():
-            filed = {one for documents in shelf._by_key.values() for one in documents}
-            assert filed == set(shelf._keys) <= set(store._recent)
+        assert store.held_bytes == sum(store._sizes.values())
+        assert set(store._sizes) == {document.id for document in held}
+        assert {document.tenant for document in held} == set(store._indexes)
+        for index in store._indexes.values():
+            filed = {one for documents in index._by_key.values() for one in documents}
+            assert filed == set(index._keys) <= set(store._recent)

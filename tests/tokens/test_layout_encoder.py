@@ -1,6 +1,8 @@
 """Planned prompts as token ids: sentinels are ids, segments stand apart, user text stays text."""
 
+import gc
 import json
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from midfill.infill.formats import FimFormat, Sentinel, custom_format
 from midfill.infill.layout import PromptLayout, TextSegment, lay_out
-from midfill.tokens.layout import LayoutEncoder, encode_layout
+from midfill.tokens.layout_encoder import LayoutEncoder, encode_layout
 from midfill.tokens.tokenizer import Tokenizer
 
 SENTINELS = ("<PRE>", "<SUF>", "<MID>")
@@ -152,7 +154,7 @@ class CountingTokenizer(Tokenizer):
 def test_unchanged_segments_are_tokenised_once_and_memory_is_bounded() -> None:
     plain = byte_level()
     tokenizer = CountingTokenizer(plain._parsing, bos_token_id=plain.bos_token_id, add_bos=True)
-    encoder = LayoutEncoder(tokenizer, capacity=100)
+    encoder = LayoutEncoder(tokenizer, max_bytes=1200)
     sentinel = Sentinel("<MID>", plain.special_tokens["<MID>"])
 
     def ask(suffix: str, increment: str) -> list[int]:
@@ -169,4 +171,23 @@ def test_unchanged_segments_are_tokenised_once_and_memory_is_bounded() -> None:
     ask("x" * 80, "ab")
     assert tokenizer.characters == 80 + 1 + 2 + 90 + 80
     ask("z" * 200, "ab")  # longer than the memory: tokenised, not kept
-    assert encoder.held <= 100
+    assert 0 < encoder.held_bytes <= 1200
+
+
+def test_cached_segments_take_no_more_bytes_than_their_bound() -> None:
+    tokenizer = byte_level()
+    limit = 200_000
+    encoder = LayoutEncoder(tokenizer, max_bytes=limit)
+    texts = [f"{number} + " * (1 + number % 40) for number in range(2000)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for text in texts:
+            copied = "".join(text)  # the segment's own text counts, too
+            encoder.encode(PromptLayout(segments=(TextSegment(copied, "prefix"),), layout="psm"))
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.3 * limit < after - before <= limit

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.compare import common_prefix
-from midfill.infill.cut import CutHistory, gap, go_on, place, size
+from midfill.infill.common_affixes import common_prefix
+from midfill.infill.prefix_cut import CutHistory, choose_gap, extend_fragments, place_cut
 
 HEAD = "".join(f"line {number:05d}\n" for number in range(500))
 BELOW = "".join(f"below {number:05d}\n" for number in range(300))
@@ -18,7 +18,7 @@ class Cache:
         self.computed = 0
 
     def ask(self, history: CutHistory, prefix: str, suffix: str) -> int:
-        cut = len(history.choose(prefix, suffix).head)
+        cut = len(history.choose_and_record(prefix, suffix).head)
         prompt = f"\1{prefix[:cut]}\2{suffix}\3{prefix[cut:]}"
         cost = len(prompt) - max((common_prefix(old, prompt) for old in self.prompts), default=0)
         self.prompts.append(prompt)
@@ -132,17 +132,17 @@ def test_edits_below_cost_at_most_twice_the_best(lines: int, edits: int) -> None
 def test_a_standing_suffix_keeps_its_cut_whatever_rent_was_paid() -> None:
     """Rent argues for a new cut only when the suffix has to be computed anyway."""
     history = CutHistory()
-    history.choose("ab", "x")
+    history.choose_and_record("ab", "x")
     for below in ("xy", "xyz", "x", "xy"):
-        history.choose("abcdef" * 4, below)
+        history.choose_and_record("abcdef" * 4, below)
     kept = history.prompts[-1].head
-    assert history.choose("abcdef" * 4 + "g", "xy").head == kept
+    assert history.choose_and_record("abcdef" * 4 + "g", "xy").head == kept
 
 
 def test_a_head_is_never_cut_between_carriage_return_and_line_feed() -> None:
     text = "a" * 400 + "\r\n" + "b" * 40
     for wanted in range(60):
-        cut = place(text, wanted)
+        cut = place_cut(text, wanted)
         assert text[cut - 1 : cut + 1] != "\r\n"
         assert len(text) - cut >= wanted
 
@@ -150,35 +150,36 @@ def test_a_head_is_never_cut_between_carriage_return_and_line_feed() -> None:
 @settings(deadline=None)
 @given(st.text("ab\r\n", max_size=600), st.integers(0, 700))
 def test_a_cut_leaves_at_least_the_gap(prefix: str, wanted: int) -> None:
-    cut = place(prefix, wanted)
+    cut = place_cut(prefix, wanted)
     assert 0 <= cut <= len(prefix)
     assert len(prefix) - cut >= min(wanted, len(prefix))
 
 
 def test_gaps_grow_from_a_line_to_the_balance_to_the_suffix() -> None:
-    assert gap(4000, 0, 0) == 32
-    assert gap(4000, 40, 1) == 400
-    assert gap(4000, 400, 2) == 4000
-    assert gap(4000, 9000, 3) == 4000
-    assert gap(0, 10, 1) == gap(0, 10, 2) == 32
+    assert choose_gap(4000, 0, 0) == 32
+    assert choose_gap(4000, 40, 1) == 400
+    assert choose_gap(4000, 400, 2) == 4000
+    assert choose_gap(4000, 9000, 3) == 4000
+    assert choose_gap(0, 10, 1) == choose_gap(0, 10, 2) == 32
 
 
-def test_memory_is_bounded_and_shared_texts_are_counted_once() -> None:
+def test_prompts_are_bounded_and_share_their_texts() -> None:
     history = CutHistory()
     text = HEAD + BELOW
     for typed in range(100):
-        history.choose(HEAD + "x" * typed, BELOW)
+        history.choose_and_record(HEAD + "x" * typed, BELOW)
     assert len(history.prompts) == 1
-    assert size(history.prompts) <= len(text) + 200
+    distinct = {id(held): len(held) for held in history.texts()}
+    assert sum(distinct.values()) <= len(text) + 200
     for caret in range(0, len(text), 100):
-        history.choose(text[:caret], text[caret:])
+        history.choose_and_record(text[:caret], text[caret:])
     assert len(history.prompts) <= 16
 
 
 @settings(deadline=None)
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", max_size=4)))
-def test_pieces_keep_the_borders_of_what_still_stands(increment: str, typed: list[str]) -> None:
-    pieces = go_on([piece for piece in typed if piece], increment)
+def test_fragments_keep_the_borders_of_what_still_stands(increment: str, typed: list[str]) -> None:
+    pieces = extend_fragments([piece for piece in typed if piece], increment)
     assert "".join(pieces) == increment
     assert all(pieces)
     position = 0
@@ -191,43 +192,43 @@ def test_pieces_keep_the_borders_of_what_still_stands(increment: str, typed: lis
 
 def test_pieces_are_what_was_typed_one_after_the_other() -> None:
     history = CutHistory()
-    first = history.choose(HEAD, BELOW).pieces
-    assert history.choose(HEAD + "pri", BELOW).pieces == (*first, "pri")
-    assert history.choose(HEAD + "print(", BELOW).pieces == (*first, "pri", "nt(")
-    assert history.choose(HEAD + "prinz", BELOW).pieces == (*first, "pri", "n", "z")
+    first = history.choose_and_record(HEAD, BELOW).fragments
+    assert history.choose_and_record(HEAD + "pri", BELOW).fragments == (*first, "pri")
+    assert history.choose_and_record(HEAD + "print(", BELOW).fragments == (*first, "pri", "nt(")
+    assert history.choose_and_record(HEAD + "prinz", BELOW).fragments == (*first, "pri", "n", "z")
 
 
 def test_nothing_better_is_expected_after_a_fresh_cut() -> None:
     history = CutHistory()
-    assert history.expect() is None
-    history.choose(HEAD, BELOW)
-    assert history.expect() is None
+    assert history.better_cut() is None
+    history.choose_and_record(HEAD, BELOW)
+    assert history.better_cut() is None
 
 
 def test_a_long_increment_is_expected_to_be_cut_anew_and_the_new_cut_is_used() -> None:
     history = CutHistory()
-    history.choose(HEAD, BELOW)
+    history.choose_and_record(HEAD, BELOW)
     typed = HEAD + "x = 1\n" * 300
-    history.choose(typed, BELOW)
-    cut = history.expect()
+    history.choose_and_record(typed, BELOW)
+    cut = history.better_cut()
     assert cut is not None
     assert len(typed) - cut < 64
-    history.remember(typed, BELOW, cut)
-    assert len(history.choose(typed + "y", BELOW).head) == cut
-    assert history.expect() is None
+    history.record_prompt(typed, BELOW, cut)
+    assert len(history.choose_and_record(typed + "y", BELOW).head) == cut
+    assert history.better_cut() is None
 
 
 def test_a_deletion_that_nears_the_cut_is_expected_to_pass_it() -> None:
     history = CutHistory()
-    history.choose(HEAD, BELOW)
+    history.choose_and_record(HEAD, BELOW)
     head = len(history.prompts[-1].head)
-    history.choose(HEAD[: head + 3], BELOW)
-    cut = history.expect()
+    history.choose_and_record(HEAD[: head + 3], BELOW)
+    cut = history.better_cut()
     assert cut is not None
     assert cut < head
-    history.remember(HEAD[: head + 3], BELOW, cut)
-    assert history.expect() is None
-    assert len(history.choose(HEAD[: head - 1], BELOW).head) == cut
+    history.record_prompt(HEAD[: head + 3], BELOW, cut)
+    assert history.better_cut() is None
+    assert len(history.choose_and_record(HEAD[: head - 1], BELOW).head) == cut
 
 
 @settings(deadline=None)
@@ -237,9 +238,9 @@ def test_preparing_what_is_expected_comes_to_an_end(moves: list[int], length: in
     text = HEAD
     for move in moves:
         text = text[: len(text) + move] if move < 0 else text + BELOW[:move]
-        history.choose(text, BELOW[:length])
-        cut = history.expect()
+        history.choose_and_record(text, BELOW[:length])
+        cut = history.better_cut()
         if cut is not None:
             assert 0 <= cut <= len(text)
-            history.remember(text, BELOW[:length], cut)
-            assert history.expect() is None
+            history.record_prompt(text, BELOW[:length], cut)
+            assert history.better_cut() is None

@@ -1,53 +1,56 @@
-"""Prompt layouts to token ids: sentinels are ids already, each text segment is tokenised apart."""
+"""Prompt layouts to token ids: sentinels are ids already, each text segment is tokenised alone."""
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from sys import getsizeof
 
 from midfill.infill.formats import Sentinel
 from midfill.infill.layout import PromptLayout, Segment
 from midfill.tokens.tokenizer import Tokenizer
 
+_ENTRY_BYTES = 240  # of the mapping, for each segment; a test measures that it suffices
+
 
 def encode_layout(layout: PromptLayout, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a planned prompt, BOS first where the tokenizer adds one.
+    """Return the token ids of a planned prompt, BOS first where the tokenizer adds one.
 
-    User text is never parsed for special tokens; raw prompts are (as in vLLM). The ids of each
-    segment stand for exactly its text: no space is put before it, as SentencePiece does at the
-    start of a text. Only a prompt without sentinels is tokenised as a text of its own.
+    User text is never parsed for special tokens; raw prompts are, as in vLLM. The ids of each
+    segment stand for exactly its text: the space that SentencePiece puts before a text is left
+    out. Only a prompt without sentinels is tokenised as a text of its own.
 
     Returns:
         The ids; empty only when the layout has no segments and the tokenizer adds no BOS.
     """
-    return LayoutEncoder(tokenizer, capacity=0).encode(layout)
+    return LayoutEncoder(tokenizer, max_bytes=0).encode(layout)
 
 
 class LayoutEncoder:
-    """``encode_layout`` with a memory: segments that did not change are tokenised once.
+    """``encode_layout`` with a cache: segments that did not change are tokenised once.
 
     Args:
-        tokenizer: the model's.
-        capacity: characters of segment text to remember ids for, least recently used go first.
+        tokenizer: the model's tokenizer.
+        max_bytes: memory for segments and their ids; the least recently used are dropped first.
 
     Attributes:
-        held: characters remembered now.
+        held_bytes: memory that the cached segments take now, objects included.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, capacity: int = 16_000_000) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = 64_000_000) -> None:
         self._tokenizer = tokenizer
-        self._capacity = capacity
-        self.held = 0
+        self._max_bytes = max_bytes
+        self.held_bytes = 0
         self._ids: OrderedDict[str, Sequence[int]] = OrderedDict()
 
     def encode(self, layout: PromptLayout) -> list[int]:
-        """See ``encode_layout``."""
+        """Return the token ids of a layout; see ``encode_layout``."""
         return [token_id for part in self.encode_parts(layout) for token_id in part]
 
     def encode_parts(self, layout: PromptLayout) -> list[Sequence[int]]:
-        """The same ids in parts: of BOS, empty where none is added, and of each segment."""
+        """Return the same ids in parts: BOS (empty where none is added), then each segment."""
         parts = [self._segment_ids(segment, layout) for segment in layout.segments]
         bos = self._tokenizer.bos_token_id
-        # A raw prompt may spell its own BOS; two of them are never wanted.
+        # A raw prompt may spell its own BOS; there must never be two.
         first = next((part[0] for part in parts if part), None)
         added = [bos] if self._tokenizer.add_bos and bos is not None and first != bos else []
         return [added, *parts]
@@ -67,10 +70,14 @@ class LayoutEncoder:
             self._ids.move_to_end(text)
             return found
         ids = array("I", self._tokenizer.encode_continuation(text))
-        if len(text) <= self._capacity:
+        size = _entry_bytes(text, ids)
+        if size <= self._max_bytes:
             self._ids[text] = ids
-            self.held += len(text)
-            while self.held > self._capacity:
-                old, _ = self._ids.popitem(last=False)
-                self.held -= len(old)
+            self.held_bytes += size
+            while self.held_bytes > self._max_bytes:
+                self.held_bytes -= _entry_bytes(*self._ids.popitem(last=False))
         return ids
+
+
+def _entry_bytes(text: str, ids: Sequence[int]) -> int:
+    return getsizeof(text) + getsizeof(ids) + _ENTRY_BYTES

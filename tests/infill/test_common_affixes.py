@@ -5,7 +5,7 @@ from itertools import takewhile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.compare import common_prefix, common_suffix
+from midfill.infill.common_affixes import common_prefix, common_suffix
 
 texts = st.text(alphabet="ab\né😀", max_size=40)
 

@@ -1,38 +1,38 @@
 """Views: what is known of a document around the caret, and which part of it goes into the prompt.
 
-Many editors send a window of characters or lines around the caret. Its far edges slide with every
-keystroke, so the first token of the prompt changes each time and no cached prefix fits. A view
-remembers the text sent before, keeps the prompt's edges where they were, and moves them in rare,
-large hops: when the prompt would grow past 1.5 times what was sent, or an edge would cut off more
-than a quarter of what was sent on its side.
+Many editors send a window of characters or lines around the caret. The window's far edges slide
+with every keystroke, so the first token of the prompt changes each time and no cached prefix
+matches. A view remembers the text sent before and keeps the prompt's edges where they were. It
+moves them in rare, large hops: when the prompt would grow past 1.5 times what was sent, or when an
+edge would cut off more than a quarter of what was sent on its side.
 
 Remembered text goes into a prompt only while the client's window slides. A far edge *slides* when
-text left at the edge while some came in nearer to the caret, or the other way round; when only the
+text left at the edge while some came in nearer to the caret, or the other way round. When only the
 far edge changed, the document itself has changed there, and the prompt begins with what was sent.
-A window that grows with its text is no window: remembered text is dropped then, too.
+If the window grows with its text, the client sends everything, and remembered text is dropped, too.
 """
 
 from dataclasses import dataclass
 
-from midfill.infill.compare import common_prefix, common_suffix
+from midfill.infill.common_affixes import common_prefix, common_suffix
 
-_PROBE = 64  # characters that find a window's edge in the remembered text
-_MOST_PLACES = 4  # where a probe is looked for, on each side of where it should be
-_SMALL = 4 * _PROBE  # a text shorter than this is no window
-_MOST_GROWTH = 1.5  # of the prompt, against what was sent
-_MOST_LOSS = 0.25  # of what was sent on one side
+_PROBE = 64  # characters that locate a window's edge in the remembered text
+_MAX_PLACES = 4  # matches of a probe considered on each side of the expected place
+_MIN_WINDOW = 4 * _PROBE  # characters; a shorter text is no window
+_MAX_GROWTH = 1.5  # of the prompt, relative to what was sent
+_MAX_LOSS = 0.25  # of what was sent on one side
 _REMEMBERED = 4  # times what was sent, beyond each edge
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A document as far as it is known. Positions count characters of ``text``.
+    """A document as far as it is known. Positions are indices into ``text``.
 
     Attributes:
         text: all that is remembered, in its newest version.
-        caret: where the caret is.
-        left, right: the part that goes into the prompt.
-        sent_left, sent_right: the part the client sent last.
+        caret: the caret's position.
+        left, right: bounds of the part that goes into the prompt.
+        sent_left, sent_right: bounds of the part the client sent last.
     """
 
     text: str
@@ -44,18 +44,18 @@ class View:
 
     @classmethod
     def of(cls, prefix: str, suffix: str) -> "View":
-        """All that was sent, as it was sent."""
+        """Return the view of exactly what was sent."""
         text = prefix + suffix
         return cls(text, len(prefix), 0, len(text), 0, len(text))
 
     @property
     def prefix(self) -> str:
-        """Text before the caret that goes into the prompt."""
+        """The text before the caret that goes into the prompt."""
         return self.text[self.left : self.caret]
 
     @property
     def suffix(self) -> str:
-        """Text after the caret that goes into the prompt."""
+        """The text after the caret that goes into the prompt."""
         return self.text[self.caret : self.right]
 
     @property
@@ -69,10 +69,10 @@ class Overlap:
     """How a newly sent text lies over a view's remembered one.
 
     Attributes:
-        left, right: where the new text begins and ends in the old one's positions; below 0 or
+        left, right: where the new text begins and ends, in positions of the old one; below 0 or
             past its end where it shows more than was known.
         left_found, right_found: whether the old text agrees at that edge.
-        shared: characters the two have in common from the new text's ends inwards.
+        shared: characters that the two have in common, from the new text's ends inwards.
     """
 
     left: int
@@ -82,8 +82,8 @@ class Overlap:
     shared: int
 
 
-def overlap(view: View, prefix: str, suffix: str) -> Overlap:
-    """Lay a newly sent text over the remembered one."""
+def find_overlap(view: View, prefix: str, suffix: str) -> Overlap:
+    """Return how a newly sent text lies over the remembered one."""
     old, new = view.text, prefix + suffix
     begin = _begin(old, new, view.sent_left)
     end = _end(old, new, view.sent_right)
@@ -101,14 +101,14 @@ def overlap(view: View, prefix: str, suffix: str) -> Overlap:
     return Overlap(left, right, begin is not None, end is not None, shared)
 
 
-def move(view: View, at: Overlap, prefix: str, suffix: str, *, most: int) -> View:
-    """The view after a further request of the same document.
+def updated_view(view: View, at: Overlap, prefix: str, suffix: str, *, max_characters: int) -> View:
+    """Return the view after a further request of the same document.
 
     Args:
-        view: before it.
-        at: how the new text lies over it.
-        prefix, suffix: as sent.
-        most: characters a prompt may have; what was sent is never cut for it.
+        view: the view before it.
+        at: how the new text lies over that view.
+        prefix, suffix: texts as sent.
+        max_characters: maximum length of a prompt; text that was sent is never cut for it.
     """
     behind = _left_kept(view, at, prefix)
     ahead = _right_kept(view, at, suffix)
@@ -125,11 +125,11 @@ def move(view: View, at: Overlap, prefix: str, suffix: str, *, most: int) -> Vie
     left = sent_left if behind is None else max(0, behind - first)
     right = sent_right if ahead is None else sent_right + (ahead - at.right)
     right = min(right, sent_right + len(after))
-    if left - sent_left > _MOST_LOSS * len(prefix):
-        left = max(0, sent_left - int(_MOST_LOSS * len(prefix)))
-    if sent_right - right > _MOST_LOSS * len(suffix):
-        right = min(sent_right + int(_MOST_LOSS * len(suffix)), sent_right + len(after))
-    limit = min(int(_MOST_GROWTH * sent), max(most, sent))
+    if left - sent_left > _MAX_LOSS * len(prefix):
+        left = max(0, sent_left - int(_MAX_LOSS * len(prefix)))
+    if sent_right - right > _MAX_LOSS * len(suffix):
+        right = min(sent_right + int(_MAX_LOSS * len(suffix)), sent_right + len(after))
+    limit = min(int(_MAX_GROWTH * sent), max(max_characters, sent))
     if right - left > limit and sent_left - left >= right - sent_right:
         left = sent_left
     if right - left > limit:
@@ -141,12 +141,12 @@ def move(view: View, at: Overlap, prefix: str, suffix: str, *, most: int) -> Vie
 
 
 def _left_kept(view: View, at: Overlap, prefix: str) -> int | None:
-    """The prompt's left edge if it may stay where it was, in the old positions."""
+    """Return the prompt's left edge in the old positions if it may stay, None otherwise."""
     if not at.left_found:
         return None
     length = view.caret - view.sent_left
     moved = at.left - view.sent_left
-    inward = len(prefix) - (length - moved)  # what the caret's side gained
+    inward = len(prefix) - (length - moved)  # characters gained at the caret
     if moved:
         slides = inward * moved > 0 and min(length, len(prefix)) >= _PROBE
         return view.left if slides else None
@@ -158,7 +158,7 @@ def _left_kept(view: View, at: Overlap, prefix: str) -> int | None:
 
 
 def _right_kept(view: View, at: Overlap, suffix: str) -> int | None:
-    """The mirror image of ``_left_kept``."""
+    """Return the right edge; the mirror image of ``_left_kept``."""
     if not at.right_found:
         return None
     length = view.sent_right - view.caret
@@ -175,8 +175,8 @@ def _right_kept(view: View, at: Overlap, suffix: str) -> int | None:
 
 
 def _begin(old: str, new: str, hint: int) -> int | None:
-    """Where the new text's start lies in the old one; below 0 if the old one begins inside it."""
-    if min(len(old), len(new)) < _SMALL:
+    """Return where the new text starts in the old one; below 0 if the old one starts inside it."""
+    if min(len(old), len(new)) < _MIN_WINDOW:
         return hint
     shared = common_prefix(old, new, hint)
     if 2 * shared >= len(new):
@@ -188,8 +188,8 @@ def _begin(old: str, new: str, hint: int) -> int | None:
 
 
 def _end(old: str, new: str, hint: int) -> int | None:
-    """Where the new text's end lies in the old one; the mirror image of ``_begin``."""
-    if min(len(old), len(new)) < _SMALL:
+    """Return where the new text ends in the old one; the mirror image of ``_begin``."""
+    if min(len(old), len(new)) < _MIN_WINDOW:
         return hint
     shared = common_suffix(old, new, hint)
     if 2 * shared >= len(new):
@@ -203,14 +203,14 @@ def _end(old: str, new: str, hint: int) -> int | None:
 
 
 def _places(old: str, probe: str, hint: int) -> list[int]:
-    """Where a probe occurs: the places nearest to the hint on either side of it."""
+    """Return where a probe occurs: the places nearest to the hint on either side of it."""
     places: list[int] = []
     at = old.find(probe, hint)
-    while at >= 0 and len(places) < _MOST_PLACES:
+    while at >= 0 and len(places) < _MAX_PLACES:
         places.append(at)
         at = old.find(probe, at + 1)
     at = old.rfind(probe, 0, max(0, hint - 1 + _PROBE))
-    while at >= 0 and len(places) < 2 * _MOST_PLACES:
+    while at >= 0 and len(places) < 2 * _MAX_PLACES:
         places.append(at)
         at = old.rfind(probe, 0, at - 1 + _PROBE)
     return places

@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.window import View, move, overlap
+from midfill.infill.view import View, find_overlap, updated_view
 
 LINES = [f"    value_{number} = compute({number * 7919 % 1000})\n" for number in range(600)]
 TEXT = "".join(LINES)
@@ -44,13 +44,13 @@ class Client:
         self.caret = start + len(new)
         return self.ask()
 
-    def ask(self, most: int = NO_LIMIT) -> View:
+    def ask(self, max_characters: int = NO_LIMIT) -> View:
         prefix, suffix = self.window()
-        at = overlap(self.view, prefix, suffix)
+        at = find_overlap(self.view, prefix, suffix)
         if 2 * at.shared < len(prefix) + len(suffix):
             self.view = View.of(prefix, suffix)
         else:
-            self.view = move(self.view, at, prefix, suffix, most=most)
+            self.view = updated_view(self.view, at, prefix, suffix, max_characters=max_characters)
         return self.view
 
     @property
@@ -110,7 +110,7 @@ def test_remembered_text_never_makes_a_prompt_longer_than_the_limit() -> None:
         client.text += ""
         client.text = client.text[: client.caret] + "wxyz\n" + client.text[client.caret :]
         client.caret += 5
-        view = client.ask(most=4100)
+        view = client.ask(max_characters=4100)
         assert view.right - view.left <= 4100
 
 
@@ -156,8 +156,8 @@ def test_a_window_that_grows_is_a_document_and_remembered_text_is_dropped() -> N
     assert not client.view.as_sent
     prefix, suffix = client.window()
     for typed in ("\n", "\n\n"):  # the left edge stands, the text gets longer
-        at = overlap(client.view, prefix + typed, suffix)
-        client.view = move(client.view, at, prefix + typed, suffix, most=NO_LIMIT)
+        at = find_overlap(client.view, prefix + typed, suffix)
+        client.view = updated_view(client.view, at, prefix + typed, suffix, max_characters=NO_LIMIT)
     assert client.view.prefix == prefix + "\n\n"
 
 
@@ -213,7 +213,9 @@ def test_any_two_requests_whatsoever_can_be_laid_over_each_other(old, new, data)
     for _ in range(3):
         caret = data.draw(st.integers(0, len(new)))
         prefix, suffix = new[:caret], new[caret:]
-        view = move(view, overlap(view, prefix, suffix), prefix, suffix, most=NO_LIMIT)
+        view = updated_view(
+            view, find_overlap(view, prefix, suffix), prefix, suffix, max_characters=NO_LIMIT
+        )
         assert view.text[view.sent_left : view.sent_right] == new
         assert 0 <= view.left <= view.caret <= view.right <= len(view.text)
         assert view.right - view.left <= 1.5 * len(new) + 1

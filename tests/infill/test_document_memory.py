@@ -1,0 +1,94 @@
+"""The bound on remembered documents holds for real bytes: texts, objects and search keys."""
+
+import gc
+import random
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+
+from midfill.infill.formats import FimFormat, Sentinel
+from midfill.infill.planner import Planner, PlannerOptions
+from midfill.infill.request import InfillRequest, RequestedLayout
+
+FORMAT = FimFormat("psm", Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3))
+LIMIT = 400_000
+
+
+def source(seed: int, lines: int, letter: str = "x") -> str:
+    chance = random.Random(seed)
+    return "".join(
+        f"{letter}{chance.randrange(10**6)} = {chance.randrange(10**9)}\n" for _ in range(lines)
+    )
+
+
+def ask(
+    planner: Planner, prefix: str, suffix: str, number: int, layout: RequestedLayout = "auto"
+) -> None:
+    request = InfillRequest(
+        prefix=prefix,
+        suffix=suffix,
+        layout=layout,
+        tenant=str(number % 7),
+        document=f"{number}.py",
+    )
+    planner.plan_and_record(request)
+
+
+def open_small(planner: Planner, number: int) -> None:
+    ask(planner, source(number, 2), "", number)
+
+
+def open_empty(planner: Planner, number: int) -> None:
+    ask(planner, "", "", number)
+
+
+def open_wide_characters(planner: Planner, number: int) -> None:
+    text = source(number, 20, "漢")
+    ask(planner, text, text[:100], number)
+
+
+def keep_a_fixed_head(planner: Planner, number: int) -> None:
+    text = source(number, 60)
+    ask(planner, text, "end", number, "efim")
+    ask(planner, text + "typed", "end", number, "efim")
+
+
+def type_and_move(planner: Planner, number: int) -> None:
+    text = source(number, 40)
+    for step in range(12):
+        caret = 50 * step % len(text)
+        text = f"{text[:caret]}typed{text[caret:]}"
+        ask(planner, text[:caret], text[caret:], number)
+
+
+def follow_a_long_source(planner: Planner, number: int) -> None:
+    text = source(number, 400)
+    ask(planner, text[:4000], text[4000:], number)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        open_small,
+        open_empty,
+        open_wide_characters,
+        keep_a_fixed_head,
+        type_and_move,
+        follow_a_long_source,
+    ],
+)
+def test_documents_take_no_more_bytes_than_their_bound(use: Callable[[Planner, int], None]) -> None:
+    planner = Planner(FORMAT, PlannerOptions(fragments=True, max_document_bytes=LIMIT))
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(300):
+            use(planner, number)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.3 * LIMIT < after - before <= LIMIT
+    assert 5 <= len(planner._documents) < 300
