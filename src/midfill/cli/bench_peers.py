@@ -10,6 +10,7 @@ from midfill.cli.counts import parse_counts
 from midfill.cli.options import FimTokens, ThreadsOption, parse_fim_tokens
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption, writable
 from midfill.cli.progress import show_steps
+from midfill.errors import MidfillError
 from midfill.reporting.publish import publish, write_json
 from midfill.system.extras import require
 
@@ -56,6 +57,37 @@ VllmOption = Annotated[
         help="The interpreter of an environment that has vllm.",
     ),
 ]
+LlamaFormatsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="TYPES",
+        help="Weights that llama.cpp is measured with: stored, or types of llama-quantize, which"
+        " makes them of the stored ones; separated by commas.",
+    ),
+]
+VllmDtypesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPES",
+        help="What vLLM is measured with: float32, bfloat16, separated by commas; if not set"
+        " float32, and bfloat16 where the chip multiplies it.",
+    ),
+]
+ShapeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Compare on a model of this shape with random weights instead, written into the"
+        " cache folder once: 1.5b (1 GB; with what is made of it for peers 5 GB).",
+    ),
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Keep the servers that the file named by --json holds and measure the others.",
+    ),
+]
 FimTokensOption = Annotated[
     FimTokens | None,
     typer.Option(
@@ -84,15 +116,19 @@ def peers(
     load_limit: LoadLimitOption = 1200,
     llama_server: LlamaServerOption = None,
     vllm: VllmOption = None,
+    llama_formats: LlamaFormatsOption = "stored,q4_0,q4_k_m",
+    vllm_dtypes: VllmDtypesOption = None,
+    shape: ShapeOption = None,
     fim_tokens: FimTokensOption = None,
     threads: ThreadsOption = None,
     seed: SeedOption = 0,
     json: JsonOption = None,
+    resume: ResumeOption = False,
     plot: PlotOption = None,
     docs: DocsOption = None,
     section: SectionOption = "peers",
 ) -> None:
-    """midfill's server, llama.cpp's and vLLM's on this machine, one after another.
+    """Compare midfill's server, llama.cpp's and vLLM's on this machine, one after another.
 
     Same model, prompts, threads and room for KV. Servers that are not installed are left out, with
     a line that says how to install them; see docs/peers.md.
@@ -100,13 +136,21 @@ def peers(
     require("bench peers", ["httpx"], extra="bench")
     from midfill.bench.peers.compare import QUICK, SERVERS, Programs, compare_peers, parse_names
     from midfill.bench.peers.compared_model import open_compared
+    from midfill.bench.peers.llama_cpp import parse_formats
     from midfill.bench.peers.loads import LOADS
     from midfill.bench.peers.plot import plot_peers
     from midfill.bench.peers.report import peers_markdown, peers_tables
-    from midfill.bench.peers.results import PeersOptions, PeersReport
+    from midfill.bench.peers.results import PeersOptions, PeersReport, read_peers
+    from midfill.bench.peers.shapes import random_model
+    from midfill.bench.peers.vllm import DTYPES, default_dtypes
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.system.machine import describe_machine
 
+    if shape is not None and model is not None:
+        raise MidfillError("--shape makes a model of its own: it goes without --model")
+    if resume and json is None:
+        raise MidfillError("--resume continues what a file holds: name it with --json")
+    machine = describe_machine()
     chosen = QUICK if quick else PeersOptions()
     given = {"prefill": prefill, "contexts": contexts, "streams": streams, "users": users}
     options = msgspec.structs.replace(
@@ -114,10 +158,16 @@ def peers(
         **{name: parse_counts(text) for name, text in given.items() if text is not None},
         servers=parse_names(only, SERVERS, "--only"),
         loads=parse_names(loads, LOADS, "--loads"),
+        llama_formats=parse_formats(llama_formats),
+        vllm_dtypes=(
+            default_dtypes(machine.vector_features)
+            if vllm_dtypes is None
+            else parse_names(vllm_dtypes, DTYPES, "--vllm-dtypes")
+        ),
         repeats=repeats or chosen.repeats,
         round_repeats=repeats or chosen.round_repeats,
         load_limit=load_limit,
-        threads=threads or describe_machine().cores,
+        threads=threads or machine.cores,
         seed=seed,
     )
 
@@ -126,9 +176,14 @@ def peers(
             write_json(json, report)
 
     with show_steps("opening the model") as progress:
-        compared = open_compared(model or DEFAULT_MODEL, fim_tokens)
+        earlier = read_peers(json) if resume and json is not None and json.exists() else None
+        if shape is not None:
+            path = str(random_model(shape, progress))
+            compared = open_compared(path, fim_tokens, random_weights=True)
+        else:
+            compared = open_compared(model or DEFAULT_MODEL, fim_tokens)
         programs = Programs(llama_server, vllm)
-        report = compare_peers(compared, options, programs, progress, save)
+        report = compare_peers(compared, options, programs, progress, save, earlier)
     drawn, markdown = peers_tables(report), peers_markdown(report)
     publish(report, drawn, markdown, section=section, json=json, docs=docs)
     if plot is not None:

@@ -6,6 +6,7 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from midfill.reporting.document_sections import replace_section
+from midfill.system.atomic import write_file
 
 
 def publish(
@@ -34,5 +35,9 @@ def publish(
 
 
 def write_json(path: Path, report: object) -> None:
-    """All figures of a report."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    """Write all figures of a report; the file is replaced as a whole.
+
+    Raises:
+        MidfillError: it can't be written.
+    """
+    write_file(path, msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")

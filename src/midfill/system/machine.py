@@ -34,7 +34,10 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
 
-_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "asimd", "i8mm")
+_FEATURES = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16"),
+    *("asimd", "i8mm"),
+)
 
 
 def describe_machine() -> Machine:

@@ -3,6 +3,8 @@
 Same model, prompts, threads and room for KV; never two servers at once. Each is started afresh,
 answers two small prompts to warm up, then gets every load of ``loads``. midfill runs twice:
 as it is, and without speculation for decode, so that what is compared there is decoding alone.
+Peers run at their best: llama.cpp in every format of weights that is asked for, vLLM in every
+dtype, each as a server of its own.
 """
 
 import tempfile
@@ -10,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from midfill.bench.peers.compared_model import ComparedModel, Prompts
-from midfill.bench.peers.llama_cpp import launch_llama_cpp
-from midfill.bench.peers.loads import ALL_LAYOUTS, Load, loads_for
+from midfill.bench.peers.llama_cpp import formats_for, launch_llama_cpp
+from midfill.bench.peers.loads import ALL_LAYOUTS, LOADS, MIN_SEQUENCE, SPECULATIVE, Load, loads_for
 from midfill.bench.peers.process import ended_by_sigterm
 from midfill.bench.peers.results import (
     LLAMA_CPP,
@@ -20,6 +24,7 @@ from midfill.bench.peers.results import (
     VLLM,
     PeersOptions,
     PeersReport,
+    ServerResult,
 )
 from midfill.bench.peers.run import Progress, Work, run_server
 from midfill.bench.peers.servers import Launch, Missing, Room, launch_midfill
@@ -81,15 +86,18 @@ def compare_peers(
     programs: Programs,
     progress: Progress = lambda _: None,
     save: Callable[[PeersReport], None] = lambda _: None,
+    earlier: PeersReport | None = None,
 ) -> PeersReport:
     """Run every server through every load.
 
     Args:
-        progress: is told what is being done.
-        save: gets the report as it stands after each server.
+        progress: receives what is being done.
+        save: receives the report as it stands after each server.
+        earlier: what a run with the same options has left; servers that it measured to the end
+            are kept and not run again.
 
     Raises:
-        MidfillError: no load fits the model's context.
+        MidfillError: no load fits the model's context, or ``earlier`` is of another comparison.
     """
     prompts = Prompts(model, options.seed)
     loads = loads_for(options, prompts, ALL_LAYOUTS)
@@ -103,11 +111,15 @@ def compare_peers(
         machine=describe_machine(),
         options=options,
         kv_tokens=room.kv_tokens,
-        servers=[],
+        servers=[] if earlier is None else _finished(earlier, model, options, room),
         missing={},
     )
+    names = {server.name for server in report.servers}
     with tempfile.TemporaryDirectory(prefix="midfill-peers-") as folder, ended_by_sigterm():
         for launch in _launches(model, options, programs, room, Path(folder), progress):
+            if launch.name in names:
+                progress(f"{launch.name}: measured before")
+                continue
             if isinstance(launch, Missing):
                 report.missing[launch.name] = launch.reason
             else:
@@ -117,8 +129,31 @@ def compare_peers(
     return report
 
 
+def _finished(
+    earlier: PeersReport, model: ComparedModel, options: PeersOptions, room: Room
+) -> list[ServerResult]:
+    """The servers of an earlier run that were measured to the end.
+
+    Raises:
+        MidfillError: it measured something else, or elsewhere.
+    """
+    chosen = {name: getattr(options, name) for name in ("servers", "llama_formats", "vllm_dtypes")}
+    same = (
+        earlier.model == model.name
+        and earlier.kv_tokens == room.kv_tokens
+        and earlier.machine == describe_machine()
+        and msgspec.structs.replace(earlier.options, **chosen) == options
+    )
+    if not same:
+        raise MidfillError(
+            "the earlier figures are of another model, machine or choice of loads: they can't be "
+            "resumed with these options"
+        )
+    return [server for server in earlier.servers if not server.error]
+
+
 def _room(loads: Sequence[Load], model: ComparedModel, options: PeersOptions) -> Room:
-    longest = max(load.sequence for load in loads)
+    longest = max(MIN_SEQUENCE, *(load.sequence for load in loads))
     return Room(
         threads=options.threads,
         sequence=min(-(-longest // _BLOCK) * _BLOCK, model.context),
@@ -136,14 +171,20 @@ def _launches(
 ) -> Iterator[Launch | Missing]:
     """The servers to run, each made ready when its turn has come."""
     if MIDFILL in options.servers:
-        yield launch_midfill(model, room, speculation=True)
-        if "decode" in options.loads:
-            yield launch_midfill(model, room, speculation=False)
+        if model.random_weights:
+            # It repeats itself without end, and drafts would always be right.
+            yield launch_midfill(model, room, speculation=False, kinds=LOADS)
+        else:
+            others = (*(kind for kind in LOADS if kind != "decode"), SPECULATIVE)
+            yield launch_midfill(model, room, speculation=True, kinds=others)
+            if "decode" in options.loads:
+                yield launch_midfill(model, room, speculation=False, kinds=("decode",))
     if LLAMA_CPP in options.servers:
-        yield launch_llama_cpp(model, room, programs.llama_server, folder / "links")
+        for weights in formats_for(model, options.llama_formats):
+            progress(f"llama.cpp: weights {weights}; the first time they are made")
+            links = folder / "links"
+            yield launch_llama_cpp(model, room, programs.llama_server, links, weights)
     if VLLM in options.servers:
-        progress("vllm: looking for it; the first time the model is converted")
-        try:
-            yield launch_vllm(model, room, programs.vllm_python)
-        except MidfillError as error:
-            yield Missing(VLLM, str(error))
+        for dtype in options.vllm_dtypes:
+            progress("vllm: looking for it; the first time the model is converted")
+            yield launch_vllm(model, room, programs.vllm_python, dtype)

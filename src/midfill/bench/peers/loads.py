@@ -42,6 +42,8 @@ FURTHER = 8
 _SESSION_FILES = 6
 _SLACK = 64
 _WARM_UP = (256, 16)
+MIN_SEQUENCE = sum(_WARM_UP)
+"""Tokens that the longest sequence of a server must have room for, whatever the loads."""
 _TEXT = "def add(a, b):\n    return a + b  # caf\u00e9\n\n\nprint(add(1, 22))\n"
 
 

@@ -1,4 +1,4 @@
-"""A comparison of servers as a plot: decode by context, prefill by length, times as fast."""
+"""A comparison of servers as a plot: prefill by length, decode by context, times as fast."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +8,7 @@ from midfill.bench.peers.loads import decode_name, prefill_name
 from midfill.bench.peers.results import (
     MIDFILL,
     MIDFILL_PLAIN,
+    NATIVE,
     TOKENS_PER_SECOND,
     Figure,
     PeersReport,
@@ -99,16 +100,19 @@ def _own_or(report: PeersReport, name: str, load: str) -> Figure | None:
 
 
 def _ratios(report: PeersReport) -> list[tuple[str, str, float]]:
-    """(what, peer, how many times as fast midfill is)."""
+    """(what, peer, how many times as fast midfill is): same prompts, and native beside them."""
     found = []
     for server in report.servers:
         if server.name in (MIDFILL, MIDFILL_PLAIN):
             continue
         for one in server.figures:
+            what = f"{one.load}, {one.layout}" if one.layout else one.load
             ratio = times_faster(report, one)
             if ratio is not None:
-                what = f"{one.load}, {one.layout}" if one.layout else one.load
                 found.append((f"{what}: {one.measure}", server.name, ratio))
+            ratio = times_faster(report, one, own_layout=NATIVE) if one.layout else None
+            if ratio is not None:
+                found.append((f"{what} beside native: {one.measure}", server.name, ratio))
     return found
 
 

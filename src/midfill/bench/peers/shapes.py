@@ -1,0 +1,210 @@
+"""Models of a larger shape with random weights: their text is meaningless, their speed is not.
+
+A model's speed on a CPU depends on its shape and on how its weights are stored, not on their
+values. So a comparison of servers on a larger model needs no download: its weights are drawn from
+a seed and written as a GGUF file, layers as Q4_0 and the embedding as Q8_0. The tokenizer is the
+default model's, filled up with unused tokens to the shape's vocabulary. Their embeddings and those
+of special tokens are zero: with an embedding that is the output head as well, greedy decoding
+never takes them.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from midfill.checkpoints.gguf_file import GgufFile
+from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve
+from midfill.errors import MidfillError
+from midfill.system.atomic import replacing_file
+from midfill.system.cache import cache_folder
+
+_MAX_ROWS = 16_384  # of a tensor drawn at a time
+_FREE_BYTES = 8 * 2**30
+"""Disk space for the file, what llama.cpp makes of it, and a folder in bfloat16 for vLLM."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama model's dimensions, the embedding tied to the output head."""
+
+    layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    rope_base: float
+
+
+SHAPES: Mapping[str, Shape] = {
+    # Qwen2.5-1.5B's, without the biases of Q, K and V.
+    "1.5b": Shape(
+        layers=28,
+        hidden=1536,
+        query_heads=12,
+        kv_heads=2,
+        head_dim=128,
+        ffn=8960,
+        vocab=151_936,
+        context=32_768,
+        rope_base=1e6,
+    ),
+}
+
+
+def random_model(name: str, progress: Callable[[str], None] = lambda _: None) -> Path:
+    """Return the GGUF file of a shape with random weights, written into the cache folder once.
+
+    Args:
+        name: one of ``SHAPES``.
+        progress: receives what is being written.
+
+    Raises:
+        MidfillError: no such shape, too little disk space, or the file can't be written.
+    """
+    if name not in SHAPES:
+        raise MidfillError(f"--shape names {name}; there are {', '.join(SHAPES)}")
+    path = cache_folder() / "peers" / f"random-{name}.gguf"
+    if path.is_file():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(path.parent).free < _FREE_BYTES:
+            raise MidfillError(f"shape {name} needs 8 GiB of disk space in {path.parent}")
+        with replacing_file(path) as temporary:
+            write_random_model(SHAPES[name], GgufFile(resolve(DEFAULT_MODEL)), temporary, progress)
+    except OSError as error:
+        raise MidfillError(f"{path} can't be written: {error.strerror}") from None
+    return path
+
+
+def write_random_model(
+    shape: Shape,
+    tokens_from: GgufFile,
+    path: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Write a GGUF file of a shape, the same bytes on every call.
+
+    Args:
+        tokens_from: the file whose tokenizer is taken; of the Llama architecture.
+        path: the file to write.
+
+    Raises:
+        MidfillError: the tokenizer has more tokens than the shape's vocabulary.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.query_heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(shape.vocab)
+    ordinary = _add_tokenizer(writer, tokens_from, shape.vocab)
+    tensors = _tensors(shape)
+    for name, (dimensions, kind) in tensors.items():
+        block, size = GGML_QUANT_SIZES[kind]
+        dtype = np.dtype(np.float32 if kind is GGMLQuantizationType.F32 else np.uint8)
+        stored = (*dimensions[:-1], dimensions[-1] // block * size // dtype.itemsize)
+        count = int(np.prod(stored)) * dtype.itemsize
+        raw = None if kind is GGMLQuantizationType.F32 else kind
+        writer.add_tensor_info(name, stored, dtype, count, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    random = np.random.default_rng(0)
+    for number, (name, (dimensions, kind)) in enumerate(tensors.items()):
+        progress(f"random weights: tensor {number + 1} of {len(tensors)}")
+        mask = ordinary if name == "token_embd.weight" else None
+        writer.write_tensor_data(np.concatenate(list(_draw(dimensions, kind, random, mask))))
+    writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, source: GgufFile, vocab: int) -> npt.NDArray[np.bool_]:
+    """Copy a tokenizer, filled up with unused tokens; return which tokens are ordinary ones."""
+    of: Mapping[str, Any] = source.metadata
+    tokens: list[str] = [*of["tokenizer.ggml.tokens"]]
+    types: list[int] = [*of["tokenizer.ggml.token_type"]]
+    if len(tokens) > vocab:
+        raise MidfillError(f"{len(tokens)} tokens don't fit into a vocabulary of {vocab}")
+    tokens += [f"[PAD{place}]" for place in range(len(tokens), vocab)]
+    types += [int(gguf.TokenType.UNUSED)] * (vocab - len(types))
+    writer.add_tokenizer_model(of["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(of["tokenizer.ggml.pre"])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(of["tokenizer.ggml.merges"])
+    writer.add_add_bos_token(bool(of.get("tokenizer.ggml.add_bos_token", False)))
+    writer.add_add_space_prefix(bool(of.get("tokenizer.ggml.add_space_prefix", False)))
+    for name, add in {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "unknown": writer.add_unk_token_id,
+        "padding": writer.add_pad_token_id,
+    }.items():
+        if (token := of.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            add(token)
+    return np.equal(types, int(gguf.TokenType.NORMAL))
+
+
+def _tensors(shape: Shape) -> dict[str, tuple[tuple[int, ...], GGMLQuantizationType]]:
+    """Name -> (rows and columns, how it is stored), in the order of the file."""
+    query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norm, quantised = GGMLQuantizationType.F32, GGMLQuantizationType.Q4_0
+    tensors = {
+        "token_embd.weight": ((shape.vocab, shape.hidden), GGMLQuantizationType.Q8_0),
+        "output_norm.weight": ((shape.hidden,), norm),
+    }
+    for layer in range(shape.layers):
+        tensors |= {
+            f"blk.{layer}.attn_norm.weight": ((shape.hidden,), norm),
+            f"blk.{layer}.attn_q.weight": ((query, shape.hidden), quantised),
+            f"blk.{layer}.attn_k.weight": ((key, shape.hidden), quantised),
+            f"blk.{layer}.attn_v.weight": ((key, shape.hidden), quantised),
+            f"blk.{layer}.attn_output.weight": ((shape.hidden, query), quantised),
+            f"blk.{layer}.ffn_norm.weight": ((shape.hidden,), norm),
+            f"blk.{layer}.ffn_gate.weight": ((shape.ffn, shape.hidden), quantised),
+            f"blk.{layer}.ffn_up.weight": ((shape.ffn, shape.hidden), quantised),
+            f"blk.{layer}.ffn_down.weight": ((shape.hidden, shape.ffn), quantised),
+        }
+    return tensors
+
+
+def _draw(
+    dimensions: tuple[int, ...],
+    kind: GGMLQuantizationType,
+    random: np.random.Generator,
+    mask: npt.NDArray[np.bool_] | None,
+) -> Iterator[npt.NDArray[np.generic]]:
+    """Rows of a tensor as they are stored: norms are 1, quants uniform with deviation 0.02.
+
+    Args:
+        mask: bool [rows]: where False, a row is zero.
+    """
+    if kind is GGMLQuantizationType.F32:
+        yield np.ones(dimensions, np.float32)
+        return
+    rows, columns = dimensions
+    block, size = GGML_QUANT_SIZES[kind]
+    spread = 16 if kind is GGMLQuantizationType.Q4_0 else 256  # of a quant
+    scale = np.float16(0.02 * np.sqrt(12) / spread)
+    for start in range(0, rows, _MAX_ROWS):
+        count = min(_MAX_ROWS, rows - start)
+        blocks = random.integers(0, 256, (count, columns // block, size), np.uint8)
+        blocks[:, :, :2] = np.frombuffer(scale.tobytes(), np.uint8)
+        if mask is not None:
+            blocks[~mask[start : start + count], :, :2] = 0
+        yield blocks.reshape(count, -1)
