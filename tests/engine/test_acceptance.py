@@ -1,4 +1,4 @@
-"""AcceptanceRates and Calibration: what drafts are worth, learnt from how they fared."""
+"""AcceptanceRates and Calibration: how often drafts are right, learned from earlier ones."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_every_kind_of_evidence_has_a_rate_to_start_from() -> None:
 
 
 @pytest.mark.parametrize("period", [1, 2, 5])
-def test_rates_go_where_the_observations_are(period: int) -> None:
+def test_rates_follow_the_observations(period: int) -> None:
     rates = AcceptanceRates()
     for number in range(500):
         rates.observe(ONE_PLACE, number % period == 0)
@@ -28,20 +28,23 @@ def test_rates_go_where_the_observations_are(period: int) -> None:
     assert rates.rate(SPELLED) == AcceptanceRates().rate(SPELLED)
 
 
-def test_chances_multiply() -> None:
+def test_probabilities_multiply() -> None:
     rates = AcceptanceRates()
     one = rates.rate(ONE_PLACE)
-    assert rates.chances((ONE_PLACE,) * 3, 1.0) == pytest.approx((one, one**2, one**3))
-    assert rates.chances((), 1.0) == ()
+    assert rates.acceptance_probabilities((ONE_PLACE,) * 3, 1.0) == pytest.approx(
+        (one, one**2, one**3)
+    )
+    assert rates.acceptance_probabilities((), 1.0) == ()
 
 
-def test_what_is_certain_stays_certain() -> None:
-    chances = AcceptanceRates().chances((CERTAIN, CERTAIN, ONE_PLACE), 0.1)
-    assert chances[:2] == (1.0, 1.0)
-    assert chances[2] < 0.1
+def test_certain_tokens_stay_certain() -> None:
+    evidence = (CERTAIN, CERTAIN, ONE_PLACE)
+    probabilities = AcceptanceRates().acceptance_probabilities(evidence, 0.1)
+    assert probabilities[:2] == (1.0, 1.0)
+    assert probabilities[2] < 0.1
 
 
-def test_a_sequence_that_copies_more_than_expected_is_believed_more() -> None:
+def test_calibration_raises_the_rates_of_sequences_that_copy() -> None:
     rates, copies, invents = AcceptanceRates(), Calibration(), Calibration()
     assert copies.factor == 1.0
     for _ in range(20):
@@ -49,4 +52,4 @@ def test_a_sequence_that_copies_more_than_expected_is_believed_more() -> None:
         invents.observe(0.5, False)
     assert copies.factor > 1.2
     assert invents.factor < 0.6
-    assert rates.chances((ONE_PLACE,), 50.0)[0] < 1.0
+    assert rates.acceptance_probabilities((ONE_PLACE,), 50.0)[0] < 1.0

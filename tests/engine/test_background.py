@@ -1,93 +1,17 @@
 """Background requests: prompts computed while the engine is idle, at nobody's cost."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import pytest
 import torch
-from serving import background, check_idle, greedy_alone, request, serve
+from serving import background, build_engine, check_idle, greedy_alone, request, serve
 from toy_runner import VOCAB, ToyRunner
 
-from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.policies.idle_prefill import IdlePrefill
-from midfill.engine.policies.sarathi_serve import SarathiServe
+from midfill.engine.engine import Engine
 from midfill.engine.request import EngineOutput
-from midfill.engine.scheduler import (
-    Chunk,
-    RunningSequence,
-    ScheduleState,
-    StepPlan,
-    WaitingSequence,
-)
 from midfill.errors import InvalidRequestError
 from midfill.forward.batch import ForwardBatch
-from midfill.kv.radix_cache import CachedPrefix
-
-
-@dataclass(frozen=True)
-class Cache:
-    """A cache view of given facts."""
-
-    cached: dict[int, CachedPrefix] = field(default_factory=dict)
-
-    def cached_prefix(self, sequence_id: int) -> CachedPrefix:
-        return self.cached.get(sequence_id, CachedPrefix(0, 0))
-
-    def common_prefix(self, first: int, second: int) -> int:
-        return 0
-
-    def released_by(self, victims: Sequence[int]) -> int:
-        return 0
-
-
-class TestThePolicy:
-    POLICY = IdlePrefill(SarathiServe(token_budget=32), chunk=10, most_waiting=3)
-
-    def plan(
-        self,
-        background: Sequence[tuple[int, int]],
-        running: tuple[RunningSequence, ...] = (),
-        waiting: tuple[WaitingSequence, ...] = (),
-        available: int = 1000,
-        cache: Cache | None = None,
-    ) -> StepPlan:
-        queue = tuple(WaitingSequence(*one) for one in background)
-        return self.POLICY.plan(
-            ScheduleState(running, waiting, available, cache or Cache(), background=queue)
-        )
-
-    def test_when_idle_the_oldest_runs_a_chunk(self) -> None:
-        assert self.plan([(1, 50), (2, 50)]) == StepPlan(background=(Chunk(1, 10),))
-
-    def test_what_is_cached_needs_no_chunk(self) -> None:
-        cache = Cache({1: CachedPrefix(45, 45)})
-        assert self.plan([(1, 50)], cache=cache) == StepPlan(background=(Chunk(1, 5),))
-
-    def test_whatever_else_there_is_goes_first(self) -> None:
-        running = (RunningSequence(0, 20, 19, True),)
-        assert self.plan([(1, 50)], running) == StepPlan(decodes=(0,))
-        waiting = (WaitingSequence(0, 20),)
-        assert self.plan([(1, 50)], waiting=waiting) == StepPlan(admit=(Chunk(0, 20),))
-        # Even if it can't move.
-        assert self.plan([(1, 50)], waiting=waiting, available=5) == StepPlan()
-
-    def test_the_oldest_are_dropped_when_there_are_too_many(self) -> None:
-        five = [(number, 50) for number in range(1, 6)]
-        assert self.plan(five) == StepPlan(drop=(1, 2), background=(Chunk(3, 10),))
-        running = (RunningSequence(0, 20, 19, True),)
-        assert self.plan(five, running) == StepPlan(drop=(1, 2), decodes=(0,))
-
-    def test_prompts_that_do_not_fit_as_a_whole_are_dropped(self) -> None:
-        cache = Cache({1: CachedPrefix(40, 40), 2: CachedPrefix(40, 10)})
-        made = self.plan([(1, 50), (2, 50)], available=49, cache=cache)
-        assert made == StepPlan(drop=(1,), background=(Chunk(2, 10),))
-        assert self.plan([(1, 50)], available=50, cache=cache).drop == ()
-
-    def test_sizes_that_make_no_sense_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="at least"):
-            IdlePrefill(SarathiServe(), chunk=0)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -95,7 +19,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def engine(slots: int = 512, **options: int) -> Engine:
-    return Engine(ToyRunner(slots), (), EngineOptions(**({"background_chunk": 16} | options)))
+    return build_engine(ToyRunner(slots), (), **({"background_chunk": 16} | options))
 
 
 def steps(one: Engine, count: int) -> list[EngineOutput]:
@@ -254,7 +178,7 @@ class TestItsEnd:
         assert one.stats().slots_cached == 32
 
     def test_a_pass_that_fails_ends_it_with_an_error_and_loses_no_slot(self) -> None:
-        one = Engine(FailingRunner(512), (), EngineOptions(background_chunk=16))
+        one = build_engine(FailingRunner(512), (), background_chunk=16)
         answer = serve(one, [background("b", prompt(60))])["b", 0]
         assert (answer.finish_reason, answer.error) == ("error", "the model failed: no memory")
         assert one.stats().slots_cached == 16

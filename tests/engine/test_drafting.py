@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from midfill.engine.drafting import (
     EVIDENCE_KINDS,
-    LONGEST_MATCH,
+    MAX_MATCH_LENGTH,
     longest_match,
     match_evidence,
     prompt_lookup,
@@ -29,7 +29,7 @@ def common_context(tokens: list[int], place: int) -> int:
     length = 0
     while length < place and tokens[place - 1 - length] == tokens[-1 - length]:
         length += 1
-    return min(length, LONGEST_MATCH)
+    return min(length, MAX_MATCH_LENGTH)
 
 
 def array(tokens: list[int]) -> np.ndarray:

@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from serving import Answer, check_idle, greedy_alone, request, serve
+from serving import Answer, build_engine, check_idle, greedy_alone, request, serve
 from toy_runner import VOCAB, ToyRunner
 
-from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.engine import Engine
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.forward.batch import ForwardBatch
 
@@ -18,12 +18,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=length)
 
 
-def sampling(**fields: object) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | fields))
+def sampling(**fields: object) -> EngineSamplingParams:
+    return EngineSamplingParams(
+        **({"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | fields)
+    )
 
 
 def engine(slots: int = 512, eos: tuple[int, ...] = (), **options: int) -> Engine:
-    return Engine(ToyRunner(slots), eos, EngineOptions(**options))
+    return build_engine(ToyRunner(slots), eos, **options)
 
 
 def truth(tokens: list[int], count: int = 12) -> list[int]:
@@ -239,7 +241,7 @@ class TestPreemption:
             one.step()
         one.add(request("d", [4]))
         one.step()
-        assert [sequence.request_id for sequence in one._roster.waiting] == ["c", "d"]
+        assert [sequence.request_id for sequence in one._queues.waiting] == ["c", "d"]
         ended: list[str] = []
         while one.has_work():
             ended += [output.request_id for output in one.step() if output.finish_reason]
@@ -471,7 +473,7 @@ class TestFailures:
     def test_a_runner_that_raises_fails_those_in_the_pass_and_nobody_else(self) -> None:
         runner = FailingRunner(512)
         runner.raises_at = frozenset({3})
-        one = Engine(runner, (), EngineOptions(max_running=2))
+        one = build_engine(runner, (), max_running=2)
         requests = [request(name, prompt(20, seed)) for seed, name in enumerate("abcd")]
         answers = serve(one, requests)
         for name in "ab":
@@ -485,7 +487,7 @@ class TestFailures:
     def test_chunks_computed_before_the_failure_stay_cached(self) -> None:
         runner = FailingRunner(512)
         runner.raises_at = frozenset({2})
-        one = Engine(runner, (), EngineOptions(token_budget=16))
+        one = build_engine(runner, (), token_budget=16)
         assert serve(one, [request("a", prompt(60))])["a", 0].finish_reason == "error"
         again = serve(one, [request("a", prompt(60))])["a", 0]
         assert again.cached_tokens == 32
@@ -494,13 +496,13 @@ class TestFailures:
     def test_every_answer_of_a_failed_prompt_hears_of_it(self) -> None:
         runner = FailingRunner(512)
         runner.raises_at = frozenset({0})
-        answers = serve(Engine(runner, ()), [request("a", prompt(9), sampling(n=3))])
+        answers = serve(build_engine(runner, ()), [request("a", prompt(9), sampling(n=3))])
         assert [answers["a", index].finish_reason for index in range(3)] == ["error"] * 3
 
     def test_logits_without_a_finite_value_fail_that_answer_alone(self) -> None:
         runner = FailingRunner(512)
         runner.spoils = {0: 0, 2: 0}
-        one = Engine(runner, ())
+        one = build_engine(runner, ())
         answers = serve(
             one,
             [

@@ -4,19 +4,18 @@ import inspect
 import textwrap
 
 import pytest
-from serving import Answers, request, serve
+from serving import Answers, build_engine, request, serve
 
 from midfill.checkpoints import model_store
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.runners.cpu_runner import CpuRunner
 
 pytestmark = pytest.mark.real_model
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-SEEDED = SamplingParams(
+GREEDY = EngineSamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+SEEDED = EngineSamplingParams(
     temperature=0.8, top_p=0.95, top_k=20, seed=7, max_tokens=16, ignore_eos=True
 )
 
@@ -48,7 +47,7 @@ def alone(runner: CpuRunner, rounds: list[EngineRequest]) -> dict[str, list[int]
     """Every answer from an engine that has seen nothing else."""
     answers = {}
     for one in rounds:
-        engine = Engine(runner, (), EngineOptions(token_budget=512))
+        engine = build_engine(runner, (), token_budget=512)
         answers[one.request_id] = serve(engine, [one])[one.request_id, 0].tokens
     return answers
 
@@ -60,7 +59,7 @@ def tokens_of(answers: Answers) -> dict[str, list[int]]:
 def test_rounds_after_each_other_compute_only_what_is_new(
     runner: CpuRunner, rounds: list[EngineRequest], alone: dict[str, list[int]]
 ) -> None:
-    engine = Engine(runner, ())
+    engine = build_engine(runner, ())
     cached = {}
     for one in rounds:
         answer = serve(engine, [one])[one.request_id, 0]
@@ -77,19 +76,19 @@ def test_rounds_after_each_other_compute_only_what_is_new(
 def test_all_together(
     runner: CpuRunner, rounds: list[EngineRequest], alone: dict[str, list[int]], budget: int
 ) -> None:
-    engine = Engine(runner, (), EngineOptions(token_budget=budget))
+    engine = build_engine(runner, (), token_budget=budget)
     assert tokens_of(serve(engine, rounds)) == alone
 
 
 def test_crowded_out_and_resumed(
     runner: CpuRunner, rounds: list[EngineRequest], alone: dict[str, list[int]]
 ) -> None:
-    engine = Engine(runner, (), EngineOptions(token_budget=64))
+    engine = build_engine(runner, (), token_budget=64)
     # Unrelated text takes most of the pool and lasts longer than the others.
     hog = request(
         "hog",
         [2000 + index for index in range(430)],
-        SamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True),
+        EngineSamplingParams(temperature=0.0, max_tokens=70, ignore_eos=True),
     )
     answers = tokens_of(serve(engine, [hog, *rounds]))
     del answers["hog"]

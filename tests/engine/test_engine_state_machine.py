@@ -1,8 +1,8 @@
 """The engine under any order of arrivals, cancellations and steps, in a pool that is too small,
 with and without speculation.
 
-Every answer must be what the model alone would say, or the beginning of it where it was cancelled,
-and after every operation each slot belongs to exactly one owner.
+Every answer must be what the model alone would generate, or the beginning of it if it was
+cancelled, and after every operation each slot has exactly one owner.
 """
 
 from functools import cache
@@ -10,13 +10,12 @@ from functools import cache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from serving import Answer, FixedCost, background, check_idle, greedy_alone, request
+from serving import Answer, FixedCost, background, build_engine, check_idle, greedy_alone, request
 from toy_runner import ToyRunner
 
-from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.request import SamplingParams
+from midfill.engine.request import EngineSamplingParams
 
-MOST_TOKENS = 10
+MAX_TOKENS = 10
 DOCUMENT = (3, 17, 5, 5, 30, 8, 21, 0, 13, 2, 39, 11, 25, 7, 6, 19, 33, 1, 28, 4) * 2
 PROMPTS = st.builds(
     lambda shared, tail: (*DOCUMENT[:shared], *tail),
@@ -31,7 +30,7 @@ POSITIONS = 0.2
 
 @cache
 def truth(prompt: tuple[int, ...]) -> list[int]:
-    return greedy_alone(ToyRunner(64, positions=POSITIONS), list(prompt), MOST_TOKENS)
+    return greedy_alone(ToyRunner(64, positions=POSITIONS), list(prompt), MAX_TOKENS)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -41,16 +40,20 @@ class EngineMachine(RuleBasedStateMachine):
         row_cost=st.sampled_from([None, 0.0, 0.01, 0.2]),
     )
     def start(self, slots: int, budget: int, row_cost: float | None) -> None:
-        options = EngineOptions(budget, max_running=5, background_chunk=7, max_background=3)
-        cost = None if row_cost is None else FixedCost(row_cost)
-        runner = ToyRunner(slots, positions=POSITIONS)
-        self.engine = Engine(runner, (), options, step_cost=cost)
+        self.engine = build_engine(
+            ToyRunner(slots, positions=POSITIONS),
+            token_budget=budget,
+            max_running=5,
+            background_chunk=7,
+            max_background=3,
+            step_cost=None if row_cost is None else FixedCost(row_cost),
+        )
         self.prompts: dict[str, tuple[tuple[int, ...], int]] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
 
     @rule(
         prompt=PROMPTS,
-        max_tokens=st.integers(1, MOST_TOKENS),
+        max_tokens=st.integers(1, MAX_TOKENS),
         n=st.sampled_from([1, 1, 1, 2, 7]),
         tenant=st.sampled_from(["", "", "other"]),
     )
@@ -59,7 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.prompts[name] = prompt, max_tokens
         for index in range(n):
             self.answers[name, index] = Answer()
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
+        params = EngineSamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
         self.engine.add(request(name, prompt, params, tenant))
 
     @rule(prompt=PROMPTS, tenant=st.sampled_from(["", "other"]))
@@ -77,33 +80,33 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             for output in self.engine.step():
-                self.answers[output.request_id, output.index].take(output)
+                self.answers[output.request_id, output.index].add(output)
 
     @invariant()
     def every_slot_has_one_owner(self) -> None:
         if not hasattr(self, "engine"):
             return
-        pool = self.engine._roster.pool
-        own = [
+        pool = self.engine._queues.pool
+        owned = [
             slot
-            for sequence in self.engine._roster.running
+            for sequence in self.engine._queues.running
             if sequence.kv is not None
             for slot in sequence.kv.slots[sequence.kv.shared :].tolist()
         ]
-        assert len(set(own)) == len(own)
-        assert pool.slots.free_slots + pool.cache.cached_tokens + len(own) == pool.slots.total
+        assert len(set(owned)) == len(owned)
+        assert pool.slots.free_slots + pool.cache.cached_tokens + len(owned) == pool.slots.total
 
     @invariant()
     def running_sequences_hold_what_they_need_and_no_more(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for sequence in self.engine._roster.running:
+        for sequence in self.engine._queues.running:
             assert sequence.kv is not None
             if sequence.decoding:
                 assert sequence.kv.reserved == sequence.computed == sequence.length - 1
             else:
                 assert sequence.kv.reserved == sequence.length > sequence.computed
-        for sequence in (*self.engine._roster.waiting, *self.engine._roster.background):
+        for sequence in (*self.engine._queues.waiting, *self.engine._queues.background):
             assert sequence.kv is None
 
     def teardown(self) -> None:

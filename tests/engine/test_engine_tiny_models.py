@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import GREEDY, Answers, request, serve
+from serving import GREEDY, Answers, build_engine, request, serve
 from tiny_checkpoints import VOCAB, reference_model, write_variant
 
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.forward.runner import Runner
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.torch_runner import TorchRunner
@@ -83,7 +82,7 @@ def check(answers: Answers, requests: list[EngineRequest], truth: Truth) -> None
 def test_chunked_and_then_warm(
     make_runner: Callable[[int], Runner], truth: Truth, budget: int
 ) -> None:
-    engine = Engine(make_runner(512), (), EngineOptions(token_budget=budget))
+    engine = build_engine(make_runner(512), (), token_budget=budget)
     tokens = prompt(150, 7)
     for name, cached in (("cold", 0), ("warm", 149)):
         answer = serve(engine, [request(name, tokens)])[name, 0]
@@ -102,7 +101,7 @@ def test_batched_with_others_that_come_and_go(
     for index, one in enumerate(doomed):
         arrivals[3 * index].append(one)
         cancellations[3 * index + 4] = one.request_id
-    engine = Engine(make_runner(512), (), EngineOptions(token_budget=budget))
+    engine = build_engine(make_runner(512), (), token_budget=budget)
     answers = serve(engine, arrivals=arrivals, cancellations=cancellations)
     check(answers, requests, truth)
     assert engine.stats().cached_tokens > 500
@@ -110,7 +109,7 @@ def test_batched_with_others_that_come_and_go(
 
 def test_preempted_and_resumed(make_runner: Callable[[int], Runner], truth: Truth) -> None:
     requests = [request(f"r{index}", prompt(20 + index, index)) for index in range(8)]
-    engine = Engine(make_runner(150), (), EngineOptions(token_budget=32))
+    engine = build_engine(make_runner(150), (), token_budget=32)
     check(serve(engine, requests), requests, truth)
     assert engine.stats().preemptions > 0
 
@@ -118,9 +117,9 @@ def test_preempted_and_resumed(make_runner: Callable[[int], Runner], truth: Trut
 def test_several_answers_share_the_prompt(
     make_runner: Callable[[int], Runner], truth: Truth
 ) -> None:
-    engine = Engine(make_runner(512), ())
+    engine = build_engine(make_runner(512), ())
     tokens = prompt(100, 3)
-    three = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, n=3)
+    three = EngineSamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, n=3)
     answers = serve(engine, [request("a", tokens, three)])
     assert [answer.tokens for answer in answers.values()] == [truth(tokens)] * 3
     assert engine.stats().computed_tokens == 100 + 3 * (ANSWER - 1)
@@ -129,7 +128,7 @@ def test_several_answers_share_the_prompt(
 def test_sampling_with_everything_on_is_reproducible(
     make_runner: Callable[[int], Runner],
 ) -> None:
-    everything = SamplingParams(
+    everything = EngineSamplingParams(
         temperature=0.9,
         top_k=50,
         top_p=0.95,
@@ -145,9 +144,9 @@ def test_sampling_with_everything_on_is_reproducible(
         ignore_eos=True,
     )
     tokens = prompt(60, 4)
-    alone = serve(Engine(make_runner(512), ()), [request("a", tokens, everything)])["a", 0]
+    alone = serve(build_engine(make_runner(512), ()), [request("a", tokens, everything)])["a", 0]
     crowd = [request(f"r{index}", prompt(20, index), GREEDY) for index in range(5)]
-    engine = Engine(make_runner(512), (), EngineOptions(token_budget=16))
+    engine = build_engine(make_runner(512), (), token_budget=16)
     together = serve(engine, [*crowd, request("a", tokens, everything)])["a", 0]
     assert together.tokens == alone.tokens
     assert len(alone.logprobs) == 20

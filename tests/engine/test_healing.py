@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import GREEDY, Answer, next_logits, request, serve
+from serving import GREEDY, Answer, build_engine, next_logits, request, serve
 from toy_runner import VOCAB, ToyRunner
 
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
-from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError
 
 END = 0  # stands for no text, like every end token
@@ -38,11 +38,13 @@ BEGINNINGS = [
 
 
 def engine(slots: int = 512, eos: tuple[int, ...] = (END,), **options: int) -> Engine:
-    return Engine(ToyRunner(slots), eos, EngineOptions(**options), token_bytes=TOKENS.__getitem__)
+    return build_engine(ToyRunner(slots), eos, **options, token_bytes=TOKENS.__getitem__)
 
 
-def sampling(**fields: object) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | fields))
+def sampling(**fields: object) -> EngineSamplingParams:
+    return EngineSamplingParams(
+        **({"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | fields)
+    )
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -50,7 +52,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def healed(
-    name: str, tokens: list[int], begins_with: bytes, params: SamplingParams = GREEDY
+    name: str, tokens: list[int], begins_with: bytes, params: EngineSamplingParams = GREEDY
 ) -> EngineRequest:
     return EngineRequest(
         request_id=name, token_ids=tokens, sampling=params, begins_with=begins_with
@@ -228,7 +230,7 @@ class TestRefusals:
             engine().add(healed("a", [1], required, params))
 
     def test_an_engine_that_does_not_know_its_tokens(self) -> None:
-        one = Engine(ToyRunner(64), ())
+        one = build_engine(ToyRunner(64), ())
         with pytest.raises(InvalidRequestError, match="begins_with"):
             one.add(healed("a", [1], b"x"))
         assert not one.has_work()
@@ -241,7 +243,7 @@ def test_a_vocabulary_is_not_read_before_it_is_needed() -> None:
         read.append(token)
         return TOKENS[token]
 
-    one = Engine(ToyRunner(512), (END,), token_bytes=token_bytes)
+    one = build_engine(ToyRunner(512), (END,), token_bytes=token_bytes)
     serve(one, [request("a", [1, 2])])
     assert not read
     serve(one, [healed("b", [1, 2], b"pri"), healed("c", [1, 2], b"x")])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midfill.engine.output_buffer import OutputBuffer
-from midfill.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
+from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams, TokenLogprobs
 
 WORDS = {0: b"", 1: b"a", 2: b"bc", 3: b"d\n", 4: b"e"}
 
@@ -27,7 +27,7 @@ def request(
     return EngineRequest(
         request_id=name,
         token_ids=[1],
-        sampling=SamplingParams(n=n),
+        sampling=EngineSamplingParams(n=n),
         stream_interval=interval,
         stop_bytes=stop_bytes,
         begins_with=begins_with,

@@ -11,7 +11,7 @@ import pytest
 
 from midfill.config import ModelOptions
 from midfill.engine.client import EngineClient, OutputStream
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import CheckpointError, EngineDeadError, InvalidRequestError, MidfillError
 
 OPTIONS = ModelOptions(threads=1, kv_memory=4 * 2**20)
@@ -42,7 +42,7 @@ def engine(tiny_folder: Path) -> Iterator[Running]:
 
 
 def request(name: str, *, max_tokens: int = 5, n: int = 1) -> EngineRequest:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, n=n)
+    sampling = EngineSamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, n=n)
     return EngineRequest(request_id=name, token_ids=[5, 6, 7], sampling=sampling)
 
 
@@ -88,7 +88,7 @@ def test_outputs_of_several_requests_come_in_one_stream(engine: Running) -> None
 def test_what_can_never_run_is_refused_and_the_rest_goes_on(engine: Running) -> None:
     async def test() -> None:
         client = engine.client
-        bad = EngineRequest(request_id="bad", token_ids=[1] * 600, sampling=SamplingParams())
+        bad = EngineRequest(request_id="bad", token_ids=[1] * 600, sampling=EngineSamplingParams())
         with client.submit(request("good", max_tokens=20)) as good, client.submit(bad) as refused:
             with pytest.raises(InvalidRequestError, match="600 tokens") as raised:
                 await anext(refused)
@@ -101,7 +101,7 @@ def test_what_can_never_run_is_refused_and_the_rest_goes_on(engine: Running) -> 
 
 def test_a_request_finds_what_was_prefilled_in_the_background(engine: Running) -> None:
     async def test() -> None:
-        client, sampling = engine.client, SamplingParams(max_tokens=3, temperature=0)
+        client, sampling = engine.client, EngineSamplingParams(max_tokens=3, temperature=0)
         prompt = list(range(20, 220))
         ahead = EngineRequest(
             request_id="ahead", token_ids=prompt, sampling=sampling, background=True
@@ -120,7 +120,7 @@ def test_a_request_finds_what_was_prefilled_in_the_background(engine: Running) -
 
 def test_a_required_beginning_reaches_the_engine(engine: Running) -> None:
     async def test() -> None:
-        params = SamplingParams(max_tokens=1)
+        params = EngineSamplingParams(max_tokens=1)
         fields = {"token_ids": [5, 6], "sampling": params, "begins_with": b"\xff" * 200}
         with engine.client.submit(EngineRequest(request_id="long", **fields)) as stream:
             with pytest.raises(InvalidRequestError, match="200 bytes") as raised:

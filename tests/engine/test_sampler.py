@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.engine.request import SamplingParams
+from midfill.engine.request import EngineSamplingParams
 from midfill.engine.sampler import SampledToken, SampleRow, sample
 
 Float64Array = npt.NDArray[np.float64]
@@ -23,7 +23,7 @@ STRATA = 1000
 
 
 def row(
-    params: SamplingParams,
+    params: EngineSamplingParams,
     draw: float = 0.0,
     index: int = 0,
     prompt: tuple[int, ...] = (),
@@ -40,7 +40,7 @@ def tokens(sampled: list[SampledToken | None]) -> list[int]:
 
 def frequencies(
     logits: torch.Tensor,
-    params: SamplingParams,
+    params: EngineSamplingParams,
     prompt: tuple[int, ...] = (),
     output: tuple[int, ...] = (),
 ) -> Counter[int]:
@@ -48,7 +48,7 @@ def frequencies(
     return Counter(tokens(sample(logits, [row(params, u, 0, prompt, output) for u in draws])))
 
 
-def reference(logits: Float64Array, params: SamplingParams) -> Float64Array:
+def reference(logits: Float64Array, params: EngineSamplingParams) -> Float64Array:
     """Probabilities by the definitions, filter after filter, each over the whole vocabulary."""
     scores = logits / params.temperature
 
@@ -84,7 +84,7 @@ def reference(logits: Float64Array, params: SamplingParams) -> Float64Array:
     return softmax(scores)
 
 
-def assert_distribution(logits: torch.Tensor, params: SamplingParams) -> None:
+def assert_distribution(logits: torch.Tensor, params: EngineSamplingParams) -> None:
     counts = frequencies(logits, params)
     expected = reference(logits[0].double().numpy().copy(), params) * STRATA
     for token in range(logits.shape[1]):
@@ -116,7 +116,7 @@ def random_logits(vocab: int, seed: int, spread: float = 3.0) -> torch.Tensor:
     ],
 )
 def test_filters_give_the_distribution_they_define(fields: dict[str, float]) -> None:
-    assert_distribution(random_logits(60, seed=1), SamplingParams(**fields))
+    assert_distribution(random_logits(60, seed=1), EngineSamplingParams(**fields))
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.5, 1.5, 6.0])
@@ -126,7 +126,7 @@ def test_flat_and_sharp_distributions_over_a_large_vocabulary(
 ) -> None:
     # Nuclei from a few tokens to nearly all 6,000 of them. Counts are added up, so that a tail cut
     # too early shows although each of its tokens is rare.
-    params = SamplingParams(**fields)
+    params = EngineSamplingParams(**fields)
     logits = random_logits(6000, 2, spread)
     counts = frequencies(logits, params)
     expected = reference(logits[0].double().numpy().copy(), params) * STRATA
@@ -147,7 +147,7 @@ def test_flat_and_sharp_distributions_over_a_large_vocabulary(
 def test_any_combination_of_filters(
     seed: int, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float
 ) -> None:
-    params = SamplingParams(
+    params = EngineSamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, typical_p=typical_p
     )
     assert_distribution(random_logits(40, seed, spread=2.0), params)
@@ -169,7 +169,7 @@ def test_any_combination_of_filters(
 )
 def test_a_real_vocabulary(spread: float, fields: dict[str, float]) -> None:
     # Tokens are walked in order of id, so the naive choice is known for each single draw.
-    params = SamplingParams(**fields)
+    params = EngineSamplingParams(**fields)
     logits = random_logits(49_157, 3, spread)
     draws = (np.arange(40) + 0.5) / 40
     cumulative = reference(logits[0].double().numpy().copy(), params).cumsum()
@@ -183,7 +183,7 @@ def test_a_real_vocabulary(spread: float, fields: dict[str, float]) -> None:
 def test_greedy_takes_the_likeliest_whatever_the_draw() -> None:
     logits = random_logits(100, 3)
     best = int(logits.argmax())
-    greedy = SamplingParams(temperature=0.0, top_p=0.5, top_k=3)
+    greedy = EngineSamplingParams(temperature=0.0, top_p=0.5, top_k=3)
     assert tokens(sample(logits, [row(greedy, u) for u in (0.0, 0.5, 0.999)])) == [best] * 3
 
 
@@ -191,7 +191,7 @@ def test_greedy_takes_the_likeliest_whatever_the_draw() -> None:
 def test_extreme_temperatures_do_not_overflow(temperature: float) -> None:
     logits = random_logits(50, 4) * 1000
     for extra in ({}, {"top_k": 5}, {"top_p": 0.9}):
-        params = SamplingParams(temperature=temperature, **extra)
+        params = EngineSamplingParams(temperature=temperature, **extra)
         chosen = tokens(sample(logits, [row(params, u) for u in (0.0, 0.37, 0.9999999)]))
         if temperature < 1:
             assert set(chosen) == {int(logits.argmax())}
@@ -202,19 +202,19 @@ def test_the_largest_draw_stays_among_the_kept_tokens() -> None:
     logits = torch.tensor([[0.0, -1.0, -2.0, -200.0, -torch.inf]])
     last = math.nextafter(1.0, 0.0)
     for extra in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.1}, {"typical_p": 0.99}):
-        (chosen,) = tokens(sample(logits, [row(SamplingParams(**extra), last)]))
+        (chosen,) = tokens(sample(logits, [row(EngineSamplingParams(**extra), last)]))
         assert chosen in (0, 1, 2)
     for seed in range(50):  # sums that round up and down
-        kept = SamplingParams(top_p=0.8)
+        kept = EngineSamplingParams(top_p=0.8)
         assert len(tokens(sample(random_logits(50, seed), [row(kept, last)]))) == 1
 
 
 def test_the_smallest_draw_skips_tokens_that_were_filtered_out() -> None:
     # The likeliest token is less surprising than typical here, so typical-p drops it.
     logits = torch.tensor([[1.2, *([0.0] * 30), -torch.inf]])
-    counts = frequencies(logits, SamplingParams(typical_p=0.5))
+    counts = frequencies(logits, EngineSamplingParams(typical_p=0.5))
     assert counts.keys() <= set(range(1, 31))
-    (chosen,) = tokens(sample(logits, [row(SamplingParams(typical_p=0.5), 0.0)]))
+    (chosen,) = tokens(sample(logits, [row(EngineSamplingParams(typical_p=0.5), 0.0)]))
     assert chosen != 0
 
 
@@ -222,10 +222,10 @@ def test_torchs_threads_are_left_as_they_were() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        sample(random_logits(50, 1), [row(SamplingParams(), 0.5)])
+        sample(random_logits(50, 1), [row(EngineSamplingParams(), 0.5)])
         assert torch.get_num_threads() == 2
         with pytest.raises(IndexError):
-            sample(random_logits(50, 1), [row(SamplingParams(), 0.5, index=7)])
+            sample(random_logits(50, 1), [row(EngineSamplingParams(), 0.5, index=7)])
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -233,16 +233,16 @@ def test_torchs_threads_are_left_as_they_were() -> None:
 
 class TestPenalties:
     LOGITS = torch.tensor([[2.0, 1.9, -1.0, 0.5, 1.8]])
-    HOT = SamplingParams(temperature=1.0)
+    HOT = EngineSamplingParams(temperature=1.0)
 
     def chosen(self, prompt: tuple[int, ...], output: tuple[int, ...], **fields: object) -> int:
-        params = SamplingParams(temperature=0.0, **fields)
+        params = EngineSamplingParams(temperature=0.0, **fields)
         return tokens(sample(self.LOGITS, [row(params, 0.0, 0, prompt, output)]))[0]
 
     def distribution(
         self, prompt: tuple[int, ...], output: tuple[int, ...], **fields: object
     ) -> list[int]:
-        counts = frequencies(self.LOGITS, SamplingParams(**fields), prompt, output)
+        counts = frequencies(self.LOGITS, EngineSamplingParams(**fields), prompt, output)
         return [counts[token] for token in range(5)]
 
     def expected(self, logits: list[float]) -> object:
@@ -295,7 +295,13 @@ def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
         {"presence_penalty": 1.0, "top_p": 0.5},
     ]
     rows = [
-        row(SamplingParams(**kinds[number % len(kinds)]), rng.random(), number % 12, (1, 2), (5,))
+        row(
+            EngineSamplingParams(**kinds[number % len(kinds)]),
+            rng.random(),
+            number % 12,
+            (1, 2),
+            (5,),
+        )
         for number in range(120)
     ]
     alone = [tokens(sample(logits, [one]))[0] for one in rows]
@@ -316,19 +322,19 @@ def test_rounding_errors_in_the_logits_do_not_swap_tokens() -> None:
     one, other = torch.tensor([[1.0, 1.0 + 1e-6, 0.5]]), torch.tensor([[1.0 + 1e-6, 1.0, 0.5]])
     draws = (np.arange(97) + 0.5) / 97
     for fields in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.9}):
-        rows = [row(SamplingParams(**fields), draw) for draw in draws]
+        rows = [row(EngineSamplingParams(**fields), draw) for draw in draws]
         assert tokens(sample(one, rows)) == tokens(sample(other, rows))
 
 
 class TestLogitsThatAreNotFinite:
     PARAMS = (
-        SamplingParams(temperature=0.0),
-        SamplingParams(),
-        SamplingParams(top_k=2),
-        SamplingParams(top_k=3, typical_p=0.9),
-        SamplingParams(typical_p=0.9),
-        SamplingParams(top_p=0.9, logprobs=2),
-        SamplingParams(presence_penalty=1.0),
+        EngineSamplingParams(temperature=0.0),
+        EngineSamplingParams(),
+        EngineSamplingParams(top_k=2),
+        EngineSamplingParams(top_k=3, typical_p=0.9),
+        EngineSamplingParams(typical_p=0.9),
+        EngineSamplingParams(top_p=0.9, logprobs=2),
+        EngineSamplingParams(presence_penalty=1.0),
     )
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -350,7 +356,7 @@ class TestLogitsThatAreNotFinite:
 class TestLogprobs:
     def test_they_are_the_models_before_temperature_filters_and_penalties(self) -> None:
         logits = random_logits(50, 7)
-        params = SamplingParams(
+        params = EngineSamplingParams(
             temperature=0.4, top_k=5, logprobs=3, repetition_penalty=1.5, logit_bias={3: 5.0}
         )
         (sampled,) = sample(logits, [row(params, 0.6, 0, (1,), (2,))])
@@ -363,7 +369,7 @@ class TestLogprobs:
         assert [value for _, value in sampled.logprobs.top] == pytest.approx(values.tolist())
 
     def test_zero_reports_the_chosen_token_alone(self) -> None:
-        (sampled,) = sample(random_logits(50, 8), [row(SamplingParams(logprobs=0), 0.5)])
+        (sampled,) = sample(random_logits(50, 8), [row(EngineSamplingParams(logprobs=0), 0.5)])
         assert sampled is not None
         assert sampled.logprobs is not None
         assert sampled.logprobs.top == []
@@ -371,7 +377,7 @@ class TestLogprobs:
     def test_each_row_gets_what_it_asked_for(self) -> None:
         logits = random_logits(50, 9)
         wanted = [None, 0, 2, 50]
-        rows = [row(SamplingParams(temperature=0.0, logprobs=count)) for count in wanted]
+        rows = [row(EngineSamplingParams(temperature=0.0, logprobs=count)) for count in wanted]
         reported = [one.logprobs for one in sample(logits, rows) if one is not None]
         assert reported[0] is None
         assert [len(one.top) for one in reported if one is not None] == [0, 2, 50]
@@ -379,7 +385,7 @@ class TestLogprobs:
     def test_the_likeliest_of_a_real_vocabulary_are_found(self) -> None:
         logits = torch.cat([random_logits(49_157, seed) for seed in range(4)])
         wanted = [1, 2, 20, 900]
-        rows = [row(SamplingParams(logprobs=count), 0.5, n) for n, count in enumerate(wanted)]
+        rows = [row(EngineSamplingParams(logprobs=count), 0.5, n) for n, count in enumerate(wanted)]
         for batch in ([one] for one in rows):
             (sampled,) = sample(logits, batch)
             assert sampled is not None
@@ -389,7 +395,7 @@ class TestLogprobs:
 
     def test_impossible_tokens_are_left_out(self) -> None:
         logits = torch.tensor([[0.0, -torch.inf, 1.0, torch.nan]])
-        (sampled,) = sample(logits, [row(SamplingParams(temperature=0.0, logprobs=4))])
+        (sampled,) = sample(logits, [row(EngineSamplingParams(temperature=0.0, logprobs=4))])
         assert sampled is not None
         assert sampled.logprobs is not None
         assert [token for token, _ in sampled.logprobs.top] == [2, 0]
@@ -412,7 +418,7 @@ class TestAllowedTokens:
         ],
     )
     def test_filters_see_nothing_else(self, fields: dict[str, float]) -> None:
-        params = SamplingParams(**fields)
+        params = EngineSamplingParams(**fields)
         logits = random_logits(60, 11)
         draws = (np.arange(STRATA) + 0.5) / STRATA
         rows = [row(params, draw)._replace(allowed=self.IDS) for draw in draws]
@@ -425,12 +431,12 @@ class TestAllowedTokens:
         logits = random_logits(60, 12)
         best = int(self.IDS[logits[0, self.IDS].argmax()])
         for fields, expected in (({}, best), ({"logit_bias": {31: 90.0, 4: 99.0}}, 31)):
-            one = row(SamplingParams(temperature=0.0, **fields))._replace(allowed=self.IDS)
+            one = row(EngineSamplingParams(temperature=0.0, **fields))._replace(allowed=self.IDS)
             assert tokens(sample(logits, [one])) == [expected]
 
     def test_log_probabilities_stay_the_models(self) -> None:
         logits = random_logits(60, 13)
-        params = SamplingParams(temperature=0.0, logprobs=3)
+        params = EngineSamplingParams(temperature=0.0, logprobs=3)
         (sampled,) = sample(logits, [row(params)._replace(allowed=self.IDS)])
         (free,) = sample(logits, [row(params)])
         assert sampled is not None
@@ -446,7 +452,7 @@ class TestAllowedTokens:
         logits = torch.cat([random_logits(3000, seed) for seed in range(4)])
         kinds = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}]
         rows = [
-            row(SamplingParams(**kinds[n % 4]), (n + 0.5) / 48, n // 4 % 4)._replace(
+            row(EngineSamplingParams(**kinds[n % 4]), (n + 0.5) / 48, n // 4 % 4)._replace(
                 allowed=self.IDS[: n % 9 + 1] if n % 3 else None
             )
             for n in range(48)
@@ -457,7 +463,7 @@ class TestAllowedTokens:
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_values_that_are_not_finite_are_impossible_tokens(self, value: float) -> None:
         logits = torch.tensor([[value, 1.0, 1.5, value, 0.0]])
-        params = SamplingParams(temperature=0.0, logprobs=1)
+        params = EngineSamplingParams(temperature=0.0, logprobs=1)
         for ids in ([1, 4], [0, 1, 4]):
             allowed = np.array(ids, dtype=np.int32)
             (sampled,) = sample(logits, [row(params)._replace(allowed=allowed)])
@@ -474,7 +480,7 @@ def test_cuda_agrees_with_the_cpu() -> None:
     logits = torch.cat([random_logits(3000, seed) for seed in range(6)])
     kinds = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.95}, {"logit_bias": {3: 9.0}}]
     rows = [
-        row(SamplingParams(logprobs=2, **kinds[n % 5]), (n + 0.5) / 30, n % 6, (1,), (2,))
+        row(EngineSamplingParams(logprobs=2, **kinds[n % 5]), (n + 0.5) / 30, n % 6, (1,), (2,))
         for n in range(30)
     ]
     allowed = np.arange(0, 3000, 7, dtype=np.int32)

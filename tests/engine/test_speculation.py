@@ -8,15 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import Answers, FixedCost, greedy_alone, request, serve
+from serving import Answers, FixedCost, build_engine, greedy_alone, request, serve
 from tiny_checkpoints import VOCAB as TINY_VOCAB
 from toy_runner import VOCAB, ToyRunner
 
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
-from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.runners.cpu_runner import CpuRunner
 
 POSITIONS = 0.2  # of so little weight that answers repeat themselves
@@ -52,8 +52,10 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(1, VOCAB), k=length)
 
 
-def sampling(**fields: object) -> SamplingParams:
-    return SamplingParams(**({"temperature": 0.0, "max_tokens": 40, "ignore_eos": True} | fields))
+def sampling(**fields: object) -> EngineSamplingParams:
+    return EngineSamplingParams(
+        **({"temperature": 0.0, "max_tokens": 40, "ignore_eos": True} | fields)
+    )
 
 
 def engine(
@@ -64,10 +66,10 @@ def engine(
     eos: tuple[int, ...] = (),
     **options: int,
 ) -> Engine:
-    return Engine(
+    return build_engine(
         ToyRunner(slots, positions=POSITIONS),
         eos,
-        EngineOptions(**options),
+        **options,
         token_bytes=TOKENS.__getitem__,
         step_cost=FixedCost(row) if drafts else None,
     )
@@ -244,10 +246,10 @@ class TestSlots:
 
     def test_rejected_tokens_give_their_slots_back_after_each_step(self) -> None:
         with_drafts = engine(True, 200, row=0.0)
-        roster = with_drafts._roster
+        queues = with_drafts._queues
 
         def check(_: Engine) -> None:
-            for sequence in roster.running:
+            for sequence in queues.running:
                 assert sequence.kv is not None
                 assert sequence.kv.reserved == sequence.computed == sequence.length - 1
 
@@ -279,7 +281,7 @@ class SpoilingRunner(ToyRunner):
 
 def test_logits_without_a_finite_value_behind_a_draft_fail_after_what_came_before() -> None:
     runner = SpoilingRunner(400, positions=POSITIONS)
-    one = Engine(runner, (), step_cost=FixedCost(0.0))
+    one = build_engine(runner, (), step_cost=FixedCost(0.0))
     truth = greedy_alone(ToyRunner(256, positions=POSITIONS), prompt(20), 40)
     answer = serve(one, [request("a", prompt(20), sampling())])["a", 0]
     assert runner.spoiled
@@ -302,8 +304,8 @@ def test_on_the_cpu_kernels(tiny_folder: Path) -> None:
     checkpoint = open_checkpoint(tiny_folder)
     runner = CpuRunner(checkpoint, slots=900, threads=1)
     requests = list(tiny_load(3))
-    without = Engine(runner, checkpoint.tokenizer.eos_token_ids)
-    with_drafts = Engine(runner, checkpoint.tokenizer.eos_token_ids, step_cost=FixedCost(0.0))
+    without = build_engine(runner, checkpoint.tokenizer.eos_token_ids)
+    with_drafts = build_engine(runner, checkpoint.tokenizer.eos_token_ids, step_cost=FixedCost(0.0))
     # Bit for bit, log probabilities included.
     assert content(serve(with_drafts, requests)) == content(serve(without, requests))
     before = with_drafts.stats()

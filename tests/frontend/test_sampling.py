@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from midfill.engine.request import SamplingParams as TokenSampling
+from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams, check_sampling
 
@@ -48,7 +48,9 @@ def test_ordinary_values_pass() -> None:
 
 def test_the_engine_gets_its_own_fields_and_the_prompts_end_tokens() -> None:
     sampling = SamplingParams(max_tokens=5, stop=("\n",), stop_token_ids=(7, 3))
-    assert sampling.for_engine((3, 9)) == TokenSampling(max_tokens=5, stop_token_ids=(7, 3, 9))
+    assert sampling.for_engine((3, 9)) == EngineSamplingParams(
+        max_tokens=5, stop_token_ids=(7, 3, 9)
+    )
 
 
 def test_ignore_eos_leaves_the_prompts_end_tokens_out() -> None:

@@ -1,17 +1,24 @@
-"""Running an engine to its end in tests, and what must hold at that end."""
+"""Building engines in tests, running them to their end, and what must hold at that end."""
 
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from midfill.engine.engine import Engine
-from midfill.engine.request import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
+from midfill.engine.acceptance import AcceptanceRates
+from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.policies.idle_prefill import IdlePrefill
+from midfill.engine.policies.sarathi_serve import SarathiServe
+from midfill.engine.policies.smart_spec import SmartSpec
+from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams, TokenLogprobs
+from midfill.engine.speculation import Speculation
+from midfill.engine.step_cost import StepCost
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.runner import Runner
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+GREEDY = EngineSamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 @dataclass
@@ -24,7 +31,7 @@ class Answer:
     cached_tokens: int = 0
     error: str | None = None
 
-    def take(self, output: EngineOutput) -> None:
+    def add(self, output: EngineOutput) -> None:
         assert self.finish_reason is None, "an output after the end"
         self.tokens += output.token_ids
         self.logprobs += output.logprobs or []
@@ -35,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class FixedCost:
-    """A step cost that learns nothing: each further row costs ``row`` times the first one."""
+    """A step cost that learns nothing: each further row costs ``row`` times the first."""
 
     row: float = 0.02
 
@@ -50,8 +57,41 @@ class FixedCost:
 Answers = dict[tuple[str, int], Answer]
 
 
+def build_engine(
+    runner: Runner,
+    eos_token_ids: SequenceOf[int] = (),
+    *,
+    token_budget: int = 128,
+    max_running: int = 128,
+    context: int | None = None,
+    background_chunk: int = 64,
+    max_background: int = 64,
+    step_cost: StepCost | None = None,
+    token_bytes: Callable[[int], bytes] | None = None,
+) -> Engine:
+    """Build an engine with the policies that are served, sized for the test.
+
+    ``step_cost`` decides which drafts pay; None turns speculation off.
+    """
+    sarathi = SarathiServe(token_budget, max_running)
+    speculation = None
+    if step_cost is not None:
+        speculation = Speculation(SmartSpec(token_budget), AcceptanceRates(), step_cost)
+    return Engine(
+        runner,
+        eos_token_ids,
+        EngineOptions(max_running=max_running, context=context),
+        policy=IdlePrefill(sarathi, background_chunk, max_background),
+        speculation=speculation,
+        token_bytes=token_bytes,
+    )
+
+
 def request(
-    request_id: str, prompt: Iterable[int], sampling: SamplingParams = GREEDY, tenant: str = ""
+    request_id: str,
+    prompt: Iterable[int],
+    sampling: EngineSamplingParams = GREEDY,
+    tenant: str = "",
 ) -> EngineRequest:
     return EngineRequest(
         request_id=request_id, token_ids=list(prompt), sampling=sampling, tenant=tenant
@@ -62,7 +102,7 @@ def background(request_id: str, prompt: Iterable[int], tenant: str = "") -> Engi
     return EngineRequest(
         request_id=request_id,
         token_ids=list(prompt),
-        sampling=SamplingParams(),
+        sampling=EngineSamplingParams(),
         tenant=tenant,
         background=True,
     )
@@ -75,7 +115,7 @@ def serve(
     cancellations: Mapping[int, str | tuple[str, int]] | None = None,
     after_step: Callable[[Engine], None] | None = None,
 ) -> Answers:
-    """Step the engine until it has nothing left to do; returns answers by (request, index).
+    """Step the engine until it has no work left; return answers by (request, index).
 
     ``arrivals`` and ``cancellations`` happen before the step they name.
     """
@@ -92,7 +132,7 @@ def serve(
             one_of = cancelled[step]
             engine.cancel(*([one_of] if isinstance(one_of, str) else one_of))
         for output in engine.step():
-            answers.setdefault((output.request_id, output.index), Answer()).take(output)
+            answers.setdefault((output.request_id, output.index), Answer()).add(output)
         if after_step is not None:
             after_step(engine)
         step += 1
@@ -103,14 +143,14 @@ def serve(
 
 
 def check_idle(engine: Engine) -> None:
-    """Nobody runs or waits, and every slot is free or cached."""
+    """Check that no sequence is left and that every slot is free or cached."""
     stats = engine.stats()
     assert stats.running == stats.waiting == stats.background == 0
     assert stats.slots_free + stats.slots_cached == stats.slots_total
 
 
 def next_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
-    """[vocab] float32, from a pass over the whole sequence: no engine, no cache."""
+    """Return [vocab] float32 logits from a pass over the whole sequence: no engine, no cache."""
     length = len(tokens)
     slots = np.arange(length, dtype=np.int32)
     ends = np.array([0, length], dtype=np.int32)
@@ -127,7 +167,7 @@ def next_logits(runner: Runner, tokens: list[int]) -> torch.Tensor:
 
 
 def greedy_alone(runner: Runner, prompt: list[int], count: int) -> list[int]:
-    """The naive truth: every token from a pass over the whole sequence."""
+    """Return the naive truth: every token from a pass over the whole sequence."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(next_logits(runner, tokens).argmax()))

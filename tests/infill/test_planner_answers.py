@@ -12,7 +12,7 @@ from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.infill.formats import find_format
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
@@ -61,7 +61,7 @@ class Asker:
         """Greedy tokens, and prompt tokens computed."""
         self.count += 1
         request_id = f"{self.name} {self.count}"
-        sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        sampling = EngineSamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         self.engine.add(
             EngineRequest(request_id=request_id, token_ids=prompt, sampling=sampling, tenant=tenant)
         )

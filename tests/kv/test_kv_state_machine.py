@@ -1,8 +1,8 @@
-"""Radix cache and slot pool against a naive model, under any order of what sequences do.
+"""Radix cache and slot pool against a naive model, under any order of operations.
 
-The model keeps one entry a cached position, named by the whole path of tokens that leads to it.
-It is slow and obvious; pool and cache must agree with it after every operation: the same slots,
-the same order of eviction, no leak, no double free.
+The model keeps one entry per cached position, whose key is the whole path of tokens up to it. It
+is slow and obvious. Pool and cache must agree with it after every operation: the same slots, the
+same order of eviction, no leak, no double free.
 """
 
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from midfill.arrays import Int32Array
 from midfill.kv.pool import KVPool
 from midfill.kv.sequence_kv import SequenceKV
-from midfill.kv.slots import Int32Array
 
 Path = tuple[int, ...]
 
@@ -85,7 +85,7 @@ class NaiveCache:
         return self.positions.pop(oldest).slot
 
     def insert(self, tenant: str, tokens: list[int], slots: list[int]) -> list[int]:
-        """Returns the offered slots that are duplicates."""
+        """Return the offered slots that are duplicates."""
         known = len(self.longest(tenant, tokens))
         self.touch(tenant, tuple(tokens[:known]))
         for end in range(known + 1, len(tokens) + 1):
@@ -111,7 +111,7 @@ class Holder:
 
 
 class KVMachine(RuleBasedStateMachine):
-    """Sequences that come, compute, share, fork, are cancelled or end, over one small pool."""
+    """Sequences that arrive, compute, share, fork, are cancelled or end, over one small pool."""
 
     holders = Bundle("holders")
 
@@ -123,13 +123,13 @@ class KVMachine(RuleBasedStateMachine):
         self.live: list[Holder] = []
 
     def take(self, count: int) -> None:
-        """The model's side of an allocation: evict what is missing."""
+        """Evict what an allocation needs from the model."""
         while len(self.free) < count:
             self.free.add(self.model.evict_one())
 
     def claim(self, slots: list[int]) -> None:
         assert len(set(slots)) == len(slots)
-        assert self.free.issuperset(slots), "a slot was handed out while somebody held it"
+        assert self.free.issuperset(slots), "a slot was allocated while it was held"
         self.free.difference_update(slots)
 
     @rule(tenant=TENANTS, tokens=TOKENS)
@@ -146,15 +146,15 @@ class KVMachine(RuleBasedStateMachine):
         assert self.pool.cache.peek(tenant, int32(tokens)) == (len(path), evictable)
 
     @rule(target=holders, tenant=TENANTS, tokens=TOKENS)
-    def open(self, tenant: str, tokens: list[int]) -> object:
-        """Admit a sequence if its slots can be had, as the engine would."""
+    def match_prefix(self, tenant: str, tokens: list[int]) -> object:
+        """Admit a sequence if its slots are available, as the engine does."""
         cached, evictable = self.pool.cache.peek(tenant, int32(tokens[:-1]))
         if self.pool.available < evictable + len(tokens) - cached:
             return multiple()
         kv = SequenceKV(self.pool, tenant, capacity=32)
         path = self.model.longest(tenant, tokens[:-1])
         self.model.touch(tenant, path)
-        assert kv.open(int32(tokens[:-1])) == len(path) == cached
+        assert kv.match_prefix(int32(tokens[:-1])) == len(path) == cached
         self.model.locks.append((tenant, path))
         self.take(len(tokens) - cached)
         kv.reserve(len(tokens) - cached)
@@ -178,14 +178,14 @@ class KVMachine(RuleBasedStateMachine):
         holder.slots.append(slot)
 
     @rule(holder=holders, part=st.floats(0, 1))
-    def keep(self, holder: Holder, part: float) -> None:
-        """Some of the sequence's own KV has been computed; it enters the cache."""
+    def cache_prefix(self, holder: Holder, part: float) -> None:
+        """Some of the KV that the sequence owns has been computed; it enters the cache."""
         count = holder.shared + round(part * (len(holder.slots) - holder.shared))
-        holder.kv.keep(int32(holder.tokens[:count]))
-        self.model_keep(holder, count)
+        holder.kv.cache_prefix(int32(holder.tokens[:count]))
+        self.model_cache_prefix(holder, count)
         assert holder.kv.slots.tolist() == holder.slots
 
-    def model_keep(self, holder: Holder, count: int) -> None:
+    def model_cache_prefix(self, holder: Holder, count: int) -> None:
         if count == holder.shared:
             return
         tokens = holder.tokens[:count]
@@ -197,7 +197,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(target=holders, holder=holders)
     def fork(self, holder: Holder) -> object:
-        if holder.kv.own:
+        if holder.kv.owned:
             return multiple()
         twin = Holder(
             holder.tenant, list(holder.tokens), holder.kv.fork(), holder.shared, list(holder.slots)
@@ -208,10 +208,10 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(holder=holders, count=st.integers(1, 4))
     def truncate(self, holder: Holder, count: int) -> None:
-        """The last tokens are taken back; what the cache holds can't be."""
+        """The last tokens are dropped; those that the cache holds can't be."""
         kept = len(holder.slots) - count
         if kept < holder.shared:
-            with pytest.raises(ValueError, match="the cache's"):
+            with pytest.raises(ValueError, match="the cache holds"):
                 holder.kv.truncate(kept)
             return
         holder.kv.truncate(kept)
@@ -220,17 +220,17 @@ class KVMachine(RuleBasedStateMachine):
         assert holder.kv.slots.tolist() == holder.slots
 
     @rule(holder=consumes(holders), part=st.floats(0, 1))
-    def close(self, holder: Holder, part: float) -> None:
-        """Finished, preempted or cancelled: what was computed stays cached."""
+    def release(self, holder: Holder, part: float) -> None:
+        """Finished, preempted or cancelled: computed KV stays cached."""
         count = holder.shared + round(part * (len(holder.slots) - holder.shared))
-        holder.kv.close(int32(holder.tokens[:count]))
-        self.model_keep(holder, count)
+        holder.kv.release(int32(holder.tokens[:count]))
+        self.model_cache_prefix(holder, count)
         self.forget(holder)
 
     @rule(holder=consumes(holders))
-    def drop(self, holder: Holder) -> None:
-        """Failed: its own KV is lost."""
-        holder.kv.drop()
+    def discard(self, holder: Holder) -> None:
+        """Failed: KV that the sequence owns is lost."""
+        holder.kv.discard()
         self.forget(holder)
 
     def forget(self, holder: Holder) -> None:
@@ -249,16 +249,16 @@ class KVMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def released_by(self, data: st.DataObject) -> None:
-        """Foretelling what victims release equals releasing them in the model."""
+        """The predicted release of victims equals releasing them in the model."""
         victims = data.draw(st.lists(st.sampled_from(range(len(self.live))), unique=True))
         chosen = [self.live[index] for index in victims]
-        foretold = self.pool.cache.released_by(holder.kv.node for holder in chosen)
+        predicted = self.pool.cache.released_by(holder.kv.node for holder in chosen)
         before = self.model.evictable()
         remaining = list(self.model.locks)
         for holder in chosen:
             remaining.remove(holder.lock)
         kept, self.model.locks = self.model.locks, remaining
-        assert foretold == self.model.evictable() - before
+        assert predicted == self.model.evictable() - before
         self.model.locks = kept
 
     @invariant()
@@ -270,15 +270,15 @@ class KVMachine(RuleBasedStateMachine):
         assert cache.evictable_tokens == self.model.evictable()
         assert cache.tenants == len({tenant for tenant, _ in self.model.positions})
         assert self.pool.slots.free_slots == len(self.free)
-        own = sum(holder.kv.own for holder in self.live)
-        assert len(self.free) + cache.cached_tokens + own == self.pool.slots.total
+        owned = sum(holder.kv.owned for holder in self.live)
+        assert len(self.free) + cache.cached_tokens + owned == self.pool.slots.total
 
     def teardown(self) -> None:
-        """Whatever happened, everything can be given back."""
+        """Whatever happened, every slot can be freed again."""
         if not hasattr(self, "pool"):
             return
         for holder in self.live:
-            holder.kv.close(int32(holder.tokens))
+            holder.kv.release(int32(holder.tokens))
         total = self.pool.slots.total
         assert self.pool.available == total
         assert sorted(self.pool.allocate(total).tolist()) == list(range(total))

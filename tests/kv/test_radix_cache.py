@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from midfill.arrays import Int32Array
 from midfill.kv.radix_cache import RadixCache
-from midfill.kv.slots import Int32Array
 
 
 def ints(*values: int) -> Int32Array:

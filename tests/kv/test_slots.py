@@ -27,10 +27,10 @@ def test_all_slots_can_be_taken_and_none_twice() -> None:
     assert taken.dtype == np.int32
 
 
-def test_asking_for_too_many_takes_nothing() -> None:
+def test_allocating_too_many_allocates_nothing() -> None:
     slots = SlotAllocator(4)
     slots.allocate(2)
-    with pytest.raises(OutOfSlotsError, match="3 slots asked for, 2 are free"):
+    with pytest.raises(OutOfSlotsError, match="3 slots requested, 2 are free"):
         slots.allocate(3)
     assert slots.free_slots == 2
 

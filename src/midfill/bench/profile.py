@@ -16,7 +16,7 @@ from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
 from midfill.engine.messages import EngineInfo
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.kernels.cpu.clock import (
     ATTENTION,
     DOWN,
@@ -201,7 +201,7 @@ class _Bench:
 
     def _ask(self, prompt: list[int], tokens: int) -> str:
         name = str(next(self._numbers))
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        sampling = EngineSamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
         self._engine.add(EngineRequest(request_id=name, token_ids=prompt, sampling=sampling))
         return name
 

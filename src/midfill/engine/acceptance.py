@@ -1,13 +1,13 @@
-"""AcceptanceRates: how often drafts were right, by what spoke for them."""
+"""AcceptanceRates: how often drafted tokens were right, by kind of evidence."""
 
 from collections.abc import Sequence as SequenceOf
 
 from midfill.engine.drafting import CERTAIN, EVIDENCE_KINDS, SPELLED, match_evidence
 
-# Each new observation leaves so much of the weight of the ones before.
-_MEMORY = 0.98
+# The weight of earlier observations is multiplied by this at each new one.
+_DECAY = 0.98
 _PRIOR_WEIGHT = 10.0
-# Greedy completions of Python files by a small model; where the engine starts from.
+# Initial rates, measured on greedy completions of Python files by a small model.
 _PRIORS = {
     CERTAIN: 1.0,
     SPELLED: 0.4,
@@ -21,11 +21,12 @@ _PRIORS = {
         for length, rate in zip((1, 2, 3, 4, 6, 10), rates, strict=True)
     },
 }
-_MOST_LIKELY = 0.98
+# Nothing but certain tokens is estimated to be likelier.
+_MAX_RATE = 0.98
 
 
 class AcceptanceRates:
-    """Exponentially weighted rates over all sequences of an engine."""
+    """Exponentially weighted acceptance rates over all sequences of an engine."""
 
     def __init__(self) -> None:
         priors = [_PRIORS[kind] for kind in range(EVIDENCE_KINDS)]
@@ -33,39 +34,41 @@ class AcceptanceRates:
         self._seen = [_PRIOR_WEIGHT] * EVIDENCE_KINDS
 
     def rate(self, evidence: int) -> float:
-        """Estimated probability that a token with this evidence is right."""
+        """Return the estimated probability that a token with this kind of evidence is right."""
         return self._right[evidence] / self._seen[evidence]
 
     def observe(self, evidence: int, right: bool) -> None:
-        """A token with this evidence was compared with the one that came."""
-        self._right[evidence] = self._right[evidence] * _MEMORY + right
-        self._seen[evidence] = self._seen[evidence] * _MEMORY + 1.0
+        """Record whether a token with this kind of evidence was right."""
+        self._right[evidence] = self._right[evidence] * _DECAY + right
+        self._seen[evidence] = self._seen[evidence] * _DECAY + 1.0
 
-    def chances(self, evidence: SequenceOf[int], calibration: float) -> tuple[float, ...]:
-        """Probabilities that the first, the first two, ... tokens of a draft are all right.
+    def acceptance_probabilities(
+        self, evidence: SequenceOf[int], calibration: float
+    ) -> tuple[float, ...]:
+        """Return the probabilities that the first, first two, ... tokens of a draft are all right.
 
         Args:
-            evidence: of the draft's tokens.
-            calibration: how much more often than expected this sequence's drafts are right.
+            evidence: the kind of evidence for each token.
+            calibration: the sequence's ``Calibration.factor``.
         """
-        chances = []
-        chance = 1.0
+        probabilities = []
+        probability = 1.0
         for kind in evidence:
             if kind != CERTAIN:
-                chance *= min(self.rate(kind) * calibration, _MOST_LIKELY)
-            chances.append(chance)
-        return tuple(chances)
+                probability *= min(self.rate(kind) * calibration, _MAX_RATE)
+            probabilities.append(probability)
+        return tuple(probabilities)
 
 
 class Calibration:
-    """How well drafts do in one sequence, measured against what was expected of them.
+    """How often drafts are right in one sequence, relative to the estimates.
 
-    Some answers copy and some don't; a few tokens tell. Starts at 1, which is as expected.
+    Some answers copy from their document and others don't; a few tokens show which.
     """
 
     __slots__ = ("_expected", "_right")
 
-    _MEMORY = 0.95
+    _DECAY = 0.95
     _PRIOR_WEIGHT = 8.0
 
     def __init__(self) -> None:
@@ -74,10 +77,10 @@ class Calibration:
 
     @property
     def factor(self) -> float:
-        """Right tokens for each one expected."""
+        """Right tokens per expected right token; 1 at the start."""
         return (self._right + self._PRIOR_WEIGHT) / (self._expected + self._PRIOR_WEIGHT)
 
     def observe(self, rate: float, right: bool) -> None:
-        """A token expected to be right with probability ``rate`` was compared."""
-        self._right = self._right * self._MEMORY + right
-        self._expected = self._expected * self._MEMORY + rate
+        """Record whether a token that was right with estimated probability ``rate`` was right."""
+        self._right = self._right * self._DECAY + right
+        self._expected = self._expected * self._DECAY + rate

@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from midfill.engine.request import SamplingParams
+from midfill.engine.request import EngineSamplingParams
 
 FOLDS = 64
 """``largest`` pays where a row is so many times longer than what is wanted of it."""
@@ -30,7 +30,7 @@ def largest(row: npt.NDArray[np.float32], count: int) -> Int64Array:
 
 
 def keep_likely(
-    weights: Float64Array, params: SamplingParams, complete: bool
+    weights: Float64Array, params: EngineSamplingParams, complete: bool
 ) -> Float64Array | None:
     """Apply top-p, min-p and typical-p.
 

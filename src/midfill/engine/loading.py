@@ -1,11 +1,17 @@
-"""load_engine: a checkpoint to an engine that is ready for requests."""
+"""load_engine: from a checkpoint to an engine that is ready for requests."""
 
 import time
 
 from midfill.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.config import ModelOptions
+from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.messages import EngineInfo
+from midfill.engine.policies.idle_prefill import IdlePrefill
+from midfill.engine.policies.sarathi_serve import SarathiServe
+from midfill.engine.policies.smart_spec import SmartSpec
+from midfill.engine.scheduler import SchedulerPolicy
+from midfill.engine.speculation import Speculation
 from midfill.engine.step_cost import MeasuredStepCost
 from midfill.forward.runner import Runner
 from midfill.runners.loading import describe_runner, load_runner
@@ -18,10 +24,16 @@ def load_engine(
     progress: Progress | None = None,
     started: float | None = None,
 ) -> tuple[Engine, Runner, EngineInfo]:
-    """Load the model and build its engine.
+    """Load the model, choose the policies and build the engine.
 
     Args:
-        started: ``time.perf_counter()`` when loading began; None is now.
+        checkpoint: the model.
+        options: how it is run.
+        progress: called with (stage, done, total) while the model loads.
+        started: ``time.perf_counter()`` when loading began; None means now.
+
+    Returns:
+        (engine, runner, info): the engine, the runner it steps, and a description of both.
 
     Raises:
         MidfillError: the checkpoint or the options can't be used.
@@ -31,13 +43,10 @@ def load_engine(
     engine = Engine(
         runner,
         checkpoint.tokenizer.eos_token_ids,
-        EngineOptions(
-            token_budget=options.token_budget,
-            max_running=options.max_running,
-            context=options.context,
-        ),
+        EngineOptions(max_running=options.max_running, context=options.context),
+        policy=scheduler_policy(options),
+        speculation=speculation(options),
         token_bytes=checkpoint.tokenizer.token_bytes,
-        step_cost=MeasuredStepCost() if options.speculation else None,
     )
     info = EngineInfo(
         backend=describe_runner(runner),
@@ -50,3 +59,15 @@ def load_engine(
         adapter=str(name) if (name := checkpoint.metadata.get(ADAPTER_KEY)) is not None else None,
     )
     return engine, runner, info
+
+
+def scheduler_policy(options: ModelOptions) -> SchedulerPolicy:
+    """Return the policy that decides what each step runs, drafts excepted."""
+    return IdlePrefill(SarathiServe(options.token_budget, options.max_running))
+
+
+def speculation(options: ModelOptions) -> Speculation | None:
+    """Return what proposes and chooses drafts; None if ``options`` turn them off."""
+    if not options.speculation:
+        return None
+    return Speculation(SmartSpec(options.token_budget), AcceptanceRates(), MeasuredStepCost())

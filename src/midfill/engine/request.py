@@ -10,7 +10,7 @@ import msgspec
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. Field names and meanings follow the OpenAI API and vLLM.
 
     Attributes:
@@ -71,7 +71,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int]
-    sampling: SamplingParams
+    sampling: EngineSamplingParams
     tenant: str = ""
     begins_with: bytes = b""
     background: bool = False

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from midfill.arrays import Int32Array
 from midfill.engine.filters import (
     FOLDS,
     Float64Array,
@@ -29,8 +30,7 @@ from midfill.engine.filters import (
     keep_likely,
     largest,
 )
-from midfill.engine.request import SamplingParams, TokenLogprobs
-from midfill.forward.batch import Int32Array
+from midfill.engine.request import EngineSamplingParams, TokenLogprobs
 
 # Below this a temperature means greedy: dividing by it would leave one token anyway.
 _GREEDY_TEMPERATURE = 1e-5
@@ -51,7 +51,7 @@ class SampleRow(NamedTuple):
     """
 
     row: int
-    params: SamplingParams
+    params: EngineSamplingParams
     history: Int32Array
     prompt_length: int
     draw: float
@@ -84,7 +84,7 @@ class _Row:
     token_id: int
 
 
-def is_greedy(params: SamplingParams) -> bool:
+def is_greedy(params: EngineSamplingParams) -> bool:
     """Whether the likeliest token is taken, whatever the draw."""
     return params.temperature < _GREEDY_TEMPERATURE or params.top_k == 1
 
@@ -175,7 +175,7 @@ def _allowed(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
     return logits[torch.from_numpy(spec.allowed).to(logits.device)]
 
 
-def _is_adjusted(params: SamplingParams) -> bool:
+def _is_adjusted(params: EngineSamplingParams) -> bool:
     return bool(
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0

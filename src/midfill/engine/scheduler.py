@@ -1,10 +1,10 @@
-"""The scheduler's language: what a policy sees (ScheduleState) and what it decides (StepPlan).
+"""The language of scheduling: what policies see (ScheduleState) and what they decide (StepPlan).
 
-A policy is a pure function from one to the other; the engine executes plans. Policies live in
-``engine/policies``, one published method a file.
+A policy is a pure function; the engine applies plans. Policies live in ``engine/policies``, one
+published method per file, and are put together in ``engine/loading.py``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,11 +15,12 @@ class RunningSequence(NamedTuple):
     """A sequence that holds slots.
 
     Attributes:
-        sequence_id: its name; ids grow in order of arrival.
-        length: its tokens, prompt and generated.
-        computed: of these, the ones whose KV is there.
-        decoding: whether its prompt is done: it has one token to run and needs one slot for it.
-            Otherwise it is prefilling, and has had the slots of all its tokens since admission.
+        sequence_id: ids grow in order of arrival.
+        length: number of its tokens, prompt and generated.
+        computed: how many of them have their KV computed.
+        decoding: whether its prompt is computed. Then it has one token to run and needs one slot
+            for it. Otherwise it is prefilling and has held slots for all its tokens since
+            admission.
     """
 
     sequence_id: int
@@ -34,11 +35,11 @@ class RunningSequence(NamedTuple):
 
 
 class WaitingSequence(NamedTuple):
-    """A sequence in a queue, new, preempted or in the background; it holds nothing.
+    """A queued sequence: new, preempted or background. It holds no slots.
 
     Attributes:
-        sequence_id: its name; ids grow in order of arrival.
-        length: its tokens; the prompt, and for a preempted one what it had generated.
+        sequence_id: ids grow in order of arrival.
+        length: number of its tokens: the prompt and, if it was preempted, what it had generated.
     """
 
     sequence_id: int
@@ -49,30 +50,15 @@ class CacheView(Protocol):
     """Questions about the KV cache; asking changes nothing."""
 
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
-        """What a queued sequence would find cached; its last token never counts, it must run."""
+        """Return what a queued sequence would find cached, its last token excluded: it must run."""
         ...
 
     def common_prefix(self, first: int, second: int) -> int:
-        """How many leading tokens two sequences share; 0 for different tenants."""
+        """Return how many leading tokens two sequences share; 0 for different tenants."""
         ...
 
     def released_by(self, victims: Sequence[int]) -> int:
-        """Slots that preempting these running sequences together would make available."""
-        ...
-
-
-class DraftView(Protocol):
-    """Guesses at the next tokens of sequences, and what a row costs."""
-
-    def chances(self, sequence_id: int) -> Sequence[float]:
-        """Estimated probabilities that the first, the first two, ... tokens drafted are all right.
-
-        Of a sequence that this step would take past its last token; empty where nothing is drafted.
-        """
-        ...
-
-    def seconds(self, rows: int, context: float) -> float:
-        """Estimated time of a step of ``rows`` >= 1 rows that attend to so many tokens each."""
+        """Return how many slots preempting these running sequences would make available."""
         ...
 
 
@@ -82,11 +68,10 @@ class ScheduleState:
 
     Attributes:
         running: sequences that hold slots, in order of arrival.
-        waiting: the queue, its head first.
-        available_slots: slots that are free or that the cache can give up.
+        waiting: the queue, head first.
+        available_slots: slots that are free or evictable.
         cache: questions about the cache.
-        background: prompts to be cached when there is nothing better to do, oldest first.
-        drafts: guesses at what comes next; None without speculation.
+        background: prompts to be cached when the engine is idle, oldest first.
     """
 
     running: tuple[RunningSequence, ...]
@@ -94,11 +79,10 @@ class ScheduleState:
     available_slots: int
     cache: CacheView
     background: tuple[WaitingSequence, ...] = ()
-    drafts: DraftView | None = None
 
 
 class Chunk(NamedTuple):
-    """``tokens`` next tokens of a sequence, of its prompt or of its draft."""
+    """The next ``tokens`` tokens of a sequence: of its prompt or of its draft."""
 
     sequence_id: int
     tokens: int
@@ -106,20 +90,20 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step's work, done in this order: drop, preempt, admit, then one forward pass.
+    """The work of one step, done in this order: drop, preempt, admit, then one forward pass.
 
     Attributes:
-        preempt: running sequences to put back into the queue, each one to its front, in this
-            order; what they had computed stays cached, evictable.
+        preempt: running sequences that go back to the head of the queue, in this order. What they
+            have computed stays cached, evictable.
         decodes: decoding sequences that run their one token.
         chunks: prefilling sequences and how many tokens each runs.
-        admit: waiting sequences to start, with their first chunk. Each gets the slots of all its
-            tokens that are not cached.
-        drop: background sequences to end without having finished.
-        background: background sequences and how many uncached tokens each runs. Each gets the
-            slots of these for this pass; then they are the cache's, and it holds nothing again.
+        admit: waiting sequences to start, with the tokens of their first chunk. Each is given
+            slots for all its tokens that are not cached.
+        drop: background sequences to end unfinished.
+        background: background sequences and how many uncached tokens each runs. Each holds slots
+            for these during the pass; afterwards they belong to the cache.
         drafts: sequences whose last token runs in this step, and how many drafted tokens run after
-            it. Each gets the slots of these, and gives back those of wrong ones.
+            it. Each is given slots for these; those of rejected tokens are freed after the pass.
     """
 
     preempt: tuple[int, ...] = ()
@@ -142,9 +126,57 @@ class StepPlan:
         )
 
 
+def sampled_sequences(state: ScheduleState, plan: StepPlan) -> Iterator[int]:
+    """Yield the sequences whose last token runs in ``plan``, so that a next one is sampled."""
+    yield from plan.decodes
+    if plan.chunks:
+        remaining = {sequence.sequence_id: sequence.remaining for sequence in state.running}
+        for chunk in plan.chunks:
+            if chunk.tokens == remaining[chunk.sequence_id]:
+                yield chunk.sequence_id
+    if plan.admit:
+        lengths = {sequence.sequence_id: sequence.length for sequence in state.waiting}
+        for chunk in plan.admit:
+            cached = state.cache.cached_prefix(chunk.sequence_id).tokens
+            if chunk.tokens == lengths[chunk.sequence_id] - cached:
+                yield chunk.sequence_id
+
+
 class SchedulerPolicy(Protocol):
-    """Decides who runs how many tokens. Must be a pure function of the state."""
+    """Decides which sequences run how many tokens."""
 
     def plan(self, state: ScheduleState) -> StepPlan:
-        """Plan one step."""
+        """Return the plan of one step; a pure function."""
+        ...
+
+
+class SpeculationPolicy(Protocol):
+    """Decides how many drafted tokens run in a step."""
+
+    def max_draft_tokens(self, state: ScheduleState, plan: StepPlan) -> int:
+        """Return how many drafted tokens could run beside ``plan``; below 1, none are proposed.
+
+        A pure function.
+        """
+        ...
+
+    def add_drafts(
+        self,
+        state: ScheduleState,
+        plan: StepPlan,
+        probabilities: Mapping[int, Sequence[float]],
+        step_seconds: Callable[[int, float], float],
+        max_tokens: int,
+    ) -> StepPlan:
+        """Return ``plan`` with drafts; a pure function.
+
+        Args:
+            state: what ``plan`` was made from.
+            plan: a plan without drafts.
+            probabilities: by id of a sequence with a draft, the estimated probabilities that its
+                first, first two, ... tokens are all right.
+            step_seconds: estimates the time of a step from its rows (at least 1) and the tokens
+                that a row attends to, on average.
+            max_tokens: the result of ``max_draft_tokens``.
+        """
         ...

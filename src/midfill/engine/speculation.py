@@ -1,21 +1,29 @@
-"""Speculation: drafts for an engine's sequences, and what is learnt from how they fare.
+"""Speculation: propose drafts, have a policy choose among them, learn from how they do.
 
 A draft is only a guess at what the sampler will choose, so it never changes an answer; see
-``engine.advance`` for how it is verified (after Leviathan et al., "Fast Inference from Transformers
-via Speculative Decoding", ICML 2023).
+``engine.verification`` for how it is verified (after Leviathan et al., "Fast Inference from
+Transformers via Speculative Decoding", ICML 2023).
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
 
 from midfill.engine.acceptance import AcceptanceRates
+from midfill.engine.batching import ScheduledSequence
 from midfill.engine.drafting import CERTAIN, SPELLED, Draft, prompt_lookup
+from midfill.engine.scheduler import (
+    ScheduleState,
+    SpeculationPolicy,
+    StepPlan,
+    sampled_sequences,
+)
 from midfill.engine.sequence import Sequence
 from midfill.engine.step_cost import StepCost
 
-_MOST_TOKENS = 16
+_MAX_DRAFT_TOKENS = 16
 
 
 @dataclass
@@ -25,7 +33,7 @@ class DraftCounts:
     Attributes:
         drafts: drafts that were verified.
         tokens: their tokens.
-        accepted: of these, the ones that were right, all before them too.
+        accepted: tokens of them that were right, as were all before them.
     """
 
     drafts: int = 0
@@ -34,76 +42,112 @@ class DraftCounts:
 
 
 class Speculation:
-    """Implements scheduler.DraftView.
+    """What an engine knows about drafts: who proposes them, who chooses, and how they did.
 
     Attributes:
-        counts: what came of the drafts.
+        counts: how many drafts were verified and accepted.
     """
 
-    def __init__(self, sequences: Mapping[int, Sequence], cost: StepCost) -> None:
-        """Draft for ``sequences``, the engine's by id; ``cost`` is told of every step."""
-        self.counts = DraftCounts()
-        self._sequences = sequences
-        self._cost = cost
-        self._rates = AcceptanceRates()
-
-    def chances(self, sequence_id: int) -> tuple[float, ...]:
-        """Draft for a sequence; see ``DraftView.chances``. It keeps the draft until it advances."""
-        sequence = self._sequences[sequence_id]
-        if sequence.background or len(sequence.answers) > 1:
-            return ()
-        sequence.draft = self._draft(sequence)
-        return self._rates.chances(sequence.draft.evidence, sequence.calibration.factor)
-
-    def seconds(self, rows: int, context: float) -> float:
-        """See ``DraftView.seconds``."""
-        return self._cost.seconds(rows, context)
-
-    def step_took(self, rows: int, context: float, seconds: float) -> None:
-        """A step of so many rows was run; each attended to ``context`` tokens on average."""
-        self._cost.observe(rows, context, seconds)
-
-    def advanced(self, sequence: Sequence, tried: int, gained: int) -> None:
-        """Compare a sequence's draft with the tokens that came, whether it was run or not.
-
-        So rates stay known even while no draft is worth running.
+    def __init__(
+        self, policy: SpeculationPolicy, rates: AcceptanceRates, step_cost: StepCost
+    ) -> None:
+        """Speculate.
 
         Args:
-            sequence: with its new tokens.
-            tried: draft tokens that were run.
-            gained: tokens that came.
+            policy: chooses how many tokens of each draft run.
+            rates: how often drafts are right; updated after every step.
+            step_cost: how long steps take; updated after every step.
         """
-        draft, sequence.draft = sequence.draft, None
-        if draft is None or not gained:
-            return
-        came = sequence.tokens[len(sequence.tokens) - gained :].tolist()
-        right = 0
-        for kind, guess, token in zip(draft.evidence, draft.tokens.tolist(), came, strict=False):
-            if kind != CERTAIN:
-                sequence.calibration.observe(self._rates.rate(kind), guess == token)
-                self._rates.observe(kind, guess == token)
-            if guess != token:
-                break
-            right += 1
-        if tried:
-            self.counts.drafts += 1
-            self.counts.tokens += tried
-            self.counts.accepted += min(right, tried)
+        self.counts = DraftCounts()
+        self._policy = policy
+        self._rates = rates
+        self._step_cost = step_cost
 
-    def _draft(self, sequence: Sequence) -> Draft:
-        """What may come next, up to a token that would end the answer."""
-        most = min(_MOST_TOKENS, sequence.limit - sequence.length - 1)
-        spelled = [] if sequence.constraint is None else sequence.constraint.spelling()[:most]
-        tokens = sequence.tokens
-        if spelled:
-            known = np.array([token_id for token_id, _ in spelled], dtype=np.int32)
-            tokens = np.concatenate((tokens, known))
-        found = prompt_lookup(tokens, most - len(spelled))
-        evidence = tuple(CERTAIN if certain else SPELLED for _, certain in spelled)
-        draft = Draft(
-            np.concatenate((tokens[sequence.length :], found.tokens)), evidence + found.evidence
-        )
-        for place, token_id in enumerate(draft.tokens.tolist()):
-            if token_id in sequence.ends:
-                return Draft(draft.tokens[: place + 1], draft.evidence[: place + 1])
-        return draft
+    def plan(
+        self, state: ScheduleState, plan: StepPlan, sequences: Mapping[int, Sequence]
+    ) -> tuple[StepPlan, dict[int, Draft]]:
+        """Propose drafts for the sequences that ``plan`` samples, and have the policy choose.
+
+        Args:
+            state: what ``plan`` was made from.
+            plan: a plan without drafts.
+            sequences: the engine's, by id.
+
+        Returns:
+            (plan, drafts): the plan with the chosen drafts, and by sequence id all that were
+            proposed.
+        """
+        max_tokens = self._policy.max_draft_tokens(state, plan)
+        if max_tokens < 1:
+            return plan, {}
+        drafts, probabilities = {}, {}
+        for sequence_id in sampled_sequences(state, plan):
+            sequence = sequences[sequence_id]
+            if len(sequence.answers) == 1:  # siblings share the row that a draft would follow
+                draft = drafts[sequence_id] = propose_draft(sequence)
+                probabilities[sequence_id] = self._rates.acceptance_probabilities(
+                    draft.evidence, sequence.calibration.factor
+                )
+        if not drafts:
+            return plan, drafts
+        step_seconds = self._step_cost.seconds
+        plan = self._policy.add_drafts(state, plan, probabilities, step_seconds, max_tokens)
+        return plan, drafts
+
+    def record_step(self, rows: int, context: float, seconds: float) -> None:
+        """Learn from the time that a step took.
+
+        Args:
+            rows: tokens that went through the model.
+            context: tokens that a row attended to, on average.
+            seconds: forward pass and sampling.
+        """
+        self._step_cost.observe(rows, context, seconds)
+
+    def record_verification(self, scheduled: ScheduledSequence, token_ids: SequenceOf[int]) -> None:
+        """Learn from the comparison of a proposed draft with the tokens that were sampled.
+
+        Drafts that did not run count too, so rates stay known while no draft is worth running.
+
+        Args:
+            scheduled: the sequence with its draft.
+            token_ids: the sequence's new tokens.
+        """
+        draft, calibration = scheduled.draft, scheduled.sequence.calibration
+        accepted = 0
+        for kind, guess, token_id in zip(
+            draft.evidence, draft.tokens.tolist(), token_ids, strict=False
+        ):
+            if kind != CERTAIN:
+                calibration.observe(self._rates.rate(kind), guess == token_id)
+                self._rates.observe(kind, guess == token_id)
+            if guess != token_id:
+                break
+            accepted += 1
+        if scheduled.drafted and token_ids:
+            self.counts.drafts += 1
+            self.counts.tokens += scheduled.drafted
+            self.counts.accepted += min(accepted, scheduled.drafted)
+
+
+def propose_draft(sequence: Sequence) -> Draft:
+    """Return likely next tokens of ``sequence``, up to one that would end the answer.
+
+    First the tokens that its constraint makes known or likely, then what followed the sequence's
+    end where it occurred before.
+    """
+    most = min(_MAX_DRAFT_TOKENS, sequence.max_length - sequence.length - 1)
+    spelled = [] if sequence.constraint is None else sequence.constraint.spelling()[:most]
+    tokens = sequence.tokens
+    if spelled:
+        known = np.array([token_id for token_id, _ in spelled], dtype=np.int32)
+        tokens = np.concatenate((tokens, known))
+    found = prompt_lookup(tokens, most - len(spelled))
+    evidence = tuple(CERTAIN if certain else SPELLED for _, certain in spelled)
+    draft = Draft(
+        np.concatenate((tokens[sequence.length :], found.tokens)), evidence + found.evidence
+    )
+    for place, token_id in enumerate(draft.tokens.tolist()):
+        if token_id in sequence.stop_token_ids:
+            return Draft(draft.tokens[: place + 1], draft.evidence[: place + 1])
+    return draft

@@ -1,42 +1,45 @@
-"""StepCost: how long a step takes, by its rows and their context. Drafts are weighed by it."""
+"""StepCost: how long a step takes, by its rows and their context. Decides which drafts pay."""
 
 from bisect import bisect_left, bisect_right
 from typing import Protocol
 
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
-# Where nothing is known yet: on a CPU, each further row costs about a fifth of the first.
-_FURTHER_ROW = 0.2
-# Contexts shorter than this are all alike; attention's share of a step is small.
+# Before anything is measured: on a CPU, each further row costs about a fifth of the first.
+_FURTHER_ROW_COST = 0.2
+# Contexts shorter than this are treated alike: attention is a small part of such steps.
 _SHORT_CONTEXT = 256
-# What an observation moves the estimate by, and how far off it may count: a step that was
-# interrupted by other work on the machine says nothing about rows.
+# Share of its deviation by which an observation moves the estimate.
 _RATE = 0.2
-_MOST_OFF = 2.0
+# Maximum factor by which an observation counts as off: a step that was interrupted by other work
+# on the machine says nothing about rows.
+_MAX_DEVIATION = 2.0
 
-_Times = dict[int, float]  # seconds by rows, of some knots
+_Times = dict[int, float]  # seconds by number of rows, for some of _KNOTS
 
 
 class StepCost(Protocol):
-    """Estimates a step's time and may learn from steps that ran.
-
-    ``context`` is how many tokens a row attends to, on average.
-    """
+    """Estimates the time of steps, and may learn from those that ran."""
 
     def seconds(self, rows: int, context: float) -> float:
-        """Estimated time of a step of ``rows`` >= 1 rows."""
+        """Return the estimated time of a step.
+
+        Args:
+            rows: tokens that go through the model; at least 1.
+            context: tokens that a row attends to, on average.
+        """
         ...
 
     def observe(self, rows: int, context: float, seconds: float) -> None:
-        """A step took so long."""
+        """Record the time of a step; ``rows`` and ``context`` as in ``seconds``."""
         ...
 
 
 class MeasuredStepCost:
     """Learns from the engine's own steps.
 
-    For contexts of about the same length (up to a factor of two) times are kept for some numbers of
-    rows; those between are interpolated, those never seen follow the next ones in proportion.
-    Contexts of a length never seen are like the nearest that were.
+    Contexts are grouped by length, up to a factor of two. Each group keeps times for some numbers
+    of rows. Times between two known ones are interpolated, times beyond them are extrapolated from
+    the nearest. A group without observations uses the nearest group's times.
     """
 
     def __init__(self) -> None:
@@ -44,40 +47,40 @@ class MeasuredStepCost:
 
     def seconds(self, rows: int, context: float) -> float:
         """See ``StepCost.seconds``."""
-        return _estimate(self._nearest(_class_of(context)), rows)
+        return _estimate(self._nearest(_context_group(context)), rows)
 
     def observe(self, rows: int, context: float, seconds: float) -> None:
         """See ``StepCost.observe``."""
-        place = _class_of(context)
-        times = self._nearest(place)
+        group = _context_group(context)
+        times = self._nearest(group)
         ratio = seconds / _estimate(times, rows)
-        if place not in self._by_context:
-            # The first of its kind sets the scale.
+        if group not in self._by_context:
+            # The first observation of a group sets its scale.
             times = {knot: time * ratio for knot, time in times.items()}
-            self._by_context[place] = times
+            self._by_context[group] = times
             off = 0.0 if times else ratio - 1.0
         else:
-            off = min(max(ratio, 1.0 / _MOST_OFF), _MOST_OFF) - 1.0
-        lower, share = _place(rows)
+            off = min(max(ratio, 1.0 / _MAX_DEVIATION), _MAX_DEVIATION) - 1.0
+        lower, share = _locate(rows)
         for knot, weight in ((lower, 1.0 - min(share, 1.0)), (_next(lower), min(share, 1.0))):
             if knot in times:
                 times[knot] *= 1.0 + _RATE * weight * off
             elif weight >= 0.5:
                 times[knot] = _at(times, knot) * (1.0 + off)
 
-    def _nearest(self, place: int) -> _Times:
-        """Times of the contexts most like these; empty where none were seen at all."""
-        known = min(self._by_context, key=lambda other: (abs(other - place), other), default=None)
+    def _nearest(self, group: int) -> _Times:
+        """Return the times of the nearest group with observations; empty if there is none."""
+        known = min(self._by_context, key=lambda other: (abs(other - group), other), default=None)
         return {} if known is None else self._by_context[known]
 
 
-def _class_of(context: float) -> int:
-    """Contexts of one class differ by less than a factor of two, or are all short."""
+def _context_group(context: float) -> int:
+    """Return the group of a context: lengths in it differ by less than a factor of two."""
     return max(0, (int(context) // _SHORT_CONTEXT).bit_length())
 
 
-def _place(rows: int) -> tuple[int, float]:
-    """The knot below and how far it is to the next, which exceeds 1 beyond the last one."""
+def _locate(rows: int) -> tuple[int, float]:
+    """Return the knot below and the share of the way to the next, above 1 beyond the last."""
     lower = _KNOTS[min(bisect_right(_KNOTS, rows), len(_KNOTS) - 1) - 1]
     return lower, (rows - lower) / (_next(lower) - lower)
 
@@ -87,13 +90,13 @@ def _next(knot: int) -> int:
 
 
 def _estimate(times: _Times, rows: int) -> float:
-    lower, share = _place(rows)
+    lower, share = _locate(rows)
     at_lower = _at(times, lower)
     return at_lower + share * (_at(times, _next(lower)) - at_lower)
 
 
 def _at(times: _Times, knot: int) -> float:
-    """Time of a knot: seen, between two that were, or in proportion to one."""
+    """Return the time at a knot: observed, interpolated, or in proportion to the nearest one."""
     if knot in times:
         return times[knot]
     seen = sorted(times)
@@ -109,4 +112,4 @@ def _at(times: _Times, knot: int) -> float:
 
 
 def _guess(rows: int) -> float:
-    return 1.0 + _FURTHER_ROW * (rows - 1)
+    return 1.0 + _FURTHER_ROW_COST * (rows - 1)

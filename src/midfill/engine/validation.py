@@ -1,35 +1,128 @@
-"""Which requests the engine refuses: what can never run, and numbers that mean nothing."""
+"""Which requests can't be served: the ranges of sampling parameters, and what the model allows."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from midfill.engine.request import EngineRequest, SamplingParams
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError
 
-_MOST_ANSWERS = 128
+MAX_ANSWERS = 128
 # A constraint costs the square of its length; healing takes back a few tokens.
-_MOST_REQUIRED_BYTES = 128
+_MAX_BEGINS_WITH_BYTES = 128
 
 
-def validate(request: EngineRequest, vocab: int, longest: int) -> None:
-    """Check a request against the model and the pool.
+class SamplingRange(NamedTuple):
+    """The values that a sampling parameter may have.
+
+    Attributes:
+        field: name of the parameter.
+        contains: whether a value of the right type is allowed; False for NaN.
+        meaning: completes the sentence "FIELD must be ...".
+    """
+
+    field: str
+    contains: Callable[[Any], bool]
+    meaning: str
+
+
+SAMPLING_RANGES = (
+    SamplingRange("max_tokens", lambda value: 1 <= value < 2**31, "at least 1"),
+    SamplingRange("n", lambda value: 1 <= value <= MAX_ANSWERS, f"from 1 to {MAX_ANSWERS}"),
+    SamplingRange(
+        "temperature",
+        lambda value: math.isfinite(value) and 0 <= value <= 100,
+        "a number from 0 to 100",
+    ),
+    SamplingRange("top_k", lambda value: 0 <= value < 2**31, "0 (all tokens) or more"),
+    SamplingRange("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    SamplingRange("min_p", lambda value: 0 <= value <= 1, "from 0 to 1"),
+    SamplingRange("typical_p", lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    SamplingRange("presence_penalty", lambda value: -2 <= value <= 2, "from -2 to 2"),
+    SamplingRange("frequency_penalty", lambda value: -2 <= value <= 2, "from -2 to 2"),
+    SamplingRange("repetition_penalty", lambda value: 0 < value <= 100, "above 0 and at most 100"),
+    SamplingRange(
+        "seed",
+        lambda value: value is None or -(2**63) <= value < 2**63,
+        "a 64-bit whole number",
+    ),
+)
+
+
+def require(
+    params: EngineSamplingParams,
+    field: str,
+    holds: bool,
+    meaning: str,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse a sampling parameter whose value is out of range.
+
+    Args:
+        params: the parameters.
+        field: the parameter's name.
+        holds: whether its value is allowed.
+        meaning: completes the sentence "FIELD must be ...".
+        names: the client's names of fields, where they differ.
+
+    Raises:
+        InvalidRequestError: ``holds`` is false; names the field as the client does.
+    """
+    if not holds:
+        name = (names or {}).get(field, field)
+        value = _shortened(getattr(params, field))
+        raise InvalidRequestError(f"{name} must be {meaning}, not {value}", param=name)
+
+
+def check_sampling_ranges(
+    params: EngineSamplingParams,
+    vocab: int,
+    max_logprobs: int,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse sampling parameters that are out of range.
+
+    Args:
+        params: of the right types already.
+        vocab: token ids are below it.
+        max_logprobs: maximum number of log probabilities per position.
+        names: the client's names of fields, where they differ.
+
+    Raises:
+        InvalidRequestError: names the first field that is out of range.
+    """
+    for field, contains, meaning in SAMPLING_RANGES:
+        require(params, field, contains(getattr(params, field)), meaning, names)
+    logprobs_fit = params.logprobs is None or 0 <= params.logprobs <= max_logprobs
+    require(params, "logprobs", logprobs_fit, f"from 0 to {max_logprobs}", names)
+    for token_id, bias in params.logit_bias.items():
+        known = 0 <= token_id < vocab
+        require(params, "logit_bias", known, f"of token ids from 0 to {vocab - 1}", names)
+        require(params, "logit_bias", -100 <= bias <= 100, "of values from -100 to 100", names)
+
+
+def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
+    """Refuse a request that the model or the pool can't serve.
 
     Args:
         request: what came in.
         vocab: token ids are below it.
-        longest: tokens, prompt and answer together, that context and pool allow.
+        max_length: maximum number of tokens, prompt and answer together.
 
     Raises:
         InvalidRequestError: names the field; code ``context_length_exceeded`` for a prompt that
-            leaves no room for one token of answer.
+            leaves no room for one token of the answer.
     """
     count = len(request.token_ids)
     if count == 0:
         raise InvalidRequestError(
             "the prompt is empty: it needs at least one token", param="prompt"
         )
-    if count + 1 > longest:
+    if count + 1 > max_length:
         raise InvalidRequestError(
-            f"the prompt has {count} tokens, but at most {longest} fit, "
+            f"the prompt has {count} tokens, but at most {max_length} fit, "
             "the answer's first token included; shorten the prompt",
             param="prompt",
             code="context_length_exceeded",
@@ -43,45 +136,15 @@ def validate(request: EngineRequest, vocab: int, longest: int) -> None:
         raise InvalidRequestError(
             f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt"
         )
-    if len(request.begins_with) > _MOST_REQUIRED_BYTES:
+    if len(request.begins_with) > _MAX_BEGINS_WITH_BYTES:
         raise InvalidRequestError(
             f"begins_with has {len(request.begins_with)} bytes; "
-            f"at most {_MOST_REQUIRED_BYTES} can be required of an answer",
+            f"at most {_MAX_BEGINS_WITH_BYTES} can be required of an answer",
             param="begins_with",
         )
-    _validate_sampling(request.sampling, vocab)
+    check_sampling_ranges(request.sampling, vocab, max_logprobs=vocab)
 
 
-def _validate_sampling(params: SamplingParams, vocab: int) -> None:
-    def require(holds: bool, field: str, meaning: str) -> None:
-        if not holds:
-            value = getattr(params, field)
-            raise InvalidRequestError(f"{field} must be {meaning}, not {value}", param=field)
-
-    require(params.max_tokens >= 1, "max_tokens", "at least 1")
-    require(1 <= params.n <= _MOST_ANSWERS, "n", f"from 1 to {_MOST_ANSWERS}")
-    # Written so that NaN fails each of them.
-    require(0.0 <= params.temperature <= 100.0, "temperature", "from 0 to 100")
-    require(params.top_k >= 0, "top_k", "at least 0 (0 keeps all tokens)")
-    require(0.0 < params.top_p <= 1.0, "top_p", "above 0 and at most 1")
-    require(0.0 <= params.min_p <= 1.0, "min_p", "from 0 to 1")
-    require(0.0 < params.typical_p <= 1.0, "typical_p", "above 0 and at most 1")
-    require(-2.0 <= params.presence_penalty <= 2.0, "presence_penalty", "from -2 to 2")
-    require(-2.0 <= params.frequency_penalty <= 2.0, "frequency_penalty", "from -2 to 2")
-    require(
-        0.0 < params.repetition_penalty <= 100.0, "repetition_penalty", "above 0 and at most 100"
-    )
-    require(
-        params.logprobs is None or 0 <= params.logprobs <= vocab, "logprobs", f"from 0 to {vocab}"
-    )
-    for token_id, bias in params.logit_bias.items():
-        if not 0 <= token_id < vocab:
-            raise InvalidRequestError(
-                f"logit_bias names token id {token_id}, which is outside 0..{vocab - 1}",
-                param="logit_bias",
-            )
-        if not -100.0 <= bias <= 100.0:
-            raise InvalidRequestError(
-                f"logit_bias of token id {token_id} must be from -100 to 100, not {bias}",
-                param="logit_bias",
-            )
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""Vocabulary: the bytes of tokens, for answers that have to begin with given ones."""
+"""Vocabulary: the bytes of tokens, for answers that have to begin with given bytes."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -9,35 +9,39 @@ from midfill.tokens.healing import HealingConstraint, TokenTrie
 
 
 class Vocabulary:
-    """What a model's tokens stand for. Looked at only when an answer's beginning is required."""
+    """The text of a model's tokens; only needed for requests with ``begins_with``."""
 
     def __init__(self, token_bytes: Callable[[int], bytes] | None, size: int) -> None:
         """Describe the tokens 0 to ``size - 1``.
 
         Args:
-            token_bytes: what a token stands for; b"" for ids that stand for no text, unknown ones
-                included. None: not known.
-            size: the model's, which may be larger or smaller than the tokenizer's.
+            token_bytes: returns a token's bytes; b"" for ids without text, unknown ids included.
+                None if tokens are not known: then requests with ``begins_with`` are refused.
+            size: the model's vocabulary size, which may differ from the tokenizer's.
         """
         self._token_bytes = token_bytes or _unknown
         self._size = size
 
     @cached_property
     def _trie(self) -> TokenTrie:
-        """Built for the first request that needs it: some 0.1 s for 50,000 tokens."""
+        """Built for the first request that needs it, in about 0.1 s for 50,000 tokens."""
         return TokenTrie([self._token_bytes(token_id) for token_id in range(self._size)])
 
-    def constraint(self, request: EngineRequest, ends: frozenset[int]) -> HealingConstraint | None:
-        """What holds the request's answers to ``begins_with``; None where they are free.
+    def constraint(
+        self, request: EngineRequest, stop_token_ids: frozenset[int]
+    ) -> HealingConstraint | None:
+        """Return the constraint that makes answers begin with ``begins_with``; None without one.
 
-        Tokens that would end the answer (``ends``) may not take part.
+        Tokens of ``stop_token_ids`` are not allowed while it holds: they would end the answer.
 
         Raises:
             InvalidRequestError: no tokens of the model can write the bytes.
         """
         if request.background or not request.begins_with:
             return None
-        forbidden = frozenset(token_id for token_id in ends if self._token_bytes(token_id))
+        forbidden = frozenset(
+            token_id for token_id in stop_token_ids if self._token_bytes(token_id)
+        )
         constraint = HealingConstraint(self._trie, request.begins_with, forbidden)
         if not constraint.possible:
             raise InvalidRequestError(
@@ -48,10 +52,7 @@ class Vocabulary:
         return constraint
 
     def advance(self, constraint: HealingConstraint, token_id: int) -> HealingConstraint | None:
-        """Note that an answer goes on with a token; returns what still holds it, None if nothing.
-
-        The constraint is changed.
-        """
+        """Advance ``constraint`` in place by a sampled token; return None once it is satisfied."""
         constraint.advance(self._token_bytes(token_id))
         return None if constraint.satisfied else constraint
 

@@ -1,29 +1,27 @@
-"""ForwardBatch: one step's rows, packed, as the model sees them."""
+"""ForwardBatch: the input of one forward pass."""
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-Int32Array = npt.NDArray[np.int32]
+from midfill.arrays import Int32Array
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
     """Rows (tokens) of many requests in one packed batch, decodes and prefill chunks alike.
 
-    Request b owns rows ``query_indptr[b]:query_indptr[b + 1]`` and sees the KV of
-    ``kv_slots[kv_indptr[b]:kv_indptr[b + 1]]``, in order of position, its own new rows' slots
-    last. Row i of its q rows (i from 0) attends to the first ``kv_length - q + i + 1`` of them.
+    Request b has the rows ``query_indptr[b]:query_indptr[b + 1]`` and attends to the KV in
+    ``kv_slots[kv_indptr[b]:kv_indptr[b + 1]]``, which is in order of position and ends with the
+    slots of its own new rows. Row i of its q rows (i from 0) attends to the first
+    ``kv_length - q + i + 1`` of them.
 
     Attributes:
         token_ids: [rows] int32.
         positions: [rows] int32, for the rotary embedding.
-        write_slots: [rows] int32, the slot where each row's K and V go.
-        query_indptr: [requests + 1] int32.
-        kv_indptr: [requests + 1] int32.
+        write_slots: [rows] int32, the slot that each row's K and V are written to.
+        query_indptr: [requests + 1] int32, ascending from 0 to the number of rows.
+        kv_indptr: [requests + 1] int32, ascending from 0 to the length of ``kv_slots``.
         kv_slots: [sum of KV lengths] int32.
-        logit_rows: [outputs] int32, the rows whose logits are wanted, ascending.
+        logit_rows: [outputs] int32, ascending, the rows whose logits are computed.
     """
 
     token_ids: Int32Array
@@ -36,8 +34,10 @@ class ForwardBatch:
 
     @property
     def rows(self) -> int:
+        """Number of tokens that go through the model."""
         return len(self.token_ids)
 
     @property
     def requests(self) -> int:
+        """Number of requests that the rows belong to."""
         return len(self.query_indptr) - 1

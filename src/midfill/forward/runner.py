@@ -1,4 +1,4 @@
-"""Runner: the engine's view of a model. It owns the weights and the KV cells of all slots."""
+"""Runner: the engine's view of a model. It owns the weights and the KV cache of all slots."""
 
 from typing import Protocol
 
@@ -11,30 +11,33 @@ from midfill.models.config import ModelConfig
 class Runner(Protocol):
     """Runs forward passes over packed batches.
 
-    A runner holds KV for ``slots`` slots and knows nothing of requests: which slot belongs to
-    whom is the engine's affair.
+    A runner holds the KV of ``slots`` slots and knows nothing about requests: the engine decides
+    which slots a row reads and writes.
+
+    Attributes:
+        config: the model's shapes.
     """
 
     config: ModelConfig
 
     @property
     def slots(self) -> int:
-        """How many tokens' KV there is room for."""
+        """Number of tokens whose KV fits."""
         ...
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV cells of all slots."""
+        """Size of the KV cache of all slots, in bytes."""
         ...
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights."""
+        """Size of the weights in memory, in bytes."""
         ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Write the batch's K and V into its slots and return logits [outputs, vocab] float32.
+        """Write K and V of the batch to its slots; return logits [outputs, vocab] float32.
 
-        The tensor may be reused by the next call.
+        The next call may overwrite the returned tensor.
         """
         ...

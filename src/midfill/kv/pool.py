@@ -1,7 +1,8 @@
-"""KVPool: all KV slots of one runner; each is free, the prefix cache's or a sequence's own."""
+"""KVPool: all KV slots of one runner. Each is free, cached, or owned by a sequence."""
 
+from midfill.arrays import Int32Array
 from midfill.kv.radix_cache import RadixCache
-from midfill.kv.slots import Int32Array, SlotAllocator
+from midfill.kv.slots import SlotAllocator
 
 
 class KVPool:
@@ -9,20 +10,21 @@ class KVPool:
 
     Attributes:
         slots: the free list.
-        cache: the prefix cache; what it evicts goes back to the free list.
+        cache: the prefix cache; slots that it evicts return to the free list.
     """
 
     def __init__(self, slots: int) -> None:
+        """Create a pool of ``slots`` free slots and an empty cache."""
         self.slots = SlotAllocator(slots)
         self.cache = RadixCache()
 
     @property
     def available(self) -> int:
-        """Slots that ``allocate`` can deliver: the free ones and those the cache can give up."""
+        """Number of slots that ``allocate`` can return: the free and the evictable ones."""
         return self.slots.free_slots + self.cache.evictable_tokens
 
     def allocate(self, count: int) -> Int32Array:
-        """Take ``count`` slots, evicting cached prefixes when too few are free; [count] int32.
+        """Allocate ``count`` slots, evicting cached prefixes when needed; return [count] int32.
 
         Raises:
             OutOfSlotsError: fewer are available.

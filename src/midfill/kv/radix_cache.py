@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.kv.slots import Int32Array
+from midfill.arrays import Int32Array
 
 _EMPTY: Int32Array = np.empty(0, dtype=np.int32)
 

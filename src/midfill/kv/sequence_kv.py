@@ -1,25 +1,31 @@
-"""SequenceKV: the slots that hold one sequence's KV, in order of position."""
+"""SequenceKV: the KV slots of one sequence, in order of position."""
 
 import numpy as np
 
+from midfill.arrays import Int32Array
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import RadixNode
-from midfill.kv.slots import Int32Array
 
 
 class SequenceKV:
-    """One sequence's slots. The first ``shared`` of them belong to the prefix cache and are locked
-    there; the rest are the sequence's own until ``keep`` hands them over.
+    """The KV slots of one sequence.
+
+    The first ``shared`` slots belong to the prefix cache and are locked there. The sequence owns
+    the others until ``cache_prefix`` hands them over.
 
     Attributes:
-        reserved: slots held, whether their KV has been computed or not.
-        shared: of these, how many are the cache's.
+        reserved: number of slots held, whether their KV has been computed or not.
+        shared: how many of them belong to the prefix cache.
     """
 
     def __init__(self, pool: KVPool, tenant: str, capacity: int) -> None:
-        """Hold nothing yet, with room for ``capacity`` slots.
+        """Hold no slots yet.
 
-        The room is set aside once; the operating system backs it with memory as it fills.
+        Args:
+            pool: where slots come from.
+            tenant: whose prefixes may be shared.
+            capacity: maximum number of slots. The array for them is allocated once; the operating
+                system backs it with memory as it fills.
         """
         self.reserved = 0
         self.shared = 0
@@ -35,18 +41,18 @@ class SequenceKV:
 
     @property
     def node(self) -> RadixNode | None:
-        """The cache's path that this sequence has locked."""
+        """The end of the cached path that this sequence has locked; None if it shares nothing."""
         return self._node
 
     @property
-    def own(self) -> int:
-        """How many slots are the sequence's own."""
+    def owned(self) -> int:
+        """Number of slots that the sequence owns, that is, does not share."""
         return self.reserved - self.shared
 
-    def open(self, tokens: Int32Array) -> int:
-        """Take over the cached prefix of [n] int32 ``tokens``; returns its length.
+    def match_prefix(self, tokens: Int32Array) -> int:
+        """Lock and share the longest cached prefix of [n] int32 ``tokens``; return its length.
 
-        To be called once, while nothing is held.
+        May be called once, while no slots are held.
         """
         found = self._pool.cache.match(self._tenant, tokens)
         self._pool.cache.lock(found.node)
@@ -56,7 +62,7 @@ class SequenceKV:
         return self.shared
 
     def reserve(self, count: int) -> None:
-        """Add ``count`` slots at the end, evicting others' cached prefixes when needed.
+        """Allocate ``count`` slots after the last one, evicting cached prefixes when needed.
 
         Raises:
             OutOfSlotsError: fewer are available.
@@ -65,26 +71,27 @@ class SequenceKV:
         self.reserved += count
 
     def append(self, slot: int) -> None:
-        """Add one slot that the caller allocated."""
+        """Add one slot that the caller has allocated."""
         self._buffer[self.reserved] = slot
         self.reserved += 1
 
     def truncate(self, count: int) -> None:
-        """Give back all slots after the first ``count``.
+        """Free all slots after the first ``count``.
 
         Raises:
-            ValueError: some of them are the cache's.
+            ValueError: some of them belong to the cache.
         """
         if count < self.shared:
-            raise ValueError(f"{self.shared} slots are the cache's, so {count} can't be kept alone")
+            raise ValueError(f"can't truncate to {count} slots: the cache holds {self.shared}")
         self._pool.slots.free(self._buffer[count : self.reserved])
         self.reserved = count
 
-    def keep(self, tokens: Int32Array) -> None:
-        """Hand the KV of [n] int32 ``tokens`` over to the cache and go on using it there.
+    def cache_prefix(self, tokens: Int32Array) -> None:
+        """Hand the KV of [n] int32 ``tokens`` over to the prefix cache and share it from now on.
 
-        ``tokens`` are the sequence's from position 0, as far as their KV has been computed. Slots
-        of positions that somebody else cached meanwhile are freed and theirs used instead.
+        ``tokens`` are the sequence's from position 0, at most those whose KV has been computed.
+        Where another sequence has cached a position in the meantime, the own slot is freed and
+        the cached one used instead.
         """
         count = len(tokens)
         if count == self.shared:
@@ -100,12 +107,12 @@ class SequenceKV:
         self.shared = count
 
     def fork(self) -> "SequenceKV":
-        """Start another sequence on the same KV; both go their own ways from here.
+        """Return the KV of another sequence that shares all of this one's slots.
 
         Raises:
-            ValueError: some slots are this sequence's own, so nobody else can use them.
+            ValueError: the sequence owns slots, which can't be shared.
         """
-        if self.own:
+        if self.owned:
             raise ValueError("only KV that the cache holds can be shared")
         twin = SequenceKV(self._pool, self._tenant, len(self._buffer))
         twin._buffer[: self.shared] = self.slots
@@ -114,13 +121,13 @@ class SequenceKV:
         self._pool.cache.lock(self._node)
         return twin
 
-    def close(self, tokens: Int32Array) -> None:
-        """Let go of everything; the KV of ``tokens`` (see ``keep``) stays cached, evictable."""
-        self.keep(tokens)
-        self.drop()
+    def release(self, tokens: Int32Array) -> None:
+        """Cache the KV of ``tokens`` (see ``cache_prefix``) and release all slots."""
+        self.cache_prefix(tokens)
+        self.discard()
 
-    def drop(self) -> None:
-        """Let go of everything; KV that was not handed over is lost."""
+    def discard(self) -> None:
+        """Release all slots; KV that is not in the cache yet is lost."""
         self._pool.slots.free(self._buffer[self.shared : self.reserved].copy())
         self._pool.cache.unlock(self._node)
         self._node = None

@@ -1,50 +1,54 @@
-"""SlotAllocator: which KV slots nobody holds."""
+"""SlotAllocator: the free list of KV slots."""
 
 import numpy as np
-import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+from midfill.arrays import Int32Array
 
 _FREE = -1
 
 
 class OutOfSlotsError(RuntimeError):
-    """More slots were asked for than are free; the engine's accounting should prevent it."""
+    """More slots were requested than are free; the engine's accounting should prevent it."""
 
 
 class SlotAllocator:
     """A stack of free slot numbers, 0 to ``total - 1``.
 
-    A fresh pool hands out ascending slots, so a prompt's KV lies in one piece; slots that come
-    back are handed out again in the order they had.
+    A new pool allocates ascending slots, so a prompt's KV is contiguous. Freed slots are allocated
+    again in the order in which they were passed to ``free``, the latest call first.
 
     Attributes:
-        total: slots there are.
+        total: number of slots.
     """
 
     def __init__(self, total: int) -> None:
+        """Create an allocator with all slots free.
+
+        Raises:
+            ValueError: ``total`` is below 1.
+        """
         if total < 1:
             raise ValueError(f"a pool needs at least one slot, not {total}")
         self.total = total
         self._stack: Int32Array = np.arange(total - 1, -1, -1, dtype=np.int32)
         self._free = total
-        # A slot's place in the array it was handed out or given back with, or _FREE: one
-        # comparison tells double frees, also inside a single call.
+        # A slot's index in the array it was allocated or freed with, or _FREE. One comparison
+        # detects double frees, those within one call included.
         self._place: Int32Array = np.full(total, _FREE, dtype=np.int32)
 
     @property
     def free_slots(self) -> int:
-        """Slots nobody holds."""
+        """Number of free slots."""
         return self._free
 
     def allocate(self, count: int) -> Int32Array:
-        """Take ``count`` slots; returns [count] int32.
+        """Allocate ``count`` slots; return them as [count] int32.
 
         Raises:
-            OutOfSlotsError: fewer are free; nothing is taken then.
+            OutOfSlotsError: fewer are free; nothing is allocated then.
         """
         if count > self._free:
-            raise OutOfSlotsError(f"{count} slots asked for, {self._free} are free")
+            raise OutOfSlotsError(f"{count} slots requested, {self._free} are free")
         left = self._free - count
         slots = self._stack[left : self._free][::-1].copy()
         self._place[slots] = 0
@@ -52,7 +56,7 @@ class SlotAllocator:
         return slots
 
     def free(self, slots: Int32Array) -> None:
-        """Give [n] int32 slots back.
+        """Free [n] int32 slots.
 
         Raises:
             ValueError: a slot is out of range, free already, or named twice; nothing is freed then.

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from midfill.arrays import Int32Array
 from midfill.attention.dense import AttentionGroup, attend, plan_attention
-from midfill.forward.batch import ForwardBatch, Int32Array
+from midfill.forward.batch import ForwardBatch
 from midfill.models.config import ModelConfig
 from midfill.runners.rope import rope_tables
 from midfill.runners.torch_weights import Affine, DecoderWeights, LayerWeights

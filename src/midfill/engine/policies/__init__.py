@@ -1,1 +1,1 @@
-"""Scheduler policies, one published method a file."""
+"""Scheduling policies, one published method per file."""

@@ -1,7 +1,7 @@
-"""IdlePrefill: background prompts run when nothing else is there; any other policy does the rest.
+"""IdlePrefill: compute background prompts while no other sequence runs or waits.
 
-A background prompt holds no slots between two steps: what it has computed lies in the cache, open
-to eviction like everything there, and it goes on from what it finds. So it need not be preempted
+A background prompt holds no slots between two steps: what it has computed belongs to the cache,
+evictable like everything there, and it continues from what it finds. So it need not be preempted
 for an ordinary request, whose plan is the same as if no background prompt existed.
 """
 
@@ -18,27 +18,27 @@ from midfill.engine.scheduler import (
 
 @dataclass(frozen=True)
 class IdlePrefill:
-    """Prefill in idle time, first come, first served, a small chunk a step.
+    """Prefills in idle time, first come, first served, a small chunk per step.
 
     Attributes:
         ordinary: plans the steps in which any sequence runs or waits.
-        chunk: most background tokens a step: what an ordinary request waits for if it comes in
-            the middle of one.
-        most_waiting: background prompts kept; when there are more, the oldest are dropped. They
-            guess what will be asked, and the newest guess knows most.
+        chunk: maximum background tokens per step. An ordinary request that arrives during such a
+            step waits for it to end.
+        max_waiting: maximum number of background prompts; beyond it the oldest are dropped. They
+            are guesses at the next request, and the newest guess is the best informed.
     """
 
     ordinary: SchedulerPolicy
     chunk: int = 64
-    most_waiting: int = 64
+    max_waiting: int = 64
 
     def __post_init__(self) -> None:
-        if self.chunk < 1 or self.most_waiting < 0:
-            raise ValueError("chunk must be at least 1, most_waiting at least 0")
+        if self.chunk < 1 or self.max_waiting < 0:
+            raise ValueError("chunk must be at least 1, max_waiting at least 0")
 
     def plan(self, state: ScheduleState) -> StepPlan:
-        """Plan one step."""
-        excess = max(len(state.background) - self.most_waiting, 0)
+        """Return the plan of one step."""
+        excess = max(len(state.background) - self.max_waiting, 0)
         dropped = [sequence.sequence_id for sequence in state.background[:excess]]
         if state.running or state.waiting:
             plan = self.ordinary.plan(state)
@@ -52,7 +52,7 @@ class IdlePrefill:
         return StepPlan(drop=tuple(dropped))
 
     def _next_chunk(self, state: ScheduleState, sequence: WaitingSequence) -> int:
-        """How many tokens to run; 0 if the whole prompt can't be held beside what is in use."""
+        """Return how many tokens to run; 0 if the prompt doesn't fit beside the slots in use."""
         cached = state.cache.cached_prefix(sequence.sequence_id)
         missing = sequence.length - cached.tokens
         return 0 if cached.evictable + missing > state.available_slots else min(missing, self.chunk)

@@ -1,4 +1,4 @@
-"""SarathiServe: never pause decodes; fill a token budget with them first, prefill chunks after.
+"""SarathiServe: never pause decodes; fill the token budget with decodes, then prefill chunks.
 
 Source: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve",
 OSDI 2024, arXiv 2403.02310, section 4.
@@ -17,12 +17,13 @@ from midfill.engine.scheduler import (
 
 @dataclass(frozen=True)
 class DynamicChunks:
-    """Chunk sizes that shrink as a prompt's context grows, so that each costs about the same.
+    """Chunk sizes that shrink as a prompt's context grows, so that chunks take similar times.
 
     Attributes:
-        low, high: smallest and largest size, in tokens.
-        max_tokens: prompt length the stages are spread over; beyond it the last size stays.
-        stages: how many sizes.
+        low: smallest size, in tokens.
+        high: largest size, in tokens.
+        max_tokens: prompt length that the stages are spread over; later chunks have the last size.
+        stages: number of sizes.
     """
 
     low: int
@@ -35,7 +36,7 @@ class DynamicChunks:
             raise ValueError(f"chunk sizes must satisfy 1 <= low <= high, stages >= 1: {self}")
 
     def size(self, done: int) -> int:
-        """The budget for a prompt of which ``done`` tokens are computed."""
+        """Return the budget for a prompt of which ``done`` tokens are computed."""
         stage_tokens = -(-self.max_tokens // self.stages)
         stage = min(done // stage_tokens, self.stages - 1)
         steps = max(self.stages - 1, 1)
@@ -48,31 +49,31 @@ class DynamicChunks:
 class SarathiServe:
     """Decode-first chunked prefill under a token budget; first come, first served.
 
-    Every decoding sequence gets its token in every step, whatever the budget; prefills share what
+    Every decoding sequence runs its token in every step, whatever the budget; prefills share what
     the decodes leave of it. Cached prompt tokens cost nothing. When decodes run out of slots, the
-    latest arrivals are preempted and recomputed later. New sequences come from the queue's head
-    only, so none overtakes another.
+    latest arrivals are preempted and recomputed later. New sequences are admitted from the queue's
+    head only, so none overtakes another.
 
     Attributes:
-        token_budget: most tokens a step runs (more only if the decodes alone are more).
-        max_running: most sequences that hold slots at a time.
-        dynamic_chunks: the paper code's optional sizes; None uses the budget throughout.
-        worth_waiting: a new sequence whose prompt shares at least this many uncached tokens with
-            one that is being prefilled waits until they are cached instead of computing them
-            twice. An addition to the paper.
+        token_budget: maximum tokens per step; exceeded only where the decodes alone exceed it.
+        max_running: maximum number of sequences that hold slots at a time.
+        dynamic_chunks: the optional chunk sizes of the paper's code; None always uses the budget.
+        min_shared_prefix: a new sequence whose prompt shares at least this many uncached tokens
+            with one that is being prefilled waits until they are cached instead of computing them
+            again. An addition to the paper.
     """
 
     token_budget: int = 128
     max_running: int = 128
     dynamic_chunks: DynamicChunks | None = None
-    worth_waiting: int = 32
+    min_shared_prefix: int = 32
 
     def __post_init__(self) -> None:
         if self.token_budget < 1 or self.max_running < 1:
             raise ValueError("token_budget and max_running must be at least 1")
 
     def plan(self, state: ScheduleState) -> StepPlan:
-        """Plan one step: decodes, then prompts already started, then new ones."""
+        """Return the plan of one step: decodes, then prompts already started, then new ones."""
         decodes, victims, available = self._place_decodes(state)
         rows = len(decodes)
         chunks: list[Chunk] = []
@@ -85,15 +86,17 @@ class SarathiServe:
             if tokens:
                 chunks.append(Chunk(sequence.sequence_id, tokens))
                 rows += tokens
-        # After a preemption the queue's head is a victim, which cannot fit: its own slots are
-        # the ones that were missing.
+        # After a preemption the queue's head is a victim. It can't fit: the missing slots were
+        # taken from it.
         admit = [] if victims else self._admit(state, prefilling, rows, available)
         return StepPlan(tuple(victims), tuple(decodes), tuple(chunks), tuple(admit))
 
     def _place_decodes(self, state: ScheduleState) -> tuple[list[int], list[int], int]:
-        """One slot for every decoding sequence; preempt from the tail while there is none.
+        """Assign a slot to every decoding sequence; preempt the latest arrivals where none is left.
 
-        Returns the sequences that decode, the victims (latest arrival first), and the slots left.
+        Returns:
+            (decodes, victims, available): the sequences that decode, the preempted ones (latest
+            arrival first), and the number of slots left.
         """
         remaining = list(state.running)
         decodes: list[int] = []
@@ -118,7 +121,7 @@ class SarathiServe:
     def _admit(
         self, state: ScheduleState, prefilling: Iterable[int], rows: int, available: int
     ) -> list[Chunk]:
-        """Start sequences from the queue's head while slots, places and budget last."""
+        """Return the sequences to start, from the queue's head, while slots and budget last."""
         admitted: list[Chunk] = []
         in_prefill = list(prefilling)
         places = self.max_running - len(state.running)
@@ -126,28 +129,33 @@ class SarathiServe:
             if rows >= self._budget(0):
                 break
             cached = state.cache.cached_prefix(sequence.sequence_id)
-            # What it finds cached gets locked, so it no longer counts as available.
+            # Its cached prefix will be locked, so it no longer counts as available.
             available -= cached.evictable + sequence.length - cached.tokens
             tokens = self._chunk(sequence.length - cached.tokens, cached.tokens, rows)
             if available < 0 or not tokens:
                 break
-            if self._pays_to_wait(state, sequence, cached.tokens, in_prefill):
+            if self._should_wait(state, sequence, cached.tokens, in_prefill):
                 break
             admitted.append(Chunk(sequence.sequence_id, tokens))
             in_prefill.append(sequence.sequence_id)
             rows += tokens
         return admitted
 
-    def _pays_to_wait(
+    def _should_wait(
         self, state: ScheduleState, sequence: WaitingSequence, cached: int, in_prefill: list[int]
     ) -> bool:
+        """Whether a prompt in prefill is about to cache a long part of this sequence's prompt."""
         return any(
-            state.cache.common_prefix(sequence.sequence_id, other) - cached >= self.worth_waiting
+            state.cache.common_prefix(sequence.sequence_id, other) - cached
+            >= self.min_shared_prefix
             for other in in_prefill
         )
 
     def _chunk(self, remaining: int, done: int, rows: int) -> int:
-        """Tokens a prompt may run beside ``rows`` others; decodes alone may exceed the budget."""
+        """Return how many tokens a prompt may run beside ``rows`` others.
+
+        Decodes alone may exceed the budget.
+        """
         return max(min(remaining, self._budget(done) - rows), 0)
 
     def _budget(self, done: int) -> int:

@@ -1,122 +1,120 @@
-"""SmartSpec: draft as many tokens as make the step's goodput highest; any other policy does the
-rest.
+"""SmartSpec: run the drafts that maximise goodput.
 
 Source: Liu et al., "Optimizing Speculative Decoding for Serving Large Language Models Using
-Goodput", 2024, arXiv 2406.14066. Goodput is the number of tokens a step is expected to generate
-over the time it takes. The paper gives all sequences drafts of one length; here the likeliest
-token of any of them is taken next, until another one would not pay.
+Goodput", 2024, arXiv 2406.14066. Goodput is the expected number of tokens that a step generates,
+divided by the step's time. The paper drafts equally many tokens for all sequences; here the
+likeliest drafted token of any sequence is added next, as long as goodput grows.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from midfill.engine.scheduler import Chunk, SchedulerPolicy, ScheduleState, StepPlan
+from midfill.engine.scheduler import Chunk, ScheduleState, StepPlan
 
 
 @dataclass(frozen=True)
 class SmartSpec:
-    """Adds drafts to another policy's plan; never changes what it decided.
+    """Adds drafts to a plan and changes nothing else in it.
 
-    Drafts take what the plan leaves of the token budget and of the slots, and there are none in a
-    step that preempts.
+    Drafts use what the plan leaves of the token budget and of the slots. A step that preempts runs
+    none.
 
     Attributes:
-        ordinary: plans everything else.
-        token_budget: most rows of a step with drafts.
-        least_gain: share by which drafts have to raise the goodput. The choice is of the highest
-            of many estimates, which tends to be one that is too high.
+        token_budget: maximum rows of a step with drafts.
+        min_gain: share by which drafts have to raise the goodput. The best of many estimates tends
+            to be an overestimate.
     """
 
-    ordinary: SchedulerPolicy
     token_budget: int = 128
-    least_gain: float = 0.05
+    min_gain: float = 0.05
 
-    def plan(self, state: ScheduleState) -> StepPlan:
-        """Plan one step."""
-        plan = self.ordinary.plan(state)
-        if state.drafts is None or plan.preempt:
-            return plan
-        taken = len(plan.decodes)
-        for chunk in plan.admit:
-            cached = state.cache.cached_prefix(chunk.sequence_id)
-            taken += cached.evictable + _length(state, chunk) - cached.tokens
-        room = min(self.token_budget - plan.rows, state.available_slots - taken)
-        if room < 1:
-            return plan
+    def max_draft_tokens(self, state: ScheduleState, plan: StepPlan) -> int:
+        """Return what ``plan`` leaves of the token budget and of the slots."""
+        if plan.preempt:
+            return 0
+        return min(
+            self.token_budget - plan.rows, state.available_slots - _allocated_slots(state, plan)
+        )
+
+    def add_drafts(
+        self,
+        state: ScheduleState,
+        plan: StepPlan,
+        probabilities: Mapping[int, Sequence[float]],
+        step_seconds: Callable[[int, float], float],
+        max_tokens: int,
+    ) -> StepPlan:
+        """Return ``plan`` with the drafts that maximise goodput."""
+        context = _mean_context(state, plan)
         lengths = draft_lengths(
-            {
-                sequence_id: state.drafts.chances(sequence_id)
-                for sequence_id in _sampled(state, plan)
-            },
+            probabilities,
             rows=plan.rows,
             progress=len(plan.decodes) + len(plan.chunks) + len(plan.admit),
-            seconds=partial(state.drafts.seconds, context=_context(state, plan)),
-            room=room,
-            least_gain=self.least_gain,
+            seconds=lambda rows: step_seconds(rows, context),
+            max_tokens=max_tokens,
+            min_gain=self.min_gain,
         )
         return replace(plan, drafts=tuple(Chunk(*item) for item in lengths.items()))
 
 
 def draft_lengths(
-    chances: Mapping[int, Sequence[float]],
+    probabilities: Mapping[int, Sequence[float]],
     *,
     rows: int,
     progress: int,
     seconds: Callable[[int], float],
-    room: int,
-    least_gain: float = 0.0,
+    max_tokens: int,
+    min_gain: float = 0.0,
 ) -> dict[int, int]:
-    """How many draft tokens of each sequence give the most tokens a second.
+    """Return how many drafted tokens of each sequence maximise the tokens per second.
 
     Args:
-        chances: by sequence, the probabilities that its first, first two, ... are all right.
-        rows: of the step without drafts.
-        progress: sequences that it takes further; each counts for a token.
+        probabilities: by sequence id, the probabilities that its first, first two, ... drafted
+            tokens are all right.
+        rows: rows of the step without drafts.
+        progress: number of sequences that the step advances; each counts as one token.
         seconds: time of a step by its rows.
-        room: most draft tokens in all.
-        least_gain: see ``SmartSpec``.
+        max_tokens: maximum number of drafted tokens in all.
+        min_gain: see ``SmartSpec``.
 
     Returns:
-        Lengths of at least 1, by sequence.
+        Lengths of at least 1, by sequence id.
     """
-    heap = [(-values[0], sequence_id, 0) for sequence_id, values in chances.items() if values]
+    heap = [(-values[0], sequence_id, 0) for sequence_id, values in probabilities.items() if values]
     heapq.heapify(heap)
     taken: list[int] = []
-    kept = 0
+    best_count = 0
     expected = float(progress)
-    best = (1.0 + least_gain) * expected / seconds(rows) if heap else 0.0
-    while heap and len(taken) < room:
-        chance, sequence_id, place = heapq.heappop(heap)
+    best = (1.0 + min_gain) * expected / seconds(rows) if heap else 0.0
+    while heap and len(taken) < max_tokens:
+        negated, sequence_id, place = heapq.heappop(heap)
         taken.append(sequence_id)
-        expected -= chance
+        expected -= negated
         goodput = expected / seconds(rows + len(taken))
         if goodput > best:
-            best, kept = goodput, len(taken)
-        values = chances[sequence_id]
+            best, best_count = goodput, len(taken)
+        values = probabilities[sequence_id]
         if place + 1 < len(values):
             heapq.heappush(heap, (-values[place + 1], sequence_id, place + 1))
-    return dict(Counter(taken[:kept]))
+    return dict(Counter(taken[:best_count]))
 
 
-def _sampled(state: ScheduleState, plan: StepPlan) -> Iterator[int]:
-    """The sequences of a plan that get a token from it."""
-    yield from plan.decodes
-    if plan.chunks:
-        remaining = {sequence.sequence_id: sequence.remaining for sequence in state.running}
-        for chunk in plan.chunks:
-            if chunk.tokens == remaining[chunk.sequence_id]:
-                yield chunk.sequence_id
-    for chunk in plan.admit:
-        cached = state.cache.cached_prefix(chunk.sequence_id).tokens
-        if chunk.tokens == _length(state, chunk) - cached:
-            yield chunk.sequence_id
+def _allocated_slots(state: ScheduleState, plan: StepPlan) -> int:
+    """Return how many of the available slots ``plan`` uses."""
+    allocated = len(plan.decodes)
+    if plan.admit:
+        lengths = {sequence.sequence_id: sequence.length for sequence in state.waiting}
+        for chunk in plan.admit:
+            cached = state.cache.cached_prefix(chunk.sequence_id)
+            # A cached prefix is locked by its use, so it is not evictable any more.
+            allocated += cached.evictable + lengths[chunk.sequence_id] - cached.tokens
+    return allocated
 
 
-def _context(state: ScheduleState, plan: StepPlan) -> float:
-    """Tokens that a row of the plan attends to, on average."""
+def _mean_context(state: ScheduleState, plan: StepPlan) -> float:
+    """Return how many tokens a row of ``plan`` attends to, on average."""
     running = {sequence.sequence_id: sequence for sequence in state.running}
     keys = sum(running[sequence_id].length for sequence_id in plan.decodes)
     for chunk in plan.chunks:
@@ -125,9 +123,3 @@ def _context(state: ScheduleState, plan: StepPlan) -> float:
         cached = state.cache.cached_prefix(chunk.sequence_id).tokens
         keys += chunk.tokens * (cached + chunk.tokens)
     return keys / max(1, plan.rows)
-
-
-def _length(state: ScheduleState, chunk: Chunk) -> int:
-    return next(
-        sequence.length for sequence in state.waiting if sequence.sequence_id == chunk.sequence_id
-    )

@@ -1,39 +1,43 @@
-"""Packing: scheduled sequences become one ForwardBatch."""
+"""From scheduled sequences to one ForwardBatch."""
 
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import numpy as np
 
+from midfill.engine.drafting import NO_DRAFT, Draft
 from midfill.engine.sequence import Sequence
 from midfill.forward.batch import ForwardBatch
 
 
-class Scheduled(NamedTuple):
-    """A sequence's part in a step.
+class ScheduledSequence(NamedTuple):
+    """A sequence's share of a step.
 
     Attributes:
-        sequence: holds slots for all that it runs.
-        tokens: its next uncomputed tokens that run.
-        sampled: whether its last token is among them and a next one is wanted; its drafted tokens
-            run too then.
+        sequence: holds slots for all rows it runs.
+        tokens: how many of its uncomputed tokens run.
+        sampled: whether its last token is among them and a next token is sampled.
+        draft: proposed next tokens.
+        drafted: how many tokens of ``draft`` run after the last token.
     """
 
     sequence: Sequence
     tokens: int
     sampled: bool
+    draft: Draft = NO_DRAFT
+    drafted: int = 0
 
     @property
     def rows(self) -> int:
         """Tokens that go through the model."""
-        return self.tokens + self.sequence.drafted
+        return self.tokens + self.drafted
 
 
-def pack(scheduled: SequenceOf[Scheduled]) -> ForwardBatch:
-    """Lay a step out in one batch.
+def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
+    """Pack a step into one batch.
 
-    Logits are wanted for the last token of every sequence that gets a next one, and for each of
-    its drafted tokens, in the order of ``scheduled``.
+    Logits are computed for the last token of each sequence that samples, and for each of its
+    drafted tokens, in the order of ``scheduled``.
     """
     token_ids, positions, write_slots, kv_slots = [], [], [], []
     query_ends, kv_ends, logit_rows = [0], [0], list[int]()
@@ -43,14 +47,16 @@ def pack(scheduled: SequenceOf[Scheduled]) -> ForwardBatch:
         start = sequence.computed
         end = start + rows
         visible = sequence.kv.slots[:end]
-        token_ids.append(sequence.rows(rows))
+        token_ids.append(sequence.uncomputed_tokens(entry.tokens))
+        if entry.drafted:
+            token_ids.append(entry.draft.tokens[: entry.drafted])
         positions.append(np.arange(start, end, dtype=np.int32))
         write_slots.append(visible[start:])
         kv_slots.append(visible)
         query_ends.append(query_ends[-1] + rows)
         kv_ends.append(kv_ends[-1] + end)
         if entry.sampled:
-            logit_rows += range(query_ends[-1] - sequence.drafted - 1, query_ends[-1])
+            logit_rows += range(query_ends[-1] - entry.drafted - 1, query_ends[-1])
     return ForwardBatch(
         token_ids=np.concatenate(token_ids),
         positions=np.concatenate(positions),

@@ -1,11 +1,11 @@
 """SarathiServe as a pure function: plans for states, no model anywhere."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_states import CacheFacts, decoding, prefilling
 
 from midfill.engine.policies.sarathi_serve import DynamicChunks, SarathiServe
 from midfill.engine.scheduler import (
@@ -18,41 +18,15 @@ from midfill.engine.scheduler import (
 from midfill.kv.radix_cache import CachedPrefix
 
 
-@dataclass(frozen=True)
-class Cache:
-    """A cache view of given facts."""
-
-    cached: dict[int, CachedPrefix] = field(default_factory=dict)
-    common: dict[tuple[int, int], int] = field(default_factory=dict)
-    held: dict[int, int] = field(default_factory=dict)
-
-    def cached_prefix(self, sequence_id: int) -> CachedPrefix:
-        return self.cached.get(sequence_id, CachedPrefix(0, 0))
-
-    def common_prefix(self, first: int, second: int) -> int:
-        return self.common.get((first, second), 0)
-
-    def released_by(self, victims: Sequence[int]) -> int:
-        return sum(self.held.get(victim, 0) for victim in victims)
-
-
-def decoding(sequence_id: int, length: int = 50) -> RunningSequence:
-    return RunningSequence(sequence_id, length, length - 1, True)
-
-
-def prefilling(sequence_id: int, length: int, computed: int = 0) -> RunningSequence:
-    return RunningSequence(sequence_id, length, computed, False)
-
-
 def plan(
     policy: SarathiServe,
     running: Sequence[RunningSequence] = (),
     waiting: Sequence[tuple[int, int]] = (),
     available: int = 10_000,
-    cache: Cache | None = None,
+    cache: CacheFacts | None = None,
 ) -> StepPlan:
     queue = tuple(WaitingSequence(*one) for one in waiting)
-    return policy.plan(ScheduleState(tuple(running), queue, available, cache or Cache()))
+    return policy.plan(ScheduleState(tuple(running), queue, available, cache or CacheFacts()))
 
 
 class TestBudget:
@@ -77,7 +51,7 @@ class TestBudget:
         assert made == StepPlan(chunks=(Chunk(1, 1),))
 
     def test_cached_tokens_do_not_count(self) -> None:
-        cache = Cache(cached={1: CachedPrefix(500, 0)})
+        cache = CacheFacts(cached={1: CachedPrefix(500, 0)})
         made = plan(SarathiServe(token_budget=16), waiting=[(1, 510), (2, 30)], cache=cache)
         assert made.admit == (Chunk(1, 10), Chunk(2, 6))
 
@@ -97,7 +71,7 @@ class TestAdmission:
         assert plan(SarathiServe(), waiting=[(1, 100), (2, 5)], available=50).admit == ()
 
     def test_a_cached_prefix_needs_no_slots_but_is_no_longer_evictable(self) -> None:
-        cache = Cache(cached={1: CachedPrefix(80, 30)})
+        cache = CacheFacts(cached={1: CachedPrefix(80, 30)})
         policy = SarathiServe()
         assert plan(policy, waiting=[(1, 100)], available=49, cache=cache).admit == ()
         made = plan(policy, waiting=[(1, 100)], available=50, cache=cache)
@@ -110,44 +84,46 @@ class TestAdmission:
 
     def test_waits_for_a_prompt_that_is_computing_what_it_needs(self) -> None:
         policy = SarathiServe(token_budget=100)
-        shared = Cache(common={(2, 1): 40})
+        shared = CacheFacts(common={(2, 1): 40})
         made = plan(policy, [prefilling(1, 50)], [(2, 60)], cache=shared)
         assert made == StepPlan(chunks=(Chunk(1, 50),))
         # The same holds for one admitted in this very step, ...
         made = plan(policy, waiting=[(1, 50), (2, 60)], cache=shared)
         assert made.admit == (Chunk(1, 50),)
         # ... but not for a common start of a few tokens, or one that is cached already.
-        few = Cache(common={(2, 1): 3})
+        few = CacheFacts(common={(2, 1): 3})
         assert len(plan(policy, waiting=[(1, 50), (2, 60)], cache=few).admit) == 2
-        done = Cache(common={(2, 1): 40}, cached={2: CachedPrefix(40, 0)})
+        done = CacheFacts(common={(2, 1): 40}, cached={2: CachedPrefix(40, 0)})
         assert len(plan(policy, waiting=[(1, 50), (2, 60)], cache=done).admit) == 2
 
 
 class TestPreemption:
     def test_the_latest_arrival_goes(self) -> None:
-        cache = Cache(held={3: 20})
+        cache = CacheFacts(held={3: 20})
         running = [decoding(1), decoding(2), decoding(3)]
         made = plan(SarathiServe(), running, available=1, cache=cache)
         assert made == StepPlan(preempt=(3,), decodes=(1, 2))
 
     def test_as_many_as_it_takes_latest_first(self) -> None:
-        cache = Cache(held={4: 0, 3: 1})
+        cache = CacheFacts(held={4: 0, 3: 1})
         running = [decoding(index) for index in range(5)]
         made = plan(SarathiServe(), running, available=2, cache=cache)
         assert made == StepPlan(preempt=(4, 3), decodes=(0, 1, 2))
 
     def test_a_prompt_in_prefill_goes_before_earlier_decodes(self) -> None:
-        cache = Cache(held={2: 30})
+        cache = CacheFacts(held={2: 30})
         made = plan(SarathiServe(), [decoding(1), prefilling(2, 40)], available=0, cache=cache)
         assert made == StepPlan(preempt=(2,), decodes=(1,))
 
     def test_the_last_one_left_gives_way_itself(self) -> None:
         running = [prefilling(1, 40), decoding(2)]
-        made = plan(SarathiServe(token_budget=8), running, available=0, cache=Cache(held={2: 9}))
+        made = plan(
+            SarathiServe(token_budget=8), running, available=0, cache=CacheFacts(held={2: 9})
+        )
         assert made == StepPlan(preempt=(2,), chunks=(Chunk(1, 8),))
 
     def test_nobody_is_admitted_beside_it(self) -> None:
-        cache = Cache(held={2: 30})
+        cache = CacheFacts(held={2: 30})
         made = plan(SarathiServe(), [decoding(1), decoding(2)], [(3, 5)], 1, cache)
         assert made.preempt == (2,)
         assert made.admit == ()
@@ -201,7 +177,7 @@ def states(draw: st.DrawFn) -> ScheduleState:
     common = draw(
         st.dictionaries(st.tuples(st.integers(10, 13), st.integers(0, 13)), st.integers(0, 60))
     )
-    view = Cache(cached, common, held)
+    view = CacheFacts(cached, common, held)
     return ScheduleState(tuple(running), tuple(waiting), draw(st.integers(0, 80)), view)
 
 

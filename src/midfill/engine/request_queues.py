@@ -1,0 +1,193 @@
+"""RequestQueues: which sequences run, wait or are background work, and the KV slots they hold."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+
+from midfill.engine.scheduler import RunningSequence, ScheduleState, WaitingSequence
+from midfill.engine.sequence import Sequence
+from midfill.kv.pool import KVPool
+from midfill.kv.radix_cache import CachedPrefix
+from midfill.kv.sequence_kv import SequenceKV
+
+
+class RequestQueues:
+    """All unfinished sequences of an engine, and the KV pool.
+
+    KV that a sequence has computed stays in the prefix cache when the sequence releases it;
+    ``discard`` is the exception.
+
+    Attributes:
+        pool: the KV slots.
+        sequences: all sequences by id.
+        running: sequences that hold slots, in order of arrival.
+        waiting: the queue, head first.
+        background: prompts to be cached when the engine is idle, oldest first.
+    """
+
+    def __init__(self, slots: int, max_running: int) -> None:
+        """Create empty queues.
+
+        Args:
+            slots: size of the KV pool in tokens.
+            max_running: maximum number of sequences that hold slots at a time.
+        """
+        self.pool = KVPool(slots)
+        self.sequences: dict[int, Sequence] = {}
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.background: deque[Sequence] = deque()
+        self._max_running = max_running
+        self._sequence_ids: dict[str, set[int]] = {}
+        self._cache_view = _QueueCacheView(self.pool, self.sequences)
+
+    def __bool__(self) -> bool:
+        """Whether any sequence is running, waiting or background work."""
+        return bool(self.sequences)
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request has unfinished answers."""
+        return request_id in self._sequence_ids
+
+    def sequences_of(self, request_id: str) -> list[Sequence]:
+        """Return the unfinished sequences of a request, in order of arrival."""
+        return [self.sequences[one] for one in sorted(self._sequence_ids.get(request_id, ()))]
+
+    def state(self) -> ScheduleState:
+        """Return what a policy may look at."""
+        return ScheduleState(
+            running=tuple(
+                RunningSequence(
+                    sequence.sequence_id, sequence.length, sequence.computed, sequence.decoding
+                )
+                for sequence in self.running
+            ),
+            waiting=_queued(self.waiting),
+            available_slots=self.pool.available,
+            cache=self._cache_view,
+            background=_queued(self.background),
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Append a new sequence to its queue."""
+        self._register(sequence)
+        (self.background if sequence.background else self.waiting).append(sequence)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Move a waiting sequence to the running ones and match its prefix in the cache."""
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        self.running.sort(key=_arrival)
+        sequence.decoding = False
+        self.match_prefix(sequence)
+
+    def match_prefix(self, sequence: Sequence) -> None:
+        """Let a sequence that holds no slots share its longest cached prefix."""
+        sequence.kv = SequenceKV(self.pool, sequence.tenant, sequence.max_length)
+        # The last token has to run even if its KV is cached: its logits are needed. (A background
+        # prompt needs none; there one more row does no harm.)
+        sequence.computed = sequence.kv.match_prefix(sequence.tokens[:-1])
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.computed
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Move a running sequence to the head of the queue and release its slots."""
+        self.running.remove(sequence)
+        self.release(sequence)
+        self.waiting.appendleft(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Release a sequence's slots; the KV it has computed stays cached."""
+        if sequence.kv is not None:
+            sequence.kv.release(sequence.computed_tokens)
+        sequence.kv = None
+        sequence.computed = 0
+
+    def finish(self, sequence: Sequence) -> None:
+        """Remove a sequence; the KV it has computed stays cached."""
+        self._remove(sequence)
+        self.release(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence whose KV may be wrong; KV that is not in the cache yet is lost."""
+        self._remove(sequence)
+        if sequence.kv is not None:
+            sequence.kv.discard()
+        sequence.kv = None
+        sequence.computed = 0
+
+    def start_siblings(self, siblings: SequenceOf[Sequence]) -> None:
+        """Start a request's other answers on the KV of the first.
+
+        Those beyond the maximum of running sequences go to the head of the queue.
+
+        Args:
+            siblings: the result of ``Sequence.fork``.
+        """
+        first, *others = siblings
+        assert first.kv is not None
+        first.answers = first.answers[:1]
+        places = max(self._max_running - len(self.running), 0)
+        for other in others:
+            self._register(other)
+        for other in others[:places]:
+            other.kv = first.kv.fork()
+            other.computed = first.computed
+            self.running.append(other)
+        self.running.sort(key=_arrival)
+        self.waiting.extendleft(reversed(others[places:]))
+
+    def _register(self, sequence: Sequence) -> None:
+        self.sequences[sequence.sequence_id] = sequence
+        self._sequence_ids.setdefault(sequence.request_id, set()).add(sequence.sequence_id)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Remove a sequence from its queue and from the index."""
+        if sequence.background:
+            self.background.remove(sequence)
+        elif sequence.kv is not None:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        del self.sequences[sequence.sequence_id]
+        siblings = self._sequence_ids[sequence.request_id]
+        siblings.remove(sequence.sequence_id)
+        if not siblings:
+            del self._sequence_ids[sequence.request_id]
+
+
+class _QueueCacheView:
+    """Implements ``scheduler.CacheView`` for the sequences in the queues; changes nothing."""
+
+    def __init__(self, pool: KVPool, sequences: Mapping[int, Sequence]) -> None:
+        self._pool = pool
+        self._sequences = sequences
+
+    def cached_prefix(self, sequence_id: int) -> CachedPrefix:
+        """See ``CacheView.cached_prefix``."""
+        sequence = self._sequences[sequence_id]
+        return self._pool.cache.peek(sequence.tenant, sequence.tokens[:-1])
+
+    def common_prefix(self, first: int, second: int) -> int:
+        """See ``CacheView.common_prefix``."""
+        a, b = self._sequences[first], self._sequences[second]
+        if a.tenant != b.tenant:
+            return 0
+        span = min(a.length, b.length)
+        differs = a.tokens[:span] != b.tokens[:span]
+        position = int(differs.argmax())
+        return position if differs[position] else span
+
+    def released_by(self, victims: SequenceOf[int]) -> int:
+        """See ``CacheView.released_by``."""
+        held = [kv for victim in victims if (kv := self._sequences[victim].kv) is not None]
+        owned = sum(kv.owned for kv in held)
+        return owned + self._pool.cache.released_by(kv.node for kv in held)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.sequence_id
+
+
+def _queued(sequences: Iterable[Sequence]) -> tuple[WaitingSequence, ...]:
+    return tuple(WaitingSequence(sequence.sequence_id, sequence.length) for sequence in sequences)
