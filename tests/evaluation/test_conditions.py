@@ -15,7 +15,7 @@ from midfill.evaluation.conditions import (
     choose_conditions,
     make_prompt,
     parse_conditions,
-    typed_fragments,
+    split_as_typed,
     window,
 )
 from midfill.evaluation.problems import Problem
@@ -68,18 +68,18 @@ def test_cuts_fall_on_every_character() -> None:
     assert layout("efim", seed=7) == layout("efim", seed=7)
 
 
-def test_typed_increments_come_in_pieces() -> None:
-    pieces = [
+def test_typed_increments_are_tokenised_in_fragments() -> None:
+    fragments = [
         segment.text
         for segment in layout("spm", typed=True).segments
         if isinstance(segment, TextSegment) and segment.role == "increment"
     ]
-    assert "".join(pieces) == PROBLEM.prefix
-    assert all(len(piece) <= 8 for piece in pieces)
-    long = typed_fragments("x" * 100, random.Random(0))
+    assert "".join(fragments) == PROBLEM.prefix
+    assert all(len(fragment) <= 8 for fragment in fragments)
+    long = split_as_typed("x" * 100, random.Random(0))
     assert len(long[0]) == 60
     assert "".join(long) == "x" * 100
-    assert typed_fragments("", random.Random(0)) == ()
+    assert split_as_typed("", random.Random(0)) == ()
     assert spelled(layout("psm", typed=True)) == spelled(layout("psm"))
 
 

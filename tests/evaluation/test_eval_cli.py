@@ -54,7 +54,7 @@ def test_a_run_and_what_it_leaves(
         )
         assert status == 0
         assert "single-line, 4 holes" in shown
-        assert "subtoken, less psm" in shown
+        assert "subtoken, minus psm" in shown
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert "| efim+healing |" in (tmp_path / "page.md").read_text()
     status, shown, _ = midfill("compare", *results, "--pair", "psm=efim+healing")
@@ -89,7 +89,7 @@ def test_the_data_checks_the_sandbox(midfill: Command, humaneval: Path) -> None:
         (["infilling", "--files", HERE, "--json", "no/a.json"], "there is no folder no"),
         (["infilling", "--files", HERE, "--plot", "a.bmp"], "must end in .png, .svg or .pdf"),
         (["infilling", "--files", HERE, "--url", "http://127.0.0.1:1/v1"], "no OpenAI-style"),
-        (["infilling", "--files", HERE, "--url", "x", "--typed"], "--url names the model"),
+        (["infilling", "--files", HERE, "--url", "x", "--typed"], "--url can't be combined"),
         (["infilling", "--files", HERE, "--model", "./none.gguf"], "none.gguf"),
         (["compare", "a.json", "b.json"], "a.json can't be read"),
         (["show", "a.json"], "a.json can't be read"),

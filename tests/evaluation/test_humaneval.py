@@ -7,7 +7,7 @@ import pytest
 
 from midfill.errors import MidfillError
 from midfill.evaluation.humaneval import load_humaneval
-from midfill.evaluation.problems import choose
+from midfill.evaluation.problems import sample_problems
 from midfill.evaluation.sandbox import Sandbox
 
 NAME = "HumanEval-SingleLineInfilling.jsonl.gz"
@@ -32,10 +32,12 @@ def test_the_files_own_solutions_pass_and_others_dont(humaneval: Path) -> None:
 
 def test_samples_are_seeded_and_keep_their_order(humaneval: Path) -> None:
     problems = load_humaneval(humaneval, "single-line") * 30
-    some = choose(problems, 10, seed=1)
+    some = sample_problems(problems, 10, seed=1)
     assert len(some) == 10
-    assert some == choose(problems, 10, seed=1) != choose(problems, 10, seed=2)
-    assert choose(problems, 0, seed=1) == choose(problems, 10**6, seed=1) == problems
+    assert some == sample_problems(problems, 10, seed=1) != sample_problems(problems, 10, seed=2)
+    assert (
+        sample_problems(problems, 0, seed=1) == sample_problems(problems, 10**6, seed=1) == problems
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,8 +46,8 @@ def test_samples_are_seeded_and_keep_their_order(humaneval: Path) -> None:
         (b"not gzip", "can't be read"),
         (gzip.compress(b"not json", mtime=0), "can't be read"),
         (gzip.compress(b"x" * 10**4, mtime=0)[:-20], "can't be read"),
-        (gzip.compress(b'{"task_id": "a"}\n', mtime=0), "something else than problems: KeyError"),
-        (gzip.compress(b"[]\n", mtime=0), "something else than problems"),
+        (gzip.compress(b'{"task_id": "a"}\n', mtime=0), "something other than problems: KeyError"),
+        (gzip.compress(b"[]\n", mtime=0), "something other than problems"),
         (gzip.compress(b"", mtime=0), "no problems"),
     ],
 )

@@ -16,7 +16,7 @@ from midfill.evaluation.report import (
     write_report,
 )
 from midfill.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
-from midfill.evaluation.summary import baseline_of, compare, differences, summarise
+from midfill.evaluation.summary import baseline_of, compare_reports, differences, summarise
 
 
 def report(conditions: dict[str, float], count: int = 300, seed: int = 0) -> InfillingReport:
@@ -57,34 +57,34 @@ def test_differences_are_paired_and_from_psm() -> None:
 
 def test_two_reports_are_compared_hole_by_hole() -> None:
     base, trained = report({"prefix-only": 0.3, "psm": 0.3}), report({"psm": 0.6, "efim": 0.6})
-    found = compare(base, trained)
+    found = compare_reports(base, trained)
     assert set(found) == {"span", "line"}
     assert set(found["line"]) == {"psm"}
     exact = found["line"]["psm"]["exact"]
     assert exact.difference.value == pytest.approx(exact.second.value - exact.first.value)
     assert exact.difference.low > 0.15
-    crossed = compare(base, trained, [("prefix-only", "efim")])
+    crossed = compare_reports(base, trained, [("prefix-only", "efim")])
     assert crossed["line"]["prefix-only | efim"]["exact"] == exact
     assert len(comparison_tables(crossed)) == 2
 
 
 def test_only_shared_holes_are_compared() -> None:
     few, many = report({"psm": 0.3}, 90), report({"psm": 0.3}, 300)
-    assert compare(few, many)["line"]["psm"]["exact"].first.count == 45
+    assert compare_reports(few, many)["line"]["psm"]["exact"].first.count == 45
     other = msgspec.structs.replace(
         few, problems=[ProblemRecord(f"x{i}", "line", "g", "d") for i in range(90)]
     )
     with pytest.raises(MidfillError, match="share no problem"):
-        compare(few, other)
+        compare_reports(few, other)
     changed = msgspec.structs.replace(
         few, problems=[msgspec.structs.replace(p, digest="y") for p in few.problems]
     )
     with pytest.raises(MidfillError, match="problem 0 is another text in the second file"):
-        compare(few, changed)
+        compare_reports(few, changed)
     with pytest.raises(MidfillError, match="share no condition"):
-        compare(few, report({"auto": 0.1}))
+        compare_reports(few, report({"auto": 0.1}))
     with pytest.raises(MidfillError, match="the second file has no condition 'efim', only psm"):
-        compare(few, many, [("psm", "efim")])
+        compare_reports(few, many, [("psm", "efim")])
 
 
 def test_reports_are_written_and_read(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_files_that_are_no_reports(tmp_path: Path) -> None:
         read_report(tmp_path / "none.json")
     for content in ("", "{}", "[1]", '{"format": 1, "model": 3}'):
         (tmp_path / "a.json").write_text(content)
-        with pytest.raises(MidfillError, match="is no file of 'midfill eval infilling'"):
+        with pytest.raises(MidfillError, match="is not a report of 'midfill eval infilling'"):
             read_report(tmp_path / "a.json")
     with pytest.raises(MidfillError, match="can't be written"):
-        write_report(report({"psm": 0.5}), tmp_path / "no" / "a.json", finished=True)
+        write_report(report({"psm": 0.5}), tmp_path / "a.json" / "b.json", finished=True)

@@ -72,9 +72,9 @@ def infilling(
     docs: DocsOption = None,
     section: SectionOption = "infilling",
 ) -> None:
-    """Infilling quality: pass@1 on HumanEval-Infilling, exact match in held-out files.
+    """Measure infilling: pass@1 on HumanEval-Infilling, exact match in held-out files.
 
-    The same holes are asked in every condition: the prefix alone, PSM, SPM, EFIM cut at a random
+    Every hole is asked in every condition: the prefix alone, PSM, SPM, EFIM cut at a random
     character, the first and the last of these with token healing, and as midfill lays prompts out.
     """
     from midfill.checkpoints.model_store import DEFAULT_MODEL
@@ -87,7 +87,7 @@ def infilling(
 
     if url is not None and (model or adapter or typed):
         raise MidfillError(
-            "--url names the model: it goes with neither --model nor --adapter, nor with --typed"
+            "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
     names = None if conditions is None else parse_conditions(conditions)
     before, after = _context(context_characters)
@@ -108,11 +108,11 @@ def infilling(
 
     with ExitStack() as stack:
         progress = stack.enter_context(show_progress())
-        asked: Model
+        evaluated: Model
         if url is not None:
-            asked = RemoteModel(url, fim_tokens)
+            evaluated = RemoteModel(url, fim_tokens)
         else:
-            from midfill.llm import LLM  # takes seconds, which --url need not wait
+            from midfill.llm import LLM  # slow to import, and not needed for --url
 
             name = model or DEFAULT_MODEL
             llm = LLM(
@@ -125,9 +125,9 @@ def infilling(
                 fim_tokens=fim_tokens,
                 progress=progress,
             )
-            asked = LocalModel(stack.enter_context(llm), f"{name} (weights {weights})")
-        chosen = choose_conditions(names, asked.format, remote=asked.remote)
-        report = evaluate(asked, problems, chosen, options, progress, save)
+            evaluated = LocalModel(stack.enter_context(llm), f"{name} (weights {weights})")
+        chosen = choose_conditions(names, evaluated.format, remote=evaluated.remote)
+        report = evaluate(evaluated, problems, chosen, options, progress, save)
     if json is not None:
         write_report(report, json, finished=True)
     _show(report, plot, docs, section)
@@ -140,7 +140,7 @@ def show(
     docs: DocsOption = None,
     section: SectionOption = "infilling",
 ) -> None:
-    """The tables of a run again, from its JSON file; also of one that was interrupted."""
+    """Print the tables of a run from its JSON file, even of an interrupted run."""
     from midfill.evaluation.report import read_report
 
     _show(read_report(results), plot, docs, section)
@@ -162,26 +162,26 @@ def _show(report: "InfillingReport", plot: Path | None, docs: Path | None, secti
 @app.command()
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="Written by 'eval infilling'.")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="Of the model to compare.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Written for the other model.")],
     pair: Annotated[
         list[str] | None,
         typer.Option(
             metavar="A=B",
             help="Compare condition A of the first with B of the second, as in prefix-only=psm;"
-            " repeatable. Each with itself if not set.",
+            " repeatable. By default each condition with itself.",
         ),
     ] = None,
     docs: DocsOption = None,
     section: SectionOption = "comparison",
 ) -> None:
-    """How the second run differs from the first, hole by hole, where both asked the same."""
+    """Compare two runs over the holes they share."""
     from midfill.evaluation.report import comparison_markdown, comparison_tables, read_report
-    from midfill.evaluation.summary import compare
+    from midfill.evaluation.summary import compare_reports
     from midfill.reporting.document_sections import replace_section
 
     pairs = [_pair(text) for text in pair or ()]
     one, other = read_report(first), read_report(second)
-    comparisons = compare(one, other, pairs)
+    comparisons = compare_reports(one, other, pairs)
     console = _console()
     console.print(f"first:  {one.model}\nsecond: {other.model}", markup=False, highlight=False)
     for table in comparison_tables(comparisons):
@@ -192,16 +192,16 @@ def compare(
 
 @app.command()
 def check(humaneval: HumanEvalOption = None) -> None:
-    """Run HumanEval-Infilling's own solutions in the sandbox: all should pass here, too."""
+    """Run HumanEval-Infilling's reference solutions in the sandbox; all should pass."""
     import time
 
     from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
-    from midfill.evaluation.humaneval import WHERE, load_humaneval
+    from midfill.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
     from midfill.evaluation.sandbox import Sandbox
 
     if humaneval is None:
-        raise MidfillError(f"name the data with --humaneval FOLDER: {WHERE}")
+        raise MidfillError(f"name the data with --humaneval FOLDER: {HOW_TO_GET_IT}")
     problems = load_humaneval(humaneval, "single-line")
     with Sandbox() as sandbox, show_progress() as progress:
         started = time.perf_counter()
@@ -217,14 +217,14 @@ def check(humaneval: HumanEvalOption = None) -> None:
     ]
     typer.echo(
         f"{len(problems) - len(failed)} of {len(problems)} programs passed in {seconds:.1f} s,"
-        f" kept apart with {sandbox.isolation}"
+        f" isolation: {sandbox.isolation}"
     )
     if failed:
-        raise MidfillError(f"{len(failed)} did not, first {failed[0]}")
+        raise MidfillError(f"{len(failed)} failed, first {failed[0]}")
 
 
 def _console() -> "Console":
-    """Standard output; as wide as the tables where it is no terminal."""
+    """Return standard output, wide enough for the tables if it is not a terminal."""
     from rich.console import Console
 
     console = Console()
@@ -232,15 +232,15 @@ def _console() -> "Console":
 
 
 def _tasks(text: str | None, humaneval: Path | None, files: list[Path]) -> "tuple[Task, ...]":
-    """The tasks asked for, or those there is data for."""
+    """Return the named tasks, or all that there is data for."""
     from midfill.errors import MidfillError
-    from midfill.evaluation.humaneval import WHERE
+    from midfill.evaluation.humaneval import HOW_TO_GET_IT
     from midfill.evaluation.problems import FILE_TASKS, PUBLIC_TASKS, parse_tasks
 
     if humaneval is None and not files:
         raise MidfillError(
             "nothing to ask: name held-out Python files with --files, or HumanEval-Infilling with"
-            f" --humaneval FOLDER; for that, {WHERE}"
+            f" --humaneval FOLDER; for that, {HOW_TO_GET_IT}"
         )
     if text is not None:
         return parse_tasks(text)
@@ -248,7 +248,11 @@ def _tasks(text: str | None, humaneval: Path | None, files: list[Path]) -> "tupl
 
 
 def _context(text: str) -> tuple[int, int]:
-    """Two numbers of characters from "2000,1000"."""
+    """Parse two numbers of characters such as "2000,1000".
+
+    Raises:
+        typer.BadParameter: it is something else.
+    """
     try:
         before, after = (int(part) for part in text.split(","))
     except ValueError:
@@ -259,7 +263,11 @@ def _context(text: str) -> tuple[int, int]:
 
 
 def _pair(text: str) -> tuple[str, str]:
-    """Two conditions from "prefix-only=psm"."""
+    """Parse two conditions such as "prefix-only=psm".
+
+    Raises:
+        typer.BadParameter: it is something else.
+    """
     first, equals, second = text.partition("=")
     if not (first and equals and second):
         raise typer.BadParameter(f"--pair takes two conditions like prefix-only=psm, not {text!r}")

@@ -24,38 +24,38 @@ FilesOption = Annotated[
 UrlOption = Annotated[
     str | None,
     typer.Option(
-        help="An OpenAI-style server instead, e.g. http://127.0.0.1:8080/v1; prompts are laid"
-        " out here, with --fim-tokens."
+        help="Ask an OpenAI-style server instead, such as http://127.0.0.1:8080/v1; prompts are"
+        " laid out here, with --fim-tokens."
     ),
 ]
 TasksOption = Annotated[
     str | None,
     typer.Option(
         help="Kinds of holes, separated by commas: single-line, multi-line, random-span"
-        " (HumanEval), line, subtoken, block, span (files). All there is data for if not set."
+        " (HumanEval), line, subtoken, block, span (files). By default all there is data for."
     ),
 ]
 ConditionsOption = Annotated[
     str | None,
     typer.Option(
         help="Ways of asking, separated by commas: prefix-only, prefix-only+healing, psm, spm,"
-        " efim, efim+healing, auto. All that the model can do if not set."
+        " efim, efim+healing, auto. By default all that apply to the model."
     ),
 ]
 LimitOption = Annotated[
-    int, typer.Option(min=0, help="Holes of each kind; 0 takes all (of files, a thousand).")
+    int, typer.Option(min=0, help="Maximum holes per kind; 0 takes all (of files, a thousand).")
 ]
-SeedOption = Annotated[int, typer.Option(help="All chance follows from it.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of all randomness.")]
 MaxTokensOption = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Longest answer; if not set 64 tokens in a line, 256 for multi-line, else 128.",
+        help="Maximum tokens per answer; by default 64 in a line, 256 for multi-line, else 128.",
     ),
 ]
 ContextOption = Annotated[
     str,
-    typer.Option(metavar="BEFORE,AFTER", help="Most text the model sees around the hole."),
+    typer.Option(metavar="BEFORE,AFTER", help="Maximum context around a hole."),
 ]
 TypedOption = Annotated[
     bool,
@@ -69,7 +69,7 @@ JsonOption = Annotated[
     Path | None,
     typer.Option(
         callback=writable,
-        help="Write every answer and score here, for 'eval compare'; kept up to date while the"
-        " run goes on.",
+        help="Write every answer and score to this file, for 'eval compare'; updated during the"
+        " run.",
     ),
 ]

@@ -1,1 +1,1 @@
-"""Evaluation: how good a model's answers are, on public problems and on the user's own files."""
+"""Evaluation: quality of a model's answers, on public problems and on the user's own files."""

@@ -11,10 +11,10 @@ from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, TextSegment, lay_out
 from midfill.infill.request import InfillRequest
 
-Cut = Literal["none", "end", "start", "random", "planner"]
+SuffixPosition = Literal["none", "end", "start", "random", "planner"]
 
 _TYPED_CHARACTERS = 40
-_LONGEST_PIECE = 8
+_MAX_FRAGMENT_CHARACTERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +23,20 @@ class Condition:
 
     Attributes:
         name: on the command line and in tables.
-        cut: where the suffix stands in the prompt: "end" after the whole prefix (PSM), "start"
+        suffix: where the suffix is in the prompt: "end" after the whole prefix (PSM), "start"
             before it (SPM), "random" at a random character of it (EFIM), "planner" where midfill
-            puts it; "none": the suffix is not shown.
-        healing: the model writes the last tokens before the caret again, see ``infill.healing``.
+            puts it. "none": the suffix is not in the prompt.
+        healing: token healing: the model writes the last tokens before the caret again.
     """
 
     name: str
-    cut: Cut
+    suffix: SuffixPosition
     healing: bool = False
 
     @property
     def needs_cut(self) -> bool:
-        """Whether it takes a model that reads ``PRE P SUF S MID I``."""
-        return self.cut in ("end", "start", "random")
+        """Whether it needs a model that reads ``PRE prefix[:k] SUF suffix MID prefix[k:]``."""
+        return self.suffix in ("end", "start", "random")
 
 
 CONDITIONS: tuple[Condition, ...] = (
@@ -48,17 +48,17 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("efim+healing", "random", healing=True),
     Condition("auto", "planner", healing=True),
 )
-"""Every condition. A caret after a sentinel (psm) has nothing that could be healed."""
+"""All conditions. In psm the caret follows a sentinel, so there is no token to heal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """How all prompts of a run are made.
+    """How the prompts of a run are made.
 
     Attributes:
-        before, after: most characters of prefix and suffix that the model sees.
-        typed: the increment's last characters are tokenised in pieces, as they would be typed.
-        seed: of cuts and pieces.
+        before, after: maximum characters of prefix and suffix in a prompt.
+        typed: tokenise the last characters after MID in fragments, as if typed.
+        seed: of random cuts and fragments.
     """
 
     before: int = 2000
@@ -68,7 +68,7 @@ class PromptOptions:
 
 
 def parse_conditions(text: str) -> tuple[str, ...]:
-    """Names of conditions as on the command line, separated by commas.
+    """Parse names of conditions, separated by commas.
 
     Raises:
         MidfillError: an unknown name, or none.
@@ -85,67 +85,68 @@ def parse_conditions(text: str) -> tuple[str, ...]:
 def choose_conditions(
     names: Sequence[str] | None, format: FimFormat | None, *, remote: bool = False
 ) -> tuple[Condition, ...]:
-    """The conditions to measure.
+    """Return the conditions to measure, in the order of ``CONDITIONS``.
 
     Args:
-        names: of conditions; None takes all that the model can do.
-        format: the model's FIM format, if it has one.
-        remote: the model is behind an HTTP API, which can't be told to heal a given prompt.
+        names: of conditions; None takes all that apply to the model.
+        format: the model's FIM format, None if it has none.
+        remote: whether the model is behind an HTTP API, where healing can't be requested.
 
     Raises:
-        MidfillError: one that this model can't be asked in.
+        MidfillError: a named condition doesn't apply to the model.
     """
-    kept = []
+    chosen = []
     for condition in CONDITIONS:
         if names is not None and condition.name not in names:
             continue
-        problem = _problem(condition, format, remote)
-        if problem is None:
-            kept.append(condition)
+        obstacle = _obstacle(condition, format, remote)
+        if obstacle is None:
+            chosen.append(condition)
         elif names is not None:
-            raise MidfillError(f"condition {condition.name} {problem}")
-    return tuple(kept)
+            raise MidfillError(f"condition {condition.name} {obstacle}")
+    return tuple(chosen)
 
 
 def make_prompt(
     condition: Condition, format: FimFormat | None, problem: Problem, options: PromptOptions
 ) -> PromptLayout | InfillRequest:
-    """What to ask a model: a layout, or for "planner" a request that it lays out itself.
+    """Make the prompt of a problem: a layout, or a request that midfill lays out itself.
 
     The random cut depends on the problem and the seed alone, so all models and both efim
-    conditions are given the same one.
+    conditions get the same one.
     """
     prefix, suffix = window(problem, options.before, options.after)
-    if condition.cut == "planner":
-        # A tenant of its own: no other problem's document decides the cut.
+    if condition.suffix == "planner":
+        # One tenant per problem: documents of other problems don't influence the cut.
         return InfillRequest(prefix=prefix, suffix=suffix, tenant=problem.id)
-    if condition.cut == "none" or format is None:
-        shown = (TextSegment(prefix, "prefix"),) if prefix else ()
+    if condition.suffix == "none" or format is None:
+        segments = (TextSegment(prefix, "prefix"),) if prefix else ()
         stops = () if format is None else format.stop_token_ids
         return PromptLayout(
-            segments=shown, layout="prefix-only", cut=len(prefix), stop_token_ids=stops
+            segments=segments, layout="prefix-only", cut=len(prefix), stop_token_ids=stops
         )
-    chance = random.Random(f"{options.seed}/{problem.id}")
-    cut = chance.randint(0, len(prefix))
-    if condition.cut != "random":
-        cut = len(prefix) if condition.cut == "end" else 0
-    fragments = typed_fragments(prefix[cut:], chance) if options.typed else None
-    segments, name = lay_out(format, prefix, suffix, cut, fragments=fragments)
+    rng = random.Random(f"{options.seed}/{problem.id}")
+    cut = rng.randint(0, len(prefix))
+    if condition.suffix != "random":
+        cut = len(prefix) if condition.suffix == "end" else 0
+    fragments = split_as_typed(prefix[cut:], rng) if options.typed else None
+    laid_out, name = lay_out(format, prefix, suffix, cut, fragments=fragments)
     return PromptLayout(
-        segments=segments, layout=name, cut=cut, stop_token_ids=format.stop_token_ids
+        segments=laid_out, layout=name, cut=cut, stop_token_ids=format.stop_token_ids
     )
 
 
 def window(problem: Problem, before: int, after: int) -> tuple[str, str]:
-    """Prefix and suffix as the model sees them: whole lines, if a line fits.
+    """Return prefix and suffix as the model sees them: whole lines, if one fits.
 
     Args:
-        before: most characters of the prefix, from a line start on.
-        after: most characters of the suffix, up to a line's end.
+        problem: the problem.
+        before: maximum characters of the prefix, which then starts with a line.
+        after: maximum characters of the suffix, which then ends with a line.
     """
     prefix, suffix = problem.prefix, problem.suffix
     if len(prefix) > before:
-        kept = prefix[len(prefix) - before - 1 :]  # the character before tells if a line starts
+        kept = prefix[len(prefix) - before - 1 :]  # one more shows whether a line starts here
         _, line_break, rest = kept.partition("\n")
         prefix = rest if line_break and rest else kept[1:]
     if len(suffix) > after:
@@ -154,22 +155,22 @@ def window(problem: Problem, before: int, after: int) -> tuple[str, str]:
     return prefix, suffix
 
 
-def typed_fragments(increment: str, chance: random.Random) -> tuple[str, ...]:
-    """An increment whose last 40 characters came in pieces of 1 to 8 characters."""
+def split_as_typed(increment: str, rng: random.Random) -> tuple[str, ...]:
+    """Split the last 40 characters of an increment into fragments of 1 to 8 characters."""
     end = max(0, len(increment) - _TYPED_CHARACTERS)
-    pieces = [increment[:end]]
+    fragments = [increment[:end]]
     while end < len(increment):
-        start, end = end, end + chance.randint(1, _LONGEST_PIECE)
-        pieces.append(increment[start:end])
-    return tuple(piece for piece in pieces if piece)
+        start, end = end, end + rng.randint(1, _MAX_FRAGMENT_CHARACTERS)
+        fragments.append(increment[start:end])
+    return tuple(fragment for fragment in fragments if fragment)
 
 
-def _problem(condition: Condition, format: FimFormat | None, remote: bool) -> str | None:
-    """Why a model can't be asked in a condition, if it can't."""
+def _obstacle(condition: Condition, format: FimFormat | None, remote: bool) -> str | None:
+    """Return why a condition doesn't apply to a model, None if it does."""
     if condition.needs_cut and format is None:
         return "needs the model's FIM tokens: name them with --fim-tokens PRE,SUF,MID"
     if condition.needs_cut and format is not None and format.order != "psm":
-        return f"means nothing to this model: {format.name} reads the suffix first; use auto"
-    if condition.healing and condition.cut != "planner" and remote:
+        return f"doesn't apply to this model: {format.name} reads the suffix first; use auto"
+    if condition.healing and condition.suffix != "planner" and remote:
         return "needs a model loaded here: a server can't be told to heal a given prompt"
     return None

@@ -1,12 +1,12 @@
-"""Holes in held-out files: random character cuts of Python sources that a model hasn't seen.
+"""Holes in held-out files: cut at random out of Python sources that a model hasn't seen.
 
-Four kinds. The caret stands after a line's indentation or further right, where people type:
+Four kinds, by where the caret is:
 
-* ``line``: at a random character of a line; the hole goes to the line's end.
-* ``subtoken``: strictly inside an identifier or keyword of four characters or more, and no string
-  or comment; the hole goes to the line's end.
-* ``block``: where a line's code begins; the hole is that line and one to four more.
-* ``span``: anywhere; the hole is 4 to 160 characters.
+* ``line``: at a random character of a line's code; the hole extends to the line's end.
+* ``subtoken``: strictly inside an identifier or keyword of at least four characters, not in a
+  string or comment; the hole extends to the line's end.
+* ``block``: where a line's code starts; the hole is that line and one to four more.
+* ``span``: anywhere; the hole is 4 to 160 characters long.
 """
 
 import io
@@ -19,14 +19,14 @@ from pathlib import Path
 from midfill.errors import MidfillError
 from midfill.evaluation.problems import FileTask, Problem
 
-SHORTEST_FILE = 400
-"""Characters; a shorter file shows too little around a hole."""
+MIN_FILE_CHARACTERS = 400
+"""Shorter files have too little context around a hole."""
 
-_LONGEST_LINE = 160
-_LINES = (2, 5)
-_SPAN = (4, 160)
-_SHORTEST_WORD = 4
-_TRIES = 20  # draws in one file before the next one is tried
+_MAX_LINE_CHARACTERS = 160
+_BLOCK_LINES = (2, 5)
+_SPAN_CHARACTERS = (4, 160)
+_MIN_WORD_CHARACTERS = 4
+_MAX_ATTEMPTS = 20  # per file and hole
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class SourceFile:
     """A file to cut holes into.
 
     Attributes:
-        name: its path from, and with, the folder the user named.
-        text: its text, line breaks as "\\n".
+        name: its path relative to the parent of the folder that the user named.
+        text: its text with LF line ends.
     """
 
     name: str
@@ -44,7 +44,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class _Cut:
-    """The hole text[start:end]; ``word_end`` is where the caret's word ends, start if in none."""
+    """The hole text[start:end]; ``word_end`` is the end of the caret's word, or start."""
 
     start: int
     end: int
@@ -52,12 +52,12 @@ class _Cut:
 
 
 def read_files(paths: Sequence[Path]) -> list[SourceFile]:
-    """The Python files among ``paths`` and in the folders among them, in order of their names.
+    """Read files and the Python files in folders, each folder's sorted by name.
 
-    Files that are no UTF-8 text or shorter than ``SHORTEST_FILE`` are passed over.
+    Files that are not UTF-8 or shorter than ``MIN_FILE_CHARACTERS`` are skipped.
 
     Raises:
-        MidfillError: a path doesn't exist, or no file is left.
+        MidfillError: a path doesn't exist, or no usable file is left.
     """
     files: list[SourceFile] = []
     found = 0
@@ -74,7 +74,7 @@ def read_files(paths: Sequence[Path]) -> list[SourceFile]:
                 text = file.read_text("utf-8")
             except (UnicodeDecodeError, OSError):
                 continue
-            if len(text) >= SHORTEST_FILE and "\0" not in text:
+            if len(text) >= MIN_FILE_CHARACTERS and "\0" not in text:
                 name = file.relative_to(root).as_posix()
                 within = f"{path.resolve().name}/" if path.is_dir() else ""
                 files.append(SourceFile(within + name, text))
@@ -83,22 +83,22 @@ def read_files(paths: Sequence[Path]) -> list[SourceFile]:
     if not files:
         raise MidfillError(
             f"none of the {found} files in {', '.join(map(str, paths))} is a text of at least"
-            f" {SHORTEST_FILE} characters"
+            f" {MIN_FILE_CHARACTERS} characters"
         )
     return files
 
 
-def cut_holes(files: Sequence[SourceFile], task: FileTask, count: int, seed: int) -> list[Problem]:
-    """Up to ``count`` holes of one kind, spread over the files; all chance follows from the seed.
+def draw_holes(files: Sequence[SourceFile], task: FileTask, count: int, seed: int) -> list[Problem]:
+    """Draw up to ``count`` different holes of one kind, from the files in turn.
 
-    Files take turns; less than ``count`` come back where they hold no more different ones.
+    There are fewer if the files have no more. All randomness follows from the seed.
 
     Raises:
-        MidfillError: there is not one such hole.
+        MidfillError: the files have no such hole.
     """
     order = list(files)
     random.Random(f"{seed}/files").shuffle(order)
-    sources = [_Source(file, random.Random(f"{seed}/{task}/{file.name}")) for file in order]
+    sources = [_HoleSource(file, random.Random(f"{seed}/{task}/{file.name}")) for file in order]
     problems: dict[str, Problem] = {}
     while sources and len(problems) < count:
         left = []
@@ -112,25 +112,30 @@ def cut_holes(files: Sequence[SourceFile], task: FileTask, count: int, seed: int
                 break
         sources = left
     if not problems:
-        raise MidfillError(f"the files hold no place for a hole of kind {task!r}")
+        raise MidfillError(f"the files have no place for a hole of kind {task!r}")
     return sorted(problems.values(), key=lambda problem: problem.id)
 
 
-class _Source:
+class _HoleSource:
     """A file that holes are drawn from."""
 
-    def __init__(self, file: SourceFile, chance: random.Random) -> None:
+    def __init__(self, file: SourceFile, rng: random.Random) -> None:
         self._file = file
-        self._chance = chance
+        self._rng = rng
         self._lines: list[tuple[int, int]] | None = None
         self._words: list[tuple[int, int]] | None = None
 
     def draw(self, task: FileTask, taken: dict[str, Problem]) -> Problem | None:
-        """A hole that is not taken; None if none is found."""
-        draw: Callable[[], _Cut | None] = getattr(self, f"_draw_{task}")
+        """Draw a hole that is not among ``taken``; return None if none is found."""
+        draws: dict[FileTask, Callable[[], _Cut | None]] = {
+            "line": self._draw_line,
+            "subtoken": self._draw_subtoken,
+            "block": self._draw_block,
+            "span": self._draw_span,
+        }
         text = self._file.text
-        for _ in range(_TRIES):
-            cut = draw()
+        for _ in range(_MAX_ATTEMPTS):
+            cut = draws[task]()
             if cut is None:
                 continue
             hole = text[cut.start : cut.end]
@@ -153,64 +158,64 @@ class _Source:
     def _draw_line(self) -> _Cut | None:
         if not (lines := self._code_lines()):
             return None
-        start, end = self._chance.choice(lines)
-        caret = self._chance.randrange(start, end)
+        start, end = self._rng.choice(lines)
+        caret = self._rng.randrange(start, end)
         return _Cut(caret, end, caret)
 
     def _draw_subtoken(self) -> _Cut | None:
         if not (words := self._code_words()):
             return None
-        start, end = self._chance.choice(words)
-        caret = self._chance.randrange(start + 1, end)
+        start, end = self._rng.choice(words)
+        caret = self._rng.randrange(start + 1, end)
         line_end = self._file.text.find("\n", end)
         return _Cut(caret, line_end if line_end >= 0 else len(self._file.text), end)
 
     def _draw_block(self) -> _Cut | None:
         lines = self._code_lines()
-        count = self._chance.randint(*_LINES)
+        count = self._rng.randint(*_BLOCK_LINES)
         if len(lines) < count:
             return None
-        first = self._chance.randrange(len(lines) - count + 1)
+        first = self._rng.randrange(len(lines) - count + 1)
         start, end = lines[first][0], lines[first + count - 1][1]
-        # Longer lines and gaps may lie between: a few lines, no more.
+        # Very long and blank lines may lie between, but not many.
         few = self._file.text.count("\n", start, end) < 2 * count
         return _Cut(start, end, start) if few else None
 
     def _draw_span(self) -> _Cut | None:
-        length = self._chance.randint(*_SPAN)
-        start = self._chance.randrange(len(self._file.text) - length)
+        length = self._rng.randint(*_SPAN_CHARACTERS)
+        start = self._rng.randrange(len(self._file.text) - length)
         return _Cut(start, start + length, start)
 
     def _code_lines(self) -> list[tuple[int, int]]:
-        """Where each line's code begins and ends; blank and very long lines left out."""
+        """Return start and end of each line's code, without blank and very long lines."""
         if self._lines is None:
-            self._lines = list(_lines(self._file.text))
+            self._lines = list(_find_lines(self._file.text))
         return self._lines
 
     def _code_words(self) -> list[tuple[int, int]]:
         if self._words is None:
-            self._words = list(_words(self._file.text))
+            self._words = list(_find_words(self._file.text))
         return self._words
 
 
-def _lines(text: str) -> Iterator[tuple[int, int]]:
+def _find_lines(text: str) -> Iterator[tuple[int, int]]:
     start = 0
     for line in text.split("\n"):
         code = line.strip()
-        if code and len(line) <= _LONGEST_LINE:
+        if code and len(line) <= _MAX_LINE_CHARACTERS:
             begin = start + line.index(code[0])
             yield begin, start + len(line)
         start += len(line) + 1
 
 
-def _words(text: str) -> Iterator[tuple[int, int]]:
-    """Where each long enough identifier or keyword begins and ends; none after a syntax error."""
+def _find_words(text: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of each long enough identifier or keyword, up to a syntax error."""
     starts = [0]
     for line in text.split("\n"):
         starts.append(starts[-1] + len(line) + 1)
     try:
         for token in tokenize.generate_tokens(io.StringIO(text, newline="\n").readline):
-            if token.type == tokenize.NAME and len(token.string) >= _SHORTEST_WORD:
+            if token.type == tokenize.NAME and len(token.string) >= _MIN_WORD_CHARACTERS:
                 begin = starts[token.start[0] - 1] + token.start[1]
                 if text.startswith(token.string, begin):  # a form feed can shift columns
                     yield begin, begin + len(token.string)

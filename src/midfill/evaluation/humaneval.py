@@ -1,8 +1,8 @@
-"""HumanEval-Infilling: holes in the HumanEval programs, judged by running the programs' tests.
+"""HumanEval-Infilling: holes in the HumanEval programs, with the programs' own tests.
 
 Source: Bavarian et al., "Efficient Training of Language Models to Fill in the Middle", 2022,
 arXiv 2207.14255; the data (MIT licence) is the ``data`` folder of OpenAI's repository
-human-eval-infilling. Single lines, runs of lines, and random spans of characters are left out of
+human-eval-infilling. The holes are single lines, runs of lines, and random spans of characters of
 the 164 reference solutions.
 """
 
@@ -20,21 +20,21 @@ _FILES: dict[PublicTask, str] = {
     "multi-line": "HumanEval-MultiLineInfilling.jsonl.gz",
     "random-span": "HumanEval-RandomSpanInfilling.jsonl.gz",
 }
-WHERE = (
+HOW_TO_GET_IT = (
     "get the 'data' folder of OpenAI's human-eval-infilling repository"
     " (https://github.com/openai/human-eval-infilling, MIT licence)"
 )
 
 
 def load_humaneval(folder: Path, task: PublicTask) -> list[Problem]:
-    """All problems of one kind.
+    """Load all problems of one kind.
 
     Raises:
-        MidfillError: the file isn't there or isn't what it should be.
+        MidfillError: the file is missing or broken.
     """
     path = folder / _FILES[task]
     if not path.is_file():
-        raise MidfillError(f"no {_FILES[task]} in {folder}; {WHERE}")
+        raise MidfillError(f"no {_FILES[task]} in {folder}; {HOW_TO_GET_IT}")
     problems = [_problem(task, record, path) for record in _records(path)]
     if not problems:
         raise MidfillError(f"{path} holds no problems")
@@ -47,7 +47,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             for line in file:
                 yield json.loads(line)
     except (OSError, EOFError, ValueError) as error:
-        raise MidfillError(f"{path} can't be read: {error}; {WHERE}") from None
+        raise MidfillError(f"{path} can't be read: {error}; {HOW_TO_GET_IT}") from None
 
 
 def _problem(task: PublicTask, record: dict[str, Any], path: Path) -> Problem:
@@ -62,4 +62,4 @@ def _problem(task: PublicTask, record: dict[str, Any], path: Path) -> Problem:
             test=ProblemTest(record["test"], record["entry_point"]),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise MidfillError(f"{path} holds something else than problems: {error!r}") from None
+        raise MidfillError(f"{path} holds something other than problems: {error!r}") from None

@@ -1,26 +1,50 @@
-"""Metrics: how close an answer is to the text that stood in the hole."""
+"""Metrics: how close an answer is to the text that was in the hole."""
 
 import re
 
+from midfill.evaluation.models import Answer
+from midfill.evaluation.problems import LINE_TASKS, Problem
 from midfill.infill.trim import first_line
 
 _WORD = re.compile(r"\w*")
 
 
+def score_answer(problem: Problem, answer: Answer) -> dict[str, float]:
+    """Return the scores of an answer that need no test, each from 0 to 1.
+
+    exact, similarity: of the whole answer.
+    exact_first_line: of the answer up to its first line break; for holes within a line.
+    subtoken: whether it completes the caret's word; for subtoken holes.
+    stops: whether it ended by itself, and within its line if the hole ends with its line.
+    """
+    text = answer.text
+    scores = {
+        "exact": float(is_exact(text, problem.hole)),
+        "similarity": similarity(text, problem.hole),
+        "stops": float(answer.ended and not _leaves_line(problem, text)),
+    }
+    if problem.task in LINE_TASKS:
+        scores["exact_first_line"] = float(is_exact_first_line(text, problem.hole))
+    if problem.task == "subtoken":
+        scores["subtoken"] = float(completes_word(text, problem.word_rest))
+    return scores
+
+
 def is_exact(answer: str, hole: str) -> bool:
-    """Whether an answer is the hole's text, white space at the end of both aside."""
+    """Return whether an answer equals the hole's text, apart from white space at the end."""
     return answer.rstrip() == hole.rstrip()
 
 
 def is_exact_first_line(answer: str, hole: str) -> bool:
-    """``is_exact`` of the answer up to its first line break."""
+    """Return whether the answer's first line equals the hole's text, see ``is_exact``."""
     return is_exact(first_line(answer), hole)
 
 
 def similarity(answer: str, hole: str) -> float:
-    """Edit similarity: 1 - Levenshtein distance / the longer length; white space at the ends aside.
+    """Return the edit similarity: 1 - Levenshtein distance / length of the longer text.
 
-    1 for equal texts, 0 for texts that share nothing.
+    White space at the end of both is ignored. It is 1 for equal texts, 0 for texts that share no
+    character.
     """
     answer, hole = answer.rstrip(), hole.rstrip()
     longer = max(len(answer), len(hole))
@@ -28,22 +52,22 @@ def similarity(answer: str, hole: str) -> float:
 
 
 def completes_word(answer: str, rest: str) -> bool:
-    """Whether an answer first writes the rest of the word the caret stands in, and nothing else.
+    """Return whether an answer completes the caret's word, and ends the word there.
 
     Args:
-        answer: what comes after the caret.
-        rest: the word's letters, digits and underscores after the caret.
+        answer: the text after the caret.
+        rest: the letters, digits and underscores that are missing from the word.
     """
     match = _WORD.match(answer)
     return match is not None and match[0] == rest
 
 
 def levenshtein(a: str, b: str) -> int:
-    """Fewest insertions, deletions and replacements of characters that make ``b`` of ``a``.
+    """Return the Levenshtein distance of two texts.
 
-    Myers' bit-parallel algorithm (1999) as Hyyrö (2003) writes it for edit distance. A column of
-    the table is kept as the differences between neighbours, one bit a row; Python's integers are
-    as long as the column, so a column costs a dozen operations.
+    Myers' bit-parallel algorithm (1999) in Hyyrö's form for edit distance (2003). A column of the
+    dynamic-programming table is stored as differences between neighbouring rows, one bit per row.
+    A Python integer holds a whole column, which costs a dozen operations.
     """
     if not a:
         return len(b)
@@ -52,7 +76,7 @@ def levenshtein(a: str, b: str) -> int:
         places[character] = places.get(character, 0) | 1 << place
     column = (1 << len(a)) - 1
     last = 1 << len(a) - 1
-    up, down, distance = column, 0, len(a)  # rows that are one more, one less than the row above
+    up, down, distance = column, 0, len(a)  # rows that are greater, less by 1 than the row above
     for character in b:
         same = places.get(character, 0)
         diagonal = (((same & up) + up) ^ up) | same | down
@@ -64,3 +88,10 @@ def levenshtein(a: str, b: str) -> int:
         up = rightward_down | ~(diagonal | rightward_up) & column
         down = rightward_up & diagonal
     return distance
+
+
+def _leaves_line(problem: Problem, text: str) -> bool:
+    """Return whether an answer continues after the line that its hole ends with."""
+    if problem.task not in LINE_TASKS:
+        return False
+    return "\n" in (text.removesuffix("\n") if problem.hole.endswith("\n") else text)

@@ -1,4 +1,4 @@
-"""What is evaluated: a model loaded here, or one behind an OpenAI-style completions API."""
+"""Evaluated models: one loaded in this process, or one behind an OpenAI-style completions API."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
     from midfill.llm import LLM
 
-Ask = PromptLayout | InfillRequest
+PromptInput = PromptLayout | InfillRequest
 
-_CONNECTIONS = 32
+_MAX_CONNECTIONS = 32
 _TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a model wrote.
+    """A model's answer.
 
     Attributes:
-        text: healed bytes left out.
-        ended: by a stop token, not by the limit.
+        text: the text after the caret.
+        ended: whether it ended with a stop token, not at the maximum length.
     """
 
     text: str
@@ -40,9 +40,9 @@ class Model(Protocol):
     """Answers prompts greedily.
 
     Attributes:
-        format: its FIM format, if it has one.
-        description: of what computed the answers, for the record.
-        remote: it takes prompts as text only.
+        format: its FIM format, None if it has none.
+        description: the model and what computes its answers, for the report.
+        remote: whether it takes prompts as text only.
     """
 
     format: FimFormat | None
@@ -50,14 +50,28 @@ class Model(Protocol):
     remote: bool
 
     def answer(
-        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: StageProgress
+        self,
+        prompts: Sequence[PromptInput],
+        max_tokens: int,
+        healing: bool,
+        progress: StageProgress,
     ) -> list[Answer]:
-        """One answer a prompt, in order; ``progress`` hears (answered, total)."""
+        """Return one answer per prompt, in order.
+
+        Args:
+            prompts: layouts, or requests that midfill lays out itself.
+            max_tokens: of each answer.
+            healing: whether layouts are answered with token healing.
+            progress: called with (answered, total).
+
+        Raises:
+            MidfillError: a prompt is too long, or the server failed.
+        """
         ...
 
 
 class LocalModel:
-    """A model in this process: all prompts of a call share the engine's steps."""
+    """A model in this process; all prompts of a call are batched."""
 
     remote = False
 
@@ -68,7 +82,11 @@ class LocalModel:
         self.description = f"{name}, {adapter}, {llm.info.backend}"
 
     def answer(
-        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: StageProgress
+        self,
+        prompts: Sequence[PromptInput],
+        max_tokens: int,
+        healing: bool,
+        progress: StageProgress,
     ) -> list[Answer]:
         """See ``Model``."""
         from midfill.frontend.sampling import SamplingParams
@@ -81,25 +99,27 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A model behind ``base_url`` (which ends in ``/v1``). Layouts are sent as text.
+    """A model behind a URL. Layouts are sent as text, and the server alone decides on healing.
 
-    The server's end tokens end an answer. A FIM token that a model writes, which ends it in
-    ``LocalModel``, need not.
+    An answer ends with the server's end tokens. These need not include the FIM tokens, which end
+    answers of ``LocalModel``.
+
+    Args:
+        base_url: ends with ``/v1``.
+        sentinels: PRE, SUF and MID, to lay out prompts here; None asks without sentinels.
+
+    Raises:
+        MidfillError: there is no such server.
     """
 
     remote = True
 
     def __init__(self, base_url: str, sentinels: tuple[str, str, str] | None) -> None:
-        """Ask who is there.
-
-        Raises:
-            MidfillError: nobody is.
-        """
         require("--url", ["httpx"], extra="bench")
         import httpx
 
         self._base_url = base_url.rstrip("/")
-        self.format = None if sentinels is None else _spelled(sentinels)
+        self.format = None if sentinels is None else _text_format(sentinels)
         try:
             response = httpx.get(f"{self._base_url}/models", timeout=30)
             response.raise_for_status()
@@ -109,13 +129,17 @@ class RemoteModel:
         self.description = f"{self._name} at {self._base_url}"
 
     def answer(
-        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: StageProgress
+        self,
+        prompts: Sequence[PromptInput],
+        max_tokens: int,
+        healing: bool,
+        progress: StageProgress,
     ) -> list[Answer]:
-        """See ``Model``; the server alone decides about healing."""
+        """See ``Model``."""
         payloads = [self._payload(prompt, max_tokens) for prompt in prompts]
         return asyncio.run(self._answer_all(payloads, progress))
 
-    def _payload(self, prompt: Ask, max_tokens: int) -> dict[str, Any]:
+    def _payload(self, prompt: PromptInput, max_tokens: int) -> dict[str, Any]:
         body = {"model": self._name, "max_tokens": max_tokens, "temperature": 0}
         if isinstance(prompt, InfillRequest):
             return {**body, "prompt": prompt.prefix, "suffix": prompt.suffix}
@@ -127,7 +151,7 @@ class RemoteModel:
     ) -> list[Answer]:
         import httpx
 
-        free = asyncio.Semaphore(_CONNECTIONS)
+        free = asyncio.Semaphore(_MAX_CONNECTIONS)
         answered = 0
 
         async def ask(client: httpx.AsyncClient, payload: dict[str, Any]) -> Answer:
@@ -138,7 +162,7 @@ class RemoteModel:
             progress(answered, len(payloads))
             return answer
 
-        limits = httpx.Limits(max_connections=_CONNECTIONS)
+        limits = httpx.Limits(max_connections=_MAX_CONNECTIONS)
         async with httpx.AsyncClient(timeout=_TIMEOUT_SECONDS, limits=limits) as client:
             return await asyncio.gather(*(ask(client, payload) for payload in payloads))
 
@@ -148,7 +172,7 @@ class RemoteModel:
         try:
             response = await client.post(f"{self._base_url}/completions", json=payload)
         except httpx.HTTPError as error:
-            raise MidfillError(f"{self._base_url} broke off: {error!r}") from None
+            raise MidfillError(f"{self._base_url} failed: {error!r}") from None
         if response.status_code != 200:
             detail = " ".join(response.text.split())[:300]
             raise MidfillError(f"{self._base_url} answered {response.status_code}: {detail}")
@@ -159,7 +183,7 @@ class RemoteModel:
             raise MidfillError(f"{self._base_url} sent no completion: {error!r}") from None
 
 
-def _spelled(sentinels: tuple[str, str, str]) -> FimFormat:
-    """A format for laying out prompts as text; nobody looks at its token ids."""
+def _text_format(sentinels: tuple[str, str, str]) -> FimFormat:
+    """Return a format for laying out prompts as text; its token ids are not used."""
     prefix, suffix, middle = (Sentinel(text, -1) for text in sentinels)
     return FimFormat("custom", prefix, suffix, middle)

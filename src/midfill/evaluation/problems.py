@@ -1,4 +1,4 @@
-"""Problem: a text with a hole, what stood there, and where one of its kind comes from."""
+"""Problem: a text with a hole, and the text that was there."""
 
 import random
 from collections.abc import Sequence
@@ -17,16 +17,21 @@ FILE_TASKS: tuple[FileTask, ...] = get_args(FileTask)
 LINE_TASKS: tuple[Task, ...] = ("single-line", "line", "subtoken")
 """Tasks whose holes end where their line ends."""
 
-_MAX_TOKENS: dict[Task, int] = {"multi-line": 256, "random-span": 128, "block": 128, "span": 128}
-_MAX_LINE_TOKENS = 64
+_DEFAULT_MAX_TOKENS: dict[Task, int] = {
+    "multi-line": 256,
+    "random-span": 128,
+    "block": 128,
+    "span": 128,
+}
+_DEFAULT_MAX_LINE_TOKENS = 64
 
 
 class ProblemTest(msgspec.Struct, frozen=True):
-    """How a filled-in program is tested: its source, then this.
+    """The test of a completed program, run after it.
 
     Attributes:
-        source: defines ``check``.
-        entry_point: the function that ``check`` is called with.
+        source: Python source that defines ``check``.
+        entry_point: name of the function that ``check`` is called with.
     """
 
     source: str
@@ -37,12 +42,12 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """A hole in a text.
 
     Attributes:
-        id: unique among all problems of a run, the same in every run.
+        id: unique in a run, and the same in every run.
         task: its kind.
-        group: the function or file it was cut from; problems of a group are not independent.
-        prefix, hole, suffix: the text, whole.
-        word_rest: of a subtoken hole, what is left of the word that the caret stands in.
-        test: of a HumanEval problem.
+        group: the function or file it is from; problems of a group are not independent.
+        prefix, hole, suffix: the complete text.
+        word_rest: for a subtoken hole, the rest of the caret's word.
+        test: for a HumanEval problem.
     """
 
     id: str
@@ -56,15 +61,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Tells whether two runs mean the same by an id."""
+        """Digest of the text, to check that two runs mean the same problem by an id."""
         text = "\0".join((self.prefix, self.hole, self.suffix))
         return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def program(self, answer: str) -> str:
-        """The text with an answer in its hole, and its test.
+        """Return the text with an answer in its hole, followed by its test.
 
         Raises:
-            ValueError: it has no test.
+            ValueError: the problem has no test.
         """
         if self.test is None:
             raise ValueError(f"{self.id} has no test")
@@ -73,20 +78,20 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def max_tokens(task: Task, chosen: int | None = None) -> int:
-    """Longest answer to a problem of a kind, in tokens."""
-    return chosen or _MAX_TOKENS.get(task, _MAX_LINE_TOKENS)
+    """Return the maximum tokens of an answer: the chosen number, else the task's default."""
+    return chosen or _DEFAULT_MAX_TOKENS.get(task, _DEFAULT_MAX_LINE_TOKENS)
 
 
-def choose(problems: Sequence[Problem], limit: int, seed: int) -> list[Problem]:
-    """A seeded sample of at most ``limit`` problems in their own order; all if ``limit`` is 0."""
+def sample_problems(problems: Sequence[Problem], limit: int, seed: int) -> list[Problem]:
+    """Return a random sample of ``limit`` problems in their own order; all if ``limit`` is 0."""
     if not limit or limit >= len(problems):
         return list(problems)
-    places = random.Random(f"{seed}/choose").sample(range(len(problems)), limit)
-    return [problems[place] for place in sorted(places)]
+    indices = random.Random(f"{seed}/choose").sample(range(len(problems)), limit)
+    return [problems[index] for index in sorted(indices)]
 
 
 def parse_tasks(text: str) -> tuple[Task, ...]:
-    """Tasks as named on the command line, separated by commas.
+    """Parse names of tasks, separated by commas.
 
     Raises:
         MidfillError: an unknown name, or none.

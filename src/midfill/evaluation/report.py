@@ -1,6 +1,5 @@
-"""Reports as tables, as Markdown, as a plot, and as the JSON files that are compared later."""
+"""Reports as tables, Markdown, plots, and JSON files."""
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from midfill.errors import MidfillError
+from midfill.evaluation.bootstrap import Estimate
 from midfill.evaluation.problems import Task
 from midfill.evaluation.run import InfillingReport
-from midfill.evaluation.statistics import Estimate
 from midfill.evaluation.summary import (
     SCORES,
     Comparison,
@@ -21,28 +20,29 @@ from midfill.evaluation.summary import (
     summarise,
     tasks_of,
 )
+from midfill.reporting.publish import write_json
 from midfill.reporting.result_table import ResultTable
 
 _LEGEND = "Percent with 95% intervals (bootstrap over functions or files, paired for differences)."
 
 
 def report_tables(report: InfillingReport) -> list[Table]:
-    """For the terminal: of each task the scores, and the differences from the baseline."""
-    tables = [_drawn(results) for results in _results(report)]
+    """Return tables for the terminal: each task's scores, and differences from the baseline."""
+    tables = [_rich_table(table) for table in _score_tables(report)]
     tables[-1].caption = _caption(report)
     return tables
 
 
 def report_markdown(report: InfillingReport) -> str:
-    """For a document."""
-    return "\n\n".join([*map(_written, _results(report)), _caption(report)])
+    """Return the tables for a document."""
+    return "\n\n".join([*map(_markdown, _score_tables(report)), _caption(report)])
 
 
 def comparison_tables(
     comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
 ) -> list[Table]:
-    """For the terminal: of each task a row a condition and score."""
-    tables = [_drawn(results) for results in _comparison_results(comparisons)]
+    """Return tables for the terminal: for each task, a row per condition and score."""
+    tables = [_rich_table(table) for table in _comparison_tables(comparisons)]
     tables[-1].caption = _LEGEND
     return tables
 
@@ -52,12 +52,12 @@ def comparison_markdown(
     second: str,
     comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
 ) -> str:
-    """For a document; ``first`` and ``second`` are the models' names."""
-    parts = map(_written, _comparison_results(comparisons))
+    """Return the tables for a document; ``first`` and ``second`` describe the models."""
+    parts = map(_markdown, _comparison_tables(comparisons))
     return "\n\n".join([*parts, f"First: {first}; second: {second}. {_LEGEND}"])
 
 
-def _comparison_results(
+def _comparison_tables(
     comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
 ) -> Iterator[ResultTable]:
     for task, conditions in comparisons.items():
@@ -77,23 +77,19 @@ def _comparison_results(
 
 
 def plot_report(report: InfillingReport, path: Path) -> None:
-    """Bars with intervals, a panel a task; the file's ending chooses the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Plot bars with intervals, one panel per task; the file's suffix chooses the format."""
+    from matplotlib.figure import Figure
 
     tasks = tasks_of(report)
-    figure, panels = pyplot.subplots(
-        len(tasks), 1, figsize=(11, 3.2 * len(tasks)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(11, 3.2 * len(tasks)), layout="constrained")
+    panels = figure.subplots(len(tasks), 1, squeeze=False)
     for axes, task in zip(panels[:, 0], tasks, strict=True):
         summary = summarise(report, task)
         names = list(next(iter(summary.values())))
         width = 0.8 / len(names)
         for number, name in enumerate(names):
             found = [scores[name] for scores in summary.values()]
-            at = [place + (number - (len(names) - 1) / 2) * width for place in range(len(found))]
+            at = [index + (number - (len(names) - 1) / 2) * width for index in range(len(found))]
             values = [100 * estimate.value for estimate in found]
             below = [max(0.0, 100 * (e.value - e.low)) for e in found]
             above = [max(0.0, 100 * (e.high - e.value)) for e in found]
@@ -106,11 +102,10 @@ def plot_report(report: InfillingReport, path: Path) -> None:
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(report.model, fontsize="medium")
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def write_report(report: InfillingReport, path: Path, *, finished: bool) -> None:
-    """Write a report as JSON; never half of it. A finished one begins with its summaries.
+    """Write a report as JSON, with summaries if it is finished; the file is replaced as a whole.
 
     Raises:
         MidfillError: it can't be written.
@@ -119,37 +114,30 @@ def write_report(report: InfillingReport, path: Path, *, finished: bool) -> None
         task: {"scores": summarise(report, task), "differences": differences(report, task)}
         for task in (tasks_of(report) if finished else ())
     }
-    record = {"summary": summaries, **msgspec.to_builtins(report)}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
-        unfinished.replace(path)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise MidfillError(f"{path} can't be written: {error.strerror}") from None
+    write_json(path, {"summary": summaries, **msgspec.to_builtins(report)})
 
 
 def read_report(path: Path) -> InfillingReport:
-    """A report that ``write_report`` wrote.
+    """Read a report from JSON.
 
     Raises:
-        MidfillError: it is none.
+        MidfillError: the file can't be read or is not a report.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=InfillingReport)
     except OSError as error:
         raise MidfillError(f"{path} can't be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise MidfillError(f"{path} is no file of 'midfill eval infilling': {error}") from None
+        raise MidfillError(f"{path} is not a report of 'midfill eval infilling': {error}") from None
 
 
-def _results(report: InfillingReport) -> Iterator[ResultTable]:
+def _score_tables(report: InfillingReport) -> Iterator[ResultTable]:
     base = baseline_of(report)
     for task in tasks_of(report):
         rows = _score_rows(summarise(report, task))
         yield ResultTable(title=_title(report, task), rows=rows)
         if rows := _score_rows(differences(report, task), signed=True):
-            yield ResultTable(title=f"{task}, less {base}", rows=rows)
+            yield ResultTable(title=f"{task}, minus {base}", rows=rows)
 
 
 def _score_rows(
@@ -186,18 +174,18 @@ def _caption(report: InfillingReport) -> str:
     )
 
 
-def _written(results: ResultTable) -> str:
-    return f"{results.title}:\n\n{results.markdown()}"
+def _markdown(table: ResultTable) -> str:
+    return f"{table.title}:\n\n{table.markdown()}"
 
 
-def _drawn(results: ResultTable) -> Table:
-    if results.labels == 1:
-        # Intervals below their values, where a line of them would be too wide.
+def _rich_table(table: ResultTable) -> Table:
+    if table.labels == 1:
+        # Intervals go below their values: beside them, the table would be too wide.
         rows = [
-            {head: cell.replace(" [", "\n[") for head, cell in row.items()} for row in results.rows
+            {head: cell.replace(" [", "\n[") for head, cell in row.items()} for row in table.rows
         ]
-        results = replace(results, rows=rows)
-    table = results.drawn(title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-    for column in table.columns[: results.labels]:
+        table = replace(table, rows=rows)
+    drawn = table.drawn(title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+    for column in drawn.columns[: table.labels]:
         column.no_wrap = True
-    return table
+    return drawn

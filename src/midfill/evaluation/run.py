@@ -1,4 +1,4 @@
-"""A run: every problem asked in every condition, answers scored, programs tested."""
+"""An evaluation run: every problem in every condition, with answers scored and programs tested."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -9,9 +9,9 @@ import msgspec
 
 from midfill.errors import MidfillError
 from midfill.evaluation.conditions import Condition, PromptOptions, make_prompt
-from midfill.evaluation.holes import cut_holes, read_files
-from midfill.evaluation.humaneval import WHERE, load_humaneval
-from midfill.evaluation.metrics import completes_word, is_exact, is_exact_first_line, similarity
+from midfill.evaluation.holes import draw_holes, read_files
+from midfill.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
+from midfill.evaluation.metrics import score_answer
 from midfill.evaluation.models import Answer, Model
 from midfill.evaluation.problems import (
     FILE_TASKS,
@@ -19,15 +19,15 @@ from midfill.evaluation.problems import (
     PUBLIC_TASKS,
     Problem,
     Task,
-    choose,
     max_tokens,
+    sample_problems,
 )
 from midfill.evaluation.sandbox import Sandbox
 from midfill.infill.trim import first_line
 from midfill.system.progress import Progress, StageProgress
 
-_ALL_HOLES = 1000  # of a kind, in files that could be cut anywhere
-_AT_A_TIME = 32
+_MAX_FILE_HOLES = 1000  # per task, for files without a limit
+_BATCH_SIZE = 32
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,11 +35,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tasks: kinds of holes.
-        limit: most problems of a kind; 0 for all (of files, a thousand).
-        seed: of every choice.
-        before, after: most characters of prefix and suffix that the model sees.
+        limit: maximum number of problems per task; 0 takes all (of files, a thousand).
+        seed: seed of all randomness.
+        before, after: maximum characters of prefix and suffix in a prompt.
         typed: see ``PromptOptions``.
-        max_tokens: longest answer; None for what fits the kind of hole.
+        max_tokens: maximum tokens of an answer; None takes each task's default.
     """
 
     tasks: tuple[Task, ...]
@@ -61,13 +61,14 @@ class ProblemRecord(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What came of one problem in one condition.
+    """The result of one problem in one condition.
 
     Attributes:
         answer: the model's text.
-        ended: the model stopped by itself.
-        scores: name -> 0 to 1, see ``score``.
-        verdict: how its program ended.
+        ended: whether the answer ended by itself.
+        scores: name -> 0 to 1: those of ``score_answer`` and, where the problem has a test,
+            "pass" and "pass_first_line".
+        verdict: how the answer's program ended; "" where the problem has no test.
     """
 
     answer: str
@@ -77,15 +78,15 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class InfillingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one run found.
+    """All results of a run.
 
     Attributes:
-        model: which one, and what computed it.
+        model: the model and what computed its answers.
         options: of the run.
-        isolation: how programs were kept apart; "" where none ran.
-        problems: that were asked.
-        outcomes: condition -> one outcome a problem, in order.
-        format: of this record.
+        isolation: how programs were isolated; "" where none ran.
+        problems: the problems so far.
+        outcomes: condition -> one outcome per problem, in order.
+        format: version of this record.
     """
 
     model: str
@@ -99,7 +100,12 @@ class InfillingReport(msgspec.Struct, frozen=True, kw_only=True):
 def load_problems(
     options: RunOptions, humaneval: Path | None, files: Sequence[Path]
 ) -> list[Problem]:
-    """The problems of a run, those of a task together.
+    """Load the problems of a run, grouped by task.
+
+    Args:
+        options: of the run.
+        humaneval: the data folder of HumanEval-Infilling, if given.
+        files: Python files, and folders of them.
 
     Raises:
         MidfillError: a task's data is missing.
@@ -109,12 +115,14 @@ def load_problems(
     for task in options.tasks:
         if task in PUBLIC_TASKS:
             if humaneval is None:
-                raise MidfillError(f"task {task} needs --humaneval FOLDER: {WHERE}")
-            problems += choose(load_humaneval(humaneval, task), options.limit, options.seed)
+                raise MidfillError(f"task {task} needs --humaneval FOLDER: {HOW_TO_GET_IT}")
+            found = load_humaneval(humaneval, task)
+            problems += sample_problems(found, options.limit, options.seed)
         elif task in FILE_TASKS:
             if not sources:
                 raise MidfillError(f"task {task} needs --files: Python files to cut holes into")
-            problems += cut_holes(sources, task, options.limit or _ALL_HOLES, options.seed)
+            count = options.limit or _MAX_FILE_HOLES
+            problems += draw_holes(sources, task, count, options.seed)
     return problems
 
 
@@ -126,25 +134,26 @@ def evaluate(
     progress: Progress,
     save: Callable[[InfillingReport], None],
 ) -> InfillingReport:
-    """Ask everything and score it.
+    """Ask every problem in every condition and score the answers.
 
-    A few problems at a time go through all conditions: what their prompts share is computed once.
+    Each batch of problems goes through all conditions before the next one, so that what their
+    prompts share is computed once.
 
     Args:
-        model: who is asked.
+        model: the model to evaluate.
         problems: from ``load_problems``.
         conditions: from ``choose_conditions``.
-        options: the run's.
-        progress: hears (what, done, total) answers.
-        save: is given the report so far after every few problems.
+        options: of the run.
+        progress: called with (task and condition, answers so far, all answers).
+        save: called with the report so far after each batch.
 
     Raises:
-        MidfillError: a prompt is too long, the server broke off, or the sandbox can't be used.
+        MidfillError: a prompt is too long, the server failed, or the sandbox can't be used.
     """
     if model.remote:
-        problems = [problem for problem in problems if not _spells_sentinel(model, problem)]
+        problems = [problem for problem in problems if not _contains_sentinel(problem, model)]
     if not problems:
-        raise MidfillError("there is no problem to ask: all of them spell a FIM token")
+        raise MidfillError("there is no problem to ask: all of them contain a FIM token")
     with ExitStack() as stack:
         tested = any(problem.test for problem in problems)
         sandbox = stack.enter_context(Sandbox()) if tested else None
@@ -156,51 +165,30 @@ def evaluate(
             outcomes={condition.name: [] for condition in conditions},
         )
         done, total = 0, len(problems) * len(conditions)
-        for some in _few(problems):
+        for batch in _batches(problems):
             for condition in conditions:
-                what, before = f"{some[0].task}, {condition.name}", done
+                stage, before = f"{batch[0].task}, {condition.name}", done
 
-                def tell(answered: int, _: int, what: str = what, before: int = before) -> None:
-                    progress(what, before + answered, total)
+                def answered(count: int, _: int, stage: str = stage, before: int = before) -> None:
+                    progress(stage, before + count, total)
 
-                answers = _ask(model, some, condition, options, tell)
-                report.outcomes[condition.name] += _outcomes(some, answers, sandbox)
-                done += len(some)
+                answers = _ask(model, batch, condition, options, answered)
+                report.outcomes[condition.name] += _judge(batch, answers, sandbox)
+                done += len(batch)
             report.problems.extend(
                 ProblemRecord(problem.id, problem.task, problem.group, problem.digest)
-                for problem in some
+                for problem in batch
             )
             save(report)
     return report
 
 
-def score(problem: Problem, answer: Answer) -> dict[str, float]:
-    """The scores of an answer that need no test, 0 to 1.
-
-    exact, similarity: of the whole answer.
-    exact_first_line: of the answer up to its first line break; for holes within a line.
-    subtoken: it writes the rest of the caret's word; for subtoken holes.
-    stops: it ended by itself, and where the hole ends with its line, in that line.
-    """
-    text = answer.text
-    scores = {
-        "exact": float(is_exact(text, problem.hole)),
-        "similarity": similarity(text, problem.hole),
-        "stops": float(answer.ended and not _leaves_line(problem, text)),
-    }
-    if problem.task in LINE_TASKS:
-        scores["exact_first_line"] = float(is_exact_first_line(text, problem.hole))
-    if problem.task == "subtoken":
-        scores["subtoken"] = float(completes_word(text, problem.word_rest))
-    return scores
-
-
-def _few(problems: Sequence[Problem]) -> Iterator[list[Problem]]:
-    """The problems a few at a time, never of two tasks."""
+def _batches(problems: Sequence[Problem]) -> Iterator[list[Problem]]:
+    """Yield the problems in batches, each of one task."""
     for _, group in groupby(problems, key=lambda problem: problem.task):
         same = list(group)
-        for start in range(0, len(same), _AT_A_TIME):
-            yield same[start : start + _AT_A_TIME]
+        for start in range(0, len(same), _BATCH_SIZE):
+            yield same[start : start + _BATCH_SIZE]
 
 
 def _ask(
@@ -208,38 +196,29 @@ def _ask(
     problems: Sequence[Problem],
     condition: Condition,
     options: RunOptions,
-    tell: StageProgress,
+    progress: StageProgress,
 ) -> list[Answer]:
-    prompting = PromptOptions(
+    prompt_options = PromptOptions(
         before=options.before, after=options.after, typed=options.typed, seed=options.seed
     )
-    prompts = [make_prompt(condition, model.format, problem, prompting) for problem in problems]
-    most = max_tokens(problems[0].task, options.max_tokens)
-    return model.answer(prompts, most, condition.healing, tell)
+    prompts = [
+        make_prompt(condition, model.format, problem, prompt_options) for problem in problems
+    ]
+    limit = max_tokens(problems[0].task, options.max_tokens)
+    return model.answer(prompts, limit, condition.healing, progress)
 
 
-def _programs(problem: Problem, answer: Answer) -> dict[str, str]:
-    """The programs that an answer makes, by the score that each decides."""
-    if problem.test is None:
-        return {}
-    programs = {"pass": problem.program(answer.text)}
-    if problem.task in LINE_TASKS:
-        # The hole holds its line's end; what a model writes after it is not held against it.
-        end = "\n" if problem.hole.endswith("\n") else ""
-        programs["pass_first_line"] = problem.program(first_line(answer.text) + end)
-    return programs
-
-
-def _outcomes(
+def _judge(
     problems: Sequence[Problem], answers: Sequence[Answer], sandbox: Sandbox | None
 ) -> list[Outcome]:
+    """Score answers, and run the programs they complete."""
     programs = [_programs(*pair) for pair in zip(problems, answers, strict=True)]
     verdicts: dict[str, str] = {}
     if sandbox is not None:
         # An answer of one line is also its own first line: its program runs once.
-        different = list(dict.fromkeys(text for made in programs for text in made.values()))
-        found = sandbox.run(different)
-        verdicts = {text: verdict.reason for text, verdict in zip(different, found, strict=True)}
+        unique = list(dict.fromkeys(text for made in programs for text in made.values()))
+        found = sandbox.run(unique)
+        verdicts = {text: verdict.reason for text, verdict in zip(unique, found, strict=True)}
     outcomes = []
     for problem, answer, made in zip(problems, answers, programs, strict=True):
         passed = {name: float(verdicts[text] == "passed") for name, text in made.items()}
@@ -247,22 +226,27 @@ def _outcomes(
             Outcome(
                 answer=answer.text,
                 ended=answer.ended,
-                scores=passed | score(problem, answer),
+                scores=passed | score_answer(problem, answer),
                 verdict=verdicts[made["pass"]] if made else "",
             )
         )
     return outcomes
 
 
-def _leaves_line(problem: Problem, text: str) -> bool:
-    """Whether an answer goes beyond the line that its hole ends with."""
-    if problem.task not in LINE_TASKS:
-        return False
-    return "\n" in (text.removesuffix("\n") if problem.hole.endswith("\n") else text)
+def _programs(problem: Problem, answer: Answer) -> dict[str, str]:
+    """Return the programs that an answer completes, by the score that each decides."""
+    if problem.test is None:
+        return {}
+    programs = {"pass": problem.program(answer.text)}
+    if problem.task in LINE_TASKS:
+        # The hole includes its line break; what a model writes after it is ignored here.
+        end = "\n" if problem.hole.endswith("\n") else ""
+        programs["pass_first_line"] = problem.program(first_line(answer.text) + end)
+    return programs
 
 
-def _spells_sentinel(model: Model, problem: Problem) -> bool:
-    """Whether a server would find a sentinel in the problem's own text."""
+def _contains_sentinel(problem: Problem, model: Model) -> bool:
+    """Return whether a server would parse a sentinel in the problem's own text."""
     if model.format is None:
         return False
     sentinels = (model.format.prefix, model.format.suffix, model.format.middle)

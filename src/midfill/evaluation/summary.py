@@ -1,13 +1,13 @@
-"""Summaries: what a report's outcomes amount to, and how two of them differ."""
+"""Summaries: mean scores of a report, and differences between conditions and between reports."""
 
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from midfill.errors import MidfillError
+from midfill.evaluation.bootstrap import Estimate, estimate_difference, estimate_mean
 from midfill.evaluation.problems import Task
 from midfill.evaluation.run import InfillingReport, Outcome, ProblemRecord
-from midfill.evaluation.statistics import Estimate, estimate_difference, estimate_mean
 
 SCORES: Mapping[str, str] = {
     "pass": "pass@1",
@@ -18,10 +18,10 @@ SCORES: Mapping[str, str] = {
     "subtoken": "subtoken",
     "stops": "stops",
 }
-"""Scores in the order of tables, with what tables call them."""
+"""Names of scores and their titles, in the order of tables."""
 
 BASELINE = "psm"
-"""The condition that the others are compared with, where it was measured."""
+"""The condition that the others are compared with, if it was measured."""
 
 Summary = dict[str, dict[str, Estimate]]
 """Condition -> score -> estimate."""
@@ -32,7 +32,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     Attributes:
         first, second: the means over the problems they share.
-        difference: second less first, paired.
+        difference: second minus first, paired by problem.
     """
 
     first: Estimate
@@ -41,99 +41,103 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def tasks_of(report: InfillingReport) -> list[Task]:
-    """The tasks of a report's problems, in order."""
+    """Return the tasks of a report's problems, in order."""
     return list(dict.fromkeys(problem.task for problem in report.problems))
 
 
-def summarise(report: InfillingReport, task: Task) -> Summary:
-    """Mean scores of every condition."""
-    places = _places(report.problems, task)
-    groups = [report.problems[place].group for place in places]
-    return {
-        condition: {
-            name: estimate_mean(values, groups)
-            for name, values in _values([outcomes[place] for place in places]).items()
-        }
-        for condition, outcomes in report.outcomes.items()
-    }
-
-
 def baseline_of(report: InfillingReport) -> str:
-    """The condition that a report's others are compared with."""
+    """Return the condition that a report's others are compared with."""
     return BASELINE if BASELINE in report.outcomes else next(iter(report.outcomes))
 
 
-def differences(report: InfillingReport, task: Task) -> Summary:
-    """Each other condition's mean scores less the baseline's, paired by problem."""
-    places = _places(report.problems, task)
-    groups = [report.problems[place].group for place in places]
-    values = {
-        condition: _values([outcomes[place] for place in places])
-        for condition, outcomes in report.outcomes.items()
-    }
-    base = baseline_of(report)
+def summarise(report: InfillingReport, task: Task) -> Summary:
+    """Return the mean scores of every condition."""
+    indices = _indices(report.problems, task)
+    groups = [report.problems[index].group for index in indices]
     return {
         condition: {
-            name: estimate_difference(values[base][name], scores[name], groups) for name in scores
+            name: estimate_mean(values, groups)
+            for name, values in _values([outcomes[index] for index in indices]).items()
         }
-        for condition, scores in values.items()
-        if condition != base
+        for condition, outcomes in report.outcomes.items()
     }
 
 
-def compare(
+def differences(report: InfillingReport, task: Task) -> Summary:
+    """Return the mean scores of every other condition minus the baseline's, paired by problem."""
+    indices = _indices(report.problems, task)
+    groups = [report.problems[index].group for index in indices]
+    values = {
+        condition: _values([outcomes[index] for index in indices])
+        for condition, outcomes in report.outcomes.items()
+    }
+    baseline = baseline_of(report)
+    return {
+        condition: {
+            name: estimate_difference(values[baseline][name], scores[name], groups)
+            for name in scores
+        }
+        for condition, scores in values.items()
+        if condition != baseline
+    }
+
+
+def compare_reports(
     first: InfillingReport, second: InfillingReport, pairs: Sequence[tuple[str, str]] = ()
 ) -> dict[Task, dict[str, dict[str, Comparison]]]:
-    """Task -> condition -> score -> comparison, over the problems that both reports hold.
+    """Compare two reports over the problems they share.
 
     Args:
-        first, second: reports.
-        pairs: (condition of the first, condition of the second); every condition that is in both
-            is compared with itself if there are none.
+        first, second: the reports.
+        pairs: (condition of the first, condition of the second). By default, every condition
+            that both have is compared with itself.
+
+    Returns:
+        Task -> condition -> score -> comparison.
 
     Raises:
-        MidfillError: they lack a condition, share no condition or no problem, or mean different
-            texts by one id.
+        MidfillError: a condition is missing, the reports share no condition or no problem, or one
+            id names different problems.
     """
     pairs = pairs or [(name, name) for name in first.outcomes if name in second.outcomes]
     if not pairs:
         raise MidfillError("the two files share no condition; there is nothing to compare")
-    for mine, other in pairs:
-        for which, name, report in (("first", mine, first), ("second", other, second)):
+    for one, other in pairs:
+        for which, name, report in (("first", one, first), ("second", other, second)):
             if name not in report.outcomes:
                 raise MidfillError(
                     f"the {which} file has no condition {name!r}, only {', '.join(report.outcomes)}"
                 )
-    shared = _shared(first.problems, second.problems)
+    shared = _shared_indices(first.problems, second.problems)
     tasks = [task for task in tasks_of(first) if task in tasks_of(second)]
     return {
         task: {
-            mine if mine == other else f"{mine} | {other}": _compare(
-                [first.outcomes[mine][place] for place, _ in chosen],
-                [second.outcomes[other][place] for _, place in chosen],
-                [first.problems[place].group for place, _ in chosen],
+            one if one == other else f"{one} | {other}": _compare(
+                [first.outcomes[one][index] for index, _ in chosen],
+                [second.outcomes[other][index] for _, index in chosen],
+                [first.problems[index].group for index, _ in chosen],
             )
-            for mine, other in pairs
+            for one, other in pairs
         }
         for task in tasks
-        if (chosen := [place for place in shared if first.problems[place[0]].task == task])
+        if (chosen := [pair for pair in shared if first.problems[pair[0]].task == task])
     }
 
 
-def _shared(
+def _shared_indices(
     first: Sequence[ProblemRecord], second: Sequence[ProblemRecord]
 ) -> list[tuple[int, int]]:
-    """Where the problems that are in both stand in each."""
-    places = {problem.id: place for place, problem in enumerate(second)}
+    """Return the indices of each shared problem in both reports."""
+    indices = {problem.id: index for index, problem in enumerate(second)}
     shared = [
-        (place, places[problem.id]) for place, problem in enumerate(first) if problem.id in places
+        (index, indices[problem.id]) for index, problem in enumerate(first) if problem.id in indices
     ]
     if not shared:
         raise MidfillError("the two files share no problem: the same data and seed are needed")
-    for mine, other in shared:
-        if first[mine].digest != second[other].digest:
+    for one, other in shared:
+        if first[one].digest != second[other].digest:
             raise MidfillError(
-                f"problem {first[mine].id} is another text in the second file;"
+                f"problem {first[one].id} is another text in the second file;"
                 " both runs need the same files"
             )
     return shared
@@ -142,23 +146,23 @@ def _shared(
 def _compare(
     first: Sequence[Outcome], second: Sequence[Outcome], groups: Sequence[str]
 ) -> dict[str, Comparison]:
-    mine, others = _values(first), _values(second)
+    ours, theirs = _values(first), _values(second)
     return {
         name: Comparison(
-            estimate_mean(mine[name], groups),
-            estimate_mean(others[name], groups),
-            estimate_difference(mine[name], others[name], groups),
+            estimate_mean(ours[name], groups),
+            estimate_mean(theirs[name], groups),
+            estimate_difference(ours[name], theirs[name], groups),
         )
-        for name in mine
+        for name in ours
     }
 
 
-def _places(problems: Sequence[ProblemRecord], task: Task) -> list[int]:
-    return [place for place, problem in enumerate(problems) if problem.task == task]
+def _indices(problems: Sequence[ProblemRecord], task: Task) -> list[int]:
+    return [index for index, problem in enumerate(problems) if problem.task == task]
 
 
 def _values(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Score -> one value an outcome; all of a task have the same scores."""
+    """Return score -> one value per outcome; all outcomes of a task have the same scores."""
     return {
         name: [outcome.scores[name] for outcome in outcomes]
         for name in SCORES

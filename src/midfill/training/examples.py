@@ -55,13 +55,13 @@ class ExampleMaker:
     end_token_id: int
     recipe: DataRecipe
 
-    def make(self, text: str, hole: Hole, draw: random.Random, *, fragments: bool) -> Example:
+    def make(self, text: str, hole: Hole, rng: random.Random, *, fragments: bool) -> Example:
         """Make one example.
 
         Args:
             text: the document.
             hole: a hole in it.
-            draw: random source of the fragments only, so that examples with and without
+            rng: random source of the fragments only, so that examples with and without
                 fragments differ in nothing else.
             fragments: whether to tokenise in fragments.
         """
@@ -73,7 +73,7 @@ class ExampleMaker:
         bos = self.tokenizer.bos_token_id
         ids = [bos] if self.tokenizer.add_bos and bos is not None else []
         starts: list[int] = []
-        source = draw if fragments else None
+        source = rng if fragments else None
         for segment in segments:
             if isinstance(segment, TextSegment):
                 cuts = [] if source is None else self._draw_cuts(len(segment.text), None, source)
@@ -97,8 +97,8 @@ class ExampleMaker:
             tuple(starts),
         )
 
-    def _draw_cuts(self, length: int, caret: int | None, draw: random.Random) -> list[int]:
-        return draw_cuts(length, caret, self.recipe, draw)
+    def _draw_cuts(self, length: int, caret: int | None, rng: random.Random) -> list[int]:
+        return draw_cuts(length, caret, self.recipe, rng)
 
     def _encode_fragments(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
         """Return the ids of each fragment of a text."""

@@ -20,25 +20,25 @@ from midfill.training.recipe import DataRecipe
 _TYPED_CHARACTERS = (1, 8)  # typed between two requests of an editor
 
 
-def draw_cuts(length: int, caret: int | None, recipe: DataRecipe, draw: random.Random) -> list[int]:
+def draw_cuts(length: int, caret: int | None, recipe: DataRecipe, rng: random.Random) -> list[int]:
     """Draw where a text is cut: sorted positions, without both ends.
 
     Args:
         length: characters of the text.
         caret: position of the caret, which is always a cut; None if the text has none.
         recipe: how many further cuts to draw.
-        draw: the random source.
+        rng: the random source.
     """
     cuts: set[int] = set() if caret is None else {caret}
-    further = math.exp(draw.uniform(0, math.log(recipe.fragment_cuts + 1)))
-    positions = [draw.random() for _ in range(recipe.fragment_cuts)]
-    if draw.random() < recipe.fragment_share:
+    further = math.exp(rng.uniform(0, math.log(recipe.fragment_cuts + 1)))
+    positions = [rng.random() for _ in range(recipe.fragment_cuts)]
+    if rng.random() < recipe.fragment_share:
         cuts.update(int(position * length) for position in positions[: int(further)])
-    if draw.random() < recipe.typed_share and caret is not None:
+    if rng.random() < recipe.typed_share and caret is not None:
         at, first = caret, max(0, caret - recipe.typed_characters)
         while at > first:
             cuts.add(at)
-            at -= draw.randint(*_TYPED_CHARACTERS)
+            at -= rng.randint(*_TYPED_CHARACTERS)
     return sorted(cut for cut in cuts if 0 < cut < length)
 
 

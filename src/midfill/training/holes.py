@@ -36,44 +36,44 @@ class Hole:
     layout: LayoutKind
 
 
-def draw_hole(text: str, recipe: DataRecipe, draw: random.Random) -> Hole | None:
+def draw_hole(text: str, recipe: DataRecipe, rng: random.Random) -> Hole | None:
     """Draw a hole, its context and its layout; return None if the hole would be blank.
 
     Args:
         text: the document, with LF line ends only.
         recipe: what to draw.
-        draw: the random source.
+        rng: the random source.
     """
     if not text:
         return None
     weights = (recipe.line, recipe.block, recipe.span)
-    kind: HoleKind = draw.choices(("line", "block", "span"), weights)[0]
-    caret, end = _draw_middle(kind, text, recipe, draw)
+    kind: HoleKind = rng.choices(("line", "block", "span"), weights)[0]
+    caret, end = _draw_middle(kind, text, recipe, rng)
     if end <= caret or not text[caret:end].strip():
         return None
-    start, stop = _draw_context(text, caret, end, recipe, draw)
-    layout: LayoutKind = draw.choices(
+    start, stop = _draw_context(text, caret, end, recipe, rng)
+    layout: LayoutKind = rng.choices(
         ("psm", "spm", "efim", "planned"), (recipe.psm, recipe.spm, recipe.efim, recipe.planned)
     )[0]
     length = caret - start
-    random_cut = draw.randint(0, length)
+    random_cut = rng.randint(0, length)
     planned_cut = first_cut(text[start:caret])
     cut = {"psm": length, "spm": 0, "efim": random_cut, "planned": planned_cut}[layout]
     return Hole(kind, start, caret, end, stop, cut, layout)
 
 
 def _draw_middle(
-    kind: HoleKind, text: str, recipe: DataRecipe, draw: random.Random
+    kind: HoleKind, text: str, recipe: DataRecipe, rng: random.Random
 ) -> tuple[int, int]:
     """Draw the start and the end of a hole."""
-    at = draw.randrange(len(text))
+    at = rng.randrange(len(text))
     if kind == "span":
-        return at, min(len(text), at + _log_uniform(1, recipe.span_characters, draw))
+        return at, min(len(text), at + _log_uniform(1, recipe.span_characters, rng))
     line_start, line_end = _line_around(text, at)
     if kind == "line":
         return at, line_end
-    further = draw.randrange(recipe.block_lines)
-    whole, single = draw.random() < recipe.whole_lines, draw.random() < 0.5
+    further = rng.randrange(recipe.block_lines)
+    whole, single = rng.random() < recipe.whole_lines, rng.random() < 0.5
     end = line_end
     for _ in range(0 if whole and single else further):
         if end < len(text):
@@ -86,18 +86,18 @@ def _draw_middle(
 
 
 def _draw_context(
-    text: str, caret: int, end: int, recipe: DataRecipe, draw: random.Random
+    text: str, caret: int, end: int, recipe: DataRecipe, rng: random.Random
 ) -> tuple[int, int]:
     """Draw where the shown text starts and stops: whole lines, as in an editor's window."""
-    if draw.random() < recipe.long_share:
-        before = _log_uniform(recipe.prefix_characters[1], recipe.long_characters, draw)
-        after = _log_uniform(recipe.suffix_characters[1], recipe.long_characters, draw)
+    if rng.random() < recipe.long_share:
+        before = _log_uniform(recipe.prefix_characters[1], recipe.long_characters, rng)
+        after = _log_uniform(recipe.suffix_characters[1], recipe.long_characters, rng)
     else:
-        before = _log_uniform(*recipe.prefix_characters, draw)
-        after = _log_uniform(*recipe.suffix_characters, draw)
+        before = _log_uniform(*recipe.prefix_characters, rng)
+        after = _log_uniform(*recipe.suffix_characters, rng)
     start = _line_around(text, max(0, caret - before))[0]
     stop = _line_around(text, min(len(text), end + after))[1]
-    if draw.random() < recipe.empty_suffix:
+    if rng.random() < recipe.empty_suffix:
         stop = end
     return start, stop
 
@@ -108,6 +108,6 @@ def _line_around(text: str, at: int) -> tuple[int, int]:
     return text.rfind("\n", 0, at) + 1, len(text) if end < 0 else end
 
 
-def _log_uniform(low: int, high: int, draw: random.Random) -> int:
+def _log_uniform(low: int, high: int, rng: random.Random) -> int:
     low, high = max(1, low), max(1, low, high)
-    return round(math.exp(draw.uniform(math.log(low), math.log(high))))
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))

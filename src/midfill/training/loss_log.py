@@ -102,21 +102,18 @@ def plot_loss(log: Path, picture: Path) -> None:
     Raises:
         ImportError: matplotlib is missing.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     lines = read_loss_log(log)
     tokens = np.array([line["tokens"] for line in lines]) / 1000
     losses = np.array([line["loss"] for line in lines])
     width = max(1, len(losses) // 20)
     smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     axes.plot(tokens, losses, color="0.8", linewidth=0.8, label="each step")
     axes.plot(tokens[width - 1 :], smooth, color="tab:blue", label=f"mean of {width} steps")
     axes.set(xlabel="thousand tokens trained on", ylabel="loss, nats per token", ylim=(0, None))
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, dpi=150)
-    pyplot.close(figure)

@@ -113,12 +113,12 @@ class TrainingStream:
                 )
 
     def _shuffled(self) -> Iterator[Example]:
-        draw = random.Random(self.recipe.seed)
+        rng = random.Random(self.recipe.seed)
         held: list[Example] = []
         for example in self.read_examples():
             held.append(example)
             if len(held) > _SHUFFLE_BUFFER:
-                at = draw.randrange(len(held))
+                at = rng.randrange(len(held))
                 held[at], held[-1] = held[-1], held[at]
                 yield held.pop()
 
@@ -155,11 +155,11 @@ class TrainingStream:
     def _make_examples(self, document: Document, text: str) -> Iterator[Example]:
         """Make the examples of a document; they depend on it, the seed and the pass alone."""
         key = f"{self.recipe.seed} {self.position.epoch} {document.name}"
-        draw = random.Random(key)
+        rng = random.Random(key)
         widest = sum(self.recipe.data.prefix_characters + self.recipe.data.suffix_characters)
         windows = min(self.recipe.data.windows, 1 + len(text) // widest)
         for number in range(windows):
-            holes = (draw_hole(text, self.recipe.data, draw) for _ in range(_HOLE_ATTEMPTS))
+            holes = (draw_hole(text, self.recipe.data, rng) for _ in range(_HOLE_ATTEMPTS))
             hole = next((hole for hole in holes if hole is not None), None)
             if hole is None:
                 continue

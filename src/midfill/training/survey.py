@@ -60,7 +60,7 @@ def survey_stream(stream: TrainingStream, *, max_tokens: int, samples: int) -> S
     kinds: Counter[tuple[HoleKind, LayoutKind]] = Counter()
     tokens = learned = cuts = 0
     sampled: list[Example] = []
-    draw = random.Random(stream.recipe.seed)
+    rng = random.Random(stream.recipe.seed)
     documents = kept = 0
     started = time.perf_counter()
     for example in stream.read_examples():
@@ -72,7 +72,7 @@ def survey_stream(stream: TrainingStream, *, max_tokens: int, samples: int) -> S
         tokens += len(example.ids)
         learned += int((example.weights > 0).sum())
         cuts += len(example.fragment_starts)
-        slot = len(sampled) if len(sampled) < samples else draw.randrange(kinds.total())
+        slot = len(sampled) if len(sampled) < samples else rng.randrange(kinds.total())
         if slot < samples:  # reservoir sampling: each example is kept with the same probability
             sampled[slot : slot + 1] = [example]
         if tokens >= max_tokens:

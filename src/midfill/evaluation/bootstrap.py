@@ -1,9 +1,9 @@
-"""Statistics: means with bootstrap intervals, and paired differences of means.
+"""Means with bootstrap intervals, and paired differences of means.
 
-Holes cut from the same function or file are not independent: a model that knows one of them knows
-the next. So whole groups are resampled (the cluster bootstrap: Efron and Tibshirani, "An
-Introduction to the Bootstrap", 1993, and Cameron, Gelbach and Miller, 2008), which gives honest,
-mostly wider intervals than resampling the holes.
+Holes in the same function or file are not independent: a model that fills one of them is likely to
+fill the next. Whole groups are therefore resampled (the cluster bootstrap: Efron and Tibshirani,
+"An Introduction to the Bootstrap", 1993; Cameron, Gelbach and Miller, 2008). This gives honest
+intervals, usually wider than those from resampling single holes.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ class Estimate(msgspec.Struct, frozen=True):
 
     Attributes:
         value: the mean over all values.
-        low, high: 2.5% and 97.5% of the resampled means.
-        count: how many values.
+        low, high: 2.5th and 97.5th percentile of the resampled means.
+        count: number of values.
     """
 
     value: float
@@ -33,12 +33,12 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def estimate_mean(values: Sequence[float], groups: Sequence[str], seed: int = 0) -> Estimate:
-    """The mean of values, resampled by group.
+    """Estimate a mean, resampling by group.
 
     Args:
         values: at least one.
-        groups: of each value, what it was drawn with.
-        seed: of the resampling.
+        groups: the group of each value.
+        seed: seed of the resampling.
     """
     array = np.asarray(values, np.float64)
     membership, weights = _resamples(tuple(groups), seed)
@@ -51,10 +51,10 @@ def estimate_mean(values: Sequence[float], groups: Sequence[str], seed: int = 0)
 def estimate_difference(
     first: Sequence[float], second: Sequence[float], groups: Sequence[str], seed: int = 0
 ) -> Estimate:
-    """The mean of ``second`` less that of ``first``, paired: value i of both is of the same hole.
+    """Estimate the mean of ``second`` minus ``first``; values at one index are of the same hole.
 
     Raises:
-        ValueError: they differ in length.
+        ValueError: they have different lengths.
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} values can't be paired with {len(second)}")
@@ -62,11 +62,14 @@ def estimate_difference(
     return estimate_mean(differences.tolist(), groups, seed)
 
 
-@lru_cache(maxsize=2)  # the scores of a table have the same groups
+@lru_cache(maxsize=2)  # all scores of a table have the same groups
 def _resamples(
     groups: tuple[str, ...], seed: int
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
-    """Which group each value is of; how often each group is drawn [resamples, groups]."""
+    """Return the group index of each value, and how often each resample draws each group.
+
+    Shapes: [values] and [resamples, groups].
+    """
     names, membership = np.unique(np.asarray(groups), return_inverse=True)
     count = len(names)
     generator = np.random.default_rng(seed)

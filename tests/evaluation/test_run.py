@@ -9,10 +9,12 @@ from running_server import start
 from midfill import LLM
 from midfill.errors import MidfillError
 from midfill.evaluation.conditions import CONDITIONS, choose_conditions
-from midfill.evaluation.models import Answer, Ask, LocalModel, Model, Progress, RemoteModel
+from midfill.evaluation.metrics import score_answer
+from midfill.evaluation.models import Answer, LocalModel, Model, PromptInput, RemoteModel
 from midfill.evaluation.problems import Problem, Task, parse_tasks
-from midfill.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems, score
+from midfill.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
 from midfill.infill.formats import FimFormat
+from midfill.system.progress import StageProgress
 
 HERE = Path(__file__).parent
 SENTINELS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
@@ -30,7 +32,11 @@ class Writes:
         self._written = written
 
     def answer(
-        self, prompts: Sequence[Ask], max_tokens: int, healing: bool, progress: Progress
+        self,
+        prompts: Sequence[PromptInput],
+        max_tokens: int,
+        healing: bool,
+        progress: StageProgress,
     ) -> list[Answer]:
         some, self._rest = self._rest[: len(prompts)], self._rest[len(prompts) :]
         return [self._written(hole) for hole in some]
@@ -99,13 +105,15 @@ def test_scores_of_held_out_holes() -> None:
     problem = Problem(
         id="a", task="subtoken", group="a", prefix="pri", hole="nt(x)", suffix="\n", word_rest="nt"
     )
-    right = score(problem, ended("nt(x)  "))
+    right = score_answer(problem, ended("nt(x)  "))
     assert set(right.values()) == {1.0}
     assert set(right) == {"exact", "similarity", "stops", "exact_first_line", "subtoken"}
-    runs_on = score(problem, Answer("nt(x)\nprint(y)", ended=True))
+    runs_on = score_answer(problem, Answer("nt(x)\nprint(y)", ended=True))
     assert (runs_on["exact"], runs_on["exact_first_line"], runs_on["stops"]) == (0, 1, 0)
-    assert score(problem, ended("nt(x)\n"))["stops"] == 0  # the line break is not in the hole
-    assert score(problem, ended("ntly(x)"))["subtoken"] == 0
+    assert (
+        score_answer(problem, ended("nt(x)\n"))["stops"] == 0
+    )  # the line break is not in the hole
+    assert score_answer(problem, ended("ntly(x)"))["subtoken"] == 0
 
 
 def test_data_has_to_be_there(humaneval: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.evaluation.holes import SourceFile, cut_holes, read_files
+from midfill.evaluation.holes import SourceFile, draw_holes, read_files
 from midfill.evaluation.problems import FILE_TASKS, FileTask, Problem
 
 HERE = Path(__file__).parent
@@ -22,7 +22,7 @@ def task(request: pytest.FixtureRequest) -> FileTask:
 
 
 def holes(task: FileTask, count: int = 150, seed: int = 0) -> list[Problem]:
-    return cut_holes(FILES, task, count, seed)
+    return draw_holes(FILES, task, count, seed)
 
 
 def test_a_hole_is_cut_from_its_file(task: FileTask) -> None:
@@ -43,7 +43,7 @@ def test_holes_differ_and_the_seed_decides(task: FileTask) -> None:
 
 def test_a_file_decides_its_own_holes(task: FileTask) -> None:
     """Another file more or less changes how many are cut from this one, not which."""
-    alone = {problem.id for problem in cut_holes(FILES[:1], task, 60, 0)}
+    alone = {problem.id for problem in draw_holes(FILES[:1], task, 60, 0)}
     among = {problem.id for problem in holes(task, 60) if problem.group == FILES[0].name}
     assert among <= alone
 
@@ -69,7 +69,7 @@ def test_a_subtoken_caret_is_strictly_inside_a_word() -> None:
 
 def test_subtokens_are_of_code_and_not_of_strings_or_comments() -> None:
     text = '"""A docstring of some words."""\n' + "# a comment with words\nvalue = 'string'\n" * 20
-    for problem in cut_holes([SourceFile("a.py", text)], "subtoken", 30, 0):
+    for problem in draw_holes([SourceFile("a.py", text)], "subtoken", 30, 0):
         assert problem.prefix.rsplit("\n", 1)[1] in ("v", "va", "val", "valu")
 
 
@@ -100,12 +100,12 @@ def test_files_are_searched_for_in_folders_and_odd_ones_passed_over(tmp_path: Pa
 
 def test_a_file_that_is_no_python_has_lines_all_the_same() -> None:
     files = [SourceFile("a.py", "def ((( broken 'text\n" * 40)]
-    assert len(cut_holes(files, "line", 10, 0)) == 10
+    assert len(draw_holes(files, "line", 10, 0)) == 10
 
 
 def test_less_is_cut_where_there_is_no_more() -> None:
     files = [SourceFile("a.py", "ab = 1\n\n\n\n\n\n\n\n\n" * 50)]
-    found = cut_holes(files, "line", 10**5, 0)
+    found = draw_holes(files, "line", 10**5, 0)
     assert 50 < len(found) <= 300
 
 
@@ -118,4 +118,4 @@ def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(MidfillError, match=r"none of the 1 files .* at least 400 characters"):
         read_files([tmp_path])
     with pytest.raises(MidfillError, match="no place for a hole of kind 'subtoken'"):
-        cut_holes([SourceFile("a.py", "x = 1\n" * 100)], "subtoken", 5, 0)
+        draw_holes([SourceFile("a.py", "x = 1\n" * 100)], "subtoken", 5, 0)

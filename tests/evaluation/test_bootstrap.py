@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from midfill.evaluation.statistics import estimate_difference, estimate_mean
+from midfill.evaluation.bootstrap import estimate_difference, estimate_mean
 
 
 def names(count: int, size: int = 1) -> list[str]:
