@@ -18,11 +18,11 @@ serve: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/midfill pull
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/midfill pull
-	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests

@@ -1,9 +1,15 @@
-"""What tests of several folders share: a cache of their own, a tiny model with a chat template."""
+"""What tests of several folders share: a cache of their own, a tiny model with a chat template.
+
+Where torch, or a library that needs it, is not installed, tests that import it are skipped.
+"""
 
 import json
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,13 +26,31 @@ CHAT_TEMPLATE = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the tests' many models out of the user's cache; compiled kernels and models are its."""
+    """Give the tests a cache folder of their own; it shares compiled kernels and fetched models."""
     users, tests = cache_folder(), Path(tempfile.mkdtemp(prefix="midfill-tests-"))
     for name in ("kernels", "models"):
         (users / name).mkdir(parents=True, exist_ok=True)
         (tests / name).symlink_to(users / name)
     os.environ["MIDFILL_CACHE"] = str(tests)
     config.add_cleanup(lambda: shutil.rmtree(tests, ignore_errors=True))
+
+
+_MISSING = [name for name in ("torch", "accelerate", "peft") if find_spec(name) is None]
+_MISSING_MODULE = re.compile(rf"No module named '({'|'.join(_MISSING)})[.']")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip modules that import a library that is not installed."""
+    report = yield
+    if _MISSING and report.failed:
+        missing = _MISSING_MODULE.search(str(report.longrepr))
+        if missing is not None:
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"Skipped: needs {missing[1]}")
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -285,6 +285,7 @@ class TestReport:
         assert report.tokens_computed["psm"] > 2 * pieces.tokens_computed["psm"]
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_a_replay_against_a_model_computes_less_under_the_planner() -> None:
     target = InProcess(DEFAULT_MODEL, None, None, Console(stderr=True))

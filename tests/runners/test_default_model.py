@@ -15,7 +15,7 @@ from midfill.checkpoints.opening import open_checkpoint
 from midfill.models.families import huggingface_names
 from midfill.runners.torch_runner import TorchRunner
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

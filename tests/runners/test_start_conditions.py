@@ -125,6 +125,7 @@ class TestCores:
 
 
 class TestNoRoom:
+    @pytest.mark.slow
     def test_a_cache_folder_that_cannot_be_made_costs_time_and_one_line(
         self, starter: Starter, usual: Outcome, tmp_path: Path
     ) -> None:
@@ -179,6 +180,7 @@ class TestNoRoom:
 
 
 class TestCompany:
+    @pytest.mark.slow
     @pytest.mark.timeout(600)
     def test_two_starts_at_once_into_an_empty_cache(
         self, starter: Starter, usual: Outcome, tmp_path: Path

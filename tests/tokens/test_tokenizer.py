@@ -442,6 +442,7 @@ def default_model() -> Checkpoint:
 
 @pytest.mark.real_model
 class TestDefaultModel:
+    @pytest.mark.slow
     def test_ids_are_transformers_ids_on_a_megabyte(self, default_model: Checkpoint) -> None:
         from transformers import AutoTokenizer
 
