@@ -1,4 +1,4 @@
-"""Commands in README.md and docs/ are commands that exist, with options they have."""
+"""README.md and docs/ are true: commands, options, links and source files that they name exist."""
 
 import re
 from collections.abc import Iterator
@@ -10,11 +10,13 @@ import typer.main
 from midfill.cli.app import app
 
 ROOT = Path(__file__).parents[1]
+FOLDERS = ("src", "tests", "examples")
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 IN_A_BLOCK = re.compile(r"^(?:\.venv/bin/)?(midfill [^#\n]*)", re.MULTILINE)
 IN_A_SENTENCE = re.compile(r"`(midfill [^`]*)`")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
+SOURCE_FILE = re.compile(r"`([\w/.-]*\w\.py)`")
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -58,6 +60,14 @@ def test_commands_are_found_in_the_pages() -> None:
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(page.read_text("utf-8")):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_source_files_that_are_named_exist(page: Path) -> None:
+    files = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    for name in SOURCE_FILE.findall(page.read_text("utf-8")):
+        if "NAME" not in name:  # a file to be written
+            assert any(file.endswith(f"/{name}") for file in files), f"{page.name}: no {name}"
 
 
 def test_every_command_is_mentioned() -> None:

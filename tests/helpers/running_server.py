@@ -71,7 +71,10 @@ class RunningServer:
 
 @contextlib.contextmanager
 def start(
-    model: Path | str, *options: str, signals: Callable[[], None] = default_interrupt
+    model: Path | str,
+    *options: str,
+    signals: Callable[[], None] = default_interrupt,
+    python: Path | str = sys.executable,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until it is ready, and end it with the block.
 
@@ -79,9 +82,12 @@ def start(
         model: what to serve.
         options: further options of ``midfill serve``.
         signals: sets the process's signal handling before it starts.
+        python: the interpreter; one of another environment has its own midfill.
     """
-    command = [sys.executable, "-m", "midfill", "serve", str(model), "--port", "0", *options]
+    command = [python, "-m", "midfill", "serve", str(model), "--port", "0", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if python != sys.executable:
+        environment.pop("PYTHONPATH", None)
     with subprocess.Popen(
         [*command, "--threads", "1"],
         stdout=subprocess.PIPE,

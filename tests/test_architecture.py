@@ -1,0 +1,85 @@
+"""docs/architecture.md is true: its map is the package's, and registries are where it says."""
+
+import ast
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tiny_checkpoints import VARIANTS
+
+from midfill.models.families import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "midfill"
+PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+
+
+def table(title: str) -> dict[str, str]:
+    """Return the table under a heading: its first column's cells, each with the rest of its row."""
+    section = PAGE.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)
+    return {first: rest for first, rest in rows[1:] if not first.startswith("---")}
+
+
+def modules(folder: str) -> list[ModuleType]:
+    """Import the modules of one folder of the package."""
+    names = sorted(path.stem for path in (PACKAGE / folder).glob("*.py") if path.stem[0] != "_")
+    return [importlib.import_module(f"midfill.{folder.replace('/', '.')}.{n}") for n in names]
+
+
+def test_the_map_has_every_folder_of_the_package() -> None:
+    drawn = {cell.strip("`").split("/")[0] for cell in table("The map") if "/" in cell}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert drawn == folders
+
+
+ADDITIONS = table("Where to add what")
+PLACES = [
+    (what, place) for what, row in ADDITIONS.items() for place in re.findall(r"`([^`]+)`", row)
+]
+FILES = [(what, place) for what, place in PLACES if re.fullmatch(r"[\w/]+\.\w+", place)]
+
+
+@pytest.mark.parametrize(("what", "file"), FILES, ids=[f"{what}: {f}" for what, f in FILES])
+def test_files_to_be_touched_by_an_addition_exist(what: str, file: str) -> None:
+    pattern = file.replace("NAME", "*")
+    assert any(PACKAGE.glob(pattern)) or any(ROOT.glob(pattern)), f"{what}: no {file}"
+
+
+def test_the_additions_name_files() -> None:
+    assert len(FILES) >= 8
+    assert {what for what, _ in FILES} == set(ADDITIONS)
+
+
+def test_every_family_is_listed_and_has_a_tiny_checkpoint() -> None:
+    written = {module.FAMILY.name for module in modules("models") if hasattr(module, "FAMILY")}
+    assert set(FAMILIES) == written
+    assert {variant.family for variant in VARIANTS.values()} == written
+
+
+def test_policies_are_frozen_dataclasses() -> None:
+    for module in modules("engine/policies"):
+        defined = [
+            item
+            for item in vars(module).values()
+            if isinstance(item, type) and item.__module__ == module.__name__
+        ]
+        assert defined
+        for kind in defined:
+            if dataclasses.is_dataclass(kind):
+                assert kind.__dataclass_params__.frozen, kind  # type: ignore[attr-defined]
+
+
+def test_every_dialect_is_mounted() -> None:
+    tree = ast.parse((PACKAGE / "server" / "app.py").read_text("utf-8"))
+    mounted = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    dialects = {
+        module.__name__.rpartition(".")[2]
+        for module in modules("server")
+        if hasattr(module, "routes")
+    }
+    assert len(dialects) >= 4
+    assert dialects <= mounted
