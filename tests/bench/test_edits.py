@@ -17,16 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from midfill.bench.clients import InProcessClient
 from midfill.bench.edits import layouts
 from midfill.bench.edits.clairvoyant import clairvoyant_cuts
 from midfill.bench.edits.cost import PieceTokenizer, PrefixCache, PromptEncoder, count_computed
 from midfill.bench.edits.editor import Round, RoundKind, windowed
 from midfill.bench.edits.git import HistoryError, git_session
-from midfill.bench.edits.measure import LAYOUTS, WINDOWS, EditsOptions, EditsReport, run_edits
+from midfill.bench.edits.measure import (
+    LAYOUTS,
+    WINDOWS,
+    EditsOptions,
+    EditsReport,
+    edits_markdown,
+    edits_table,
+    run_edits,
+)
 from midfill.bench.edits.replay import replay_edits
-from midfill.bench.edits.report import edits_markdown, edits_table
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
-from midfill.bench.targets import InProcess
 from midfill.checkpoints.model_store import DEFAULT_MODEL
 from midfill.infill.common_affixes import common_prefix
 
@@ -288,13 +295,13 @@ class TestReport:
 @pytest.mark.slow
 @pytest.mark.real_model
 def test_a_replay_against_a_model_computes_less_under_the_planner() -> None:
-    target = InProcess(DEFAULT_MODEL, None, None, Console(stderr=True))
+    client = InProcessClient(DEFAULT_MODEL, None, None, Console(stderr=True))
     try:
         results = asyncio.run(
-            replay_edits(target, rounds=8, output_tokens=2, names=("planner", "psm"))
+            replay_edits(client, rounds=8, output_tokens=2, names=("planner", "psm"))
         )
     finally:
-        target.close()
+        client.close()
     planner, psm = results["planner"], results["psm"]
     assert planner.requests == psm.requests == 8
     assert planner.computed_tokens < psm.computed_tokens <= psm.prompt_tokens

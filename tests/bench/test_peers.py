@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from tiny_checkpoints import write_tiny
 
-from midfill.bench.endpoint import Measurement
+from midfill.bench.clients import Measurement
 from midfill.bench.peers.compare import SERVERS, Programs, compare_peers, parse_names
 from midfill.bench.peers.compared_model import ComparedModel, Prompts, open_compared
 from midfill.bench.peers.loads import (

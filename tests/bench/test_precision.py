@@ -3,8 +3,7 @@
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.bench.precision import PrecisionReport, Variant, measure_precision
-from midfill.bench.precision_report import precision_table
+from midfill.bench.precision import PrecisionReport, Variant, measure_precision, precision_table
 
 EXACT, SERVED = Variant("f32", "f32"), Variant("auto", "auto")
 EIGHT, FOUR = Variant("q8", "f32"), Variant("q4", "i8")

@@ -5,8 +5,7 @@ import math
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.bench.profile import Load, ProfileReport, measure_profile
-from midfill.bench.profile_report import profile_markdown
+from midfill.bench.profile import Load, ProfileReport, measure_profile, profile_markdown
 
 DECODE = Load(name="decode", streams=3, context=20, repeats=10)
 EXTEND = Load(name="extend", context=20, rows=40, repeats=2)

@@ -7,19 +7,19 @@ import pytest
 from rich.console import Console
 from tiny_checkpoints import write_tiny
 
+from midfill.bench.clients import HttpClient, InProcessClient, Measurement
 from midfill.bench.documents import standard_library_documents
-from midfill.bench.endpoint import Endpoint, Measurement
 from midfill.bench.rounds import (
     RoundsOptions,
     RoundsReport,
     measure_rounds,
     parse_layouts,
     payload,
+    plot_rounds,
     round_texts,
+    rounds_table,
     summarise,
 )
-from midfill.bench.rounds_report import plot_rounds, rounds_table
-from midfill.bench.targets import InProcess
 from midfill.errors import MidfillError
 from midfill.reporting.document_sections import replace_section
 
@@ -74,12 +74,12 @@ def test_figures_are_medians_over_users_and_runs() -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> RoundsReport:
     folder = write_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192)
-    target = InProcess(str(folder), None, 2, Console(quiet=True))
-    assert target.sentinels == SENTINELS
+    client = InProcessClient(str(folder), None, 2, Console(quiet=True))
+    assert client.sentinels == SENTINELS
     try:
-        return asyncio.run(measure_rounds(target, OPTIONS))
+        return asyncio.run(measure_rounds(client, OPTIONS))
     finally:
-        target.close()
+        client.close()
 
 
 def test_later_rounds_compute_the_increment_and_little_more(report: RoundsReport) -> None:
@@ -109,8 +109,8 @@ def test_bad_input_is_one_clear_line() -> None:
         parse_layouts("fim,psm")
 
     async def nobody() -> None:
-        async with Endpoint("http://127.0.0.1:1/v1") as endpoint:
-            await endpoint.model()
+        async with HttpClient("http://127.0.0.1:1/v1") as client:
+            await client.model()
 
     with pytest.raises(MidfillError, match=r"no OpenAI-style server at http://127\.0\.0\.1:1/v1"):
         asyncio.run(nobody())

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.bench.speed import SpeedOptions, SpeedReport, measure_speed
-from midfill.bench.speed_report import speed_table
+from midfill.bench.speed import SpeedOptions, SpeedReport, measure_speed, speed_table
 
 
 @pytest.fixture(scope="module")

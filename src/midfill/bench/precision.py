@@ -14,6 +14,7 @@ from midfill.checkpoints.model_store import resolve, resolve_adapter
 from midfill.checkpoints.opening import open_model
 from midfill.config import KvDtype, WeightsOption
 from midfill.forward.batch import ForwardBatch
+from midfill.reporting.result_table import ResultTable
 from midfill.runners.cpu_runner import CpuRunner, choose_cell_format
 from midfill.runners.packed_model import block_format
 from midfill.system.machine import Machine, describe_machine
@@ -202,3 +203,38 @@ def _summary(checkpoint: Checkpoint, variant: Variant, rows: list[_Rows]) -> Div
         agreement=fmean(value for each in rows for value in each.agrees),
         perplexity=math.exp(fmean(value for each in rows for value in each.loss)),
     )
+
+
+def precision_table(report: PrecisionReport) -> ResultTable:
+    """A row for each way to keep weights and KV."""
+    exact = {
+        "weights": "f32",
+        "KV": "f32",
+        "KL mean": "0",
+        "KL median": "0",
+        "KL p99": "0",
+        "same top token": "100%",
+        "perplexity": f"{report.perplexity:.3f}",
+    }
+    return ResultTable(
+        title="What rounding costs",
+        rows=[exact, *map(_cells, report.variants)],
+        labels=2,
+        caption=f"{report.model}, layers stored as {report.stored.lower()}, {report.tokens:,} "
+        f"tokens of standard library files, at most {report.window:,} of each; KL in nats a token, "
+        "from the float32 kernels with the same weights; rows that meet q4 or q8 are rounded to "
+        "int8.",
+    )
+
+
+def _cells(result: Divergence) -> dict[str, str]:
+    served = " (served)" if result.variant.weights == result.variant.kv == "auto" else ""
+    return {
+        "weights": result.weights.lower() + served,
+        "KV": result.kv,
+        "KL mean": f"{result.mean:.5f}",
+        "KL median": f"{result.median:.5f}",
+        "KL p99": f"{result.p99:.5f}",
+        "same top token": f"{result.agreement:.1%}",
+        "perplexity": f"{result.perplexity:.3f}",
+    }

@@ -17,15 +17,16 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 import msgspec
 
+from midfill.bench.clients import Client, Measurement
 from midfill.bench.documents import standard_library_documents
-from midfill.bench.endpoint import Measurement
-from midfill.bench.targets import Target
 from midfill.errors import MidfillError
+from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
 
 Layout = Literal["fim", "efim", "native"]
@@ -140,7 +141,7 @@ def payload(
 
 
 async def run_once(
-    target: Target, layout: Layout, options: RoundsOptions, model: str
+    client: Client, layout: Layout, options: RoundsOptions, model: str
 ) -> tuple[float, list[list[Measurement]]]:
     """All users through all rounds; returns wall seconds and measurements [user][round]."""
     mark = f"# {uuid.uuid4()}\n"
@@ -148,7 +149,7 @@ async def run_once(
 
     async def user(document: str) -> list[Measurement]:
         return [
-            await target.complete(payload(layout, mark + document, number, options, model))
+            await client.complete(payload(layout, mark + document, number, options, model))
             for number in range(1, options.rounds + 1)
         ]
 
@@ -184,29 +185,88 @@ def summarise(runs: list[tuple[float, list[list[Measurement]]]]) -> LayoutResult
 
 
 async def measure_rounds(
-    target: Target,
+    client: Client,
     options: RoundsOptions,
     progress: Callable[[str], None] = lambda _: None,
 ) -> RoundsReport:
     """Run every layout ``repeats`` times, in turn, after one small request to warm up.
 
     Raises:
-        MidfillError: the target refuses a request, or a layout needs sentinels nobody knows.
+        MidfillError: the model refuses a request, or a layout needs sentinels nobody knows.
     """
     if options.sentinels is None:
-        options = msgspec.structs.replace(options, sentinels=target.sentinels)
+        options = msgspec.structs.replace(options, sentinels=client.sentinels)
     if options.sentinels is None and set(options.layouts) - {"native"}:
         raise MidfillError("fim and efim need the model's FIM tokens: name them with --fim-tokens")
-    model = await target.model()
-    await target.complete({"model": model, "prompt": "def", "max_tokens": 4})
+    model = await client.model()
+    await client.complete({"model": model, "prompt": "def", "max_tokens": 4})
     runs: dict[str, list[tuple[float, list[list[Measurement]]]]] = {}
     for repeat in range(options.repeats):
         for layout in options.layouts:
             progress(f"{layout}, run {repeat + 1} of {options.repeats}")
-            runs.setdefault(layout, []).append(await run_once(target, layout, options, model))
+            runs.setdefault(layout, []).append(await run_once(client, layout, options, model))
     return RoundsReport(
         model=model,
         machine=describe_machine(),
         options=options,
         layouts={layout: summarise(results) for layout, results in runs.items()},
     )
+
+
+_LEGEND = (
+    "Speed up: requests/s against fim. Grown by: tokens a later round's prompt is longer than the "
+    "one before. Later computed: prompt tokens computed in a later round. Most over: the worst "
+    "later round's computed tokens less what its prompt had grown by."
+)
+
+
+def rounds_table(report: RoundsReport) -> ResultTable:
+    """A row for each layout."""
+    options = report.options
+    return ResultTable(
+        title="EFIM rounds load",
+        rows=[_cells(name, result, report) for name, result in report.layouts.items()],
+        caption=f"{report.model}, {options.users} users x {options.rounds} rounds, "
+        f"{options.output_tokens} tokens out, median of {options.repeats} runs a layout; "
+        f"{report.machine}. {_LEGEND}",
+    )
+
+
+def _cells(name: str, result: LayoutResult, report: RoundsReport) -> dict[str, str]:
+    """Heads are short: the table should fit a terminal of 80 columns."""
+    base = report.layouts.get("fim")
+    speed_up = result.requests_per_second / base.requests_per_second if base else None
+    return {
+        "layout": name,
+        "wall s": f"{result.wall_seconds:.2f}",
+        "req/s": f"{result.requests_per_second:.2f}",
+        "speed up": "-" if speed_up is None else f"{speed_up:.2f}x",
+        "first TTFT ms": f"{result.first_ttft_seconds * 1000:.0f}",
+        "later TTFT ms": f"{result.later_ttft_seconds * 1000:.0f}",
+        "grown by": f"{result.increment:.0f}",
+        "later computed": f"{result.later_computed:.0f}",
+        "most over": f"{result.most_over_increment:+d}",
+    }
+
+
+def plot_rounds(report: RoundsReport, path: Path) -> None:
+    """Time to first token by round, one line a layout; the file's ending chooses the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name, result in report.layouts.items():
+        rounds = range(1, len(result.ttft_by_round) + 1)
+        axes.plot(rounds, [t * 1000 for t in result.ttft_by_round], marker="o", label=name)
+    axes.set_xlabel("round")
+    axes.set_ylabel("time to first token, ms (median)")
+    axes.set_xticks(range(1, report.options.rounds + 1))
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"EFIM rounds load, {report.options.users} users, {report.model}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

@@ -78,9 +78,14 @@ def rounds(
     what grew after MID; native sends prefix and suffix and lets the server choose.
     """
     require("bench rounds", ["httpx"], extra="bench")
-    from midfill.bench.rounds import RoundsOptions, measure_rounds, parse_layouts
-    from midfill.bench.rounds_report import plot_rounds, rounds_table
-    from midfill.bench.targets import open_target
+    from midfill.bench.clients import open_client
+    from midfill.bench.rounds import (
+        RoundsOptions,
+        measure_rounds,
+        parse_layouts,
+        plot_rounds,
+        rounds_table,
+    )
 
     console = Console(stderr=True)
     options = RoundsOptions(
@@ -106,9 +111,9 @@ def rounds(
         return
 
     async def measure() -> None:
-        async with open_target(url, model, fim_tokens, threads, console) as target:
+        async with open_client(url, model, fim_tokens, threads, console) as client:
             with console.status("warming up") as status:
-                report = await measure_rounds(target, options, status.update)
+                report = await measure_rounds(client, options, status.update)
         table = rounds_table(report)
         publish(report, table.drawn(), table.markdown(), section="rounds", json=json, docs=docs)
         if plot is not None:
@@ -137,8 +142,7 @@ def speed(
     docs: DocsOption = None,
 ) -> None:
     """Prefill and decode speed of one request at a time, the model loaded into this process."""
-    from midfill.bench.speed import SpeedOptions, measure_speed
-    from midfill.bench.speed_report import speed_table
+    from midfill.bench.speed import SpeedOptions, measure_speed, speed_table
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
     options = SpeedOptions(
@@ -198,8 +202,7 @@ def profile(
     "least ms" is their time at the speed of memory, or at the rate the chip reaches in registers;
     "reached" is that as a share of the measured time.
     """
-    from midfill.bench.profile import measure_profile
-    from midfill.bench.profile_report import profile_markdown, profile_tables
+    from midfill.bench.profile import measure_profile, profile_markdown, profile_tables
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
     with Console(stderr=True).status("loading") as status:
@@ -217,8 +220,7 @@ def precision(
     docs: DocsOption = None,
 ) -> None:
     """What rounding weights, activations and KV costs: divergence from float32 on real code."""
-    from midfill.bench.precision import measure_precision
-    from midfill.bench.precision_report import precision_table
+    from midfill.bench.precision import measure_precision, precision_table
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
     with Console(stderr=True).status("loading") as status:
@@ -250,8 +252,13 @@ def edits(
     cheapest cuts with the whole future known). Sessions come from an editing mix over files of the
     standard library and from git histories.
     """
-    from midfill.bench.edits.measure import QUICK, EditsOptions, run_edits
-    from midfill.bench.edits.report import edits_markdown, edits_table
+    from midfill.bench.edits.measure import (
+        QUICK,
+        EditsOptions,
+        edits_markdown,
+        edits_table,
+        run_edits,
+    )
 
     options = msgspec.structs.replace(
         QUICK if quick else EditsOptions(),
@@ -287,18 +294,17 @@ def replay(
     The session is a short one of 'bench edits'; planner is the server's own choice.
     """
     require("bench replay", ["httpx"], extra="bench")
-    from midfill.bench.edits.replay import replay_edits
-    from midfill.bench.edits.replay_report import replay_table
-    from midfill.bench.targets import open_target
+    from midfill.bench.clients import open_client
+    from midfill.bench.edits.replay import replay_edits, replay_table
 
     console = Console(stderr=True)
 
     async def measure() -> None:
-        async with open_target(url, model, fim_tokens, threads, console) as target:
-            name = await target.model()
+        async with open_client(url, model, fim_tokens, threads, console) as client:
+            name = await client.model()
             with console.status("warming up") as status:
                 results = await replay_edits(
-                    target,
+                    client,
                     rounds=requests,
                     output_tokens=output_tokens,
                     seed=seed,

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from rich.table import Table
 
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.edits import layouts
@@ -27,6 +28,7 @@ from midfill.bench.edits.cost import PieceTokenizer, PromptEncoder, Tokenize
 from midfill.bench.edits.editor import Round, windowed
 from midfill.bench.edits.git import git_session
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
+from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
 
 LAYOUTS = ("psm", "spm", "efim", "planner", "clairvoyant")
@@ -257,3 +259,64 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for one in counts:
         total.update(one)
     return dict(total)
+
+
+def edits_table(report: EditsReport) -> Table:
+    """For the terminal: short enough for 100 columns."""
+    table = ResultTable(
+        title="Editing sessions: tokens computed, in thousands, and the planner's share of others'",
+        rows=[_short_cells(result) for result in report.sessions],
+        caption=_notes(report),
+    ).drawn(padding=(0, 0))
+    table.columns[0].no_wrap = True
+    return table
+
+
+def edits_markdown(report: EditsReport) -> str:
+    """For docs/benchmarks.md."""
+    rows = [_cells(result) for result in report.sessions]
+    return ResultTable(rows=rows, caption=_notes(report)).markdown()
+
+
+def _cells(result: SessionResult) -> dict[str, str]:
+    computed = result.tokens_computed
+    planner = computed["planner"]
+    cells = {
+        "session": result.name,
+        "requests": f"{result.requests:,}",
+        "characters": f"{result.characters:,}",
+    }
+    cells |= {f"{layout} tokens": f"{computed[layout]:,}" for layout in LAYOUTS}
+    for layout in ("clairvoyant", "efim", "psm"):
+        cells[f"planner / {layout}"] = f"{planner / computed[layout]:.3f}"
+    for window in WINDOWS:
+        counts = result.windowed[window]
+        share, whole = counts["planner"] / counts["psm"], counts["planner"] / planner
+        cells[f"{window}: / psm, / whole"] = f"{share:.3f}, {whole:.2f}"
+    return cells
+
+
+def _short_cells(result: SessionResult) -> dict[str, str]:
+    computed = result.tokens_computed
+    cells = {"session": result.name}
+    cells |= {layout: f"{computed[layout] / 1000:.1f}" for layout in LAYOUTS}
+    for head, layout in (("/clair", "clairvoyant"), ("/efim", "efim"), ("/psm", "psm")):
+        cells[head] = f"{computed['planner'] / computed[layout]:.3f}"
+    for window in WINDOWS:
+        counts = result.windowed[window]
+        cells[f"{window} /psm"] = f"{counts['planner'] / counts['psm']:.3f}"
+    return cells
+
+
+def _notes(report: EditsReport) -> str:
+    planning = report.planning
+    return (
+        f"Tokens computed; a token is {report.unit}. Seed {report.options.seed}.\n"
+        "At most over what was typed: "
+        f"{max(one.most_over_typed for one in report.sessions)} tokens. "
+        "At most after accepting a completion: "
+        f"{max(one.most_for_accepting for one in report.sessions)} tokens.\n"
+        f"Planning at {planning.characters:,} characters: median {planning.median:.2f} ms, "
+        f"p99 {planning.p99:.2f} ms, worst of {planning.requests} {planning.worst:.2f} ms.\n"
+        f"{report.machine}."
+    )

@@ -6,20 +6,21 @@ sends prefix and suffix and lets the server choose; the other layouts are filled
 """
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import msgspec
 
+from midfill.bench.clients import Client, Measurement, Sentinels
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.edits import layouts
 from midfill.bench.edits.editor import Round
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
-from midfill.bench.endpoint import Measurement
-from midfill.bench.targets import Sentinels, Target
 from midfill.errors import MidfillError
+from midfill.reporting.result_table import ResultTable
+from midfill.system.machine import describe_machine
 
 _FILES = 2
 
@@ -44,7 +45,7 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def replay_edits(
-    target: Target,
+    client: Client,
     *,
     rounds: int = 60,
     output_tokens: int = 8,
@@ -60,21 +61,21 @@ async def replay_edits(
             change the session: the next request is what it was recorded to be.
 
     Raises:
-        MidfillError: the target refuses a request, or its FIM tokens are needed and not known.
+        MidfillError: the model refuses a request, or its FIM tokens are needed and not known.
     """
-    if target.sentinels is None and set(names) - {"planner"}:
+    if client.sentinels is None and set(names) - {"planner"}:
         raise MidfillError("laying prompts out takes the model's FIM tokens; name them")
-    model = await target.model()
-    await target.complete({"model": model, "prompt": "def", "max_tokens": 2})
-    recorded = _session(rounds, seed, target.sentinels or ("", "", ""))
+    model = await client.model()
+    await client.complete({"model": model, "prompt": "def", "max_tokens": 2})
+    recorded = _session(rounds, seed, client.sentinels or ("", "", ""))
     results = {}
     for name in names:
         progress(name)
         session = _marked(recorded)
         body = {"model": model, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True}
         measured = [
-            await target.complete({**body, **payload})
-            for payload in _payloads(name, session, target.sentinels)
+            await client.complete({**body, **payload})
+            for payload in _payloads(name, session, client.sentinels)
         ]
         results[name] = _summary(measured)
     return results
@@ -126,3 +127,25 @@ def _summary(measured: Sequence[Measurement]) -> ReplayResult:
         ttft_p90_seconds=ttfts[int(0.9 * len(ttfts))],
         wall_seconds=sum(one.total_seconds for one in measured),
     )
+
+
+def replay_table(results: Mapping[str, ReplayResult], model: str) -> ResultTable:
+    """A row for each layout."""
+    requests = next(iter(results.values())).requests
+    return ResultTable(
+        title="An editing session, replayed",
+        rows=[_cells(layout, result) for layout, result in results.items()],
+        caption=f"{model}, {requests} requests of one editing session, one after the other; "
+        f"TTFT is the median; {describe_machine()}.",
+    )
+
+
+def _cells(layout: str, result: ReplayResult) -> dict[str, str]:
+    return {
+        "layout": layout,
+        "prompt tokens": f"{result.prompt_tokens:,}",
+        "computed": f"{result.computed_tokens:,}",
+        "TTFT ms": f"{result.ttft_seconds * 1000:.1f}",
+        "p90 ms": f"{result.ttft_p90_seconds * 1000:.1f}",
+        "wall s": f"{result.wall_seconds:.1f}",
+    }

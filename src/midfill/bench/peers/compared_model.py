@@ -7,8 +7,8 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
+from midfill.bench.clients import SPARE_TOKENS, Sentinels
 from midfill.bench.documents import standard_library_documents
-from midfill.bench.targets import SPARE_TOKENS, Sentinels
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.model_store import resolve
 from midfill.checkpoints.opening import open_checkpoint

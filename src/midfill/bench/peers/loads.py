@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from midfill.bench.clients import HttpClient, Measurement
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.edits.replay import replay_edits
-from midfill.bench.endpoint import Endpoint, Measurement
 from midfill.bench.peers.compared_model import Prompts
 from midfill.bench.peers.results import TOKENS_PER_SECOND, Figure, PeersOptions, figure
 from midfill.bench.rounds import LAYOUTS, Layout, RoundsOptions, measure_rounds
@@ -56,7 +56,7 @@ class Subject:
         progress: is told what is measured.
     """
 
-    endpoint: Endpoint
+    client: HttpClient
     model: str
     bound: Callable[[float, int], float]
     progress: Callable[[str], None]
@@ -64,7 +64,7 @@ class Subject:
     async def ask(self, **fields: Any) -> Measurement:
         """A greedy completion that doesn't stop early."""
         body = {"model": self.model, "temperature": 0, "ignore_eos": True, "seed": 0}
-        return await self.endpoint.complete({**body, **fields})
+        return await self.client.complete({**body, **fields})
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ async def warm_up(subject: Subject, prompts: Prompts) -> int:
     length, tokens = _WARM_UP
     for _ in range(2):
         await subject.ask(prompt=prompts.random_tokens(length), max_tokens=tokens)
-    asked = keystroke_fields("fim", _TEXT, "", _TEXT, subject.endpoint.sentinels)
+    asked = keystroke_fields("fim", _TEXT, "", _TEXT, subject.client.sentinels)
     answer = await subject.ask(**asked, max_tokens=1)
     return answer.prompt_tokens - prompts.count(asked["prompt"])
 
@@ -241,7 +241,7 @@ async def _type(
     answers = []
     for stroke in range(strokes + 1):
         rest = typed[: stroke * CHARACTERS]
-        asked = keystroke_fields(layout, head, rest, suffix, subject.endpoint.sentinels)
+        asked = keystroke_fields(layout, head, rest, suffix, subject.client.sentinels)
         answers.append(await subject.ask(**asked, max_tokens=1 + FURTHER))
     return answers[1:]
 
@@ -271,11 +271,11 @@ def _rounds(options: PeersOptions, prompts: Prompts, layouts: Sequence[str], use
             rounds=options.rounds,
             output_tokens=options.output_tokens,
             repeats=options.round_repeats,
-            sentinels=subject.endpoint.sentinels,
+            sentinels=subject.client.sentinels,
             seed=options.seed,
         )
         report = await measure_rounds(
-            subject.endpoint, load, lambda what: subject.progress(f"{name}: {what}")
+            subject.client, load, lambda what: subject.progress(f"{name}: {what}")
         )
         figures = []
         for layout, result in report.layouts.items():
@@ -301,7 +301,7 @@ def _session(options: PeersOptions, prompts: Prompts, layouts: Sequence[str]) ->
         figures = []
         for layout in used:
             replayed = await replay_edits(
-                subject.endpoint,
+                subject.client,
                 rounds=options.session,
                 output_tokens=options.output_tokens,
                 seed=options.seed,

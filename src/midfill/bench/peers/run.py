@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import httpx
 
-from midfill.bench.endpoint import Endpoint
+from midfill.bench.clients import HttpClient
 from midfill.bench.peers.compared_model import ComparedModel, Prompts
 from midfill.bench.peers.loads import Load, Subject, loads_for, warm_up
 from midfill.bench.peers.process import ServerProcess, free_port
@@ -114,10 +114,10 @@ async def _measure(process: ServerProcess, launch: Launch, work: Work, found: _F
         return found.bytes_per_second * streams / step
 
     limit = work.options.load_limit
-    async with Endpoint(f"{process.url}/v1", timeout=limit) as endpoint:
-        endpoint.sentinels = work.model.sentinels
+    async with HttpClient(f"{process.url}/v1", timeout=limit) as client:
+        client.sentinels = work.model.sentinels
         subject = Subject(
-            endpoint=endpoint,
+            client=client,
             model=work.model.name,
             bound=bound,
             progress=lambda what: work.progress(f"{launch.name}: {what}"),
