@@ -132,6 +132,27 @@ def test_an_address_in_use_is_one_line_and_1(midfill: Command, tiny_folder: Path
     assert str(port) in result.stderr
 
 
+@pytest.mark.parametrize("key", ["", "  ", " a", "a ", "a\n"])
+def test_an_api_key_that_is_empty_or_cant_be_sent_is_one_line_and_1(
+    midfill: Command, tiny_folder: Path, key: str
+) -> None:
+    result = midfill("serve", tiny_folder, "--port", "0", "--api-key", "good", "--api-key", key)
+    assert result.status == 1
+    assert result.stderr.count("\n") == 1
+    assert "API key" in result.stderr
+
+
+@pytest.mark.parametrize("value", ["", " ", " \t\n"])
+def test_an_empty_variable_for_api_keys_is_one_line_and_1(
+    midfill: Command, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("MIDFILL_API_KEY", value)
+    result = midfill("serve", tiny_folder, "--port", "0")
+    assert result.status == 1
+    assert result.stderr.count("\n") == 1
+    assert "MIDFILL_API_KEY is set but empty" in result.stderr
+
+
 def test_generate_writes_the_answer(midfill: Command, tiny_folder: Path) -> None:
     options = ["--model", tiny_folder, "-n", "10", "--threads", "1"]
     given = midfill("generate", "def f(", *options)

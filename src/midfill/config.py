@@ -6,9 +6,13 @@ from typing import Literal
 
 import msgspec
 
+from midfill.errors import MidfillError
+
 Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
 KvDtype = Literal["auto", "f32", "f16", "i8"]
+
+DEFAULT_MAX_QUEUED_TOKENS = 262_144
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,15 +62,21 @@ class ServeOptions:
         model: name or path, see ``midfill models``.
         served_name: what clients call it; None takes ``model``, of a path the last part.
         host, port: where to listen; port 0 takes a free one.
-        api_keys: keys clients must send, each with a cache of its own; empty lets everyone in.
+        api_keys: keys that clients must send, each with a cache of its own; no keys let everyone
+            in.
         fim_tokens: the model's FIM sentinels (prefix, suffix, middle), where midfill doesn't know
             them.
-        max_body_bytes: longest request body.
+        max_body_bytes: maximum size of a request body.
+        max_queued_tokens: maximum number of prompt tokens whose requests wait for their first
+            token; requests beyond it are refused with status 429.
         idle_prefill: compute the prompts that documents will probably ask for next while the
             engine has nothing else to do.
         stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
             held back to be sent together; 0 sends each at once.
         options: how the model is run.
+
+    Raises:
+        MidfillError: an API key that is empty or that no client could send.
     """
 
     model: str
@@ -76,6 +86,17 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     fim_tokens: tuple[str, str, str] | None = None
     max_body_bytes: int = 16 * 1024 * 1024
+    max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS
     idle_prefill: bool = True
     stream_interval: float = 0.025
     options: ModelOptions = field(default_factory=ModelOptions)
+
+    def __post_init__(self) -> None:
+        for key in self.api_keys:
+            if not key.strip():
+                raise MidfillError("an API key is empty; leave it out to serve without keys")
+            if key != key.strip() or not key.isprintable():
+                raise MidfillError(
+                    "an API key begins or ends with a space, or holds a character that can't be"
+                    " printed; no client could send it"
+                )

@@ -1,7 +1,7 @@
-"""The errors midfill raises on purpose.
+"""The errors that midfill raises on purpose.
 
-Every one carries a message that names what is wrong and what to do about it; the command line
-prints it as one line, the server turns it into a 4xx in the API's own error shape.
+Each carries a message that says what is wrong and what to do about it. The command line prints it
+as one line; the server answers with it, in the shape of the client's API.
 """
 
 
@@ -31,5 +31,25 @@ class CheckpointError(MidfillError):
     """A checkpoint that is broken, truncated or of an unsupported kind; names file and tensor."""
 
 
-class EngineDeadError(MidfillError):
-    """The engine process ended while requests were in flight."""
+class GenerationError(MidfillError):
+    """The engine failed on a request; others are not affected (HTTP 500)."""
+
+
+class UnavailableError(MidfillError):
+    """A request that can't be served now; the same request may succeed later.
+
+    Attributes:
+        retry_after: seconds after which to try again; None if there is no telling.
+    """
+
+    def __init__(self, message: str, *, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDeadError(UnavailableError):
+    """The engine process ended or is not ready (HTTP 503)."""
+
+
+class QueueFullError(UnavailableError):
+    """Too many tokens are queued (HTTP 429)."""

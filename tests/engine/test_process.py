@@ -1,4 +1,4 @@
-"""The engine in its own process: messages in and out, refusals, cancellation, death."""
+"""The engine in its own process: outputs, refusals, cancellation, broken messages, death."""
 
 import asyncio
 import os
@@ -7,12 +7,22 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from midfill.config import ModelOptions
 from midfill.engine.client import EngineClient, OutputStream
+from midfill.engine.messages import Cancel, FromEngine, RequestFailed, Submit
+from midfill.engine.output_buffer import OutputBuffer
+from midfill.engine.process import Inbox
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.errors import CheckpointError, EngineDeadError, InvalidRequestError, MidfillError
+from midfill.errors import (
+    CheckpointError,
+    EngineDeadError,
+    GenerationError,
+    InvalidRequestError,
+    MidfillError,
+)
 
 OPTIONS = ModelOptions(threads=1, kv_memory=4 * 2**20)
 
@@ -47,6 +57,10 @@ def request(name: str, *, max_tokens: int = 5, n: int = 1) -> EngineRequest:
 
 
 async def idle(client: EngineClient) -> None:
+    """Wait until the engine has handled all that was sent, and has reported its numbers."""
+    with client.submit(request("last", max_tokens=1)) as stream:
+        async for _ in stream:
+            pass
     async with asyncio.timeout(10):
         while client.stats.running or client.stats.waiting:
             await asyncio.sleep(0.005)
@@ -68,6 +82,7 @@ def test_it_tells_its_progress_and_what_it_holds(engine: Running) -> None:
 def test_outputs_of_several_requests_come_in_one_stream(engine: Running) -> None:
     async def test() -> None:
         client = engine.client
+        await idle(client)
         before = client.stats.generated_tokens
         tokens: dict[tuple[str, int], list[int]] = {}
         with client.submit(request("a"), request("b", max_tokens=3, n=2)) as stream:
@@ -79,7 +94,6 @@ def test_outputs_of_several_requests_come_in_one_stream(engine: Running) -> None
             ("b", 1): 3,
         }
         assert tokens["b", 0] == tokens["b", 1] == tokens["a", 0][:3]
-        await idle(client)
         assert client.stats.generated_tokens - before == 11
 
     engine.run(test())
@@ -133,6 +147,7 @@ def test_a_required_beginning_reaches_the_engine(engine: Running) -> None:
 def test_leaving_a_stream_cancels_it(engine: Running) -> None:
     async def test() -> None:
         client = engine.client
+        await idle(client)
         before = client.stats.generated_tokens
         with client.submit(request("a", max_tokens=400, n=4)) as stream:
             await anext(stream)
@@ -147,6 +162,7 @@ def test_leaving_a_stream_cancels_it(engine: Running) -> None:
 def test_one_answer_can_be_ended_while_the_others_go_on(engine: Running) -> None:
     async def test() -> None:
         client = engine.client
+        await idle(client)
         before = client.stats.generated_tokens
         tokens = [0, 0, 0]
         with client.submit(request("a", max_tokens=60, n=3), request("b")) as stream:
@@ -160,7 +176,7 @@ def test_one_answer_can_be_ended_while_the_others_go_on(engine: Running) -> None
                     stream.cancel("a", 7)  # there is none
         await idle(client)
         assert tokens[0] == tokens[2] == 60
-        assert client.stats.generated_tokens - before <= 60 + 60 + 59 + 5
+        assert client.stats.generated_tokens - before <= 60 + 60 + 59 + 5 + 1
 
     engine.run(test())
 
@@ -178,29 +194,94 @@ def test_a_stream_ends_when_its_answers_are_cancelled_one_by_one(engine: Running
     engine.run(test())
 
 
-def test_death_fails_what_is_in_flight_and_one_restart_follows(engine: Running) -> None:
-    async def drain(stream: OutputStream) -> None:
-        async with asyncio.timeout(5):
-            async for _ in stream:
-                pass
+async def generated(stream: OutputStream) -> int:
+    """The number of tokens that a stream yields to its end."""
+    async with asyncio.timeout(60):
+        return sum([len(output.token_ids) async for output in stream])
 
+
+def test_a_request_that_cant_be_decoded_fails_alone(engine: Running) -> None:
     async def test() -> None:
         client = engine.client
-        for state in ("ready", "dead"):
+        broken = EngineRequest(
+            request_id="broken", token_ids="abc", sampling=EngineSamplingParams()
+        )  # type: ignore[arg-type]
+        with client.submit(request("good", max_tokens=50)) as good, client.submit(broken) as bad:
+            with pytest.raises(GenerationError, match="server's log"):
+                await generated(bad)
+            assert await generated(good) == 50
+        assert client.restarts == 0
+
+    engine.run(test())
+
+
+class FaultyEngine:
+    """An engine with a bug: it raises whatever it is asked, and forgets what it was adding."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def add(self, request: EngineRequest) -> None:
+        raise RuntimeError("a bug")
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        self.cancelled.append(request_id)
+        raise RuntimeError("another bug")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        msgspec.msgpack.encode(Submit(request("a"))),
+        msgspec.msgpack.encode(Cancel("a")),
+        msgspec.msgpack.encode({"type": "Unknown"}),
+        b"\xc1",
+        b"",
+    ],
+)
+def test_a_message_that_raises_fails_its_request_alone(payload: bytes) -> None:
+    engine, sent = FaultyEngine(), list[FromEngine]()
+    inbox = Inbox(engine, OutputBuffer(lambda token_id: b""), sent.append)  # type: ignore[arg-type]
+    inbox.handle(b"a", payload)
+    (failed,) = sent
+    assert isinstance(failed, RequestFailed)
+    assert failed.request_id == "a"
+    assert "bug" not in failed.message  # the log has it, clients need not see it
+    assert engine.cancelled[-1] == "a"
+
+
+def test_a_request_that_cant_be_encoded_fails_alone(engine: Running) -> None:
+    async def test() -> None:
+        client = engine.client
+        broken = EngineRequest(request_id="big", token_ids=[2**70], sampling=EngineSamplingParams())
+        with pytest.raises(OverflowError):
+            client.submit(request("first"), broken)
+        assert client.queued_tokens == 0
+        assert await generated(client.submit(request("first"))) == 5
+
+    engine.run(test())
+
+
+def test_a_killed_engine_fails_its_requests_and_is_restarted(engine: Running) -> None:
+    async def test() -> None:
+        client = engine.client
+        for _ in range(2):
+            restarts = client.restarts
             stream = client.submit(request("a", max_tokens=400, n=8))
             await anext(stream)
             assert client.process_id is not None
             os.kill(client.process_id, signal.SIGKILL)
-            with pytest.raises(EngineDeadError, match="in flight"):
-                await drain(stream)
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(EngineDeadError, match="in flight") as raised:
+                await generated(stream)
+            assert raised.value.retry_after is not None
+            with pytest.raises(EngineDeadError, match="restarting") as raised:
                 client.submit(request("b"))
+            assert raised.value.retry_after is not None
             async with asyncio.timeout(60):
-                while client.state != state:
+                while client.state != "ready":
                     await asyncio.sleep(0.01)
-            if state == "ready":
-                with client.submit(request("c")) as again:
-                    assert sum([len(output.token_ids) async for output in again]) == 5
+            assert client.restarts == restarts + 1
+            assert await generated(client.submit(request("c"))) == 5
 
     engine.run(test())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.errors import CheckpointError, InvalidRequestError
+from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -67,9 +67,36 @@ def test_a_template_cant_reach_out_of_its_sandbox(tokenizer: Tokenizer, source: 
         template(tokenizer, source).render([{"role": "user", "content": ""}])
 
 
-def test_a_broken_template_is_the_checkpoints_fault(tokenizer: Tokenizer) -> None:
-    with pytest.raises(CheckpointError, match="chat template"):
-        template(tokenizer, "{% for %}")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ 1 // 0 }}", "zero"),
+        ("{{ messages[7].content }}", "has no element 7"),
+        ("{{ messages.nothing.more }}", "nothing"),
+        ("{{ raise_exception('') }}", "TemplateError"),
+        ("{{ raise_exception('two\\nlines') }}", "two lines"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ '\\ud83d' }}", "surrogates"),
+    ],
+)
+def test_whatever_a_template_raises_is_the_requests_error(
+    tokenizer: Tokenizer, source: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as raised:
+        template(tokenizer, source).encode([{"role": "user", "content": ""}])
+    assert raised.value.param == "messages"
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ '{{", "{% if " + "(" * 500])
+def test_a_broken_template_refuses_conversations_and_says_why(
+    tokenizer: Tokenizer, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = template(tokenizer, source)
+    assert "chat template is broken" in caplog.text
+    with pytest.raises(InvalidRequestError, match=r"template is broken: .+") as raised:
+        chat.encode([{"role": "user", "content": ""}])
+    assert raised.value.param == "messages"
 
 
 def test_what_templates_use_is_there(tokenizer: Tokenizer) -> None:

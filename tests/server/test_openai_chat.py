@@ -1,10 +1,13 @@
 """/v1/chat/completions and /v1/models through a real socket, with OpenAI's own client."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from running_server import RunningServer
+from running_server import RunningServer, start
 
 MESSAGES: Any = [
     {"role": "system", "content": "You are brief."},
@@ -85,6 +88,24 @@ def test_without_a_limit_a_chat_ends_with_the_context(server: RunningServer) -> 
     assert answer.usage is not None
     assert answer.usage.total_tokens == 512
     assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"), [("{{ 1 // 0 }}", "zero"), ("{% for %}", "template is broken")]
+)
+def test_a_template_that_fails_is_an_error_of_chats_alone(
+    tiny_folder: Path, tmp_path: Path, source: str, message: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": source}))
+    with start(folder, "--kv-memory", "4MB") as server:
+        response = server.post("/v1/chat/completions", {"messages": MESSAGES})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "messages"
+        assert message in error["message"]
+        server.complete(prompt="a", max_tokens=1)
 
 
 def test_models(server: RunningServer) -> None:

@@ -1,6 +1,7 @@
 """``midfill serve``: the server, with a banner that says what is served and how to try it."""
 
 import json
+import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,11 +20,14 @@ from midfill.cli.options import (
     ThreadsOption,
     WeightsFormatOption,
 )
+from midfill.config import DEFAULT_MAX_QUEUED_TOKENS
 
 if TYPE_CHECKING:
     from midfill.engine.messages import EngineInfo
     from midfill.server.service import ModelService
 
+
+API_KEY_VARIABLE = "MIDFILL_API_KEY"
 
 HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
@@ -33,14 +37,23 @@ ServedNameOption = Annotated[
 ApiKeyOption = Annotated[
     list[str] | None,
     typer.Option(
-        envvar="MIDFILL_API_KEY",
-        help="Key that clients must send; may be repeated. Each key has its own cache.",
+        envvar=API_KEY_VARIABLE,
+        help="Key that clients must send; may be repeated (in the variable: separated by spaces)."
+        " Each key has its own cache.",
     ),
 ]
 TokenBudgetOption = Annotated[
     int,
     typer.Option(
         min=1, help="Most tokens a step runs. Lower: steadier streams; higher: faster prompts."
+    ),
+]
+MaxQueuedTokensOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Maximum number of prompt tokens whose requests wait for their first token. Requests"
+        " beyond it are refused with status 429.",
     ),
 ]
 IdlePrefillOption = Annotated[
@@ -77,6 +90,7 @@ def serve(
     adapter: AdapterOption = None,
     fim_tokens: FimTokensOption = None,
     token_budget: TokenBudgetOption = 128,
+    max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
     idle_prefill: IdlePrefillOption = True,
     stream_interval: StreamIntervalOption = 25,
     speculation: SpeculationOption = True,
@@ -96,8 +110,9 @@ def serve(
         served_name=served_name,
         host=host,
         port=port,
-        api_keys=tuple(api_key or ()),
+        api_keys=_api_keys(api_key),
         fim_tokens=fim_tokens,
+        max_queued_tokens=max_queued_tokens,
         idle_prefill=idle_prefill,
         stream_interval=stream_interval / 1000,
         options=ModelOptions(
@@ -122,6 +137,21 @@ def serve(
             typer.echo(banner(url, info, service))
 
         run_server(options, path, progress, ready)
+
+
+def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+    """Return the API keys of the command line or, without any, of the environment.
+
+    Raises:
+        MidfillError: the variable is set but holds no key.
+    """
+    from midfill.errors import MidfillError
+
+    if not given and API_KEY_VARIABLE in os.environ:
+        raise MidfillError(
+            f"{API_KEY_VARIABLE} is set but empty; unset it to serve without API keys"
+        )
+    return tuple(given or ())
 
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:

@@ -1,24 +1,16 @@
-"""EngineClient: the server's side of the engine process. Starts it, talks to it, sees it die."""
+"""EngineClient: starts the engine process, sends it requests, restarts it when it dies."""
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import shutil
-import sys
-import tempfile
-import time
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-import msgspec
-import zmq
-import zmq.asyncio
-
 from midfill import errors
-from midfill.config import ModelOptions
+from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, ModelOptions
 from midfill.engine.messages import (
     Cancel,
     EngineInfo,
@@ -27,26 +19,33 @@ from midfill.engine.messages import (
     Loading,
     Ready,
     Rejected,
+    RequestFailed,
     Start,
     StepReport,
     Submit,
-    ToEngine,
 )
+from midfill.engine.process_handle import EngineProcess
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
-from midfill.errors import EngineDeadError, InvalidRequestError, MidfillError
+from midfill.errors import (
+    EngineDeadError,
+    GenerationError,
+    InvalidRequestError,
+    MidfillError,
+    QueueFullError,
+)
 from midfill.system.progress import Progress
 
 _log = logging.getLogger(__name__)
 
-EngineState = Literal["starting", "ready", "dead"]
+EngineState = Literal["starting", "ready", "restarting", "dead"]
 
-_STOP_SECONDS = 5.0  # from being told to stop until it is killed
-_RESTART_SECONDS = 600.0  # an engine that dies again within this time is not restarted
-_LAST_WORDS_SECONDS = 0.1  # for what a dead engine still has in the socket
+_MIN_RESTART_SECONDS = 0.5  # before restarting an engine that died without having answered
+_MAX_RESTART_SECONDS = 5.0  # the delay doubles up to this
+_QUEUE_RETRY_SECONDS = 1
 
 
-class OutputStream:
-    """The outputs of some requests, in the order they come; ends when all answers have.
+class OutputStream(AsyncIterator[EngineOutput]):
+    """The outputs of some requests in the order they arrive; ends when every answer has ended.
 
     Leaving the ``with`` block cancels what is unfinished.
     """
@@ -69,14 +68,12 @@ class OutputStream:
     ) -> None:
         self.close()
 
-    def __aiter__(self) -> AsyncIterator[EngineOutput]:
-        return self
-
     async def __anext__(self) -> EngineOutput:
-        """The next output.
+        """Return the next output.
 
         Raises:
             InvalidRequestError: the engine can never run one of the requests.
+            GenerationError: the engine failed on one of them.
             EngineDeadError: the engine process ended.
         """
         while self._unfinished:
@@ -85,7 +82,7 @@ class OutputStream:
                 raise item
             answers = self._unfinished.get(item.request_id, set())
             if item.index not in answers:
-                continue  # cancelled when it was on its way
+                continue  # cancelled while it was on its way
             if item.finish_reason is not None:
                 answers.remove(item.index)
                 if not answers:
@@ -95,11 +92,11 @@ class OutputStream:
         raise StopAsyncIteration
 
     def put(self, item: EngineOutput | MidfillError) -> None:
-        """For the client: something came in."""
+        """Queue an output, or the error that the stream ends with. Called by the client."""
         self._queue.put_nowait(item)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End one of the requests, or one of its answers; nothing more comes from it."""
+        """End one of the requests, or one of its answers; it yields no more outputs."""
         answers = self._unfinished.get(request_id, set())
         if index is not None and answers != {index}:
             if index in answers:
@@ -111,117 +108,79 @@ class OutputStream:
             self._client.forget(request_id)
 
     def close(self) -> None:
-        """End all of them."""
+        """Cancel all that is unfinished."""
         for request_id in list(self._unfinished):
             self.cancel(request_id)
-
-
-class _Process:
-    """One engine process and the pair to it."""
-
-    def __init__(self, folder: str, socket: zmq.asyncio.Socket, child: asyncio.subprocess.Process):
-        self._folder = folder
-        self._socket = socket
-        self.child = child
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-
-    @classmethod
-    async def spawn(cls) -> "_Process":
-        folder = tempfile.mkdtemp(prefix="midfill-")  # only this user may look into it
-        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            socket.setsockopt(option, 0)
-        address = f"ipc://{folder}/engine"
-        socket.bind(address)
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "midfill.engine.process", address, stdin=asyncio.subprocess.PIPE
-        )
-        return cls(folder, socket, child)
-
-    def send(self, message: ToEngine) -> None:
-        """Never blocks: the pair's queue has no limit."""
-        self._socket.send(self._encoder.encode(message))
-
-    async def receive(self) -> FromEngine:
-        return self._decoder.decode(await self._socket.recv())
-
-    async def messages(self) -> AsyncIterator[FromEngine]:
-        """What it says, until it has ended and has nothing more to say."""
-        ended = asyncio.ensure_future(self.child.wait())
-        heard: asyncio.Future[FromEngine] | None = None
-        try:
-            while True:
-                heard = asyncio.ensure_future(self.receive())
-                await asyncio.wait({heard, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if not heard.done():
-                    await asyncio.wait({heard}, timeout=_LAST_WORDS_SECONDS)
-                if not heard.done():
-                    return
-                # Connected, so the socket's file has served its purpose: nothing is left behind
-                # even if this process is killed.
-                shutil.rmtree(self._folder, ignore_errors=True)
-                yield heard.result()
-        finally:
-            ended.cancel()
-            if heard is not None:
-                heard.cancel()
-
-    async def close(self) -> None:
-        """End it, by force if it takes too long, and clean up."""
-        assert self.child.stdin is not None
-        self.child.stdin.close()
-        try:
-            await asyncio.wait_for(self.child.wait(), _STOP_SECONDS)
-        except TimeoutError:
-            self.child.kill()
-            await self.child.wait()
-        self._socket.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class EngineClient:
     """The engine as the server sees it.
 
-    An engine that dies is started again, once; if that one also dies within ten minutes it stays
-    dead, since a fault that keeps coming back is better seen than hidden. The requests in flight
-    fail with EngineDeadError either way.
+    An engine that dies is restarted for as long as the client is open: at once if it had answered
+    anything, otherwise after 0.5 s, doubling to 5 s with each further failure. Requests in flight
+    fail with EngineDeadError, and so do new ones until the engine is ready. The first start is
+    not repeated: what fails then is an error of the checkpoint or the options.
 
     Attributes:
-        state: "starting" (also when starting again), "ready" or "dead".
-        info: what the engine told of itself when it was last ready; None before.
+        state: "starting" before the engine was first ready, "ready", "restarting" after it died,
+            "dead" once the client is closed or the first start has failed.
+        info: what the engine reported when it was last ready; None before.
         stats: the engine's numbers after its last step.
+        restarts: how often the engine was restarted.
+        queued_tokens: prompt tokens of requests that have produced no output yet, background
+            requests not counted.
     """
 
     def __init__(
-        self, path: Path, options: ModelOptions, on_progress: Progress | None = None
+        self,
+        path: Path,
+        options: ModelOptions,
+        on_progress: Progress | None = None,
+        max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS,
     ) -> None:
-        """For the checkpoint at ``path``; ``on_progress`` hears (stage, done, total) of a load."""
+        """Prepare an engine; ``start`` starts it.
+
+        Args:
+            path: the checkpoint.
+            options: how to run it.
+            on_progress: called with (stage, done, total) during the first load.
+            max_queued_tokens: maximum of ``queued_tokens``; beyond it ``submit`` refuses requests.
+        """
         self.state: EngineState = "starting"
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
+        self.restarts = 0
+        self.queued_tokens = 0
         self._start = Start(str(path), options)
         self._on_progress = on_progress
-        self._process: _Process | None = None
+        self._max_queued_tokens = max_queued_tokens
+        self._process: EngineProcess | None = None
+        self._answered = False  # whether the current process has produced any output
         self._supervisor: asyncio.Task[None] | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._ready: asyncio.Future[EngineInfo] | None = None
-        self._numbers = itertools.count()
+        self._queued: dict[str, int] = {}  # prompt tokens by request id, until the first output
+        self._first_start: asyncio.Future[EngineInfo] | None = None
 
     @property
     def process_id(self) -> int | None:
         """The engine process's id, None while there is none."""
-        return None if self._process is None else self._process.child.pid
+        return None if self._process is None else self._process.process_id
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds after which a request that failed for lack of an engine may succeed."""
+        load_seconds = self.info.load_seconds if self.info is not None else 0.0
+        return max(1, math.ceil(load_seconds))
 
     async def start(self) -> EngineInfo:
         """Start the engine and wait until it is ready.
 
         Raises:
-            MidfillError: it can't start; the error its load gave, or EngineDeadError.
+            MidfillError: it can't start; the error that loading raised, or EngineDeadError.
         """
-        self._ready = asyncio.get_running_loop().create_future()
+        self._first_start = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
-        return await self._ready
+        return await self._first_start
 
     async def close(self) -> None:
         """End the engine."""
@@ -231,104 +190,166 @@ class EngineClient:
                 await self._supervisor
 
     def submit(self, *requests: EngineRequest) -> OutputStream:
-        """Queue requests; their outputs come from the stream.
+        """Queue requests, all or none; the stream yields their outputs.
+
+        Requests are refused while too many tokens are queued, unless nothing else is queued.
 
         Raises:
             EngineDeadError: the engine is not ready.
+            QueueFullError: too many tokens are queued.
         """
         if self.state != "ready" or self._process is None:
-            raise EngineDeadError(
-                "the engine is starting; try again in a moment"
-                if self.state == "starting"
-                else "the engine is dead; see the server's log"
+            raise self._not_ready()
+        counts = {
+            request.request_id: len(request.token_ids)
+            for request in requests
+            if not request.background
+        }
+        tokens = sum(counts.values())
+        if counts and self._queued and self.queued_tokens + tokens > self._max_queued_tokens:
+            raise QueueFullError(
+                f"{self.queued_tokens} prompt tokens are queued and this request has {tokens};"
+                f" at most {self._max_queued_tokens} are queued. Try again in a moment",
+                retry_after=_QUEUE_RETRY_SECONDS,
             )
+        self._process.send(*map(Submit, requests))
         stream = OutputStream(self, requests)
         for request in requests:
             self._streams[request.request_id] = stream
-            self._process.send(Submit(request))
+        self._queued |= counts
+        self.queued_tokens += tokens
         return stream
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        """Have the engine end a request, or one of its answers, if it is still going on."""
+        """Have the engine end a request, or one of its answers, if it is unfinished."""
         if request_id in self._streams and self.state == "ready" and self._process is not None:
             self._process.send(Cancel(request_id, index))
 
     def forget(self, request_id: str) -> None:
         """Route no more outputs of a request."""
         self._streams.pop(request_id, None)
+        self._dequeue(request_id)
+
+    def _dequeue(self, request_id: str) -> None:
+        self.queued_tokens -= self._queued.pop(request_id, 0)
+
+    # --- the process's life ---
 
     async def _supervise(self) -> None:
-        restarted = -_RESTART_SECONDS
+        """Run one engine process after the other, until the first start fails or for ever."""
+        delay = 0.0
         try:
             while True:
                 await self._run_process()
-                now = time.monotonic()
-                if self.state == "dead" or now - restarted < _RESTART_SECONDS:
-                    break  # it never got ready, or keeps dying
-                restarted = now
-                self.state = "starting"
-                _log.error("the engine died; starting it again")
+                if self.info is None:
+                    return
+                delay = 0.0 if self._answered else _next_delay(delay)
+                _log.error("restarting the engine %s", f"in {delay:g} s" if delay else "now")
+                await asyncio.sleep(delay)
+                self.restarts += 1
         finally:
             self.state = "dead"
-            self._lose("the engine was stopped")
+            self._fail_all("the engine was stopped")
 
     async def _run_process(self) -> None:
-        """Run one engine process to its end. State "dead" afterwards: it never got ready."""
-        self._process = process = await _Process.spawn()
+        """Run one engine process to its end, whatever ends it."""
+        self._answered = False
+        process: EngineProcess | None = None
+        reason = "the engine was stopped"
         try:
+            process = self._process = await EngineProcess.spawn()
             process.send(self._start)
-            async for message in process.messages():
-                self._handle(message)
+            async with contextlib.aclosing(process.messages()) as messages:
+                async for message in messages:
+                    self._handle(message)
+            reason = f"the engine process ended (exit status {process.exit_status})"
+            if self.info is not None:
+                _log.error("%s", reason)
+        except Exception as error:  # a bug or a lack of resources: neither may end the restarts
+            reason = f"the engine process could not be used ({error!r})"
+            _log.exception("the engine process could not be used")
         finally:
-            was_ready = self.state == "ready"
             self._process = None
-            self.state = "starting" if was_ready else "dead"
-            await process.close()
-        status = process.child.returncode
-        self._lose(f"the engine process ended (exit status {status}) with requests in flight")
+            self.state = "starting" if self.info is None else "restarting"
+            self._fail_all(reason)
+            if process is not None:
+                await process.close()
 
     def _handle(self, message: FromEngine) -> None:
+        """Act on a message of the engine."""
         match message:
             case StepReport(outputs, stats):
                 self.stats = stats
                 for output in outputs:
                     self._route(output)
             case Rejected(request_id, text, param, code):
-                stream = self._streams.pop(request_id, None)
-                if stream is not None:
-                    stream.put(InvalidRequestError(text, param=param, code=code))
+                self._fail(request_id, InvalidRequestError(text, param=param, code=code))
+            case RequestFailed(request_id, text):
+                self._fail(request_id, GenerationError(text))
             case Loading(stage, done, total):
-                if self._on_progress is not None:
+                if self._on_progress is not None and self.info is None:
                     self._on_progress(stage, done, total)
             case Ready(info):
                 if self.info is not None:
                     _log.warning("the engine is ready again")
                 self.state, self.info = "ready", info
-                if self._ready is not None and not self._ready.done():
-                    self._ready.set_result(info)
+                if self._first_start is not None and not self._first_start.done():
+                    self._first_start.set_result(info)
             case Failed(error, text):
-                if self._ready is None or self._ready.done():
-                    _log.error("the engine can't start again: %s", text)
+                if self.info is not None:
+                    _log.error("the engine can't restart: %s", text)
                 kind = getattr(errors, error, None)
                 if isinstance(kind, type) and issubclass(kind, MidfillError):
-                    self._give_up(kind(text))
+                    self._fail_first_start(kind(text))
                 else:
-                    self._give_up(EngineDeadError(f"the engine can't start: {error}: {text}"))
+                    self._fail_first_start(
+                        EngineDeadError(f"the engine can't start: {error}: {text}")
+                    )
 
     def _route(self, output: EngineOutput) -> None:
+        self._answered = True
+        self._dequeue(output.request_id)
         stream = self._streams.get(output.request_id)
-        if stream is None:
-            return  # cancelled here, not yet there
-        stream.put(output)
+        if stream is not None:  # otherwise it was cancelled while the output was on its way
+            stream.put(output)
 
-    def _give_up(self, error: MidfillError) -> None:
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
+    def _not_ready(self) -> EngineDeadError:
+        if self.state == "dead":
+            return EngineDeadError("the engine was stopped")
+        return EngineDeadError(
+            f"the engine is {self.state}; try again in a moment", retry_after=self.retry_after
+        )
 
-    def _lose(self, why: str) -> None:
-        """Fail everything that waits for the engine that has just ended."""
+    # --- failures ---
+
+    def _fail(self, request_id: str, error: MidfillError) -> None:
+        """End the stream of one request."""
+        stream = self._streams.get(request_id)
+        self.forget(request_id)
+        if stream is not None:
+            stream.put(error)
+
+    def _fail_all(self, reason: str) -> None:
+        """End whatever waits for the process that has ended."""
         self.stats = EngineStats()
-        self._give_up(EngineDeadError(why))
+        self._fail_first_start(EngineDeadError(reason))
         streams, self._streams = self._streams, {}
+        self._queued.clear()
+        self.queued_tokens = 0
+        error = EngineDeadError(f"{reason} while this request was in flight")
+        if self.state == "restarting":
+            error = EngineDeadError(
+                f"{error}; it is being restarted, try again in a moment",
+                retry_after=self.retry_after,
+            )
         for stream in set(streams.values()):
-            stream.put(EngineDeadError(why))
+            stream.put(error)
+
+    def _fail_first_start(self, error: MidfillError) -> None:
+        if self._first_start is not None and not self._first_start.done():
+            self._first_start.set_exception(error)
+
+
+def _next_delay(delay: float) -> float:
+    """Seconds until the next restart, after an engine that waited ``delay`` s did not answer."""
+    return min(max(2.0 * delay, _MIN_RESTART_SECONDS), _MAX_RESTART_SECONDS)

@@ -80,6 +80,13 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     code: str | None
 
 
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: a request that it could not take because of a bug."""
+
+    request_id: str
+    message: str
+
+
 class StepReport(msgspec.Struct, frozen=True, tag=True):
     """From the engine while it works: what its OutputBuffer lets out, and its numbers as of now."""
 
@@ -88,4 +95,4 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Start | Submit | Cancel
-FromEngine = Loading | Ready | Failed | Rejected | StepReport
+FromEngine = Loading | Ready | Failed | Rejected | RequestFailed | StepReport

@@ -1,11 +1,12 @@
-"""The engine's own process: loads the model, then steps the engine and talks to the server.
+"""The engine's own process: loads the model, then steps the engine and exchanges messages.
 
-Started by ``engine.client`` as ``python -m midfill.engine.process ADDRESS``. Requests and
-cancellations are taken between steps, so they take effect within one; an idle engine sleeps in
-the socket. Standard input is a pipe that the server holds: when it closes, because the server
+Started by ``engine.process_handle`` as ``python -m midfill.engine.process ADDRESS``. Requests and
+cancellations are received between steps, so they take effect within one step. An idle engine sleeps
+in the socket. Standard input is a pipe that the server holds: when it closes, because the server
 ends or died, this process ends at once. There is nothing to save.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -28,25 +29,30 @@ from midfill.engine.messages import (
     Loading,
     Ready,
     Rejected,
+    RequestFailed,
     Start,
     StepReport,
     Submit,
-    ToEngine,
 )
 from midfill.engine.output_buffer import OutputBuffer
+from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.system.progress import Progress
 
 if TYPE_CHECKING:
     from midfill.engine.engine import Engine
 
-_PROGRESS_SECONDS = 0.05
-_STATS_SECONDS = 0.05  # the server's numbers are at most so old while the engine works
-_MESSAGES_A_STEP = 256  # taken at most before the next step, so that a flood can't stop it
+_log = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 0.05  # minimum between two reports of one loading stage
+_STATS_SECONDS = 0.05  # maximum age of the server's numbers while the engine works
+_MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
+
+Send = Callable[[FromEngine], None]
 
 
 class _Channel:
-    """The engine's end of the pair."""
+    """The engine's end of the socket pair."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -55,35 +61,35 @@ class _Channel:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
     def send(self, message: FromEngine) -> None:
-        self._socket.send(self._encoder.encode(message))
+        """Queue a message; never blocks."""
+        self._socket.send(msgspec.msgpack.encode(message))
 
-    def receive(self) -> ToEngine:
-        """The next message; sleeps until there is one."""
-        return self._decoder.decode(self._socket.recv())
+    def receive(self) -> tuple[bytes, bytes]:
+        """Wait for the next message; return its request's id (b"" for none) and its msgpack."""
+        request_id, *payload = self._socket.recv_multipart()
+        return request_id, b"".join(payload)
 
     def pending(self) -> bool:
         """Whether ``receive`` would return at once."""
         return bool(self._socket.poll(0))
 
     def close(self) -> None:
-        """Send what is left and end."""
+        """Send what is queued and close the socket."""
         self._socket.close()
         self._context.term()
 
 
 def main(address: str) -> NoReturn:
-    """Load and run; exits with status 1 when the model can't be loaded."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to act on
+    """Load the model and run the engine; exit with status 1 if the model can't be loaded."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     channel = _Channel(address)
     started = time.perf_counter()
     try:
-        start = channel.receive()
-        assert isinstance(start, Start)
+        _, payload = channel.receive()
+        start = msgspec.msgpack.decode(payload, type=Start)
         engine, buffer, info = _load(start, started, channel.send)
     except Exception as error:
         if not isinstance(error, MidfillError):
@@ -97,38 +103,72 @@ def main(address: str) -> NoReturn:
 
 
 def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoReturn:
-    """Alternate between taking messages and stepping."""
-    told = 0.0
+    """Receive messages, step the engine, send outputs; repeat."""
+    inbox = Inbox(engine, buffer, channel.send)
+    reported = 0.0
     while True:
-        taken = 0
-        while not engine.has_work() or (taken < _MESSAGES_A_STEP and channel.pending()):
-            message = channel.receive()
-            taken += 1
-            if isinstance(message, Cancel):
-                engine.cancel(message.request_id, message.index)
-            elif isinstance(message, Submit):
-                _add(engine, message, buffer, channel)
+        received = 0
+        while not engine.has_work() or (received < _MAX_MESSAGES_PER_STEP and channel.pending()):
+            inbox.handle(*channel.receive())
+            received += 1
         produced = engine.step()
         now = time.monotonic()
         buffer.add(produced, now)
         outputs = buffer.take(now)
-        if outputs or now - told >= _STATS_SECONDS or not engine.has_work():
+        if outputs or now - reported >= _STATS_SECONDS or not engine.has_work():
             channel.send(StepReport(outputs, engine.stats()))
-            told = now
+            reported = now
 
 
-def _add(engine: "Engine", message: Submit, buffer: OutputBuffer, channel: _Channel) -> None:
-    try:
-        engine.add(message.request)
-        buffer.expect(message.request)
-    except InvalidRequestError as error:
-        request_id = message.request.request_id
-        channel.send(Rejected(request_id, str(error), error.param, error.code))
+class Inbox:
+    """Carries out the server's messages. A message that can't be handled fails its request alone.
+
+    Args:
+        engine: the engine.
+        buffer: where the outputs of new requests will go.
+        send: sends a message to the server.
+    """
+
+    def __init__(self, engine: "Engine", buffer: OutputBuffer, send: Send) -> None:
+        self._engine = engine
+        self._buffer = buffer
+        self._send = send
+        self._decoder: msgspec.msgpack.Decoder[Submit | Cancel] = msgspec.msgpack.Decoder(
+            Submit | Cancel
+        )
+
+    def handle(self, request_id: bytes, payload: bytes) -> None:
+        """Carry out one message.
+
+        Args:
+            request_id: the id of the request that it is about, UTF-8.
+            payload: the message as msgpack.
+        """
+        try:
+            match self._decoder.decode(payload):
+                case Submit(request):
+                    self._submit(request)
+                case Cancel(cancelled, index):
+                    self._engine.cancel(cancelled, index)
+        except Exception:
+            name = request_id.decode(errors="replace")
+            _log.exception("request %s could not be handled", name)
+            # Whatever the engine has of it ends, too; it knows nothing of a request not yet added.
+            with contextlib.suppress(Exception):
+                self._engine.cancel(name)
+            text = "the engine could not handle this request; the server's log has the details"
+            self._send(RequestFailed(name, text))
+
+    def _submit(self, request: EngineRequest) -> None:
+        try:
+            self._engine.add(request)
+        except InvalidRequestError as error:
+            self._send(Rejected(request.request_id, str(error), error.param, error.code))
+        else:
+            self._buffer.expect(request)
 
 
-def _load(
-    start: Start, started: float, send: Callable[[FromEngine], None]
-) -> tuple["Engine", OutputBuffer, EngineInfo]:
+def _load(start: Start, started: float, send: Send) -> tuple["Engine", OutputBuffer, EngineInfo]:
     """Load the model and build its engine.
 
     Raises:
@@ -145,22 +185,23 @@ def _load(
     return engine, OutputBuffer(checkpoint.tokenizer.token_bytes), info
 
 
-def _throttled(send: Callable[[FromEngine], None]) -> Progress:
-    """Progress that is told when a stage starts or ends, and now and then between."""
-    last = [0.0]
+def _throttled(send: Send) -> Progress:
+    """Return a progress callback that skips reports which follow too soon on the last one."""
+    last = 0.0
 
     def progress(stage: str, done: int, total: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        if 0 < done < total and now - last[0] < _PROGRESS_SECONDS:
+        if 0 < done < total and now - last < _PROGRESS_SECONDS:
             return
-        last[0] = now
+        last = now
         send(Loading(stage, done, total))
 
     return progress
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of standard input: the server is gone, and so must this process be."""
+    """End this process when standard input ends, which means that the server is gone."""
     while os.read(0, 4096):
         pass
     os._exit(0)

@@ -8,15 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from midfill.engine.request import EngineOutput, TokenLogprobs
-from midfill.errors import MidfillError
+from midfill.errors import GenerationError
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopScanner, StopStrings
 from midfill.tokens.detokenizer import Detokenizer
 from midfill.tokens.tokenizer import Tokenizer
-
-
-class GenerationError(MidfillError):
-    """The engine gave up on a request that was in flight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,20 @@
 
 import datetime
 import json
+import logging
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from midfill.errors import CheckpointError, InvalidRequestError
+from midfill.errors import InvalidRequestError
 from midfill.tokens.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 Message = Mapping[str, str]
 
@@ -20,16 +23,16 @@ Message = Mapping[str, str]
 class ChatTemplate:
     """Renders messages and encodes them.
 
-    The template's own special tokens become token ids; what looks like one inside a message stays
-    text, so nobody can end their own turn and speak as another role.
+    The template's own special tokens become token ids. What looks like one inside a message stays
+    text, so that nobody can end their own turn and speak as another role.
 
     Args:
         source: the Jinja template.
         tokenizer: the model's.
         variables: more names the template may use, such as bos_token.
 
-    Raises:
-        CheckpointError: the template is no valid Jinja.
+    A template that is not valid Jinja refuses every conversation, so that a model with a broken one
+    still serves completions.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: Mapping[str, str]) -> None:
@@ -39,35 +42,46 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = _strftime_now
+        self._template: Template | None = None
+        self._fault = ""
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise CheckpointError(f"the model's chat template is broken: {error}") from error
+        except Exception as error:  # not only TemplateError: deep nesting exceeds Python's limits
+            self._fault = _describe(error)
+            _log.warning("the model's chat template is broken: %s", self._fault)
         self._tokenizer = tokenizer
         self._variables = dict(variables)
         self._special = _any_of(tokenizer.special_tokens)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The prompt as text, up to where the assistant speaks.
+        """Return the prompt as text, up to where the assistant's turn begins.
 
         Raises:
-            InvalidRequestError: the template refuses the messages.
+            InvalidRequestError: the template is broken, or it raises for these messages.
         """
+        if self._template is None:
+            raise InvalidRequestError(
+                f"the model's chat template is broken: {self._fault}; use /v1/completions",
+                param="messages",
+            )
         try:
-            return self._template.render(
+            rendered = self._template.render(
                 **self._variables, messages=[dict(message) for message in messages],
                 add_generation_prompt=True,
             )  # fmt: skip
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            rendered.encode()  # half a surrogate pair can't be tokenised
+        except Exception as error:  # a template can raise anything, ZeroDivisionError for one
             raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                f"the model's chat template refuses these messages: {_describe(error)}",
+                param="messages",
             ) from error
+        return rendered
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the rendered conversation.
+        """Return the token ids of the rendered conversation.
 
         Raises:
-            InvalidRequestError: the template refuses the messages.
+            InvalidRequestError: see ``render``.
         """
         hidden: dict[str, str] = {}
         nonce = secrets.token_hex(8)
@@ -96,8 +110,13 @@ class ChatTemplate:
         return ids
 
 
+def _describe(error: Exception) -> str:
+    """Return an exception's message on one line, or its kind if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern of any of these texts, the longest first."""
+    """Return a pattern that matches any of these texts, the longest first."""
     longest_first = sorted(filter(str.strip, texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers, always in OpenAI's shape: {"error": {message, type, param, code}}."""
+"""Errors as HTTP responses in OpenAI's shape: ``{"error": {message, type, param, code}}``."""
 
 import logging
 from collections.abc import Mapping
@@ -9,25 +9,31 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from midfill.errors import EngineDeadError, InvalidRequestError, MidfillError
+from midfill.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    MidfillError,
+    QueueFullError,
+    UnavailableError,
+)
 
 _log = logging.getLogger(__name__)
 
-_CLIENT_GONE = 499  # nginx's number; seen in logs at most
-_MOST_CHARACTERS = 500
+_CLIENT_GONE = 499  # nginx's number; no client sees it
+_MAX_CHARACTERS = 500  # of the client's own input in a message
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection before the response was complete."""
 
 
 class ApiError(MidfillError):
-    """An HTTP error of the server itself.
+    """An error as HTTP shows it.
 
     Attributes:
-        status: HTTP status.
-        param, code: as in InvalidRequestError.
-        headers: to send along.
+        status: the HTTP status.
+        param, code: see InvalidRequestError.
+        headers: of the response.
     """
 
     def __init__(
@@ -47,13 +53,16 @@ class ApiError(MidfillError):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The HTTP error that stands for any exception; what is a bug is logged and not told."""
+    """Return the HTTP error for any exception. Bugs are logged, not exposed to clients."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers=retry_header(error))
     if isinstance(error, EngineDeadError):
-        return ApiError(503, str(error), code="engine_dead", headers={"retry-after": "5"})
+        code = "engine_dead" if error.retry_after is None else "engine_restarting"
+        return ApiError(503, str(error), code=code, headers=retry_header(error))
     if isinstance(error, MidfillError):
         return ApiError(500, str(error))
     if isinstance(error, HTTPException):
@@ -62,27 +71,38 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal error; the server's log has the details")
 
 
+def retry_header(error: UnavailableError) -> dict[str, str]:
+    """Return the Retry-After header of an error, if it knows when to try again."""
+    return {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+
+
 def error_body(error: ApiError) -> dict[str, object]:
-    """The JSON body of an error."""
+    """Return the JSON body of an error."""
     return {
         "error": {
             "message": _quotable(str(error)),
-            "type": "invalid_request_error" if error.status < 500 else "server_error",
+            "type": _error_type(error.status),
             "param": None if error.param is None else _quotable(error.param),
             "code": error.code,
         }
     }
 
 
+def _error_type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
 def _quotable(text: str) -> str:
-    """Text that may hold the client's own input, as JSON can hold it and of bearable length."""
+    """Return text that may quote the client's input, shortened and fit for JSON."""
     text = text.encode(errors="backslashreplace").decode()
-    short = len(text) <= _MOST_CHARACTERS
-    return text if short else f"{text[:_MOST_CHARACTERS]}..."
+    short = len(text) <= _MAX_CHARACTERS
+    return text if short else f"{text[:_MAX_CHARACTERS]}..."
 
 
 def error_response(error: Exception) -> Response:
-    """Any exception as an HTTP answer."""
+    """Return the HTTP response for any exception."""
     api_error = as_api_error(error)
     return Response(
         msgspec.json.encode(error_body(api_error)),
@@ -93,7 +113,7 @@ def error_response(error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every error of an app, unknown paths and methods too, in the one shape."""
+    """Give every error of an app the same shape, those of unknown paths and methods too."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
@@ -103,10 +123,10 @@ def install_error_handlers(app: FastAPI) -> None:
             error = ApiError(405, message, headers=error.headers)
         return error_response(error)
 
-    async def nobody_listens(request: Request, error: Exception) -> Response:
+    async def ignore(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_GONE)
 
     for kind in (MidfillError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
     for gone in (ClientGoneError, ClientDisconnect):
-        app.add_exception_handler(gone, nobody_listens)
+        app.add_exception_handler(gone, ignore)

@@ -2,7 +2,8 @@
 the prefix exchanged; what vLLM has no name for is added in the same style.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -18,12 +19,23 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 _LABEL = "model_name"
 
 
-class Metrics:
-    """Counts what the server sees; asks the engine's own numbers when scraped."""
+class EngineNumbers(Protocol):
+    """What metrics read of the engine; see EngineClient."""
 
-    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def queued_tokens(self) -> int: ...
+
+
+class Metrics:
+    """Counts what the server sees; reads the engine's own numbers when scraped."""
+
+    def __init__(self, model: str, engine: EngineNumbers) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(model, stats))
+        self._registry.register(_EngineCollector(model, engine))
         self._model = model
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Time to first token in seconds.", _SECONDS
@@ -80,19 +92,23 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """The engine's gauges and counters. Counters start again when the engine does."""
+    """The engine's gauges and counters. All counters but its restarts start again with it."""
 
-    def __init__(self, model: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, model: str, engine: EngineNumbers) -> None:
         self._model = model
-        self._stats = stats
+        self._engine = engine
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        stats = self._stats()
+        stats = self._engine.stats
         total = stats.slots_total
         used = total - stats.slots_free - stats.slots_cached
         gauges = {
             "num_requests_running": ("Answers that hold KV.", stats.running),
             "num_requests_waiting": ("Answers in the queue.", stats.waiting),
+            "queued_tokens": (
+                "Prompt tokens of requests that wait for their first token.",
+                self._engine.queued_tokens,
+            ),
             "num_requests_background": (
                 "Prompts to compute while there is nothing else to do.",
                 stats.background,
@@ -127,6 +143,7 @@ class _EngineCollector(Collector):
             "busy_seconds": ("Time spent in steps.", stats.busy_seconds),
             "forward_seconds": ("Time spent in forward passes.", stats.forward_seconds),
             "sampling_seconds": ("Time spent choosing tokens.", stats.sampling_seconds),
+            "engine_restarts": ("Restarts of the engine process.", self._engine.restarts),
         }
         for name, (help, value) in gauges.items():
             gauge = GaugeMetricFamily(f"midfill:{name}", help, labels=[_LABEL])

@@ -1,4 +1,4 @@
-"""GET /health and GET /metrics: for load balancers and dashboards, open to all."""
+"""GET /health and GET /metrics, for load balancers and dashboards; neither needs an API key."""
 
 import msgspec
 from fastapi import APIRouter
@@ -9,22 +9,24 @@ from midfill.server.service import ModelService
 
 
 def routes(service: ModelService) -> APIRouter:
-    """The endpoints."""
+    """Return the router of both endpoints."""
     router = APIRouter()
 
     @router.get("/health")
     async def health() -> Response:
-        """200 while requests are taken, else 503; the body says which state the engine is in."""
-        state = service.engine.state
+        """Answer 200 while requests are accepted and 503 otherwise, with the engine's state."""
+        engine = service.engine
+        ready = engine.state == "ready"
         return Response(
-            msgspec.json.encode({"status": "ok" if state == "ready" else state}),
-            status_code=200 if state == "ready" else 503,
+            msgspec.json.encode({"status": "ok" if ready else engine.state}),
+            status_code=200 if ready else 503,
+            headers={} if ready else {"retry-after": str(engine.retry_after)},
             media_type="application/json",
         )
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Answer in Prometheus' text format."""
         return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import ipaddress
+import logging
 import signal
 import socket
 import sys
@@ -21,6 +23,8 @@ from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.server.app import create_app
 from midfill.server.service import ModelService
 from midfill.system.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 _SHUTDOWN_SECONDS = 3  # for answers in progress, after that they are cut off
 
@@ -43,6 +47,12 @@ def run_server(
         MidfillError: the address can't be used, or the model can't be loaded.
     """
     with _bind(options.host, options.port) as listener:
+        if not options.api_keys and not _is_loopback(listener):
+            _log.warning(
+                "other machines can use the model: the server listens on %s and needs no API key;"
+                " set --api-key or MIDFILL_API_KEY, or listen on 127.0.0.1",
+                options.host,
+            )
         try:
             asyncio.run(_serve(options, path, listener, on_progress, on_ready))
         except asyncio.CancelledError:
@@ -61,7 +71,7 @@ async def open_service(
     # Looked at here first: what is wrong with it is said before a process is started for it.
     run = options.options
     checkpoint = open_model(path, run.adapter_path, run.weights)
-    engine = EngineClient(path, run, on_progress)
+    engine = EngineClient(path, run, on_progress, options.max_queued_tokens)
     try:
         # Building the tokenizer takes a while, too.
         format, info = await asyncio.gather(
@@ -149,6 +159,12 @@ def _bind(host: str, port: int) -> socket.socket:
             f"can't listen on {host}:{port} ({reason}); choose another --host or --port"
         ) from error
     return listener
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine can connect."""
+    host = listener.getsockname()[0].partition("%")[0]  # without an IPv6 zone
+    return ipaddress.ip_address(host).is_loopback
 
 
 def _url(listener: socket.socket) -> str:

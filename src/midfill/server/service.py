@@ -62,7 +62,7 @@ class ModelService:
         self.engine = engine
         self.tokenizer = tokenizer
         self.max_body_bytes = max_body_bytes
-        self.metrics = Metrics(name, lambda: engine.stats)
+        self.metrics = Metrics(name, engine)
         self._prompts = prompts
         # One thread: the encoder remembers documents. A long text must not stop the event loop.
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")

@@ -1,0 +1,123 @@
+"""EngineProcess: one engine process and the socket pair to it, as the server holds them."""
+
+import asyncio
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from midfill.engine.messages import Cancel, FromEngine, Start, Submit, ToEngine
+
+_STOP_SECONDS = 5.0  # between being asked to stop and being killed
+_LAST_MESSAGES_SECONDS = 0.1  # for messages that a dead engine has left in the socket
+
+
+class EngineProcess:
+    """A child process that runs ``midfill.engine.process``, started by ``spawn``."""
+
+    def __init__(
+        self, folder: str, socket: zmq.asyncio.Socket, child: asyncio.subprocess.Process
+    ) -> None:
+        self._folder = folder
+        self._socket = socket
+        self._child = child
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+    @classmethod
+    async def spawn(cls) -> "EngineProcess":
+        """Start a process; it waits for a ``Start`` message.
+
+        Raises:
+            OSError: no process, socket or temporary folder can be had.
+        """
+        folder = tempfile.mkdtemp(prefix="midfill-")  # readable by this user only
+        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        try:
+            for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+                socket.setsockopt(option, 0)
+            address = f"ipc://{folder}/engine"
+            socket.bind(address)
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "midfill.engine.process", address,
+                stdin=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        except BaseException:
+            socket.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(folder, socket, child)
+
+    @property
+    def process_id(self) -> int:
+        """The operating system's id."""
+        return self._child.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative for the signal that ended it."""
+        return self._child.returncode
+
+    def send(self, *messages: ToEngine) -> None:
+        """Queue messages, all or none. Never blocks: the socket's queue is unbounded.
+
+        Raises:
+            OverflowError: a message holds an integer of more than 64 bits.
+        """
+        for frames in [_encode(message) for message in messages]:
+            self._socket.send_multipart(frames)
+
+    async def messages(self) -> AsyncGenerator[FromEngine, None]:
+        """Yield what the engine sends, until the process has ended and all of it is read.
+
+        Raises:
+            msgspec.DecodeError: a message makes no sense.
+        """
+        ended = asyncio.ensure_future(self._child.wait())
+        received: asyncio.Future[bytes] | None = None
+        try:
+            while True:
+                received = asyncio.ensure_future(self._socket.recv())
+                await asyncio.wait({received, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not received.done():
+                    await asyncio.wait({received}, timeout=_LAST_MESSAGES_SECONDS)
+                if not received.done():
+                    return
+                # The two are connected, so the socket's file is no longer needed. Removed now,
+                # nothing is left behind even if this process is killed.
+                shutil.rmtree(self._folder, ignore_errors=True)
+                yield self._decoder.decode(received.result())
+        finally:
+            ended.cancel()
+            if received is not None:
+                received.cancel()
+
+    async def close(self) -> None:
+        """End the process, by force if it takes too long, and release the socket."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        try:
+            await asyncio.wait_for(self._child.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            self._child.kill()
+            await self._child.wait()
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _encode(message: ToEngine) -> tuple[bytes, bytes]:
+    """Return two frames: the id of the request that the message is about, and its msgpack.
+
+    With the id apart, the engine can name the request even if it can't decode the message.
+    """
+    match message:
+        case Submit(request):
+            request_id = request.request_id
+        case Cancel(request_id):
+            pass
+        case Start():
+            request_id = ""
+    return request_id.encode(), msgspec.msgpack.encode(message)

@@ -1,0 +1,120 @@
+"""Engines that die under load: the service comes back, and every client is told to try again."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+import pytest
+from running_server import RunningServer, start
+from tiny_checkpoints import write_tiny
+
+CLIENTS = 6
+BODY = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
+# Long enough that a kill meets most of them half-way.
+LOAD = {"prompt": "a", "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("restarts") / "tiny-llama"
+    write_tiny("llama", folder, max_position_embeddings=4096)
+    with start(folder, "--kv-memory", "64MB") as server:
+        yield server
+
+
+@dataclass
+class Load:
+    """Clients that send one request after the other, and how these ended.
+
+    Attributes:
+        answered: requests that were answered to their end.
+        refused: errors with a status, as (status, Retry-After, error object).
+        broken: error events of streams, as error objects.
+        others: whatever else happened; there should be nothing.
+    """
+
+    url: str
+    over: threading.Event = field(default_factory=threading.Event)
+    answered: int = 0
+    refused: list[tuple[int, str, dict[str, object]]] = field(default_factory=list)
+    broken: list[dict[str, object]] = field(default_factory=list)
+    others: list[object] = field(default_factory=list)
+
+    def run_client(self, streamed: bool) -> None:
+        """Send requests until the load is over, and then until one is answered."""
+        with httpx.Client(timeout=30) as client:
+            while True:
+                over = self.over.is_set()
+                if self._ask(client, streamed) and over:
+                    return
+
+    def _ask(self, client: httpx.Client, streamed: bool) -> bool:
+        """Send a request and return whether it was answered."""
+        body = {**LOAD, "stream": streamed}
+        try:
+            with client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+                lines = [line for line in response.iter_lines() if line]
+            if response.status_code != 200:
+                error = msgspec.json.decode("".join(lines))["error"]
+                self.refused.append((response.status_code, response.headers["retry-after"], error))
+                time.sleep(0.05)  # less than asked for, so that the restarting server is tried
+                return False
+            if streamed:
+                event = msgspec.json.decode(lines[-2].removeprefix("data: "))
+                if "error" in event:
+                    self.broken.append(event["error"])
+                    return False
+        except Exception as error:
+            self.others.append(error)
+            return False
+        self.answered += 1
+        return True
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_kills_in_a_row_under_load(server: RunningServer, kills: int) -> None:
+    expected = server.complete(**BODY)["choices"][0]["text"]
+    load = Load(server.url)
+    clients = [
+        threading.Thread(target=load.run_client, args=(bool(number % 2),))
+        for number in range(CLIENTS)
+    ]
+    for client in clients:
+        client.start()
+    try:
+        for _ in range(kills):
+            restarts = server.metric("engine_restarts_total")
+            server.wait_for(lambda: server.metric("num_requests_running") == CLIENTS, 60)
+            os.kill(server.engine_process(), signal.SIGKILL)
+            server.wait_for(lambda: server.get("/health").status_code == 503)
+            health = server.get("/health")
+            if health.status_code == 503:  # it may be back already
+                assert health.json() == {"status": "restarting"}
+                assert int(health.headers["retry-after"]) >= 1
+            server.wait_for(lambda: server.get("/health").status_code == 200, 60)
+            assert server.complete(**BODY)["choices"][0]["text"] == expected
+            assert server.metric("engine_restarts_total") == restarts + 1
+    finally:
+        load.over.set()
+        for client in clients:
+            client.join(60)
+    assert not any(client.is_alive() for client in clients)
+    assert load.others == []
+    assert load.answered >= CLIENTS
+    for status, retry_after, _ in load.refused:
+        assert status == 503
+        assert int(retry_after) >= 1
+    assert load.broken  # some streams had begun
+    failures = load.broken + [error for _, _, error in load.refused]
+    for error in failures:
+        assert error["type"] == "server_error"
+        assert error["code"] == "engine_restarting"
+        assert "try again" in str(error["message"])
+    assert sum("in flight" in str(error["message"]) for error in failures) >= kills
+    server.wait_for(lambda: server.metric("num_requests_running") == 0, 60)
+    assert server.metric("queued_tokens") == 0

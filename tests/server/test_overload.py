@@ -1,0 +1,61 @@
+"""More queued tokens than allowed: 429 and when to try again, in every way of asking."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from running_server import RunningServer, start
+
+TEXT = "a b c " * 20
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path) -> Iterator[RunningServer]:
+    with start(tiny_folder, "--kv-memory", "4MB", "--max-queued-tokens", "60") as server:
+        yield server
+
+
+@pytest.fixture
+def full_queue(server: RunningServer) -> Iterator[RunningServer]:
+    """A server whose engine stands still with a request in the queue, which is answered later."""
+    engine = server.engine_process()
+    answers: list[dict[str, object]] = []
+    waiting = threading.Thread(
+        target=lambda: answers.append(server.complete(prompt=TEXT, max_tokens=2))
+    )
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        waiting.start()
+        server.wait_for(lambda: server.metric("queued_tokens") > 0)
+        yield server
+    finally:
+        os.kill(engine, signal.SIGCONT)
+        waiting.join(60)
+    assert len(answers) == 1
+    assert server.metric("queued_tokens") == 0
+    server.complete(prompt=TEXT, max_tokens=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_requests_beyond_the_queue_are_refused(
+    full_queue: RunningServer, path: str, stream: bool
+) -> None:
+    messages = [{"role": "user", "content": TEXT}]
+    body = {"prompt": TEXT, "messages": messages, "max_tokens": 1, "stream": stream}
+    response = full_queue.post(path, body)
+    assert response.status_code == 429
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+    assert "at most 60" in error["message"]
+
+
+def test_openais_client_knows_the_error(full_queue: RunningServer) -> None:
+    with pytest.raises(openai.RateLimitError):
+        full_queue.openai().completions.create(model="tiny-llama", prompt=TEXT)
