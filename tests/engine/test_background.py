@@ -1,4 +1,4 @@
-"""Background requests: prompts computed while the engine is idle, at nobody's cost."""
+"""Background requests: prompts that are computed while the engine is idle, at no cost to others."""
 
 import random
 
@@ -37,7 +37,7 @@ class TestAnIdleEngine:
         assert [batch.rows for batch in one._runner.batches] == [16] * 6 + [4]
         assert all(len(batch.logit_rows) == 0 for batch in one._runner.batches)
 
-    def test_a_request_that_follows_finds_it_and_says_what_it_would_say(self) -> None:
+    def test_a_later_request_finds_it_and_answers_the_same(self) -> None:
         one = engine()
         tokens = prompt(100)
         serve(one, [background("b", tokens)])
@@ -61,11 +61,11 @@ class TestAnIdleEngine:
         assert answer.cached_tokens >= 60
         assert one.stats().background_tokens <= 20
 
-    def test_requires_nothing_of_an_answer_that_there_will_not_be(self) -> None:
+    def test_ignores_begins_with_as_there_is_no_answer(self) -> None:
         answerless = msgspec.structs.replace(background("b", prompt(20)), begins_with=b"never")
         assert serve(engine(), [answerless])["b", 0].finish_reason == "stop"
 
-    def test_takes_one_prompt_after_the_other(self) -> None:
+    def test_computes_one_prompt_after_the_other(self) -> None:
         one = engine()
         for name in "abc":
             one.add(background(name, prompt(40, ord(name))))
@@ -106,7 +106,7 @@ class TestARealRequest:
             [token] for token in greedy_alone(ToyRunner(256), prompt(60, 1), 12)
         ]
         assert (one.stats().background, one.stats().background_tokens) == (1, 32)
-        # It goes on where it was.
+        # It continues where it was.
         assert [output.finish_reason for output in steps(one, 5)] == ["stop"]
         assert one.stats().background_tokens == 100
 
@@ -129,7 +129,7 @@ class TestARealRequest:
 
 
 class FailingRunner(ToyRunner):
-    """Raises in its second pass, when the KV is written already."""
+    """Raises in its second pass, after the KV was written."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         logits = super().forward(batch)
@@ -153,7 +153,7 @@ class TestItsEnd:
         with pytest.raises(InvalidRequestError, match="at most 200"):
             engine().add(background("b", prompt(200)))
 
-    def test_the_oldest_go_when_there_are_too_many_even_while_others_run(self) -> None:
+    def test_the_oldest_are_dropped_when_there_are_too_many_even_while_others_run(self) -> None:
         one = engine(max_background=3)
         one.add(request("a", prompt(20)))
         for name in "bcdef":

@@ -25,7 +25,7 @@ SEQUENCES = st.one_of(
 
 
 def common_context(tokens: list[int], place: int) -> int:
-    """How many tokens before ``place`` are the same as at the end, counted one by one."""
+    """Count one by one how many tokens before ``place`` are the same as at the end."""
     length = 0
     while length < place and tokens[place - 1 - length] == tokens[-1 - length]:
         length += 1
@@ -48,13 +48,13 @@ def test_the_longest_match_is_found_at_all_its_places(tokens: list[int]) -> None
 
 @settings(max_examples=400)
 @given(SEQUENCES, st.integers(0, 12))
-def test_what_followed_the_latest_place_is_drafted(tokens: list[int], most: int) -> None:
-    draft = prompt_lookup(array(tokens), most)
+def test_what_followed_the_latest_place_is_drafted(tokens: list[int], count: int) -> None:
+    draft = prompt_lookup(array(tokens), count)
     contexts = [(common_context(tokens, place), place) for place in range(1, len(tokens))]
     length, latest = max(contexts, default=(0, 0))
     text = list(tokens)
     if length:
-        for offset in range(most):
+        for offset in range(count):
             text.append(text[latest + offset])
     assert draft.tokens.tolist() == text[len(tokens) :]
     assert len(draft.evidence) == len(draft.tokens)
@@ -64,8 +64,8 @@ def test_what_followed_the_latest_place_is_drafted(tokens: list[int], most: int)
 @settings(max_examples=400)
 @given(SEQUENCES)
 def test_a_draft_is_a_chain_of_drafts_of_one_token(tokens: list[int]) -> None:
-    # If the first tokens of a draft are right, the rest is drafted again, on the same evidence,
-    # unless a better match has come into being.
+    # If the first tokens of a draft are right, the rest is drafted again, unless they create a
+    # better match.
     draft = prompt_lookup(array(tokens), 6)
     for done in range(1, len(draft.tokens)):
         known = array(tokens + draft.tokens[:done].tolist())
@@ -89,11 +89,11 @@ class TestEvidence:
             match_evidence(3, 1, True),
         )
 
-    def test_nothing_is_drafted_after_a_token_that_is_new(self) -> None:
+    def test_nothing_is_drafted_after_a_new_token(self) -> None:
         assert not prompt_lookup(array([1, 2, 1, 2, 3]), 4).evidence
         assert not prompt_lookup(array([1]), 4).evidence
 
-    def test_kinds_are_told_apart(self) -> None:
+    def test_kinds_are_distinguished(self) -> None:
         kinds = {
             match_evidence(length, places, agree)
             for length in range(1, 40)

@@ -33,7 +33,7 @@ def truth(tokens: list[int], count: int = 12) -> list[int]:
 
 
 def mixed_load(count: int, seed: int) -> list[EngineRequest]:
-    """Requests of many lengths; every third goes on from a document that others share."""
+    """Requests of many lengths; every third continues a document that others share."""
     rng = random.Random(seed)
     document = prompt(60, seed)
     requests = []
@@ -71,7 +71,7 @@ class TestGreedyOutputNeverChanges:
         # The prompt's last token, then eleven decodes.
         assert one.stats().computed_tokens - computed == 12
 
-    def test_going_on_from_a_generated_answer_computes_only_what_is_new(self) -> None:
+    def test_continuing_a_generated_answer_computes_only_new_tokens(self) -> None:
         one = engine()
         tokens = prompt(40)
         first = serve(one, [request("a", tokens)])["a", 0]
@@ -145,7 +145,7 @@ class TestPrefixCache:
         one.add(request("b", prompt(50), tenant="bob"))
         assert [output.request_id for output in one.step()] == ["a", "b"]
 
-    def test_a_full_cache_gives_way(self) -> None:
+    def test_a_full_cache_evicts(self) -> None:
         one = engine(100)
         for seed in range(8):
             tokens = prompt(60, seed)
@@ -172,7 +172,7 @@ class TestPrefixCache:
             assert answer.tokens == truth([5])
             assert answer.cached_tokens == 0
 
-    def test_counters_tell_what_the_cache_saved(self) -> None:
+    def test_counters_show_what_the_cache_saved(self) -> None:
         one = engine()
         serve(one, [request("a", prompt(50))])
         serve(one, [request("b", prompt(50))])
@@ -191,7 +191,7 @@ class TestSeveralAnswers:
         tokens = prompt(80)
         answers = serve(one, [request("a", tokens, sampling(n=4, temperature=1.0, seed=1))])
         assert sorted(answers) == [("a", index) for index in range(4)]
-        # The prompt once, and eleven decodes an answer.
+        # The prompt once, and eleven decodes per answer.
         assert one.stats().computed_tokens == 80 + 4 * 11
         assert len({tuple(answer.tokens) for answer in answers.values()}) > 1
 
@@ -200,7 +200,7 @@ class TestSeveralAnswers:
         answers = serve(engine(), [request("a", tokens, sampling(n=3))])
         assert [answer.tokens for answer in answers.values()] == [truth(tokens)] * 3
 
-    def test_more_answers_than_may_run_take_turns(self) -> None:
+    def test_more_answers_than_max_running_take_turns(self) -> None:
         tokens = prompt(30)
         one = engine(max_running=3)
         answers = serve(one, [request("a", tokens, sampling(n=8)), request("b", prompt(9, 1))])
@@ -208,7 +208,7 @@ class TestSeveralAnswers:
         assert answers["b", 0].tokens == truth(prompt(9, 1))
         assert max(batch.requests for batch in one._runner.batches) == 3
 
-    def test_answers_waiting_for_a_place_go_before_later_requests(self) -> None:
+    def test_waiting_siblings_run_before_later_requests(self) -> None:
         one = engine(max_running=1)
         one.add(request("a", prompt(30), sampling(n=4, max_tokens=3)))
         one.add(request("b", [1, 2]))
@@ -224,7 +224,7 @@ class TestSeveralAnswers:
         assert [answers["a", index].tokens for index in range(6)] == [truth(tokens)] * 6
         assert one.stats().preemptions > 0
 
-    def test_a_seeded_answer_does_not_depend_on_how_many_are_asked(self) -> None:
+    def test_a_seeded_answer_does_not_depend_on_n(self) -> None:
         tokens = prompt(20)
         hot = {"temperature": 1.5, "seed": 11}
         one = serve(engine(), [request("a", tokens, sampling(n=1, **hot))])
@@ -233,7 +233,7 @@ class TestSeveralAnswers:
 
 
 class TestPreemption:
-    def test_the_latest_arrival_gives_way_and_comes_back_before_later_ones(self) -> None:
+    def test_the_latest_arrival_is_preempted_and_resumes_before_later_ones(self) -> None:
         one = engine(slots=33)
         for name, token in (("a", 1), ("b", 2), ("c", 3)):
             one.add(request(name, [token], sampling(max_tokens=13)))
@@ -248,7 +248,7 @@ class TestPreemption:
         assert ended == ["a", "b", "c", "d"]
         assert one.stats().preemptions == 1
 
-    def test_coming_back_counts_neither_prompt_nor_cached_tokens_again(self) -> None:
+    def test_resuming_counts_neither_prompt_nor_cached_tokens_again(self) -> None:
         one = engine(slots=70)
         requests = [request(f"r{index}", prompt(20, index)) for index in range(4)]
         answers = serve(one, requests)
@@ -295,7 +295,7 @@ class TestTheEnd:
         assert answer["a", 0].tokens == truth(tokens)[: first + 1]
         assert answer["a", 0].finish_reason == "stop"
 
-    def test_ignore_eos_goes_on(self) -> None:
+    def test_ignore_eos_continues(self) -> None:
         tokens = prompt(25)
         answer = serve(engine(eos=tuple(range(VOCAB))), [request("a", tokens)])["a", 0]
         assert (len(answer.tokens), answer.finish_reason) == (12, "length")
@@ -342,7 +342,7 @@ class TestRefusals:
         assert answer.tokens == truth(prompt(49), 1)
 
     @pytest.mark.parametrize("tokens", [[], [VOCAB], [-1], [2**40], [2**70]])
-    def test_prompts_that_mean_nothing(self, tokens: list[int]) -> None:
+    def test_invalid_prompts(self, tokens: list[int]) -> None:
         with pytest.raises(InvalidRequestError) as error:
             engine().add(request("a", tokens))
         assert error.value.param == "prompt"
@@ -378,14 +378,14 @@ class TestRefusals:
             ("logit_bias", {0: float("nan")}),
         ],
     )
-    def test_sampling_numbers_that_mean_nothing(self, field: str, value: object) -> None:
+    def test_sampling_parameters_out_of_range(self, field: str, value: object) -> None:
         one = engine()
         with pytest.raises(InvalidRequestError, match=field) as error:
             one.add(request("a", [1], sampling(**{field: value})))
         assert error.value.param == field
         assert not one.has_work()
 
-    def test_an_id_in_flight_is_refused_and_free_again_afterwards(self) -> None:
+    def test_an_id_in_flight_is_refused_until_it_has_ended(self) -> None:
         one = engine()
         one.add(request("a", [1, 2]))
         with pytest.raises(InvalidRequestError, match="in flight"):
@@ -403,14 +403,14 @@ class TestCancellation:
         one.cancel("a")
         one.cancel("b")
         check_idle(one)
-        assert one.has_work()  # the news is still to be delivered
+        assert one.has_work()  # the outputs are still to be returned
         assert [(output.request_id, output.finish_reason) for output in one.step()] == [
             ("a", "cancelled"),
             ("b", "cancelled"),
         ]
         assert not one.has_work()
 
-    def test_every_unfinished_answer_hears_of_it(self) -> None:
+    def test_every_unfinished_answer_gets_an_output(self) -> None:
         one = engine()
         one.add(request("waiting", prompt(5), sampling(n=2)))
         one.cancel("waiting")
@@ -470,7 +470,7 @@ class FailingRunner(ToyRunner):
 
 
 class TestFailures:
-    def test_a_runner_that_raises_fails_those_in_the_pass_and_nobody_else(self) -> None:
+    def test_a_runner_that_raises_fails_only_the_requests_in_the_pass(self) -> None:
         runner = FailingRunner(512)
         runner.raises_at = frozenset({3})
         one = build_engine(runner, (), max_running=2)
@@ -493,7 +493,7 @@ class TestFailures:
         assert again.cached_tokens == 32
         assert again.tokens == truth(prompt(60))
 
-    def test_every_answer_of_a_failed_prompt_hears_of_it(self) -> None:
+    def test_every_answer_of_a_failed_prompt_gets_the_error(self) -> None:
         runner = FailingRunner(512)
         runner.raises_at = frozenset({0})
         answers = serve(build_engine(runner, ()), [request("a", prompt(9), sampling(n=3))])
@@ -516,12 +516,12 @@ class TestFailures:
         assert answers["b", 0].finish_reason == "error"
         assert answers["b", 0].tokens == truth(prompt(9, 1))[:2]
         assert answers["c", 0].tokens == truth(prompt(9, 2))
-        # Nothing of the failed prompt stayed behind to be found.
+        # Nothing of the failed prompt stayed in the cache.
         assert serve(one, [request("a", prompt(9))])["a", 0].cached_tokens == 0
 
 
 class TestTheStepLog:
-    """The invariants of the Sarathi-Serve card, read from what really ran."""
+    """The invariants of Sarathi-Serve, checked on the batches that ran."""
 
     def run(self, budget: int, slots: int = 2048) -> tuple[Engine, list[EngineRequest]]:
         one = engine(slots, token_budget=budget)

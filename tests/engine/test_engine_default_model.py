@@ -56,7 +56,7 @@ def tokens_of(answers: Answers) -> dict[str, list[int]]:
     return {name: answer.tokens for (name, _), answer in answers.items()}
 
 
-def test_rounds_after_each_other_compute_only_what_is_new(
+def test_successive_rounds_compute_only_new_tokens(
     runner: CpuRunner, rounds: list[EngineRequest], alone: dict[str, list[int]]
 ) -> None:
     engine = build_engine(runner, ())
@@ -80,7 +80,7 @@ def test_all_together(
     assert tokens_of(serve(engine, rounds)) == alone
 
 
-def test_crowded_out_and_resumed(
+def test_preempted_and_resumed(
     runner: CpuRunner, rounds: list[EngineRequest], alone: dict[str, list[int]]
 ) -> None:
     engine = build_engine(runner, (), token_budget=64)

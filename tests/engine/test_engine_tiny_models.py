@@ -1,4 +1,4 @@
-"""The engine over the real runners: greedy answers equal transformers', however they were made."""
+"""The engine over the real runners: greedy answers equal those of transformers."""
 
 import random
 from collections.abc import Callable
@@ -91,7 +91,7 @@ def test_chunked_and_then_warm(
 
 
 @pytest.mark.parametrize("budget", [8, 64])
-def test_batched_with_others_that_come_and_go(
+def test_batched_with_other_requests(
     make_runner: Callable[[int], Runner], truth: Truth, budget: int
 ) -> None:
     requests = editing_load(20)

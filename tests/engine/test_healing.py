@@ -1,4 +1,4 @@
-"""begins_with: answers begin with the bytes they have to, and are the model's in all else."""
+"""begins_with: answers begin with the required bytes and are otherwise the model's."""
 
 import random
 from functools import cache
@@ -65,7 +65,7 @@ def text(answer: Answer) -> bytes:
 
 @cache
 def writable(required: bytes, barred: frozenset[int] = frozenset()) -> frozenset[int]:
-    """By trying everything: the tokens with which a text that begins with ``required`` begins."""
+    """Return by exhaustive search the tokens that can start a text beginning with ``required``."""
     return frozenset(
         token
         for token, piece in enumerate(TOKENS)
@@ -85,7 +85,7 @@ def truth(
     bias: dict[int, float] | None = None,
     barred: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """Greedy by brute force: the likeliest token of all that may come next, one by one."""
+    """Return the greedy answer by brute force: the likeliest allowed token, one by one."""
     runner, answer = ToyRunner(256), list[int]()
     while len(answer) < count:
         logits = next_logits(runner, tokens + answer)
@@ -121,7 +121,7 @@ class TestGreedy:
         answer = serve(engine(), [healed("a", tokens, required)])["a", 0]
         assert answer.tokens == truth(tokens, required)
 
-    def test_bias_moves_the_choice_among_what_is_allowed(self) -> None:
+    def test_bias_applies_among_the_allowed_tokens(self) -> None:
         tokens = prompt(30)
         bias = {TOKENS.index(b"pri"): 60.0, TOKENS.index(b"x"): 100.0}
         params = sampling(logit_bias=bias, max_tokens=3)
@@ -149,7 +149,7 @@ class TestGreedy:
         assert answer.tokens[:11] == [TOKENS.index(required[at : at + 1]) for at in range(11)]
         assert answer.tokens == truth(tokens, required, 12, bias)[: len(answer.tokens)]
 
-    def test_beside_free_rows_everybody_gets_what_he_gets_alone(self) -> None:
+    def test_beside_unconstrained_rows_every_request_gets_its_own_answer(self) -> None:
         requests = [
             healed(
                 f"r{index}",
@@ -177,7 +177,7 @@ def test_sampled_answers_begin_with_it(required: bytes, fields: dict[str, float]
     assert len({tuple(answer.tokens) for answer in answers.values()}) > 1
 
 
-def test_log_probabilities_are_those_of_the_free_model() -> None:
+def test_log_probabilities_are_those_of_the_unconstrained_model() -> None:
     tokens = prompt(30)
     params = sampling(logprobs=2, max_tokens=6)
     answer = serve(engine(), [healed("a", tokens, b"xprinp", params)])["a", 0]
@@ -190,14 +190,14 @@ def test_log_probabilities_are_those_of_the_free_model() -> None:
 
 
 class TestTheEnd:
-    def test_end_tokens_wait_until_it_is_written(self) -> None:
-        # All the model wants is to end.
+    def test_end_tokens_are_not_allowed_before_it_is_written(self) -> None:
+        # The end token is by far the likeliest.
         params = sampling(ignore_eos=False, logit_bias={END: 100.0})
         answer = serve(engine(), [healed("a", prompt(20), b"print(", params)])["a", 0]
         assert text(answer).startswith(b"print(")
         assert (answer.tokens[-1], answer.finish_reason) == (END, "stop")
 
-    def test_stop_tokens_do_not_help_to_write_it(self) -> None:
+    def test_stop_tokens_do_not_write_it(self) -> None:
         stops = frozenset(TOKENS.index(piece) for piece in (b"printf", b"print", b"pri", b"p"))
         params = sampling(stop_token_ids=tuple(stops), max_tokens=4)
         tokens = prompt(20)
@@ -221,7 +221,7 @@ class TestRefusals:
             one.add(healed("a", [1], required))
         assert error.value.param == "begins_with"
         assert not one.has_work()
-        serve(one, [healed("a", [1], b"pri")])  # the id is free
+        serve(one, [healed("a", [1], b"pri")])  # the id is not in use
 
     @pytest.mark.parametrize("required", [b"(", b"(x", b"x(", b"pr("])
     def test_bytes_that_only_stop_tokens_could_write(self, required: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Speculation: fewer steps, and not a token that would not be there without it."""
+"""Speculation: fewer steps and the same tokens as without it."""
 
 import random
 from collections.abc import Iterable, Mapping
@@ -8,18 +8,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_states import CacheFacts
 from serving import Answers, FixedCost, build_engine, greedy_alone, request, serve
 from tiny_checkpoints import VOCAB as TINY_VOCAB
 from toy_runner import VOCAB, ToyRunner
 
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
+from midfill.engine.acceptance import AcceptanceRates
+from midfill.engine.batching import ScheduledSequence
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
+from midfill.engine.policies.smart_spec import SmartSpec
 from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.scheduler import Chunk, RunningSequence, ScheduleState, StepPlan
+from midfill.engine.sequence import Sequence
+from midfill.engine.speculation import DraftCounts, Speculation
 from midfill.runners.cpu_runner import CpuRunner
 
-POSITIONS = 0.2  # of so little weight that answers repeat themselves
+POSITIONS = 0.2  # a small weight, so that answers repeat themselves
 TOKENS = [b"", *(bytes([97 + index]) for index in range(26)), b"ab", b"abc", b"bc", b"cd", b"the"]
 TOKENS += [b"\xf0\x9f\x99\x82", b" x"] + [b""] * (VOCAB - len(TOKENS) - 2)
 
@@ -153,10 +160,10 @@ class TestTheSameAnswers:
         st.sampled_from([(), (0,), (19, 21)]),
     )
     def test_any_prompt(
-        self, tokens: list[int], most: int, temperature: float, ends: tuple[int, ...]
+        self, tokens: list[int], max_tokens: int, temperature: float, ends: tuple[int, ...]
     ) -> None:
         params = sampling(
-            max_tokens=most, temperature=temperature, seed=1, ignore_eos=False, logprobs=1
+            max_tokens=max_tokens, temperature=temperature, seed=1, ignore_eos=False, logprobs=1
         )
         one = [request("a", tokens, params)]
         assert content(serve(engine(True, eos=ends, row=0.0), one)) == content(
@@ -177,8 +184,8 @@ class TestTheSameAnswers:
         assert content(answers) == content(serve(engine(False), [one]))
         assert with_drafts.stats().draft_tokens > 0
 
-    def test_going_on_from_the_cache(self) -> None:
-        # What drafts left behind in the cache is what a pass without them would have.
+    def test_continuing_from_the_cache(self) -> None:
+        # The KV that drafts left in the cache is that of a pass without them.
         with_drafts = engine(True, row=0.0)
         for number, length in enumerate((10, 25, 30, 55)):
             first = serve(with_drafts, [request(f"a{number}", prompt(length), sampling())])
@@ -207,11 +214,11 @@ class TestFewerSteps:
         assert stats.computed_tokens == 20 + (stats.steps - 1) + stats.draft_tokens
 
     def test_none_where_rows_cost_as_much_as_steps(self) -> None:
-        dear = engine(True, row=1.0)
-        serve(dear, everything())
-        assert dear.stats().draft_tokens == 0
+        costly = engine(True, row=1.0)
+        serve(costly, everything())
+        assert costly.stats().draft_tokens == 0
 
-    def test_forced_tokens_take_no_steps_of_their_own(self) -> None:
+    def test_forced_tokens_need_no_steps_of_their_own(self) -> None:
         # Three bytes of a character that one token has, and a "y" and a "z" after it that each
         # only one token can write, in one step with the prompt.
         one = EngineRequest(
@@ -244,7 +251,7 @@ class TestSlots:
             assert all(len(answer.tokens) == 16 for answer in answers.values())
             assert with_drafts.stats().preemptions == 0
 
-    def test_rejected_tokens_give_their_slots_back_after_each_step(self) -> None:
+    def test_slots_of_rejected_tokens_are_freed_after_each_step(self) -> None:
         with_drafts = engine(True, 200, row=0.0)
         queues = with_drafts._queues
 
@@ -266,6 +273,55 @@ class TestSlots:
         assert max(batch.rows for batch in batches) == 11
 
 
+class TestPlanning:
+    """Proposing and choosing, without an engine."""
+
+    STATE = ScheduleState((RunningSequence(0, 6, 5, True),), (), 100, CacheFacts())
+    PLAN = StepPlan(decodes=(0,))
+
+    def setup_method(self) -> None:
+        self.sequence = Sequence(request("a", [4, 5, 6, 7, 4, 5], sampling()), 0, 100)
+        self.rates = AcceptanceRates()
+
+    def speculation(self, budget: int = 64) -> Speculation:
+        return Speculation(SmartSpec(budget), self.rates, FixedCost(0.0))
+
+    def test_what_followed_the_last_tokens_is_proposed_and_some_of_it_runs(self) -> None:
+        plan, drafts = self.speculation(budget=3).plan(self.STATE, self.PLAN, {0: self.sequence})
+        assert drafts[0].tokens[:4].tolist() == [6, 7, 4, 5]
+        assert plan == StepPlan(decodes=(0,), drafts=(Chunk(0, 2),))
+
+    def test_planning_changes_nothing(self) -> None:
+        one = self.speculation()
+        first, drafts = one.plan(self.STATE, self.PLAN, {0: self.sequence})
+        again, same = one.plan(self.STATE, self.PLAN, {0: self.sequence})
+        assert again == first
+        assert same[0].tokens.tolist() == drafts[0].tokens.tolist()
+        assert self.sequence.tokens.tolist() == [4, 5, 6, 7, 4, 5]
+        assert one.counts == DraftCounts()
+
+    def test_nothing_is_proposed_without_room(self) -> None:
+        one = self.speculation(budget=1)
+        assert one.plan(self.STATE, self.PLAN, {0: self.sequence}) == (self.PLAN, {})
+
+    def test_nothing_is_proposed_for_several_answers_at_once(self) -> None:
+        several = Sequence(request("a", [4, 5, 6, 7, 4, 5], sampling(n=2)), 0, 100)
+        assert self.speculation().plan(self.STATE, self.PLAN, {0: several}) == (self.PLAN, {})
+
+    @pytest.mark.parametrize("drafted", [0, 3])
+    def test_drafts_teach_rates_whether_they_ran_or_not(self, drafted: int) -> None:
+        one = self.speculation()
+        _, drafts = one.plan(self.STATE, self.PLAN, {0: self.sequence})
+        kinds = drafts[0].evidence[:2]
+        before = [self.rates.rate(kind) for kind in kinds]
+        scheduled = ScheduledSequence(self.sequence, 1, True, drafts[0], drafted)
+        one.record_verification(scheduled, [6, 30])  # right, wrong
+        after = [self.rates.rate(kind) for kind in kinds]
+        assert after[0] > before[0]
+        assert after[1] < before[1]
+        assert one.counts == (DraftCounts(1, 3, 1) if drafted else DraftCounts())
+
+
 class SpoilingRunner(ToyRunner):
     """Returns NaN for the last row of the steps that run a draft of two tokens or more."""
 
@@ -279,7 +335,7 @@ class SpoilingRunner(ToyRunner):
         return logits
 
 
-def test_logits_without_a_finite_value_behind_a_draft_fail_after_what_came_before() -> None:
+def test_logits_without_a_finite_value_after_a_draft_fail_after_the_tokens_before_them() -> None:
     runner = SpoilingRunner(400, positions=POSITIONS)
     one = build_engine(runner, (), step_cost=FixedCost(0.0))
     truth = greedy_alone(ToyRunner(256, positions=POSITIONS), prompt(20), 40)

@@ -1,8 +1,8 @@
-"""ToyRunner: a small deterministic decoder that really attends over KV slots, for engine tests.
+"""ToyRunner: a small deterministic decoder that attends over KV slots, for engine tests.
 
-It works in float64 and every request by itself, so its logits depend on the tokens a request sees
-through its slots and on nothing else: a wrong slot, a wrong position or KV that was never written
-changes the answer, batching and chunking do not.
+It computes in float64 and each request separately, so its logits depend only on the tokens that a
+request reads through its slots: a wrong slot, a wrong position or KV that was never written changes
+the answer; batching and chunking do not.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ class ToyRunner:
     """A two-layer, single-head decoder with random weights; implements forward.runner.Runner."""
 
     def __init__(self, slots: int, context: int = CONTEXT, positions: float = 1.0) -> None:
-        """``positions`` is their weight; without them greedy answers repeat themselves."""
+        """Create random weights; a small weight of ``positions`` makes greedy answers repeat."""
         self.config = ModelConfig(
             family="toy",
             layers=LAYERS,
@@ -36,7 +36,7 @@ class ToyRunner:
         self._positions = positions * torch.randn(context, HIDDEN, **options)
         self._weights = torch.randn(LAYERS, 3, HIDDEN, HIDDEN, **options) / HIDDEN**0.5
         self._head = torch.randn(HIDDEN, VOCAB, **options)
-        # NaN until written: whoever reads a slot too early gets NaN logits.
+        # NaN until written: reading a slot too early gives NaN logits.
         self._kv = torch.full((LAYERS, 2, slots, HIDDEN), torch.nan, dtype=torch.float64)
         self.batches: list[ForwardBatch] = []
 
@@ -87,7 +87,7 @@ class ToyRunner:
 
 
 def _check(batch: ForwardBatch) -> None:
-    """The contract of ForwardBatch, whatever the model."""
+    """Check the contract of ForwardBatch."""
     for array in vars(batch).values():
         assert array.dtype == np.int32
     assert batch.query_indptr[0] == batch.kv_indptr[0] == 0

@@ -1,4 +1,4 @@
-"""RadixCache: finds the longest cached prefix, protects locked paths, forgets the oldest first."""
+"""RadixCache: finds the longest cached prefix, protects locked paths, evicts by last use."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_branches_share_their_common_part() -> None:
     assert cache.match("", ints(1, 2, 3, 4)).slots.tolist() == [10, 11, 12, 13]
 
 
-def test_offering_what_was_matched_before_is_no_duplicate() -> None:
+def test_slots_that_were_matched_before_are_no_duplicates() -> None:
     cache = RadixCache()
     cache.insert("", ints(1, 2), ints(10, 11))
     added = cache.insert("", ints(1, 2, 3), ints(10, 11, 12))
@@ -67,7 +67,7 @@ def test_a_tenant_with_nothing_cached_is_forgotten() -> None:
     assert cache.tenants == 0
 
 
-def test_least_recently_used_goes_first_and_from_its_end() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first_from_its_end() -> None:
     cache = RadixCache()
     cache.insert("", ints(1, 2, 3), ints(10, 11, 12))
     cache.insert("", ints(5, 6, 7), ints(20, 21, 22))
@@ -78,7 +78,7 @@ def test_least_recently_used_goes_first_and_from_its_end() -> None:
     assert sorted(cache.evict(2).tolist()) == [12, 20]
 
 
-def test_a_locked_path_stays_and_its_children_go() -> None:
+def test_a_locked_path_stays_while_its_children_are_evicted() -> None:
     cache = RadixCache()
     cache.insert("", ints(1, 2, 3, 4), ints(10, 11, 12, 13))
     held = cache.match("", ints(1, 2)).node
@@ -113,7 +113,7 @@ def test_a_handle_survives_the_splitting_of_its_node() -> None:
     assert sorted(cache.evict(100).tolist()) == [10, 11, 12, 13]
 
 
-def test_released_by_counts_what_only_these_locks_protect() -> None:
+def test_released_by_counts_the_tokens_that_only_these_locks_protect() -> None:
     cache = RadixCache()
     first = cache.insert("", ints(1, 2, 3), ints(10, 11, 12)).node
     second = cache.insert("", ints(1, 2, 4, 5), ints(10, 11, 13, 14)).node
@@ -154,7 +154,7 @@ def test_a_prompt_inserted_chunk_by_chunk_stays_one_node() -> None:
     assert cache.evictable_tokens == 64
 
 
-def test_a_path_someone_else_holds_too_is_not_extended_under_his_lock() -> None:
+def test_a_leaf_with_another_lock_does_not_grow_in_place() -> None:
     cache = RadixCache()
     mine = cache.insert("", ints(1, 2), ints(10, 11)).node
     cache.lock(mine)

@@ -1,4 +1,4 @@
-"""SlotAllocator: every slot is handed out once, and comes back once."""
+"""SlotAllocator: every slot is allocated once and freed once."""
 
 import numpy as np
 import pytest
@@ -6,21 +6,21 @@ import pytest
 from midfill.kv.slots import OutOfSlotsError, SlotAllocator
 
 
-def test_a_fresh_pool_hands_out_ascending_slots() -> None:
+def test_a_new_pool_allocates_ascending_slots() -> None:
     slots = SlotAllocator(8)
     assert slots.allocate(3).tolist() == [0, 1, 2]
     assert slots.allocate(2).tolist() == [3, 4]
     assert slots.free_slots == 3
 
 
-def test_freed_slots_come_back_in_the_order_they_had() -> None:
+def test_freed_slots_are_allocated_again_in_the_same_order() -> None:
     slots = SlotAllocator(8)
     taken = slots.allocate(6)
     slots.free(taken[2:5])
     assert slots.allocate(3).tolist() == [2, 3, 4]
 
 
-def test_all_slots_can_be_taken_and_none_twice() -> None:
+def test_all_slots_can_be_allocated_none_of_them_twice() -> None:
     slots = SlotAllocator(5)
     taken = np.concatenate([slots.allocate(2), slots.allocate(3)])
     assert sorted(taken.tolist()) == [0, 1, 2, 3, 4]

@@ -1,23 +1,27 @@
-"""Filters: which tokens stay possible, and the one a draw falls on. Arrays of one row each."""
+"""Sampling filters (top-k, top-p, min-p, typical-p) and the draw among what they keep.
+
+Every function works on one row.
+"""
 
 import numpy as np
-import numpy.typing as npt
 
+from midfill.arrays import Float32Array, Float64Array, Int64Array
 from midfill.engine.request import EngineSamplingParams
 
 FOLDS = 64
-"""``largest`` pays where a row is so many times longer than what is wanted of it."""
-_BINS = 1024
-
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
+"""``top_ids`` pays for rows that are at least this many times as long as the number of ids."""
+_BINS = 1024  # for sorting; see _smallest_set
 
 
-def largest(row: npt.NDArray[np.float32], count: int) -> Int64Array:
-    """Indices of the ``count`` largest values, ascending; several times as fast as topk.
+def top_ids(row: Float32Array, count: int) -> Int64Array:
+    """Return the indices of the ``count`` largest values, ascending; much faster than torch.topk.
 
-    The row is folded into columns of FOLDS values. The ``count``-th largest of the columns'
-    maxima can't be above the ``count``-th largest value, so nothing below it is looked at again.
+    The row is folded into columns of FOLDS values. The ``count``-th largest of the columns' maxima
+    can't exceed the ``count``-th largest value, so smaller values need no further look.
+
+    Args:
+        row: [n] float32, n at least ``count * FOLDS``.
+        count: number of indices.
     """
     columns = len(row) // FOLDS
     maxima = row[: columns * FOLDS].reshape(FOLDS, columns).max(0)
@@ -29,40 +33,39 @@ def largest(row: npt.NDArray[np.float32], count: int) -> Int64Array:
     return candidates
 
 
-def keep_likely(
+def filter_probabilities(
     weights: Float64Array, params: EngineSamplingParams, complete: bool
 ) -> Float64Array | None:
     """Apply top-p, min-p and typical-p.
 
     Args:
-        weights: [n] float64 probabilities of the n likeliest tokens, in any order.
-        params: the filters.
-        complete: whether no others are possible.
+        weights: [n] float64, probabilities of the n likeliest tokens, in any order.
+        params: the filters' parameters.
+        complete: whether no other tokens are possible.
 
     Returns:
-        [n] weights with the dropped ones at zero; None where tokens beyond these might have to be
-        kept too.
+        [n] float64, zero for dropped tokens; None if tokens beyond these n may have to be kept.
     """
-    least, most = weights.min(), weights.max()
-    settled = complete or least == 0.0
+    lowest, highest = weights.min(), weights.max()
+    settled = complete or lowest == 0.0
     if params.top_p < 1.0:
         settled = settled or weights.sum() >= params.top_p
-        # The logarithm spreads them evenly over the bins; no float32 is below the floor but 0.
+        # The logarithm spreads the weights evenly over the bins. Only 0 is below the floor.
         surprise = -np.log(np.maximum(weights, 1e-46))
         weights = _smallest_set(surprise, weights, params.top_p)
     if params.min_p > 0.0:
-        settled = settled or least < params.min_p * most
-        weights = np.where(weights >= params.min_p * most, weights, 0.0)
+        settled = settled or lowest < params.min_p * highest
+        weights = np.where(weights >= params.min_p * highest, weights, 0.0)
     if not settled:
         return None
     return _typical(weights, params.typical_p) if params.typical_p < 1.0 else weights
 
 
 def _typical(weights: Float64Array, mass: float) -> Float64Array:
-    """Locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023).
+    """Apply locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023).
 
-    Keeps the smallest set of tokens whose surprise is closest to the entropy and whose
-    probabilities add up to ``mass``; zeroes the others.
+    Return the weights of the smallest set of tokens whose surprise is closest to the entropy and
+    whose probabilities add up to ``mass``, and zero for the others.
     """
     possible = np.flatnonzero(weights)
     probabilities = weights[possible] / weights.sum()
@@ -74,9 +77,9 @@ def _typical(weights: Float64Array, mass: float) -> Float64Array:
 
 
 def _smallest_set(keys: Float64Array, weights: Float64Array, mass: float) -> Float64Array:
-    """Keep weights in ascending order of their keys until they add up to ``mass``, zero the rest.
+    """Keep weights in ascending order of their keys until they add up to ``mass``; zero the rest.
 
-    Large arrays are sorted into bins first; only the bin in which the mass is reached needs more.
+    Large arrays are distributed over bins, and only the bin in which the mass is reached is sorted.
     """
     lowest, highest = keys.min(), keys.max()
     bins = 1 if len(keys) <= _BINS or lowest == highest else _BINS
@@ -92,12 +95,17 @@ def _smallest_set(keys: Float64Array, weights: Float64Array, mass: float) -> Flo
     return kept
 
 
-def invert(weights: Float64Array, ids: Int64Array, draw: float) -> int:
-    """The token where the cumulative distribution passes ``draw``, tokens taken in order of id.
+def sample_inverse(weights: Float64Array, ids: Int64Array, draw: float) -> int:
+    """Return the token at which the cumulative distribution, in order of id, exceeds ``draw``.
 
-    In order of probability, two nearly equal tokens could change places over a rounding error in
-    the logits, and the draw would land on the other one. In float64 a draw below 1 times the total
-    stays below the total, so there always is such a token.
+    In order of probability, a rounding error in the logits could swap two nearly equal tokens, and
+    the draw would select the other one. In float64 a draw below 1 times the total stays below the
+    total, so there always is such a token.
+
+    Args:
+        weights: [n] float64, not normalised.
+        ids: [n] token ids, ascending.
+        draw: in [0, 1).
     """
     cumulative = weights.cumsum()
     return int(ids[cumulative.searchsorted(draw * cumulative[-1], side="right")])

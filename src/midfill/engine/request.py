@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: token ids and numbers, never text.
+"""The engine's input and output: token ids and numbers, never text.
 
 These structs cross the process boundary as msgpack, so they hold plain values only.
 """
@@ -11,26 +11,29 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. Field names and meanings follow the OpenAI API and vLLM.
+    """How tokens are sampled. Names and meanings follow the OpenAI API and vLLM.
+
+    ``engine.validation`` holds the ranges.
 
     Attributes:
-        max_tokens: most tokens to generate; >= 1.
-        temperature: 0 is greedy.
+        max_tokens: maximum number of tokens to generate.
+        temperature: divides the logits; 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set with this probability mass; in (0, 1].
-        min_p: drop tokens below min_p times the likeliest one's probability; in [0, 1].
-        typical_p: locally typical sampling's mass (Meister et al., 2022); 1 is off.
+        top_p: keep the smallest set of tokens with this probability mass; 1 is off.
+        min_p: drop tokens below this share of the likeliest token's probability; 0 is off.
+        typical_p: mass of locally typical sampling (Meister et al., 2022); 1 is off.
         presence_penalty: subtracted from the logit of each token generated before.
-        frequency_penalty: the same, times how often.
+        frequency_penalty: subtracted once per earlier occurrence among the generated tokens.
         repetition_penalty: divides positive and multiplies negative logits of tokens in the
-            prompt or the output (Keskar et al., 2019); 1 is off.
-        seed: makes a request's sampling reproducible, whatever else is in the batch.
-        logit_bias: token id -> value added to its logit.
-        stop_token_ids: token ids that end the answer (beside the model's own end tokens).
-        ignore_eos: go on past the model's own end tokens.
-        logprobs: how many of the likeliest tokens to report a position; None reports nothing,
-            0 reports the chosen token alone.
-        n: answers to draw from one prompt; they share the prompt's KV.
+            prompt or the answer (Keskar et al., 2019); 1 is off.
+        seed: makes the request's sampling reproducible, whatever else is in the batch; None takes
+            a random one.
+        logit_bias: by token id, a value added to its logit.
+        stop_token_ids: token ids that end the answer, in addition to the model's end tokens.
+        ignore_eos: continue past the model's end tokens.
+        logprobs: how many of the likeliest tokens are reported per position; None reports
+            nothing, 0 the sampled token only.
+        n: number of answers; they share the prompt's KV.
     """
 
     max_tokens: int = 16
@@ -56,16 +59,16 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         request_id: unique among the requests in flight.
         token_ids: the whole prompt; at least one token.
-        sampling: how to go on from it.
-        tenant: whose prefix cache to use; caches of different tenants never touch.
-        begins_with: bytes that every answer has to begin with (token healing); nothing ends it
-            before but max_tokens, and afterwards it is free.
-        background: compute the prompt into the prefix cache while no other request is there, and
-            generate nothing. Ends with "stop", or with "cancelled" when newer ones or a lack of
-            slots push it out.
-        stream_interval: seconds for which tokens that nobody waits for may be held back on their
-            way to the server, to be told together; infinity: until the answer ends.
-        stop_bytes: tokens that hold one of these bytes are told at once: the last bytes of the
+        sampling: how the answers are sampled.
+        tenant: whose prefix cache is used; tenants share nothing.
+        begins_with: bytes that every answer has to begin with (token healing). Until they are
+            written, only max_tokens can end the answer.
+        background: compute the prompt into the prefix cache while the engine is idle, and generate
+            nothing. Ends with "stop", or with "cancelled" if newer background requests or a lack
+            of slots displace it.
+        stream_interval: maximum time in seconds for which tokens may be held back on their way to
+            the server, to be sent together; infinity holds them until the answer ends.
+        stop_bytes: tokens that contain one of these bytes are sent at once: the last bytes of the
             strings that end the answer.
     """
 
@@ -80,10 +83,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log probabilities (natural log, of the model's own distribution) at one position.
+    """Log probabilities (natural logarithm, of the model's own distribution) at one position.
 
     Attributes:
-        logprob: of the token that was chosen.
+        logprob: the sampled token's.
         top: (token id, logprob) of the likeliest tokens, best first.
     """
 
@@ -95,13 +98,13 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one answer of one request.
 
     Attributes:
-        request_id: the request's.
+        request_id: the request's id.
         index: which of its n answers.
-        token_ids: new tokens since the last output; an end or stop token is included.
-        logprobs: one entry a new token, or None when not asked for.
-        finish_reason: None while the answer goes on.
+        token_ids: new tokens since the last output, a stop token included.
+        logprobs: one entry per new token; None if not requested.
+        finish_reason: why the answer ended; None while it continues.
         cached_tokens: prompt tokens whose KV was found in the cache when the prompt was admitted.
-        error: what went wrong, when finish_reason is "error".
+        error: what went wrong, if finish_reason is "error".
     """
 
     request_id: str
@@ -117,24 +120,27 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's gauges and counters; counters grow from the engine's start.
 
     Attributes:
-        running, waiting: requests now in the running set and in the queue.
-        slots_total, slots_free, slots_cached: KV slots (tokens): all, unused, and held by the
-            prefix cache with nobody using them (evictable).
+        running: answers that hold slots.
+        waiting: queued answers; a new request counts as one.
+        slots_total: KV slots (tokens) in the pool.
+        slots_free: free slots.
+        slots_cached: evictable slots: held by the prefix cache and used by no sequence.
         prompt_tokens: prompt tokens of admitted requests.
-        cached_tokens: of these, found in the prefix cache.
-        computed_tokens: rows that went through the model (prefill and decode).
-        generated_tokens: tokens sampled.
-        preemptions: requests put back into the queue for lack of slots.
-        evicted_tokens: slots the prefix cache gave up.
+        cached_tokens: how many of these were found in the prefix cache.
+        computed_tokens: rows that went through the model, prefill and decode.
+        generated_tokens: sampled tokens.
+        preemptions: sequences that went back to the queue for lack of slots.
+        evicted_tokens: slots that the prefix cache has evicted.
         steps: forward passes.
         busy_seconds: time spent in steps.
-        forward_seconds, sampling_seconds: of it, in forward passes and in choosing tokens.
-        background: background requests not yet ended; they count as neither running nor waiting,
-            and in none of the counters of tokens but the next one and computed_tokens.
-        background_tokens: of computed_tokens, the ones of background requests.
+        forward_seconds: how much of it was spent in forward passes.
+        sampling_seconds: how much of it was spent sampling.
+        background: unfinished background requests. They count as neither running nor waiting, and
+            their tokens only in computed_tokens and background_tokens.
+        background_tokens: how many of computed_tokens belong to background requests.
         drafts: drafts that were verified.
-        draft_tokens: their tokens; each is one of computed_tokens.
-        accepted_tokens: of these, the ones that were right; each is one of generated_tokens.
+        draft_tokens: their tokens, each of which is one of computed_tokens.
+        accepted_tokens: how many of these were right; each is one of generated_tokens.
     """
 
     running: int = 0

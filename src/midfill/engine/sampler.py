@@ -1,15 +1,15 @@
 """The sampler: from logits to tokens, for rows with different parameters.
 
-The order of the steps: repetition penalty, presence and frequency penalty, logit bias; then
-greedy choice, or temperature, top-k, top-p, min-p, typical-p, each on the distribution that the
-ones before left, renormalised (the order of Hugging Face's generation). Log probabilities are
-those of the model's own distribution, before all of that.
+The order of the steps: repetition penalty, presence and frequency penalty, logit bias; then the
+greedy choice, or temperature, top-k, top-p, min-p, typical-p, each on the renormalised
+distribution that the previous step left (the order of Hugging Face's generation). Log
+probabilities are those of the model's own distribution, before all of these steps.
 
 One number in [0, 1) decides a row (inversion of the cumulative distribution), and every row is
-worked out on its own, so a row's token does not depend on what else is in the batch.
+computed separately, so a row's token does not depend on what else is in the batch.
 
-A row that may choose among some tokens only is a row over a smaller vocabulary: their logits are
-gathered after the penalties, and all that follows sees nothing else.
+A row restricted to some tokens is a row over a smaller vocabulary: the logits of these tokens are
+gathered after the penalties, and all later steps see nothing else.
 """
 
 import math
@@ -21,33 +21,26 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from midfill.arrays import Int32Array
-from midfill.engine.filters import (
-    FOLDS,
-    Float64Array,
-    Int64Array,
-    invert,
-    keep_likely,
-    largest,
-)
+from midfill.arrays import Float64Array, Int32Array, Int64Array
+from midfill.engine.filters import FOLDS, filter_probabilities, sample_inverse, top_ids
 from midfill.engine.request import EngineSamplingParams, TokenLogprobs
 
-# Below this a temperature means greedy: dividing by it would leave one token anyway.
+# A temperature below this means greedy: dividing by it would leave one token anyway.
 _GREEDY_TEMPERATURE = 1e-5
-# Where no top-k bounds the candidates, so many of the likeliest are tried before all are.
+# Without top-k, the filters are tried on so many of the likeliest tokens before all are.
 _FEW_CANDIDATES = 256
 
 
 class SampleRow(NamedTuple):
-    """One token to choose.
+    """One token to sample.
 
     Attributes:
-        row: of the logits; several SampleRows may name the same.
-        params: how to choose.
+        row: row of the logits; several SampleRows may use the same.
+        params: how to sample.
         history: [n] int32, the tokens so far.
-        prompt_length: how many of them are the prompt's.
-        draw: a number in [0, 1), uniformly random; greedy rows ignore it.
-        allowed: [n] int32, ascending, the tokens to choose among; None allows all.
+        prompt_length: how many of them belong to the prompt.
+        draw: uniformly random in [0, 1); greedy rows ignore it.
+        allowed: [n] int32, ascending, ids of the tokens to choose among; None allows all.
     """
 
     row: int
@@ -59,7 +52,12 @@ class SampleRow(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """A choice, with its log probabilities when the row asked for them."""
+    """A sampled token.
+
+    Attributes:
+        token_id: its id.
+        logprobs: log probabilities; None if the row's parameters request none.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -67,15 +65,14 @@ class SampledToken(NamedTuple):
 
 @dataclass
 class _Row:
-    """A row on its way.
+    """The state of a row that is being sampled.
 
     Attributes:
-        spec: what is asked.
-        logits: [vocab] or, in the order of the allowed tokens, [n]; after penalties.
-        clean: whether NaN and infinity (not -infinity) are known to be absent, from all of the
-            model's logits too.
-        token_id: the likeliest token, until another is drawn; until both are done, its place in
-            ``logits``.
+        spec: the request.
+        logits: [vocab], or [n] for n allowed tokens; after penalties.
+        clean: whether the model's logits are known to be free of NaN and +infinity.
+        token_id: the likeliest token until another is drawn. Until ``_choose`` returns, an index
+            into ``logits``.
     """
 
     spec: SampleRow
@@ -90,20 +87,20 @@ def is_greedy(params: EngineSamplingParams) -> bool:
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | None]:
-    """Choose one token for each of ``rows``.
+    """Sample one token for each of ``rows``.
 
     Args:
-        logits: [outputs, vocab] float32, on any device; not changed. Values that are not finite
-            count as impossible tokens.
-        rows: what to choose.
+        logits: [outputs, vocab] float32, on any device; not changed. Tokens whose value is not
+            finite are impossible.
+        rows: the tokens to sample.
 
     Returns:
-        One entry a row: the token, or None where the row's logits hold no finite value.
+        One entry per row: the token, or None if the row's logits hold no finite value.
     """
     if logits.device.type == "cpu" and all(map(_is_plain, rows)):
         values = logits.numpy()
         peaks = [int(values[spec.row].argmax()) for spec in rows]
-        # argmax stops at a NaN or an infinity.
+        # argmax returns the index of a NaN or an infinity, if there is one.
         if all(
             math.isfinite(values[spec.row, peak]) for spec, peak in zip(rows, peaks, strict=True)
         ):
@@ -123,8 +120,10 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
 
 
 def _is_plain(spec: SampleRow) -> bool:
-    """Whether the likeliest token is all that is asked for. Nearly all completions are like that,
-    and while a small model's step takes milliseconds, what else there is to do for a row counts.
+    """Whether a row needs the likeliest token and nothing else.
+
+    Nearly all completions do, and next to a small model's step of some milliseconds, the work that
+    this saves per row matters.
     """
     params = spec.params
     return (
@@ -139,8 +138,8 @@ def _is_plain(spec: SampleRow) -> bool:
 def _one_thread() -> Iterator[None]:
     """Keep torch from splitting operations of some 100 us over threads.
 
-    Where cores are busy, a thread that is not scheduled keeps the others waiting for milliseconds:
-    measured with two threads on two busy cores, sampling took as long as the model.
+    On busy cores the threads wait milliseconds for one that is not scheduled: measured with two
+    threads on two busy cores, sampling took as long as the model.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -151,15 +150,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def _groups(rows: Sequence[SampleRow]) -> list[list[int]]:
-    """Which rows go together: those over the whole vocabulary; every other one is by itself."""
+    """Return the rows to process together: those without restrictions; each other one alone."""
     whole = [place for place, spec in enumerate(rows) if spec.allowed is None]
     return [whole, *([place] for place, spec in enumerate(rows) if spec.allowed is not None)]
 
 
 def _choose(logits: torch.Tensor, specs: Sequence[SampleRow]) -> list[_Row | None]:
-    """Choose the tokens of rows that have vectors of one length; None as ``sample`` says."""
-    vectors = [_allowed(_adjusted(logits[spec.row], spec), spec) for spec in specs]
-    rows = _find_peaks(vectors, specs)
+    """Sample the tokens of rows whose vectors have one length; None as in ``sample``."""
+    vectors = [_restrict(_adjust(logits[spec.row], spec), spec) for spec in specs]
+    rows = _start_rows(vectors, specs)
     alive = [row for row in rows if row is not None]
     _draw([row for row in alive if not is_greedy(row.spec.params)])
     for row in alive:
@@ -168,14 +167,15 @@ def _choose(logits: torch.Tensor, specs: Sequence[SampleRow]) -> list[_Row | Non
     return rows
 
 
-def _allowed(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
-    """[n] the logits of the allowed tokens; [vocab] the tensor itself where all are."""
+def _restrict(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
+    """Return the [n] logits of the allowed tokens; the tensor itself if all are allowed."""
     if spec.allowed is None:
         return logits
     return logits[torch.from_numpy(spec.allowed).to(logits.device)]
 
 
 def _is_adjusted(params: EngineSamplingParams) -> bool:
+    """Whether penalties or a bias change the logits."""
     return bool(
         params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
@@ -184,8 +184,8 @@ def _is_adjusted(params: EngineSamplingParams) -> bool:
     )
 
 
-def _adjusted(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
-    """[vocab] logits with penalties and bias; the tensor itself where there are none."""
+def _adjust(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
+    """Return [vocab] logits with penalties and bias; the tensor itself if there are none."""
     params = spec.params
     if not _is_adjusted(params):
         return logits
@@ -209,20 +209,21 @@ def _adjusted(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
     return logits
 
 
-def _find_peaks(vectors: list[torch.Tensor], specs: Sequence[SampleRow]) -> list[_Row | None]:
-    """Start each row at its likeliest token; None for rows without a finite logit."""
+def _start_rows(vectors: list[torch.Tensor], specs: Sequence[SampleRow]) -> list[_Row | None]:
+    """Return each row with its likeliest token; None for rows without a finite logit."""
     rows: list[_Row | None] = []
     for logits, spec, (peak, value) in zip(vectors, specs, _argmax(vectors), strict=True):
-        # argmax stops at a NaN or an infinity, if it sees all there are.
+        # argmax returns a NaN or an infinity, if it sees all of the logits.
         clean = spec.allowed is None and math.isfinite(value)
         if not clean:
-            logits = _finite(logits)
+            logits = _mask_nonfinite(logits)
             peak, value = _argmax([logits])[0]
         rows.append(_Row(spec, logits, clean, peak) if math.isfinite(value) else None)
     return rows
 
 
 def _argmax(vectors: list[torch.Tensor]) -> list[tuple[int, float]]:
+    """Return (index, value) of the largest value of each vector."""
     if not vectors:
         return []
     if vectors[0].device.type == "cpu":
@@ -236,12 +237,13 @@ def _argmax(vectors: list[torch.Tensor]) -> list[tuple[int, float]]:
     return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-def _finite(logits: torch.Tensor) -> torch.Tensor:
+def _mask_nonfinite(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits with -infinity for values that are not finite."""
     return torch.where(torch.isfinite(logits), logits, -torch.inf)
 
 
 def _draw(rows: list[_Row]) -> None:
-    """Choose the tokens of rows that are not greedy."""
+    """Draw the tokens of rows that are not greedy."""
     by_top_k: dict[int, list[_Row]] = {}
     filtered: list[_Row] = []
     plain: list[_Row] = []
@@ -266,12 +268,13 @@ def _stack(rows: list[_Row]) -> torch.Tensor:
 
 
 def _probabilities(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
-    """[rows, vocab] float32 at each row's temperature."""
+    """Return [rows, vocab] float32 probabilities at each row's temperature."""
     temperatures = torch.tensor([[row.spec.params.temperature] for row in rows]).to(logits)
     return (logits / temperatures).softmax(-1)
 
 
 def _draw_unfiltered(rows: list[_Row]) -> None:
+    """Draw from the whole distribution."""
     cumulative = _probabilities(_stack(rows), rows).cumsum(-1, dtype=torch.float64)
     draws = torch.tensor([[row.spec.draw] for row in rows], dtype=torch.float64)
     targets = draws.to(cumulative) * cumulative[:, -1:]
@@ -281,49 +284,53 @@ def _draw_unfiltered(rows: list[_Row]) -> None:
 
 
 def _draw_top_k(rows: list[_Row], top_k: int) -> None:
+    """Draw from the ``top_k`` likeliest tokens, filtered."""
     logits = _stack(rows)
     ids = _likeliest(logits, top_k)
-    for row, values, row_ids in zip(rows, _pick(logits, ids), ids, strict=True):
+    for row, values, row_ids in zip(rows, _gather(logits, ids), ids, strict=True):
         weights = np.exp((values - values.max()) / row.spec.params.temperature)
-        kept = keep_likely(weights / weights.sum(), row.spec.params, complete=True)
+        kept = filter_probabilities(weights / weights.sum(), row.spec.params, complete=True)
         assert kept is not None
-        row.token_id = invert(kept, row_ids, row.spec.draw)
+        row.token_id = sample_inverse(kept, row_ids, row.spec.draw)
 
 
 def _draw_filtered(rows: list[_Row]) -> None:
-    """Rows with filters but no top-k: look at few tokens first, at all where that is not enough."""
+    """Draw for rows with filters but no top-k: try few tokens first, then all where needed."""
     logits = _stack(rows)
     probabilities = _probabilities(logits, rows)
     few = _likeliest(logits, min(_FEW_CANDIDATES, logits.shape[-1]))
-    for index, weights in enumerate(_pick(probabilities, few)):
+    for index, weights in enumerate(_gather(probabilities, few)):
         row, ids = rows[index], few[index]
-        kept = keep_likely(weights, row.spec.params, complete=False)
+        kept = filter_probabilities(weights, row.spec.params, complete=False)
         if kept is None:
             ids = np.arange(logits.shape[-1])
             weights = probabilities[index].double().cpu().numpy()
-            kept = keep_likely(weights, row.spec.params, complete=True)
+            kept = filter_probabilities(weights, row.spec.params, complete=True)
         assert kept is not None
-        row.token_id = invert(kept, ids, row.spec.draw)
+        row.token_id = sample_inverse(kept, ids, row.spec.draw)
 
 
 def _likeliest(logits: torch.Tensor, count: int) -> Int64Array:
-    """Ids of the ``count`` largest of each row of [rows, vocab]; [rows, count], ascending."""
+    """Return the [rows, count] ids of the largest values per row of [rows, vocab], ascending."""
     if logits.device.type == "cpu" and count <= logits.shape[-1] // FOLDS:
-        return np.stack([largest(row, count) for row in logits.numpy()])
+        return np.stack([top_ids(row, count) for row in logits.numpy()])
     return logits.topk(count).indices.sort().values.cpu().numpy()
 
 
-def _pick(source: torch.Tensor, ids: Int64Array) -> Float64Array:
-    """The [rows, count] values of [rows, vocab] ``source`` at [rows, count] ids."""
+def _gather(source: torch.Tensor, ids: Int64Array) -> Float64Array:
+    """Return the [rows, count] values of [rows, vocab] ``source`` at [rows, count] ids."""
     return source.gather(-1, torch.from_numpy(ids).to(source.device)).double().cpu().numpy()
 
 
 def _logprobs(logits: torch.Tensor, rows: list[_Row]) -> dict[int, TokenLogprobs]:
-    """Log probabilities for rows that ask for them, by the row's id()."""
+    """Return log probabilities for rows that request them, by the row's id()."""
     if not rows:
         return {}
     raw = torch.stack(
-        [logits[row.spec.row] if row.clean else _finite(logits[row.spec.row]) for row in rows]
+        [
+            logits[row.spec.row] if row.clean else _mask_nonfinite(logits[row.spec.row])
+            for row in rows
+        ]
     )
     logprobs = raw.log_softmax(-1)
     chosen = torch.tensor([[row.token_id] for row in rows], device=raw.device)
@@ -332,7 +339,7 @@ def _logprobs(logits: torch.Tensor, rows: list[_Row]) -> dict[int, TokenLogprobs
     ids = _likeliest(raw, min(max(*wanted, 1), raw.shape[-1]))
     reported = {}
     for row, logprob, count, row_ids, values in zip(
-        rows, own, wanted, ids, _pick(logprobs, ids), strict=True
+        rows, own, wanted, ids, _gather(logprobs, ids), strict=True
     ):
         best = (-values).argsort(kind="stable")[:count]
         likeliest = [

@@ -1,9 +1,9 @@
-"""RadixCache: whose KV lies in which slots, found by the tokens that lead to it.
+"""RadixCache: finds the slots of cached KV by the tokens that it was computed from.
 
 A token-granular radix tree per tenant, after SGLang's RadixAttention (Zheng et al., "SGLang:
 Efficient Execution of Structured Language Model Programs", 2024, arXiv 2312.07104). It differs in
-two ways: nodes split and shrink at any token, so eviction takes exactly what is missing; and the
-root is chosen by tenant, so nobody can observe another's cache.
+two ways: nodes split and shrink at any token, so eviction frees exactly as many slots as are
+missing; and each tenant has a root of its own, so no tenant can observe another's cache.
 """
 
 import heapq
@@ -20,10 +20,10 @@ _EMPTY: Int32Array = np.empty(0, dtype=np.int32)
 
 
 class RadixNode:
-    """A run of tokens with the slots of their KV; opaque to everyone but the cache.
+    """A run of tokens with the slots of their KV; opaque to users of the cache.
 
-    Holders keep a node as a handle for the whole path from the root to its end. Splitting leaves
-    the handle at the lower part, so it keeps standing for the same path.
+    A node is a handle for the whole path from the root to the node's end. When a node is split,
+    the existing object becomes the lower part, so handles stay valid.
     """
 
     __slots__ = ("children", "last_used", "locks", "parent", "queued", "slots", "tenant", "tokens")
@@ -42,7 +42,7 @@ class RadixNode:
 
     @property
     def evictable_leaf(self) -> bool:
-        """Whether the cache may take this node's last tokens away now."""
+        """Whether the node's last tokens may be evicted now."""
         return not self.locks and not self.children and self.parent is not None
 
 
@@ -52,7 +52,7 @@ class PrefixMatch:
 
     Attributes:
         slots: [length] int32, the slots of its KV in order of position.
-        node: handle of the path, to lock; None where nothing matched.
+        node: handle of the path, to be locked; None if nothing matched.
     """
 
     slots: Int32Array
@@ -64,13 +64,13 @@ class PrefixMatch:
 
 @dataclass(frozen=True)
 class Insertion:
-    """What an insert left behind.
+    """The result of an insertion.
 
     Attributes:
-        slots: [length] int32, the slots that now stand for the tokens.
+        slots: [length] int32, the slots in which the cache holds the tokens' KV.
         node: handle of the whole path; None for no tokens.
-        duplicates: [n] int32, offered slots of positions that were cached already in other slots.
-            They stay the caller's, to free.
+        duplicates: [n] int32, offered slots whose positions were cached in other slots already.
+            The caller still owns them and has to free them.
     """
 
     slots: Int32Array
@@ -79,7 +79,12 @@ class Insertion:
 
 
 class CachedPrefix(NamedTuple):
-    """How much of a token sequence is cached, and how much of that nobody has locked."""
+    """How much of a token sequence is cached.
+
+    Attributes:
+        tokens: length of the cached prefix.
+        evictable: how many of its tokens are not locked.
+    """
 
     tokens: int
     evictable: int
@@ -88,30 +93,32 @@ class CachedPrefix(NamedTuple):
 class RadixCache:
     """Prefix cache over slots: match, lock, insert, evict. Owns every slot it holds.
 
-    A locked path is never evicted. Everything else goes least recently used first, from the
-    leaves up. Cost of match and insert: one numpy comparison a node on the path; of evict:
-    O(log nodes) a node touched.
+    A locked path is never evicted. Everything else is evicted least recently used first, from the
+    leaves up. Match and insert cost one numpy comparison per node on the path, evict O(log nodes)
+    per node touched.
 
     Attributes:
-        cached_tokens: slots held.
-        evictable_tokens: of these, the ones no lock protects.
-        evicted_tokens: slots given up since the start.
+        cached_tokens: number of slots held.
+        evictable_tokens: how many of them are not locked.
+        evicted_tokens: number of slots evicted since the start.
     """
 
     def __init__(self) -> None:
+        """Create an empty cache."""
         self.cached_tokens = 0
         self.evictable_tokens = 0
         self.evicted_tokens = 0
         self._roots: dict[str, RadixNode] = {}
         self._clock = 0
-        # Evictable leaves by last use. Entries may be stale: eviction checks what it pops. A node
-        # has at most one entry (``queued``), so the heap is no larger than the tree.
+        # Heap of (last use, push number, node) for evictable leaves. Entries may be stale, which
+        # ``evict`` checks. A node has at most one entry (``queued``), so the heap is no larger
+        # than the tree.
         self._queue: list[tuple[int, int, RadixNode]] = []
         self._pushes = 0
 
     @property
     def tenants(self) -> int:
-        """How many tenants have anything cached."""
+        """Number of tenants with cached tokens."""
         return len(self._roots)
 
     def match(self, tenant: str, tokens: Int32Array) -> PrefixMatch:
@@ -128,7 +135,7 @@ class RadixCache:
         return PrefixMatch(np.concatenate([visited.slots for visited in path]), node)
 
     def peek(self, tenant: str, tokens: Int32Array) -> CachedPrefix:
-        """Measure what ``match`` would find, changing nothing, the order of use included."""
+        """Return how much ``match`` would find; changes nothing, not even the order of use."""
         path, common = self._descend(tenant, tokens)
         matched = evictable = 0
         for node in path:
@@ -146,14 +153,17 @@ class RadixCache:
     ) -> Insertion:
         """Cache the KV in [n] int32 ``slots`` of [n] int32 ``tokens``.
 
-        Slots of positions not cached so far become the cache's own; offered slots that the cache
-        holds already (what the caller matched before) are recognised and left alone. Nothing gets
-        locked: a caller that wants to keep using the path locks the node returned.
+        The cache takes over the slots of positions that it doesn't hold yet. Offered slots that it
+        holds already (those that the caller matched before) stay as they are. Nothing is locked: a
+        caller that continues to use the path has to lock the returned node.
 
         Args:
-            held: the path the caller alone may have locked; where it ends at a leaf, the leaf
-                grows in place instead of getting a child, so a prompt inserted chunk by chunk
-                stays one node. The caller's lock then covers the new tokens too.
+            tenant: whose tree to use.
+            tokens: the sequence's tokens from position 0.
+            slots: the slot of each token's KV.
+            held: the path that the caller has locked. If nobody else has, and it ends at a leaf,
+                the leaf grows in place instead of getting a child, so a prompt that is inserted
+                chunk by chunk stays one node. The caller's lock then covers the new tokens too.
         """
         found = self.match(tenant, tokens)
         known = len(found)
@@ -175,7 +185,7 @@ class RadixCache:
         return Insertion(np.concatenate((found.slots, tail_slots)), node, duplicates)
 
     def lock(self, node: RadixNode | None) -> None:
-        """Protect the path that ends at ``node`` from eviction; locks count."""
+        """Add a lock to the path that ends at ``node``; a locked path is not evicted."""
         while node is not None:
             if node.locks == 0:
                 self.evictable_tokens -= len(node.tokens)
@@ -183,7 +193,7 @@ class RadixCache:
             node = node.parent
 
     def unlock(self, node: RadixNode | None) -> None:
-        """Take one lock off the path that ends at ``node``.
+        """Remove one lock from the path that ends at ``node``.
 
         Raises:
             ValueError: the path is not locked.
@@ -200,7 +210,7 @@ class RadixCache:
             self._enqueue(leaf)
 
     def released_by(self, nodes: Iterable[RadixNode | None]) -> int:
-        """Count the tokens that become evictable if each of ``nodes`` is unlocked once."""
+        """Return how many tokens become evictable if each of ``nodes`` is unlocked once."""
         unlocks: Counter[RadixNode] = Counter()
         for node in nodes:
             while node is not None:
@@ -209,9 +219,10 @@ class RadixCache:
         return sum(len(node.tokens) for node, count in unlocks.items() if node.locks == count)
 
     def evict(self, count: int) -> Int32Array:
-        """Give up ``count`` slots, or all evictable ones if fewer; returns them, now the caller's.
+        """Evict ``count`` tokens, at most the evictable ones; return their slots as [n] int32.
 
-        The least recently used leaf shrinks from its end, then goes, then the next.
+        The caller owns the slots. The least recently used leaf shrinks from its end until it is
+        removed, then the next one does.
         """
         taken: list[Int32Array] = []
         missing = min(count, self.evictable_tokens)
@@ -222,7 +233,7 @@ class RadixCache:
             stamp, _, node = heapq.heappop(self._queue)
             node.queued = False
             if not node.evictable_leaf:
-                continue  # it comes back when it turns evictable again
+                continue  # it is queued again when it becomes evictable
             if node.last_used != stamp:
                 self._enqueue(node)
                 continue
@@ -237,7 +248,7 @@ class RadixCache:
         return np.concatenate(taken) if taken else _EMPTY
 
     def _descend(self, tenant: str, tokens: Int32Array) -> tuple[list[RadixNode], int]:
-        """Walk down along ``tokens``: the nodes visited and how much of the last one matches."""
+        """Return the nodes on the path of ``tokens`` and how much of the last one matches."""
         path: list[RadixNode] = []
         node = self._roots.get(tenant)
         done, common = 0, 0
@@ -256,7 +267,7 @@ class RadixCache:
         return path, common
 
     def _split(self, node: RadixNode, length: int) -> RadixNode:
-        """Cut ``node`` after ``length`` tokens; returns the new upper part."""
+        """Split ``node`` after ``length`` tokens; return the new upper part."""
         parent = node.parent
         assert parent is not None
         tokens, slots = node.tokens, node.slots
@@ -292,7 +303,7 @@ class RadixCache:
             self._enqueue(parent)
 
     def _enqueue(self, node: RadixNode) -> None:
-        """Put a node into the eviction queue if it belongs there."""
+        """Add a node to the eviction queue if it is an evictable leaf that is not in it."""
         if node.evictable_leaf and not node.queued:
             node.queued = True
             self._pushes += 1
@@ -300,7 +311,7 @@ class RadixCache:
 
 
 def _head(array: Int32Array, length: int) -> Int32Array:
-    """The first ``length`` elements; a view, unless that would keep twice their memory alive."""
+    """Return the first ``length`` elements: a view, unless it would keep twice the memory alive."""
     view = array[:length]
     owner = view.base
     return view if owner is None or len(owner) <= 2 * length else view.copy()

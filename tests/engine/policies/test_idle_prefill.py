@@ -32,21 +32,21 @@ def plan(
     )
 
 
-def test_when_idle_the_oldest_runs_a_chunk() -> None:
+def test_the_oldest_prompt_runs_a_chunk_when_idle() -> None:
     assert plan([(1, 50), (2, 50)]) == StepPlan(background=(Chunk(1, 10),))
 
 
-def test_what_is_cached_needs_no_chunk() -> None:
+def test_cached_tokens_need_no_chunk() -> None:
     cache = CacheFacts({1: CachedPrefix(45, 45)})
     assert plan([(1, 50)], cache=cache) == StepPlan(background=(Chunk(1, 5),))
 
 
-def test_whatever_else_there_is_goes_first() -> None:
+def test_any_other_sequence_goes_first() -> None:
     running = (RunningSequence(0, 20, 19, True),)
     assert plan([(1, 50)], running) == StepPlan(decodes=(0,))
     waiting = (WaitingSequence(0, 20),)
     assert plan([(1, 50)], waiting=waiting) == StepPlan(admit=(Chunk(0, 20),))
-    # Even if it can't move.
+    # Even if it can't be admitted.
     assert plan([(1, 50)], waiting=waiting, available=5) == StepPlan()
 
 
@@ -64,6 +64,6 @@ def test_prompts_that_do_not_fit_as_a_whole_are_dropped() -> None:
     assert plan([(1, 50)], available=50, cache=cache).drop == ()
 
 
-def test_sizes_that_make_no_sense_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="at least"):
         IdlePrefill(SarathiServe(), chunk=0)

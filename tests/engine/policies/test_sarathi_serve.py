@@ -1,4 +1,4 @@
-"""SarathiServe as a pure function: plans for states, no model anywhere."""
+"""SarathiServe as a pure function: plans for states, without a model."""
 
 from collections.abc import Sequence
 
@@ -67,7 +67,7 @@ class TestAdmission:
         assert plan(policy, waiting=[(1, 100)], available=99).admit == ()
         assert plan(policy, waiting=[(1, 100)], available=100).admit == (Chunk(1, 16),)
 
-    def test_nobody_overtakes_a_head_that_does_not_fit(self) -> None:
+    def test_no_sequence_overtakes_a_head_that_does_not_fit(self) -> None:
         assert plan(SarathiServe(), waiting=[(1, 100), (2, 5)], available=50).admit == ()
 
     def test_a_cached_prefix_needs_no_slots_but_is_no_longer_evictable(self) -> None:
@@ -77,12 +77,12 @@ class TestAdmission:
         made = plan(policy, waiting=[(1, 100)], available=50, cache=cache)
         assert made.admit == (Chunk(1, 20),)
 
-    def test_no_more_run_than_may(self) -> None:
+    def test_no_more_run_than_max_running(self) -> None:
         policy = SarathiServe(max_running=3)
         made = plan(policy, [decoding(1), decoding(2)], [(3, 5), (4, 5)])
         assert made.admit == (Chunk(3, 5),)
 
-    def test_waits_for_a_prompt_that_is_computing_what_it_needs(self) -> None:
+    def test_a_sequence_waits_for_a_prompt_that_computes_its_prefix(self) -> None:
         policy = SarathiServe(token_budget=100)
         shared = CacheFacts(common={(2, 1): 40})
         made = plan(policy, [prefilling(1, 50)], [(2, 60)], cache=shared)
@@ -98,31 +98,31 @@ class TestAdmission:
 
 
 class TestPreemption:
-    def test_the_latest_arrival_goes(self) -> None:
+    def test_the_latest_arrival_is_preempted(self) -> None:
         cache = CacheFacts(held={3: 20})
         running = [decoding(1), decoding(2), decoding(3)]
         made = plan(SarathiServe(), running, available=1, cache=cache)
         assert made == StepPlan(preempt=(3,), decodes=(1, 2))
 
-    def test_as_many_as_it_takes_latest_first(self) -> None:
+    def test_as_many_as_necessary_latest_first(self) -> None:
         cache = CacheFacts(held={4: 0, 3: 1})
         running = [decoding(index) for index in range(5)]
         made = plan(SarathiServe(), running, available=2, cache=cache)
         assert made == StepPlan(preempt=(4, 3), decodes=(0, 1, 2))
 
-    def test_a_prompt_in_prefill_goes_before_earlier_decodes(self) -> None:
+    def test_a_prompt_in_prefill_is_preempted_before_earlier_decodes(self) -> None:
         cache = CacheFacts(held={2: 30})
         made = plan(SarathiServe(), [decoding(1), prefilling(2, 40)], available=0, cache=cache)
         assert made == StepPlan(preempt=(2,), decodes=(1,))
 
-    def test_the_last_one_left_gives_way_itself(self) -> None:
+    def test_a_decode_without_later_arrivals_is_preempted_itself(self) -> None:
         running = [prefilling(1, 40), decoding(2)]
         made = plan(
             SarathiServe(token_budget=8), running, available=0, cache=CacheFacts(held={2: 9})
         )
         assert made == StepPlan(preempt=(2,), chunks=(Chunk(1, 8),))
 
-    def test_nobody_is_admitted_beside_it(self) -> None:
+    def test_no_sequence_is_admitted_in_the_same_step(self) -> None:
         cache = CacheFacts(held={2: 30})
         made = plan(SarathiServe(), [decoding(1), decoding(2)], [(3, 5)], 1, cache)
         assert made.preempt == (2,)
@@ -151,7 +151,7 @@ class TestDynamicChunks:
         assert made.chunks == (Chunk(2, 31),)
         assert made.admit == (Chunk(3, 128 - 32),)
 
-    def test_sizes_that_make_no_sense_are_refused(self) -> None:
+    def test_invalid_sizes_are_refused(self) -> None:
         with pytest.raises(ValueError, match="low <= high"):
             DynamicChunks(low=64, high=32, max_tokens=100, stages=2)
 
@@ -183,7 +183,7 @@ def states(draw: st.DrawFn) -> ScheduleState:
 
 @settings(max_examples=400, deadline=None)
 @given(states(), st.integers(1, 50), st.integers(1, 8))
-def test_every_plan_keeps_the_cards_invariants(
+def test_every_plan_keeps_the_invariants(
     state: ScheduleState, budget: int, max_running: int
 ) -> None:
     policy = SarathiServe(token_budget=budget, max_running=max_running)
@@ -219,7 +219,7 @@ def test_every_plan_keeps_the_cards_invariants(
     for chunk in made.chunks[:-1]:
         assert chunk.tokens == by_id[chunk.sequence_id].remaining
 
-    # What is handed out is there.
+    # No more slots are allocated than are available.
     spent = len(made.decodes) + sum(
         waiting[chunk.sequence_id].length
         - state.cache.cached_prefix(chunk.sequence_id).tokens
@@ -229,6 +229,6 @@ def test_every_plan_keeps_the_cards_invariants(
     assert spent <= state.available_slots + state.cache.released_by(made.preempt)
     assert len(staying) + len(made.admit) <= max(max_running, len(staying))
 
-    # Something always moves when anything can.
+    # A running sequence always makes progress.
     if staying:
         assert made.rows > 0

@@ -92,7 +92,7 @@ class TestWhoGetsDrafts:
         assert (made.chunks, made.drafts) == ((Chunk(2, 90),), ())
 
 
-class TestWhatIsLeft:
+class TestRoomForDrafts:
     @pytest.mark.parametrize(("available", "length"), [(1, 0), (2, 1), (3, 2), (100, 4)])
     def test_slots(self, available: int, length: int) -> None:
         made = plan([decoding(1)], available=available)
@@ -134,7 +134,7 @@ class TestGoodput:
         assert lengths[0] >= 1
         assert lengths[-1] == 0
 
-    def test_the_likeliest_come_first(self) -> None:
+    def test_the_likeliest_tokens_come_first(self) -> None:
         lengths = draft_lengths(
             {1: (0.5, 0.4), 2: (0.9, 0.8, 0.1), 3: ()},
             rows=3,
