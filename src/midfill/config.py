@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,14 @@ WeightsOption = Literal["auto", "q4", "q8", "f32"]
 KvDtype = Literal["auto", "f32", "f16", "i8"]
 
 DEFAULT_MAX_QUEUED_TOKENS = 262_144
+
+
+class FimTokens(NamedTuple):
+    """The texts of a model's FIM sentinels, as a user or an adapter names them."""
+
+    prefix: str
+    suffix: str
+    middle: str
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +92,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
-    fim_tokens: tuple[str, str, str] | None = None
+    fim_tokens: FimTokens | None = None
     max_body_bytes: int = 16 * 1024 * 1024
     max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS
     idle_prefill: bool = True

@@ -27,7 +27,7 @@ from midfill.checkpoints.adapted_checkpoint import AdaptedCheckpoint
 from midfill.checkpoints.adapter import Adapter, AdapterRecord, load_adapter
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint, open_model
-from midfill.checkpoints.requantise import LAYOUTS
+from midfill.checkpoints.quantized_update import BLOCK_LAYOUTS
 from midfill.forward.runner import Runner
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
@@ -74,7 +74,7 @@ class Quantised:
     def _blocks(self, tensor: StoredTensor) -> npt.NDArray[np.generic]:
         kind = GGMLQuantizationType[self.kind.upper()]
         rows, inputs = tensor.shape
-        if self.kind in LAYOUTS:
+        if self.kind in BLOCK_LAYOUTS:
             return quantize(tensor.to_float32(), kind).reshape(rows, -1)
         values, size = GGML_QUANT_SIZES[kind]
         random = np.random.default_rng(len(tensor.name))
@@ -142,7 +142,7 @@ def test_logits_are_those_of_peft(variant: str, tmp_path: Path) -> None:
 
 
 class TestQuantisedBases:
-    @pytest.mark.parametrize("kind", LAYOUTS)
+    @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
     def test_a_merged_tensor_keeps_its_kind_and_size(
         self, base: Path, adapter: Adapter, kind: str
     ) -> None:
@@ -166,7 +166,7 @@ class TestQuantisedBases:
                 step = np.ptp(before.to_float32(), axis=1) / (2 ** int(kind[1]) - 2)
                 assert (np.abs(lost) <= 1.5 * step).all()
 
-    @pytest.mark.parametrize("kind", LAYOUTS)
+    @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
     def test_replaced_rows_are_all_that_changes_of_the_embedding(
         self, base: Path, adapter: Adapter, kind: str
     ) -> None:

@@ -12,8 +12,10 @@ import torch
 from tiny_adapters import END_OF_TEXT, FIM, edit_config, edit_tensors, write_adapter, write_record
 from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
-from midfill.checkpoints.adapter import AdapterRecord, FimTokens, load_adapter
+from midfill.checkpoints.adapter import load_adapter
+from midfill.checkpoints.adapter_record import AdapterRecord
 from midfill.checkpoints.opening import open_checkpoint
+from midfill.config import FimTokens
 from midfill.errors import CheckpointError, MidfillError, ModelNotFoundError
 
 LAYERS, HIDDEN, FFN = 3, 64, 160
@@ -54,9 +56,8 @@ def test_what_peft_writes_is_read(base: Path, written: Path) -> None:
     rows = adapter.rows["embed.weight"]
     assert rows.token_ids == (3, 1)
     assert rows.values.shape == (2, HIDDEN)
-    assert adapter.record.fim == FimTokens(
-        FIM["prefix"], FIM["suffix"], FIM["middle"], (END_OF_TEXT,)
-    )
+    assert adapter.record.fim_tokens == FimTokens(FIM["prefix"], FIM["suffix"], FIM["middle"])
+    assert adapter.record.stop_tokens == (END_OF_TEXT,)
     assert adapter.record.fragments
     assert adapter.record.base_digest == checkpoint.content_digest
 

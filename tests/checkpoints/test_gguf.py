@@ -20,7 +20,7 @@ from midfill.checkpoints.gguf_file import GgufFile
 from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import CheckpointError, ModelNotFoundError
-from midfill.models.tensors import tensor_shapes
+from midfill.models.tensor_shapes import tensor_shapes
 
 Float32Array = npt.NDArray[np.float32]
 Tensors = dict[str, npt.NDArray[Any]]

@@ -8,8 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from midfill.cli.bench import app
-from midfill.cli.options import FimTokens, parse_fim_tokens
+from midfill.cli.options import parse_fim_tokens
 from midfill.cli.outputs import writable
+from midfill.config import FimTokens
 from midfill.errors import MidfillError
 
 

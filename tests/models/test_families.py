@@ -17,7 +17,7 @@ from midfill.models.families import (
     config_from_huggingface,
     huggingface_names,
 )
-from midfill.models.tensors import tensor_shapes
+from midfill.models.tensor_shapes import tensor_shapes
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -97,11 +97,9 @@ class TestAdapter:
         expected = packed_logits(model)
         write_adapter(tmp_path / "adapter", model, record_of(checkpoint), "card")
         adapter = load_adapter(tmp_path / "adapter", checkpoint)
-        fim = adapter.record.fim
         assert adapter.record.fragments
-        assert fim is not None
-        assert (fim.prefix, fim.suffix, fim.middle) == FIM
-        assert fim.stop == ("<|endoftext|>",)
+        assert adapter.record.fim_tokens == FIM
+        assert adapter.record.stop_tokens == ("<|endoftext|>",)
         assert adapter.record.base_digest == checkpoint.content_digest
         merged = load_base_model(AdaptedCheckpoint(checkpoint, adapter), torch.float32)
         close(packed_logits(merged.eval()), expected)

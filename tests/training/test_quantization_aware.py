@@ -13,7 +13,7 @@ from tiny_checkpoints import write_tiny
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.checkpoints.requantise import requantise
+from midfill.checkpoints.quantized_update import add_to_quantized
 from midfill.models.stored_tensor import StoredTensor
 from midfill.training.base_model import load_base_model
 from midfill.training.lora import make_trainable
@@ -60,7 +60,7 @@ def model(quantised: Any) -> Any:
 
 def _served(quantised: Any, layer: Any, name: str) -> np.ndarray[Any, Any]:
     update = layer.get_delta_weight("default").detach().numpy()
-    return requantise(quantised.tensor(name), update, QAT_ROUNDING).to_float32()
+    return add_to_quantized(quantised.tensor(name), update, QAT_ROUNDING).to_float32()
 
 
 def test_frozen_weight_and_update_add_up_to_the_served_weight(quantised: Any, model: Any) -> None:

@@ -1,9 +1,8 @@
-"""Adapter: a LoRA adapter's folder, read and checked against the model it goes on.
+"""Adapter: a LoRA adapter's folder, read and checked against its base model.
 
 LoRA (Hu et al., 2021, "LoRA: Low-Rank Adaptation of Large Language Models") adds scale * B @ A to a
-weight. The folder is as the PEFT library writes it, adapter_config.json and
-adapter_model.safetensors; midfill.json beside them, where there is one, says which model it was
-trained on, which FIM tokens it taught that model, and whether on text tokenised in fragments.
+weight. The PEFT library writes adapter_config.json (see ``lora_config``) and
+adapter_model.safetensors. midfill may add midfill.json (see ``adapter_record``).
 """
 
 import hashlib
@@ -11,60 +10,37 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from midfill.checkpoints.adapter_record import RECORD_FILE, AdapterRecord, read_record
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.low_rank import LowRankUpdate
-from midfill.checkpoints.requantise import DEFAULT_ROUNDING, Rounding
+from midfill.checkpoints.lora_config import LoraConfig
+from midfill.checkpoints.lora_update import LoraUpdate
 from midfill.checkpoints.safetensors_file import SafetensorsFile
 from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.config import ModelConfig
 from midfill.models.families import huggingface_names
 from midfill.models.stored_tensor import StoredTensor
-from midfill.models.tensors import tensor_shapes
-from midfill.tokens.huggingface_tokenizer import read_json
+from midfill.models.tensor_shapes import tensor_shapes
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-RECORD_FILE = "midfill.json"
-
-RECORD_FORMAT = 1
 
 _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\."
     r"(?:lora_(?P<side>[AB])\.weight|(?:token_adapter\.)?trainable_tokens_delta)"
 )
-# What PEFT can do beside plain LoRA; each of these changes what is computed.
-_UNSUPPORTED = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "fan_in_fan_out",
-    "kasa_config",
-    "layer_replication",
-    "lora_bias",
-    "modules_to_save",
-    "monteclora_config",
-    "target_parameters",
-    "use_bdlora",
-    "use_dora",
-    "use_qalora",
-    "velora_config",
-)
-# Initialisations that leave the base as it is. Others (PiSSA, OLoRA, ...) change its weights too.
-_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
-
 Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class ReplacedRows:
-    """Rows that take the place of some of an embedding's.
+    """New rows for some tokens of an embedding or LM head.
 
     Attributes:
-        token_ids: which, each once.
+        token_ids: the rows' tokens, each once.
         values: float32 [len(token_ids), hidden].
     """
 
@@ -73,63 +49,35 @@ class ReplacedRows:
 
 
 @dataclass(frozen=True)
-class FimTokens:
-    """The special tokens that an adapter taught its model, as texts; see ``FimFormat``."""
-
-    prefix: str
-    suffix: str
-    middle: str
-    stop: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class AdapterRecord:
-    """What midfill.json says of an adapter; the defaults are what is taken where there is none.
-
-    Attributes:
-        fim: the FIM tokens, None where it doesn't say.
-        fragments: whether it was trained on text tokenised in fragments (EFIM).
-        base_digest: ``Checkpoint.content_digest`` of the base; None where it doesn't say.
-        rounding: how a merge into quantised weights is rounded; adapters that were trained
-            through that rounding depend on it.
-    """
-
-    fim: FimTokens | None = None
-    fragments: bool = False
-    base_digest: str | None = None
-    rounding: Rounding = DEFAULT_ROUNDING
-
-
-@dataclass(frozen=True)
 class Adapter:
-    """An adapter, known to fit its base.
+    """An adapter that is known to fit its base.
 
     Attributes:
         path: its folder.
-        updates: canonical tensor name -> what is added to it.
+        updates: canonical tensor name -> the update that is added to it.
         rows: canonical tensor name -> rows of it that are replaced.
-        record: what else it says of itself.
-        fingerprint: hex digest of what it does to the weights.
+        record: the content of its midfill.json.
+        fingerprint: hex digest of everything that changes weights.
     """
 
     path: Path
-    updates: Mapping[str, LowRankUpdate]
+    updates: Mapping[str, LoraUpdate]
     rows: Mapping[str, ReplacedRows]
     record: AdapterRecord
     fingerprint: str
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The folder's name."""
         return self.path.resolve().name
 
 
 def load_adapter(path: Path, base: Checkpoint) -> Adapter:
-    """Read an adapter's folder for a base.
+    """Read an adapter's folder, and check it against a base.
 
     Args:
         path: the folder.
-        base: only its configuration, tokenizer and digest are looked at.
+        base: only its configuration, tokenizer and digest are read.
 
     Raises:
         ModelNotFoundError: there is no adapter.
@@ -141,106 +89,19 @@ def load_adapter(path: Path, base: Checkpoint) -> Adapter:
         raise ModelNotFoundError(f"{path}: holds no {CONFIG_FILE}, so it is no adapter")
     if not (path / WEIGHTS_FILE).is_file():
         raise CheckpointError(f"{path}: holds no {WEIGHTS_FILE}; save the adapter as safetensors")
-    config = _LoraConfig(path / CONFIG_FILE)
-    record = read_json(path / RECORD_FILE, optional=True)
-    known = _read_record(path / RECORD_FILE, record, base)
+    config = LoraConfig(path / CONFIG_FILE)
+    record = read_record(path / RECORD_FILE, base)
     weights = SafetensorsFile(path / WEIGHTS_FILE)
-    updates, rows = _Reader(config, weights, base.config).read()
+    updates, rows = _TensorReader(config, weights, base.config).read()
     digest = hashlib.sha256(config.path.read_bytes())
     digest.update(weights.bytes_at(slice(0, len(weights))))
-    return Adapter(path, updates, rows, known, digest.hexdigest())
+    return Adapter(path, updates, rows, record, digest.hexdigest())
 
 
-class _LoraConfig:
-    """adapter_config.json, as far as it matters after training."""
+class _TensorReader:
+    """Sorts the tensors of adapter_model.safetensors by the tensors of the base they change."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fields = read_json(path)
-        self._check_kind()
-        self._rank_pattern = self._patterns("rank_pattern")
-        self._alpha_pattern = self._patterns("alpha_pattern")
-        self._rank = self._number(self._fields.get("r"), "r")
-        self._alpha = self._number(self._fields.get("lora_alpha"), "lora_alpha")
-
-    def rank(self, module: str) -> int:
-        """The rank for a module, by its name in transformers."""
-        rank = self._number(self._for_module(self._rank_pattern, module, self._rank), "r")
-        if rank != int(rank) or rank < 1:
-            raise CheckpointError(f"{self.path}: a rank r of {rank} is not possible")
-        return int(rank)
-
-    def scale(self, module: str) -> float:
-        """What B @ A is multiplied with."""
-        alpha = self._number(self._for_module(self._alpha_pattern, module, self._alpha), "alpha")
-        rank = self.rank(module)
-        return float(alpha / rank**0.5 if self._fields.get("use_rslora") else alpha / rank)
-
-    def token_ids(self, module: str) -> tuple[int, ...]:
-        """trainable_token_indices for an embedding or LM head."""
-        value = self._fields.get("trainable_token_indices")
-        if isinstance(value, Mapping):
-            matching = [key for key in value if module == key or module.endswith(f".{key}")]
-            value = value[matching[0]] if matching else None
-        elif module.rsplit(".", 1)[-1] != "embed_tokens":
-            value = None
-        if not isinstance(value, list) or not all(type(item) is int for item in value):
-            raise CheckpointError(
-                f"{self.path}: trainable_token_indices does not list the tokens of {module!r}"
-            )
-        return tuple(value)
-
-    def _check_kind(self) -> None:
-        kind = self._fields.get("peft_type")
-        if kind != "LORA":
-            raise CheckpointError(f"{self.path}: peft_type is {kind!r}; midfill merges LORA only")
-        if (bias := self._fields.get("bias", "none")) != "none":
-            raise CheckpointError(
-                f"{self.path}: bias {bias!r} is not supported; train with bias 'none'"
-            )
-        for field in _UNSUPPORTED:
-            if self._fields.get(field):
-                raise CheckpointError(
-                    f"{self.path}: {field} is not supported; midfill merges plain LoRA only"
-                )
-        start = self._fields.get("init_lora_weights")
-        if start not in _PLAIN_STARTS:
-            raise CheckpointError(
-                f"{self.path}: init_lora_weights {start!r} changes the base's own weights; save "
-                "the adapter converted to plain LoRA (PEFT: path_initial_model_for_weight_"
-                "conversion)"
-            )
-
-    def _patterns(self, field: str) -> Mapping[str, object]:
-        patterns = self._fields.get(field) or {}
-        if not isinstance(patterns, Mapping):
-            raise CheckpointError(f"{self.path}: {field} must be an object")
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise CheckpointError(
-                    f"{self.path}: {field} has the pattern {pattern!r}: {error}"
-                ) from None
-        return patterns
-
-    def _for_module(self, patterns: Mapping[str, object], module: str, default: object) -> object:
-        """The value of the first pattern that fits the end of a module's name, as PEFT does it."""
-        for pattern, value in patterns.items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        return default
-
-    def _number(self, value: object, field: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            raise CheckpointError(f"{self.path}: {field} must be a number, not {value!r}")
-        return value
-
-
-class _Reader:
-    """Takes the tensors of adapter_model.safetensors apart by what they change."""
-
-    def __init__(self, config: _LoraConfig, weights: SafetensorsFile, model: ModelConfig) -> None:
+    def __init__(self, config: LoraConfig, weights: SafetensorsFile, model: ModelConfig) -> None:
         self._config = config
         self._weights = weights
         self._model = model
@@ -251,11 +112,11 @@ class _Reader:
             if theirs.endswith(".weight") and len(self._shapes[name]) == 2
         }
 
-    def read(self) -> tuple[dict[str, LowRankUpdate], dict[str, ReplacedRows]]:
-        """Updates and replaced rows by canonical tensor name.
+    def read(self) -> tuple[dict[str, LoraUpdate], dict[str, ReplacedRows]]:
+        """Return updates and replaced rows by canonical tensor name.
 
         Raises:
-            CheckpointError: a tensor that is unknown, has no counterpart, or does not fit.
+            CheckpointError: a tensor is unknown, has no counterpart, or does not fit.
         """
         sides: dict[str, dict[str, str]] = {}
         rows: dict[str, ReplacedRows] = {}
@@ -289,7 +150,7 @@ class _Reader:
             reason = f"a {self._model.family} model has no such layer"
         raise CheckpointError(f"{self._weights.path}: tensor {key!r} fits nothing: {reason}")
 
-    def _update(self, module: str, keys: Mapping[str, str]) -> LowRankUpdate:
+    def _update(self, module: str, keys: Mapping[str, str]) -> LoraUpdate:
         if len(keys) < 2:
             (present,) = keys.values()
             missing = "B" if "A" in keys else "A"
@@ -306,7 +167,7 @@ class _Reader:
         rank = self._config.rank(module)
         down = self._array(keys["A"], (rank, inputs))
         up = self._array(keys["B"], (outputs, rank))
-        return LowRankUpdate(down, up, self._config.scale(module))
+        return LoraUpdate(down, up, self._config.scale(module))
 
     def _rows(self, key: str, module: str) -> ReplacedRows:
         vocab, hidden = self._shapes[self._modules[module]]
@@ -335,65 +196,3 @@ class _Reader:
                 f"{self._weights.path}: tensor {key!r} holds values that are not finite"
             )
         return values
-
-
-def _read_record(path: Path, record: Mapping[str, object], base: Checkpoint) -> AdapterRecord:
-    """What midfill.json says.
-
-    Raises:
-        CheckpointError: malformed, or of another base.
-    """
-    if not record:
-        return AdapterRecord()
-    if record.get("format") != RECORD_FORMAT:
-        raise CheckpointError(
-            f"{path}: format {record.get('format')!r} is not known; this midfill reads "
-            f"{RECORD_FORMAT}"
-        )
-    trained_on = record.get("base")
-    digest = None
-    if trained_on is not None:
-        if not isinstance(trained_on, Mapping) or not isinstance(trained_on.get("digest"), str):
-            raise CheckpointError(f"{path}: 'base' must be an object with a 'digest'")
-        digest = str(trained_on["digest"])
-        if digest != base.content_digest:
-            named = trained_on.get("name") or "another model"
-            raise CheckpointError(
-                f"{path.parent}: was trained on {named} (digest {digest[:12]}), not on {base.path} "
-                f"(digest {base.content_digest[:12]}); serve that model, or this one with "
-                "--adapter none"
-            )
-    fragments = record.get("fragments", False)
-    if not isinstance(fragments, bool):
-        raise CheckpointError(f"{path}: 'fragments' must be true or false")
-    rounding = record.get("rounding", DEFAULT_ROUNDING)
-    if rounding not in get_args(Rounding):
-        raise CheckpointError(
-            f"{path}: 'rounding' must be one of {', '.join(get_args(Rounding))}, not {rounding!r}"
-        )
-    return AdapterRecord(
-        _read_fim(path, record.get("fim"), base), fragments, digest, cast(Rounding, rounding)
-    )
-
-
-def _read_fim(path: Path, fim: object, base: Checkpoint) -> FimTokens | None:
-    if fim is None:
-        return None
-    fields = dict(fim) if isinstance(fim, Mapping) else {}
-    stop = fields.get("stop", [])
-    texts = [fields.get("prefix"), fields.get("suffix"), fields.get("middle")]
-    texts += stop if isinstance(stop, list) else [stop]
-    known = base.tokenizer.special_tokens
-    for text in texts:
-        if not isinstance(text, str):
-            raise CheckpointError(
-                f"{path}: 'fim' must name the tokens 'prefix', 'suffix', 'middle' and a list 'stop'"
-            )
-        if text not in known:
-            raise CheckpointError(
-                f"{path}: the FIM token {text!r} is not a special token of {base.path}"
-            )
-    if len(set(texts[:3])) < 3:
-        raise CheckpointError(f"{path}: the FIM tokens prefix, suffix and middle must differ")
-    prefix, suffix, middle, *stops = (str(text) for text in texts)
-    return FimTokens(prefix, suffix, middle, tuple(stops))

@@ -18,7 +18,7 @@ import numpy as np
 from midfill.errors import CheckpointError
 from midfill.models.config import ModelConfig
 from midfill.models.stored_tensor import StoredTensor
-from midfill.models.tensors import tensor_shapes
+from midfill.models.tensor_shapes import tensor_shapes
 from midfill.tokens.tokenizer import Tokenizer
 
 ADAPTER_KEY = "midfill.adapter"

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from midfill.cli.options import FimTokens, parse_fim_tokens
+from midfill.cli.options import parse_fim_tokens
 from midfill.cli.outputs import writable
+from midfill.config import FimTokens
 
 UrlOption = Annotated[
     str | None,

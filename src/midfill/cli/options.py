@@ -1,11 +1,11 @@
 """Options that several commands share."""
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from midfill.cli.sizes import parse_size
-from midfill.config import Backend, KvDtype, WeightsOption
+from midfill.config import Backend, FimTokens, KvDtype, WeightsOption
 
 _MODEL_HELP = (
     "A .gguf file, a model folder, ORG/NAME on the Hugging Face hub, or a name that"
@@ -13,19 +13,11 @@ _MODEL_HELP = (
 )
 
 
-class FimTokens(NamedTuple):
-    """Texts of a model's sentinels."""
-
-    prefix: str
-    suffix: str
-    middle: str
-
-
 def parse_fim_tokens(text: str) -> FimTokens:
-    """The sentinels from "PRE,SUF,MID".
+    """Return the sentinels named by "PRE,SUF,MID".
 
     Raises:
-        typer.BadParameter: it isn't three.
+        typer.BadParameter: it does not name exactly three.
     """
     parts = text.split(",")
     if len(parts) != 3 or not all(parts):

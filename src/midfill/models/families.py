@@ -18,9 +18,9 @@ from midfill.models import (
     starcoder2,
 )
 from midfill.models.config import ModelConfig
+from midfill.models.config_fields import ConfigFields
 from midfill.models.family import Family
-from midfill.models.fields import Fields
-from midfill.models.tensors import tensor_shapes
+from midfill.models.tensor_shapes import tensor_shapes
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
@@ -38,7 +38,7 @@ def config_from_huggingface(config: Mapping[str, object]) -> ModelConfig:
         CheckpointError: unknown architecture, or a field that is missing, malformed or asks for
             something midfill can't compute.
     """
-    fields = Fields(config, huggingface_config.SOURCE)
+    fields = ConfigFields(config, huggingface_config.SOURCE)
     name = fields.text("model_type")
     if name not in FAMILIES:
         raise fields.error(
@@ -63,7 +63,7 @@ def config_from_gguf(
     Raises:
         CheckpointError: as for ``config_from_huggingface``.
     """
-    name = Fields(metadata, gguf_config.SOURCE).text("general.architecture")
+    name = ConfigFields(metadata, gguf_config.SOURCE).text("general.architecture")
     family = FAMILIES.get(name)
     if family is None or family.from_gguf is None:
         known = sorted(name for name, family in FAMILIES.items() if family.from_gguf is not None)
@@ -71,7 +71,7 @@ def config_from_gguf(
             f"{gguf_config.SOURCE}: architecture {name!r} is not supported; "
             f"midfill runs {', '.join(known)}"
         )
-    config = family.from_gguf(Fields(metadata, gguf_config.SOURCE, f"{name}."), shapes)
+    config = family.from_gguf(ConfigFields(metadata, gguf_config.SOURCE, f"{name}."), shapes)
     if rope_factors:
         factors = tuple(float(factor) for factor in rope_factors)
         config = replace(config, rope_scaling=gguf_config.with_frequency_factors(config, factors))

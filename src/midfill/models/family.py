@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from midfill.models.config import ModelConfig
-from midfill.models.fields import Fields
+from midfill.models.config_fields import ConfigFields
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -26,9 +26,9 @@ class Family:
     """
 
     name: str
-    from_huggingface: Callable[[Fields], ModelConfig]
+    from_huggingface: Callable[[ConfigFields], ModelConfig]
     huggingface_modules: Mapping[str, str]
-    from_gguf: Callable[[Fields, Shapes], ModelConfig] | None = None
+    from_gguf: Callable[[ConfigFields, Shapes], ModelConfig] | None = None
     gguf_interleaved_rotary: bool = False
 
 

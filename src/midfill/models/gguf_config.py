@@ -7,14 +7,14 @@ import math
 from collections.abc import Mapping
 
 from midfill.models.config import ModelConfig, RopeScaling
+from midfill.models.config_fields import ConfigFields
 from midfill.models.family import Shapes
-from midfill.models.fields import Fields
 
 SOURCE = "GGUF metadata"
 
 
 def read_decoder(
-    fields: Fields,
+    fields: ConfigFields,
     shapes: Shapes,
     family: str,
     *,
@@ -77,7 +77,7 @@ def with_frequency_factors(config: ModelConfig, factors: tuple[float, ...]) -> R
     Raises:
         CheckpointError: wrong length or values, or another scaling beside it.
     """
-    error = Fields({}, SOURCE).error
+    error = ConfigFields({}, SOURCE).error
     if config.rope_scaling.kind != "none":
         raise error(
             f"rope_freqs.weight beside RoPE scaling {config.rope_scaling.kind!r} is not supported"
@@ -92,7 +92,7 @@ def with_frequency_factors(config: ModelConfig, factors: tuple[float, ...]) -> R
     return RopeScaling(kind="factors", frequency_factors=factors)
 
 
-def _read_head_dim(fields: Fields, default: int) -> int:
+def _read_head_dim(fields: ConfigFields, default: int) -> int:
     head_dim = fields.size("attention.key_length", default)
     if fields.size("attention.value_length", head_dim) != head_dim:
         raise fields.error("key and value heads of different sizes are not supported")
@@ -104,7 +104,7 @@ def _read_head_dim(fields: Fields, default: int) -> int:
     return head_dim
 
 
-def _read_windows(fields: Fields) -> tuple[int | None, tuple[int, ...] | None]:
+def _read_windows(fields: ConfigFields) -> tuple[int | None, tuple[int, ...] | None]:
     window = fields.integer("attention.sliding_window", 0)
     if window <= 0:
         return None, None
@@ -122,7 +122,7 @@ def _read_windows(fields: Fields) -> tuple[int | None, tuple[int, ...] | None]:
     return window, None if len(windowed) == layers else windowed
 
 
-def _read_scaling(fields: Fields) -> RopeScaling:
+def _read_scaling(fields: ConfigFields) -> RopeScaling:
     kind = fields.text("rope.scaling.type", "none")
     # Files from before rope.scaling.* existed carry a lone linear factor.
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
@@ -152,7 +152,7 @@ def _read_scaling(fields: Fields) -> RopeScaling:
 
 def token_ids(metadata: Mapping[str, object]) -> tuple[int | None, tuple[int, ...]]:
     """BOS id and end ids (end of sequence, of turn, of message), without repeats."""
-    fields = Fields(metadata, SOURCE, "tokenizer.ggml.")
+    fields = ConfigFields(metadata, SOURCE, "tokenizer.ggml.")
     bos = fields.token_ids("bos_token_id")
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ends = dict.fromkeys(token for key in keys for token in fields.token_ids(key))

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from midfill.models import gguf_config, huggingface_config
 from midfill.models.config import ModelConfig
+from midfill.models.config_fields import ConfigFields
 from midfill.models.family import LLAMA_MODULES, Family, Shapes
-from midfill.models.fields import Fields
 
 
-def _from_huggingface(fields: Fields) -> ModelConfig:
+def _from_huggingface(fields: ConfigFields) -> ModelConfig:
     attention_bias = fields.flag("attention_bias", False)
     return replace(
         huggingface_config.read_decoder(fields, "granite"),
@@ -22,7 +22,7 @@ def _from_huggingface(fields: Fields) -> ModelConfig:
     )
 
 
-def _from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
+def _from_gguf(fields: ConfigFields, shapes: Shapes) -> ModelConfig:
     # GGUF leaves out the scalars that are not set; scores then get the usual head_dim ** -0.5.
     return replace(
         gguf_config.read_decoder(fields, shapes, "granite"),
@@ -33,7 +33,7 @@ def _from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
     )
 
 
-def _divisor(fields: Fields, key: str) -> float:
+def _divisor(fields: ConfigFields, key: str) -> float:
     value = fields.number(key, 1.0)
     if value == 0:
         raise fields.error(f"{key!r} divides the logits and must not be 0")

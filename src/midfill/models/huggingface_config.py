@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from midfill.models.config import Activation, ModelConfig, RopeScaling, RopeScalingKind
-from midfill.models.fields import Fields
+from midfill.models.config_fields import ConfigFields
 
 SOURCE = "config.json"
 
@@ -24,7 +24,7 @@ _SCALING_KINDS: Mapping[str, RopeScalingKind] = {
 
 
 def read_decoder(
-    fields: Fields,
+    fields: ConfigFields,
     family: str,
     *,
     activation: str = "silu",
@@ -64,7 +64,9 @@ def read_decoder(
     )
 
 
-def read_layer_windows(fields: Fields, layers: int) -> tuple[int | None, tuple[int, ...] | None]:
+def read_layer_windows(
+    fields: ConfigFields, layers: int
+) -> tuple[int | None, tuple[int, ...] | None]:
     """Sliding window and the layers that use it, as Qwen states them.
 
     ``layer_types`` names each layer's kind; older files give ``max_window_layers`` instead, the
@@ -89,7 +91,7 @@ def read_layer_windows(fields: Fields, layers: int) -> tuple[int | None, tuple[i
     return fields.size("sliding_window"), None if len(windowed) == layers else windowed
 
 
-def _reject_unsupported(fields: Fields) -> None:
+def _reject_unsupported(fields: ConfigFields) -> None:
     architectures = fields.texts("architectures")
     if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
         raise fields.error(
@@ -103,7 +105,7 @@ def _reject_unsupported(fields: Fields) -> None:
         )
 
 
-def _read_activation(fields: Fields, default: str) -> Activation:
+def _read_activation(fields: ConfigFields, default: str) -> Activation:
     name = fields.text("hidden_act", default)
     if name not in _ACTIVATIONS:
         raise fields.error(
@@ -112,14 +114,14 @@ def _read_activation(fields: Fields, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _read_rope(fields: Fields) -> tuple[float, RopeScaling, int]:
+def _read_rope(fields: ConfigFields) -> tuple[float, RopeScaling, int]:
     """theta, scaling and context length, in transformers 5's spelling or the older one.
 
     transformers 5 writes ``rope_parameters`` with theta and type inside; before that there were
     ``rope_theta`` and ``rope_scaling``.
     """
     positions = fields.size("max_position_embeddings")
-    rope = Fields(_rope_table(fields), f"{fields.source}: rope parameters")
+    rope = ConfigFields(_rope_table(fields), f"{fields.source}: rope parameters")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -142,7 +144,7 @@ def _read_rope(fields: Fields) -> tuple[float, RopeScaling, int]:
     return theta, scaling, positions
 
 
-def _rope_table(fields: Fields) -> Mapping[str, object]:
+def _rope_table(fields: ConfigFields) -> Mapping[str, object]:
     table = fields.table("rope_parameters") or fields.table("rope_scaling")
     nested = [value for value in table.values() if isinstance(value, Mapping)]
     if not nested:
@@ -153,7 +155,7 @@ def _rope_table(fields: Fields) -> Mapping[str, object]:
 
 
 def _read_scaling(
-    kind: RopeScalingKind, rope: Fields, fields: Fields, positions: int
+    kind: RopeScalingKind, rope: ConfigFields, fields: ConfigFields, positions: int
 ) -> RopeScaling:
     original = fields.size(
         "original_max_position_embeddings",
@@ -186,7 +188,7 @@ def _read_scaling(
     return RopeScaling(kind=kind, factor=factor)
 
 
-def _positive(fields: Fields, key: str, default: float | None = None) -> float:
+def _positive(fields: ConfigFields, key: str, default: float | None = None) -> float:
     value = fields.number(key, default)
     if value <= 0:
         raise fields.error(f"{key!r} must be above 0, not {value}")

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from midfill.models import gguf_config, huggingface_config
 from midfill.models.config import ModelConfig
+from midfill.models.config_fields import ConfigFields
 from midfill.models.family import LLAMA_MODULES, Family, Shapes
-from midfill.models.fields import Fields
 
 
-def _from_huggingface(fields: Fields) -> ModelConfig:
+def _from_huggingface(fields: ConfigFields) -> ModelConfig:
     attention_bias = fields.flag("attention_bias", False)
     return replace(
         huggingface_config.read_decoder(fields, "llama"),
@@ -18,7 +18,7 @@ def _from_huggingface(fields: Fields) -> ModelConfig:
     )
 
 
-def _from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
+def _from_gguf(fields: ConfigFields, shapes: Shapes) -> ModelConfig:
     return gguf_config.read_decoder(fields, shapes, "llama")
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from midfill.models import huggingface_config
 from midfill.models.config import ModelConfig
+from midfill.models.config_fields import ConfigFields
 from midfill.models.family import LLAMA_MODULES, Family
-from midfill.models.fields import Fields
 
 
-def _from_huggingface(fields: Fields) -> ModelConfig:
+def _from_huggingface(fields: ConfigFields) -> ModelConfig:
     # A null says that there is no window; without the key transformers assumes 4096.
     no_window = fields.states("sliding_window") and fields.get("sliding_window") is None
     window = None if no_window else fields.size("sliding_window", 4096)

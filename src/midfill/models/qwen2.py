@@ -4,17 +4,17 @@ from dataclasses import replace
 
 from midfill.models import gguf_config, huggingface_config
 from midfill.models.config import ModelConfig
+from midfill.models.config_fields import ConfigFields
 from midfill.models.family import LLAMA_MODULES, Family, Shapes
-from midfill.models.fields import Fields
 
 
-def _from_huggingface(fields: Fields) -> ModelConfig:
+def _from_huggingface(fields: ConfigFields) -> ModelConfig:
     config = huggingface_config.read_decoder(fields, "qwen2")
     window, windowed = huggingface_config.read_layer_windows(fields, config.layers)
     return replace(config, qkv_bias=True, sliding_window=window, windowed_layers=windowed)
 
 
-def _from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
+def _from_gguf(fields: ConfigFields, shapes: Shapes) -> ModelConfig:
     return gguf_config.read_decoder(fields, shapes, "qwen2")
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from midfill.models import gguf_config, huggingface_config
 from midfill.models.config import ModelConfig
+from midfill.models.config_fields import ConfigFields
 from midfill.models.family import LLAMA_MODULES, Family, Shapes
-from midfill.models.fields import Fields
 
 
-def _from_huggingface(fields: Fields) -> ModelConfig:
+def _from_huggingface(fields: ConfigFields) -> ModelConfig:
     config = huggingface_config.read_decoder(fields, "qwen3")
     window, windowed = huggingface_config.read_layer_windows(fields, config.layers)
     attention_bias = fields.flag("attention_bias", False)
@@ -24,7 +24,7 @@ def _from_huggingface(fields: Fields) -> ModelConfig:
     )
 
 
-def _from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
+def _from_gguf(fields: ConfigFields, shapes: Shapes) -> ModelConfig:
     return replace(gguf_config.read_decoder(fields, shapes, "qwen3"), qk_norm=True)
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from midfill.models import gguf_config, huggingface_config
 from midfill.models.config import ModelConfig
+from midfill.models.config_fields import ConfigFields
 from midfill.models.family import LLAMA_MODULES, Family, Shapes
-from midfill.models.fields import Fields
 
 
-def _from_huggingface(fields: Fields) -> ModelConfig:
+def _from_huggingface(fields: ConfigFields) -> ModelConfig:
     bias = fields.flag("use_bias", True)
     window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
     config = huggingface_config.read_decoder(
@@ -30,7 +30,7 @@ def _from_huggingface(fields: Fields) -> ModelConfig:
     )
 
 
-def _from_gguf(fields: Fields, shapes: Shapes) -> ModelConfig:
+def _from_gguf(fields: ConfigFields, shapes: Shapes) -> ModelConfig:
     config = gguf_config.read_decoder(
         fields, shapes, "starcoder2", epsilon_key="attention.layer_norm_epsilon"
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.models.tensors import tensor_shapes
+from midfill.models.tensor_shapes import tensor_shapes
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Quantization-aware training of LoRA updates over a quantised base.
 
 Serving merges a LoRA update into a quantised base by requantising the sum (see
-``checkpoints.requantise``), which adds rounding error that training in floats never sees. In the
-last part of a run, the frozen weights W are therefore replaced by Q(W + update) - update, where Q
-rounds as serving does. The forward pass then computes with Q(W + update), the weights that will be
+``checkpoints.quantized_update``), which adds rounding error that training in floats never sees. In
+the last part of a run, the frozen weights W are therefore replaced by Q(W + update) - update, where
+Q rounds as serving does. The forward pass then computes with Q(W + update), the weights that are
 served, and the update learns to compensate the error. Q has no useful gradient. It is passed over
 by the straight-through estimator (Bengio et al., 2013): the error is a constant of the frozen
 weights. Q dithers every weight with a fixed number, so a small change of the update changes few
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.requantise import LAYOUTS, Rounding, requantise
+from midfill.checkpoints.quantized_update import BLOCK_LAYOUTS, Rounding, add_to_quantized
 from midfill.models.families import huggingface_names
 
 QAT_ROUNDING: Rounding = "stochastic"
@@ -53,7 +53,7 @@ class QuantizationAwareLora:
         quantised = {
             name: module
             for name, module in layers.items()
-            if checkpoint.tensor(name).kind in LAYOUTS
+            if checkpoint.tensor(name).kind in BLOCK_LAYOUTS
         }
         return cls(checkpoint, quantised) if quantised else None
 
@@ -68,7 +68,7 @@ class QuantizationAwareLora:
         for name, module in self._layers.items():
             update = module.get_delta_weight("default").float().cpu().numpy()
             stored = self._checkpoint.tensor(name)
-            frozen = requantise(stored, update, QAT_ROUNDING).to_float32() - update
+            frozen = add_to_quantized(stored, update, QAT_ROUNDING).to_float32() - update
             error += float(np.square(frozen - stored.to_float32()).sum())
             signal += float(np.square(update).sum())
             module.get_base_layer().weight.copy_(torch.from_numpy(frozen))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.requantise import DEFAULT_ROUNDING, Rounding
+from midfill.checkpoints.quantized_update import DEFAULT_ROUNDING, Rounding
 from midfill.errors import MidfillError
 from midfill.infill.formats import FAMILIES, FimFormat, custom_format, find_format
 from midfill.system.atomic import write_file

@@ -14,7 +14,7 @@ from midfill.checkpoints.model_store import resolve
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import MidfillError
 from midfill.infill.formats import find_format
-from midfill.models.tensors import tensor_shapes
+from midfill.models.tensor_shapes import tensor_shapes
 
 _CORPUS_FILES = 40
 

@@ -1,4 +1,4 @@
-"""over_rows: a compiled function that works on a range of rows, run on all cores."""
+"""Run a compiled function that works on a range of rows on all cores."""
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -8,12 +8,13 @@ from midfill.kernels.cpu.simd import LANES
 from midfill.system.cores import available_threads
 
 
-def over_rows(function: Any, rows: int, *arguments: object) -> None:
-    """Call function(first, end, rows, *arguments) for ranges that make up 0 <= row < rows.
+def run_over_rows(function: Any, rows: int, *arguments: object) -> None:
+    """Call function(first, end, rows, *arguments) for ranges that cover 0 <= row < rows.
 
     Args:
-        function: compiled without the GIL.
-        rows: a multiple of 16, as all ranges are.
+        function: compiled to release the GIL.
+        rows: a multiple of 16, as the lengths of all ranges are.
+        arguments: passed on unchanged.
     """
     threads = available_threads()
     share = -(-rows // (threads * LANES)) * LANES

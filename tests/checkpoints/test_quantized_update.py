@@ -1,4 +1,4 @@
-"""requantise: the compiled rules against loops in plain Python, and what each rule promises."""
+"""add_to_quantized: the compiled rules against loops in plain Python, and each rule's promises."""
 
 from typing import get_args
 
@@ -8,7 +8,7 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
-from midfill.checkpoints.requantise import LAYOUTS, Rounding, requantise
+from midfill.checkpoints.quantized_update import BLOCK_LAYOUTS, Rounding, add_to_quantized
 from midfill.models.stored_tensor import StoredTensor
 
 FloatArray = npt.NDArray[np.floating]
@@ -37,7 +37,7 @@ def steps_of(tensor: StoredTensor) -> FloatArray:
 
 def grid_of(tensor: StoredTensor) -> tuple[FloatArray, FloatArray, npt.NDArray[np.int64]]:
     """Scales and the weights of code 0, both by row and group, and the codes."""
-    layout, (rows, inputs) = LAYOUTS[tensor.kind], tensor.shape
+    layout, (rows, inputs) = BLOCK_LAYOUTS[tensor.kind], tensor.shape
     blocks = tensor.data.reshape(rows, inputs // GROUP, -1)
     scales = blocks[..., 0:2].copy().view(np.float16)[..., 0].astype(np.float64)
     origins = -scales * layout.zero
@@ -51,7 +51,7 @@ def grid_of(tensor: StoredTensor) -> tuple[FloatArray, FloatArray, npt.NDArray[n
 
 def fresh_grid(kind: str, weights: FloatArray) -> tuple[float, float]:
     """Scale and weight of code 0 of a group, both as float16 stores them."""
-    layout = LAYOUTS[kind]
+    layout = BLOCK_LAYOUTS[kind]
     if layout.has_minimum:
         scale = np.float16((weights.max() - weights.min()) / layout.top)
         return float(scale), float(np.float16(weights.min()))
@@ -73,7 +73,7 @@ def dither(row: int, column: int) -> float:
 
 def reference(tensor: StoredTensor, update: FloatArray, rounding: Rounding) -> FloatArray:
     """The weights the rule gives, one after the other."""
-    top = LAYOUTS[tensor.kind].top
+    top = BLOCK_LAYOUTS[tensor.kind].top
     scales, origins, codes = grid_of(tensor)
     result = np.empty(tensor.shape)
     for row in range(tensor.shape[0]):
@@ -96,11 +96,11 @@ def reference(tensor: StoredTensor, update: FloatArray, rounding: Rounding) -> F
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_every_rule_is_what_its_loop_says(kind: str, rounding: Rounding) -> None:
     tensor = stored(kind, normal(21, 3 * GROUP))
     update = normal(21, 3 * GROUP, scale=0.04, seed=1)
-    result = requantise(tensor, update, rounding)
+    result = add_to_quantized(tensor, update, rounding)
     assert (result.name, result.shape, result.kind) == (tensor.name, tensor.shape, kind)
     assert result.data.shape == tensor.data.shape
     expected = reference(tensor, update.astype(np.float64), rounding)
@@ -108,16 +108,16 @@ def test_every_rule_is_what_its_loop_says(kind: str, rounding: Rounding) -> None
 
 
 @pytest.mark.parametrize("rounding", KEEP_THE_GRID)
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_adding_nothing_changes_nothing(kind: str, rounding: Rounding) -> None:
-    layout = LAYOUTS[kind]
+    layout = BLOCK_LAYOUTS[kind]
     blocks = np.random.default_rng(0).integers(0, 256, (16, 4, layout.size), np.uint8)
     scales = normal(16, 4, 2, scale=0.1).astype(np.float16)
     blocks[..., :4] = scales.view(np.uint8)
     if not layout.has_minimum:
         blocks[..., 2:4] = np.random.default_rng(1).integers(0, 256, (16, 4, 2))
     tensor = StoredTensor("w", (16, 4 * GROUP), kind, blocks.reshape(16, -1))
-    result = requantise(tensor, np.zeros(tensor.shape, np.float32), rounding)
+    result = add_to_quantized(tensor, np.zeros(tensor.shape, np.float32), rounding)
     np.testing.assert_array_equal(result.data, tensor.data)
 
 
@@ -126,14 +126,15 @@ def test_any_memory_order_of_the_update_will_do(rounding: Rounding) -> None:
     tensor, update = stored("q4_1", normal(32, 64)), normal(32, 64, scale=0.1)
     turned = np.asfortranarray(update)
     np.testing.assert_array_equal(
-        requantise(tensor, update, rounding).data, requantise(tensor, turned, rounding).data
+        add_to_quantized(tensor, update, rounding).data,
+        add_to_quantized(tensor, turned, rounding).data,
     )
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 def test_nearest_errs_by_half_a_step_of_the_new_grid(kind: str) -> None:
     tensor, update = stored(kind, normal(16, 128)), normal(16, 128, scale=0.5, seed=1)
-    result = requantise(tensor, update, "nearest")
+    result = add_to_quantized(tensor, update, "nearest")
     error = np.abs(result.to_float32() - (tensor.to_float32() + update))
     # The grid of q4_0 and q5_0 stops a step short of the weight that is second furthest from 0,
     # on the other side; float16 scales move the ends of all by a little.
@@ -150,7 +151,7 @@ class TestDiffusion:
         update = normal(16, 512, scale=0.01, seed=1)
         update[:, ::GROUP] = update[:, 1::GROUP] = 0
         update += np.float32(0.003) * (np.abs(inside) < 2)
-        result = requantise(tensor, update, "diffusion")
+        result = add_to_quantized(tensor, update, "diffusion")
         assert (result.data != tensor.data).any()
         changed = result.to_float32().astype(np.float64) - tensor.to_float32()
         errors = np.cumsum(changed - update, axis=1)
@@ -159,7 +160,7 @@ class TestDiffusion:
     def test_a_row_keeps_its_sums_to_a_step_also_where_codes_are_at_an_end(self) -> None:
         tensor = stored("q4_1", normal(64, 512))
         update = normal(64, 512, scale=0.02, seed=1)
-        result = requantise(tensor, update, "diffusion")
+        result = add_to_quantized(tensor, update, "diffusion")
         changed = result.to_float32().astype(np.float64) - tensor.to_float32()
         errors = np.cumsum(changed - update, axis=1)
         assert (np.abs(errors) <= 1.5 * steps_of(tensor).max()).all()
@@ -167,7 +168,7 @@ class TestDiffusion:
     def test_an_update_far_below_a_step_is_not_lost(self) -> None:
         tensor = stored("q4_0", normal(32, 512))
         update = np.full((32, 512), steps_of(tensor).mean() / 20, np.float32)
-        result = requantise(tensor, update, "diffusion")
+        result = add_to_quantized(tensor, update, "diffusion")
         changed = (result.to_float32() - tensor.to_float32()).sum(axis=1)
         np.testing.assert_allclose(changed, update.sum(axis=1), rtol=0.05)
 
@@ -177,7 +178,7 @@ class TestDiffusion:
         tensor = stored("q4_1", weights)
         update = np.zeros(tensor.shape, np.float32)
         update[:, 0] = 0.3
-        result = requantise(tensor, update, "diffusion")
+        result = add_to_quantized(tensor, update, "diffusion")
         changed = result.to_float32() - tensor.to_float32()
         assert (changed[:, :GROUP] == 0).all()
         step = steps_of(tensor)[:, -1]
@@ -195,7 +196,7 @@ def test_many_rows_have_the_update_on_average(rounding: Rounding, share: float) 
     shares = np.full(64, share)
     shares[::GROUP] = shares[1::GROUP] = 0
     update = np.repeat((shares * step).astype(np.float32)[None], rows, axis=0)
-    result = requantise(tensor, update, rounding)
+    result = add_to_quantized(tensor, update, rounding)
     moved = ((result.to_float32() - tensor.to_float32()) / step).mean(axis=0)
     deviation = np.sqrt(np.abs(shares) * (1 - np.abs(shares)) / rows)
     assert (np.abs(moved - shares) <= 5 * deviation + 1e-6).all()
@@ -204,5 +205,5 @@ def test_many_rows_have_the_update_on_average(rounding: Rounding, share: float) 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_it_is_the_same_each_time(rounding: Rounding) -> None:
     tensor, update = stored("q5_1", normal(48, 64)), normal(48, 64, scale=0.1)
-    first, second = (requantise(tensor, update, rounding).data for _ in range(2))
+    first, second = (add_to_quantized(tensor, update, rounding).data for _ in range(2))
     np.testing.assert_array_equal(first, second)

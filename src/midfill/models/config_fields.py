@@ -1,4 +1,4 @@
-"""Fields: typed reading of a checkpoint's untyped description, with errors that name the key."""
+"""ConfigFields: typed reading of a checkpoint's untyped description; errors name the key."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from midfill.errors import CheckpointError
 
 
-class Fields:
+class ConfigFields:
     """A mapping of keys to plain values (``config.json``, GGUF metadata), read key by key.
 
     A key whose value is None counts as missing. Every method takes a default; without one a

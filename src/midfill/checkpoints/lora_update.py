@@ -1,6 +1,6 @@
-"""LowRankUpdate: what LoRA adds to one weight, and the product it stands for.
+"""LoraUpdate: the low-rank update that LoRA adds to one weight, and its product.
 
-The product is not left to NumPy: with as few columns as a rank has, BLAS gains nothing from its
+The product is not left to NumPy. With as few columns as a rank has, BLAS gains nothing from its
 threads, and where another program keeps one core busy, waiting for them takes ten times as long.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from midfill.checkpoints.row_threads import over_rows
+from midfill.checkpoints.row_parallel import run_over_rows
 from midfill.kernels.cpu import simd
 from midfill.kernels.cpu.jit import entry_point
 from midfill.kernels.cpu.simd import LANES
@@ -19,7 +19,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class LowRankUpdate:
+class LoraUpdate:
     """scale * up @ down.
 
     Attributes:
@@ -33,10 +33,10 @@ class LowRankUpdate:
     scale: float
 
     def matrix(self) -> Float32Array:
-        """The whole update, float32 [outputs, inputs]: the transpose of a C-ordered array.
+        """Return the whole update, float32 [outputs, inputs]: the transpose of a C-ordered array.
 
-        Each element is summed over the rank from first to last with fused multiply-adds, so it is
-        the same on every machine.
+        Each element is summed over the rank from first to last with fused multiply-adds, so the
+        result is the same on every machine.
         """
         outputs, rank = self.up.shape
         inputs = self.down.shape[1]
@@ -45,7 +45,7 @@ class LowRankUpdate:
         scaled[:, :outputs] = self.up.T * np.float32(self.scale)
         product = np.empty((inputs, rows), np.float32)
         down = np.ascontiguousarray(self.down.T)
-        over_rows(
+        run_over_rows(
             _multiply, rows, scaled.reshape(-1), down.reshape(-1), rank, inputs, product.reshape(-1)
         )
         return product[:, :outputs].T
@@ -55,9 +55,10 @@ class LowRankUpdate:
 def _multiply(
     first: int, end: int, rows: int, up: Any, down: Any, rank: int, inputs: int, product: Any
 ) -> None:
-    """product[input, row] = sum over r of down[input, r] * up[r, row], for rows first <= row < end.
+    """Set product[input, row] to the sum over r of down[input, r] * up[r, row].
 
-    Lanes run over rows. Four inputs at a time share what is loaded of ``up``.
+    This is done for rows first <= row < end. Lanes run over rows. Four inputs at a time share the
+    loads of ``up``.
     """
     zero = simd.splat(np.float32(0))
     tiled = inputs - inputs % 4

@@ -1,10 +1,10 @@
-"""requantise: add a small update to a quantised matrix and keep its kind, so its size and speed.
+"""Add a small update to a quantised matrix, keeping its kind and thereby its size and speed.
 
-The weights of a quantised matrix lie exactly on their grid (weight = code x scale + minimum, a
-scale for each group of 32 inputs), and a fine-tuning update is mostly much smaller than a grid
-step. Rounding every weight to the nearest point of that grid would lose the update; a fresh grid
-for the sum adds a second full rounding error to the first. The rules, see ``Rounding``, are ways
-out of that; which of them costs a model least is a matter of measurement.
+The weights of a quantised matrix lie exactly on their grid: weight = quant x scale + minimum, with
+one scale per group of 32 inputs. A fine-tuning update is mostly much smaller than a grid step.
+Rounding every weight to the nearest point of the old grid would lose the update. A new grid for
+the sum adds a second full rounding error to the first. The rules of ``Rounding`` are ways out of
+that; measurement decides which of them costs a model least.
 
 Vector lanes run over 16 rows, so the work along a row can be sequential.
 """
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from midfill.checkpoints.row_threads import over_rows
+from midfill.checkpoints.row_parallel import run_over_rows
 from midfill.kernels.cpu import simd
 from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import allocating_entry_point, kernel
@@ -23,26 +23,27 @@ from midfill.kernels.cpu.simd import LANES
 from midfill.models.stored_tensor import StoredTensor
 
 Rounding = Literal["nearest", "diffusion", "stochastic"]
-"""How a sum of weight and update becomes a code.
+"""How a sum of weight and update is rounded to a quant.
 
 nearest: each group of 32 gets a new grid from its smallest and largest sum, and each sum the
-    nearest code on it.
-diffusion: the groups keep their grids. What rounding (and clamping to the grid's ends) adds to
-    one weight of a row is taken from the next one, so that sums over stretches of a row's update
-    are kept to about a grid step: error diffusion (Floyd and Steinberg, 1976) in one dimension.
-    Each row rounds at a threshold of its own, from a hash of its number; else updates too small
-    to add up to half a step along a row would be lost in all rows alike.
-stochastic: the groups keep their grids, and a sum goes up or down with the probability that makes
-    the expected code right. The dither is a hash of the weight's place: the same at every load.
+    nearest quant on it.
+diffusion: the groups keep their grids. The error that rounding (and clamping to the grid's ends)
+    makes in one weight of a row is carried to the next one, so that sums over stretches of a row's
+    update are exact to about a grid step. This is error diffusion (Floyd and Steinberg, 1976) in
+    one dimension. Each row rounds at its own threshold, a hash of its number. Otherwise updates
+    too small to add up to half a step along a row would be lost in all rows alike.
+stochastic: the groups keep their grids, and a sum is rounded up or down with the probability that
+    makes the expected quant exact. The dither is a hash of the weight's place, so it is the same at
+    every load.
 
-Both of the last two are right on average, and leave a weight that nothing is added to as it is.
+The last two are exact on average, and they leave a weight unchanged if nothing is added to it.
 """
 
 DEFAULT_ROUNDING: Rounding = "diffusion"
-"""Loses least of an update that was trained in floats."""
+"""The rule that loses least of an update trained in floats."""
 
 VERSION = 1
-"""Changes whenever the same input would be rounded otherwise."""
+"""Part of digests; increased whenever the same input would be rounded differently."""
 
 GROUP = 32
 _NEAREST, _DIFFUSION, _STOCHASTIC = range(3)
@@ -54,49 +55,49 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a GGML kind lays out a block of 32 weights: weight = (code - zero) * scale + minimum.
+    """How a GGML kind lays out a block of 32 weights: weight = (quant - zero) * scale + minimum.
 
     Attributes:
-        size: bytes of a block; the float16 scale comes first.
-        bits: of a code: 4, 5 or 8. Codes are counted from 0 here.
-        codes_at: where the codes' low four bits (or whole bytes) begin.
+        size: bytes per block; the float16 scale comes first.
+        bits: bits per quant: 4, 5 or 8. Quants are counted from 0 here.
+        quants_at: byte where the quants' low four bits (or whole bytes) begin.
         has_minimum: whether a float16 minimum follows the scale; otherwise it is 0.
-        zero: the code of weight ``minimum``.
+        zero: the quant of weight ``minimum``.
     """
 
     size: int
     bits: int
-    codes_at: int
+    quants_at: int
     has_minimum: bool
     zero: int
 
     @property
     def top(self) -> int:
-        """The largest code."""
+        """The largest quant."""
         return (1 << self.bits) - 1
 
 
-LAYOUTS = {
+BLOCK_LAYOUTS = {
     "q4_0": BlockLayout(18, 4, 2, False, 8),
     "q4_1": BlockLayout(20, 4, 4, True, 0),
     "q5_0": BlockLayout(22, 5, 6, False, 16),
     "q5_1": BlockLayout(24, 5, 8, True, 0),
     "q8_0": BlockLayout(34, 8, 2, False, 128),
 }
-"""The kinds that can be requantised."""
+"""Layouts of the kinds that updates can be added to, by kind."""
 
 
-def requantise(
+def add_to_quantized(
     tensor: StoredTensor, update: Float32Array, rounding: Rounding = DEFAULT_ROUNDING
 ) -> StoredTensor:
-    """A quantised matrix plus an update, in the same kind.
+    """Return a quantised matrix plus an update, in the same kind.
 
     Args:
-        tensor: [outputs, inputs] of a kind in ``LAYOUTS``.
-        update: float32 [outputs, inputs]; no copy is made of a transposed C-ordered array.
+        tensor: [outputs, inputs] of a kind in ``BLOCK_LAYOUTS``.
+        update: float32 [outputs, inputs]; the transpose of a C-ordered array is not copied.
         rounding: the rule.
     """
-    layout = LAYOUTS[tensor.kind]
+    layout = BLOCK_LAYOUTS[tensor.kind]
     rows, inputs = tensor.shape
     missing = -rows % LANES
     source = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(rows, -1)
@@ -105,20 +106,20 @@ def requantise(
         source = np.concatenate([source, np.zeros((missing, source.shape[1]), np.uint8)])
         columns = np.pad(columns, ((0, 0), (0, missing)))
     result = source.copy()
-    numbers = (layout.size, layout.bits, layout.codes_at, layout.has_minimum, float(layout.zero))
+    numbers = (layout.size, layout.bits, layout.quants_at, layout.has_minimum, float(layout.zero))
     flat = (source.reshape(-1), columns.reshape(-1), inputs // GROUP)
     if rounding == "nearest":
         extremes = np.empty((2, len(source), inputs // GROUP), np.float32)
-        over_rows(_find_extremes, len(source), *flat, *numbers, extremes.reshape(-1))
+        run_over_rows(_find_extremes, len(source), *flat, *numbers, extremes.reshape(-1))
         _write_grid(result, extremes[0], extremes[1], layout)
-    over_rows(_round_rows, len(source), *flat, *numbers, _RULES[rounding], result.reshape(-1))
+    run_over_rows(_round_rows, len(source), *flat, *numbers, _RULES[rounding], result.reshape(-1))
     return StoredTensor(tensor.name, tensor.shape, tensor.kind, result[:rows])
 
 
 def _write_grid(
     blocks: Bytes, smallest: Float32Array, largest: Float32Array, layout: BlockLayout
 ) -> None:
-    """Write scales, and minima, that span from each group's smallest to its largest weight."""
+    """Write scales and minima that span each group's range from smallest to largest weight."""
     header = blocks.reshape(*smallest.shape, layout.size)
     if layout.has_minimum:
         scales = (largest - smallest) / layout.top
@@ -132,47 +133,49 @@ def _write_grid(
     header[..., 0:2] = scales.astype(np.float16)[..., None].view(np.uint8)
 
 
-# ---- compiled; rows, inputs and codes are counted as in ``requantise``, arrays are flat ----------
+# ---- Compiled. Rows and inputs are counted as in ``add_to_quantized``; arrays are flat. ----------
 
 
 @kernel
-def _read_codes(source: Any, at: int, stride: int, bits: int, codes_at: int, codes: Any) -> None:
-    """codes[j * 16 + lane] = code j of the block that begins at byte at + lane * stride."""
+def _read_quants(source: Any, at: int, stride: int, bits: int, quants_at: int, quants: Any) -> None:
+    """Set quants[j * 16 + lane] to quant j of the block that begins at byte at + lane * stride."""
     for lane in range(LANES):
-        first = at + lane * stride + codes_at
+        first = at + lane * stride + quants_at
         if bits == 8:
             for j in range(32):
-                codes[j * LANES + lane] = np.float32(source[first + j] ^ np.uint8(128))
+                quants[j * LANES + lane] = np.float32(source[first + j] ^ np.uint8(128))
             continue
         for j in range(16):
             pair = source[first + j]
-            codes[j * LANES + lane] = np.float32(pair & np.uint8(15))
-            codes[(j + 16) * LANES + lane] = np.float32(pair >> np.uint8(4))
+            quants[j * LANES + lane] = np.float32(pair & np.uint8(15))
+            quants[(j + 16) * LANES + lane] = np.float32(pair >> np.uint8(4))
         if bits == 5:
             for j in range(32):
                 fifth = (source[first - 4 + (j >> 3)] >> np.uint8(j & 7)) & np.uint8(1)
-                codes[j * LANES + lane] += np.float32(16) * np.float32(fifth)
+                quants[j * LANES + lane] += np.float32(16) * np.float32(fifth)
 
 
 @kernel
-def _write_codes(codes: Any, result: Any, at: int, stride: int, bits: int, codes_at: int) -> None:
-    """The inverse of ``_read_codes``."""
+def _write_quants(
+    quants: Any, result: Any, at: int, stride: int, bits: int, quants_at: int
+) -> None:
+    """Write quants back; the inverse of ``_read_quants``."""
     for lane in range(LANES):
-        first = at + lane * stride + codes_at
+        first = at + lane * stride + quants_at
         if bits == 8:
             for j in range(32):
-                result[first + j] = np.uint8(np.int32(codes[j * LANES + lane])) ^ np.uint8(128)
+                result[first + j] = np.uint8(np.int32(quants[j * LANES + lane])) ^ np.uint8(128)
             continue
         for j in range(16):
-            low = np.int32(codes[j * LANES + lane])
-            high = np.int32(codes[(j + 16) * LANES + lane])
+            low = np.int32(quants[j * LANES + lane])
+            high = np.int32(quants[(j + 16) * LANES + lane])
             result[first + j] = np.uint8((low & 15) | ((high & 15) << 4))
         if bits == 5:
             for byte in range(4):
                 fifths = 0
                 for bit in range(8):
-                    code = np.int32(codes[(byte * 8 + bit) * LANES + lane])
-                    fifths |= int(code >> 4) << bit
+                    quant = np.int32(quants[(byte * 8 + bit) * LANES + lane])
+                    fifths |= int(quant >> 4) << bit
                 result[first - 4 + byte] = np.uint8(fifths)
 
 
@@ -180,7 +183,7 @@ def _write_codes(codes: Any, result: Any, at: int, stride: int, bits: int, codes
 def _read_grid(
     blocks: Any, at: int, stride: int, has_minimum: bool, zero: float, scales: Any, origins: Any
 ) -> None:
-    """Of 16 blocks: the scales, and the weights that code 0 stands for."""
+    """Read the scales of 16 blocks, and the weights that quant 0 stands for."""
     for lane in range(LANES):
         block = at + lane * stride
         scale = half_to_float(blocks, block)
@@ -191,10 +194,10 @@ def _read_grid(
 
 @kernel
 def _dither(first: int, column: int, dither: Any) -> None:
-    """Numbers evenly spread over (-1/2, 1/2) for 16 rows, a hash of row and column.
+    """Fill in numbers evenly spread over (-1/2, 1/2) for 16 rows, a hash of row and column.
 
-    They are multiples of 2^-15: added to any code they are exact, so a code that nothing was added
-    to always stays.  The mixing steps are those of MurmurHash3's 32-bit finaliser.
+    They are multiples of 2^-15, so adding them to a quant is exact. A quant that nothing was added
+    to therefore stays. The mixing steps are those of MurmurHash3's 32-bit finaliser.
     """
     for lane in range(LANES):
         # Numba widens products of 32-bit numbers; the casts cut them to 32 bits again.
@@ -210,10 +213,10 @@ def _dither(first: int, column: int, dither: Any) -> None:
 @allocating_entry_point
 def _find_extremes(
     first: int, end: int, rows: int, source: Any, update: Any, groups: int,
-    size: int, bits: int, codes_at: int, has_minimum: bool, zero: float, extremes: Any,
+    size: int, bits: int, quants_at: int, has_minimum: bool, zero: float, extremes: Any,
 ) -> None:  # fmt: skip
-    """extremes[0 or 1, row, group]: the smallest and largest sum of weight and update."""
-    codes = np.empty(GROUP * LANES, np.float32)
+    """Set extremes[0 or 1, row, group] to the smallest and largest sum of weight and update."""
+    quants = np.empty(GROUP * LANES, np.float32)
     scales = np.empty(LANES, np.float32)
     origins = np.empty(LANES, np.float32)
     smallest = np.empty(LANES, np.float32)
@@ -223,13 +226,13 @@ def _find_extremes(
     for row in range(first, end, LANES):
         for group in range(groups):
             at = row * stride + group * size
-            _read_codes(source, at, stride, bits, codes_at, codes)
+            _read_quants(source, at, stride, bits, quants_at, quants)
             _read_grid(source, at, stride, has_minimum, zero, scales, origins)
             scale, origin = simd.load(scales, 0), simd.load(origins, 0)
             high = simd.splat(np.float32(-np.inf))
             low = simd.splat(np.float32(-np.inf))  # of the negated sums
             for j in range(GROUP):
-                weight = simd.fma(simd.load(codes, j * LANES), scale, origin)
+                weight = simd.fma(simd.load(quants, j * LANES), scale, origin)
                 value = simd.add(weight, simd.load(update, (group * GROUP + j) * rows + row))
                 high = simd.maximum(high, value)
                 low = simd.maximum(low, simd.multiply(value, negative))
@@ -243,14 +246,14 @@ def _find_extremes(
 @allocating_entry_point
 def _round_rows(
     first: int, end: int, rows: int, source: Any, update: Any, groups: int,
-    size: int, bits: int, codes_at: int, has_minimum: bool, zero: float, rule: int, result: Any,
+    size: int, bits: int, quants_at: int, has_minimum: bool, zero: float, rule: int, result: Any,
 ) -> None:  # fmt: skip
-    """Write the codes of rows first <= row < end into ``result``, whose grids are there already.
+    """Write the quants of rows first <= row < end into ``result``, which holds the grids already.
 
-    In units of the new grid's step, a weight is at old code * ratio + offset, and the update times
-    inverse comes on top; ratio is 1 and offset 0 where the grid stays.
+    In units of the new grid's step, a weight is old quant * ratio + offset, and the update is
+    multiplied by inverse. Where the grid stays, ratio is 1 and offset is 0.
     """
-    codes = np.empty(GROUP * LANES, np.float32)
+    quants = np.empty(GROUP * LANES, np.float32)
     scales = np.empty(LANES, np.float32)
     origins = np.empty(LANES, np.float32)
     steps = np.empty(LANES, np.float32)
@@ -270,7 +273,7 @@ def _round_rows(
             _dither(row, 0, dither)
         for group in range(groups):
             at = row * stride + group * size
-            _read_codes(source, at, stride, bits, codes_at, codes)
+            _read_quants(source, at, stride, bits, quants_at, quants)
             _read_grid(source, at, stride, has_minimum, zero, scales, origins)
             _read_grid(result, at, stride, has_minimum, zero, steps, new_origins)
             for lane in range(LANES):
@@ -290,13 +293,13 @@ def _round_rows(
                 column = group * GROUP + j
                 if rule == _STOCHASTIC:
                     _dither(row, column, dither)
-                before = simd.fma(simd.load(codes, j * LANES), ratio, offset)
+                before = simd.fma(simd.load(quants, j * LANES), ratio, offset)
                 wanted = simd.add(simd.load(update, column * rows + row), carry)
                 value = simd.maximum(simd.fma(wanted, inverse, before), nothing)
                 value = simd.maximum(simd.multiply(value, negative), lowest)
                 value = simd.subtract(simd.load(dither, 0), value)
-                code = simd.subtract(simd.add(value, whole), whole)
-                simd.store(codes, j * LANES, code)
-                moved = simd.subtract(before, code)
+                quant = simd.subtract(simd.add(value, whole), whole)
+                simd.store(quants, j * LANES, quant)
+                moved = simd.subtract(before, quant)
                 carry = simd.multiply(simd.fma(moved, step, wanted), keep)
-            _write_codes(codes, result, at, stride, bits, codes_at)
+            _write_quants(quants, result, at, stride, bits, quants_at)
