@@ -62,7 +62,7 @@ class AdaptedCheckpoint:
         self.config: ModelConfig = base.config
         self.metadata: Mapping[str, object] = {
             **base.metadata,
-            **_fim_metadata(adapter.record, base.tokenizer),
+            **_fim_metadata(adapter.record, base),
             **({FRAGMENTS_KEY: True} if adapter.record.fragments else {}),
             ADAPTER_KEY: adapter.name,
         }
@@ -132,11 +132,12 @@ def _quantised(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredT
     return StoredTensor(name, values.shape, kind, blocks.reshape(len(values), -1))
 
 
-def _fim_metadata(record: AdapterRecord, tokenizer: Tokenizer) -> dict[str, object]:
+def _fim_metadata(record: AdapterRecord, base: Checkpoint) -> dict[str, object]:
     """Return the FIM tokens under the keys that GGUF files use for them."""
-    fim, ids = record.fim_tokens, tokenizer.special_tokens
+    fim = record.fim_tokens
     if fim is None:
         return {}
+    ids = base.tokenizer.special_tokens
     return {
         "tokenizer.ggml.fim_pre_token_id": ids[fim.prefix],
         "tokenizer.ggml.fim_suf_token_id": ids[fim.suffix],
