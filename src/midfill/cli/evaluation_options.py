@@ -61,8 +61,8 @@ TypedOption = Annotated[
     bool,
     typer.Option(
         "--typed",
-        help="Tokenise the last 40 characters after the middle token in pieces of 1 to 8, as"
-        " they would be typed.",
+        help="Tokenise the last 40 characters after the middle token in fragments of 1 to 8, as"
+        " if typed.",
     ),
 ]
 JsonOption = Annotated[

@@ -166,7 +166,7 @@ def _cell(estimate: Estimate, *, signed: bool = False) -> str:
 
 def _caption(report: InfillingReport) -> str:
     options = report.options
-    typed = ", increments typed in pieces" if options.typed else ""
+    typed = ", increments tokenised as typed" if options.typed else ""
     ran = f", programs run with {report.isolation}" if report.isolation else ""
     return (
         f"{report.model}; at most {options.before} characters before and {options.after} after the"

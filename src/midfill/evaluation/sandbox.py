@@ -1,27 +1,27 @@
-"""Sandbox: runs programs that a model wrote, with their tests, and says which passed.
+"""Sandbox: runs programs that a model wrote, with their tests, and returns which passed.
 
-Every program gets a process of its own, in a session of its own, with an empty folder to work in,
-no environment, nothing on standard input, its output thrown away, and limits of CPU time, memory,
-file size, open files and processes (the last means nothing to root). It has passed if it ran to
-its end, its tests included: only then a random token, made for this run, comes back. An exception
-(SystemExit too), ``os._exit``, a signal, a limit or the wall time limit is a failure; nothing a
-program does makes the caller wait longer than that limit.
+Every program gets a process and session of its own, an empty working folder, no environment, an
+empty standard input, and limits on CPU time, memory, file size, open files and processes (the last
+has no effect on root). Its output is discarded. It has passed if it ran to its end, tests
+included: only then does it send back a random token that is new for each run. An exception
+(SystemExit too), ``os._exit``, a signal or an exceeded limit is a failure. Nothing a program does
+makes the caller wait longer than the wall time limit.
 
-How a program is kept from the rest of the machine depends on what the system permits:
+How a program is isolated from the rest of the machine depends on what the system permits:
 
 namespaces (Linux, where unprivileged user namespaces are allowed)
-    The kernel's guarantee, whatever the program calls, C libraries included. There is no network,
-    not even the machine's own; every file system is read-only but for a folder in memory that
-    nobody else sees; no other process can be seen or signalled; the program has no capabilities;
-    and when it ends or is killed, all processes that it started end with it.
+    Guaranteed by the kernel, whatever the program calls, C libraries included. There is no
+    network, not even loopback. Every file system is read-only except a private folder in memory.
+    No other process can be seen or signalled. The program has no capabilities. When it ends or is
+    killed, all processes that it started end too.
 audit-hook (elsewhere)
-    Python's own guarantee: an audit hook refuses sockets, processes, ctypes, signals and writing
-    outside the folder. It holds against what Python code does by ordinary means, which is what
-    models write, but not against code made to get around it: an extension module's own system
-    calls pass unseen. The kernel still enforces the limits, a user other than root can't start
-    any process, and the program's process group is killed as a whole.
+    Guaranteed by Python: an audit hook refuses sockets, processes, ctypes, signals, and writing
+    outside the folder. It stops what Python programs do by ordinary means, which is what models
+    write, but not code made to get around it: system calls of an extension module are not seen.
+    The kernel still enforces the limits, a user other than root can't start processes, and the
+    program's process group is killed as a whole.
 
-Files can be read in both. A program's output goes nowhere, so what it reads goes nowhere either.
+Files can be read in both. A program's output is discarded, and so is what it read.
 """
 
 import json
@@ -47,18 +47,18 @@ from midfill.system.progress import StageProgress
 
 Isolation = Literal["namespaces", "audit-hook"]
 
-_GRACE_SECONDS = 30.0  # for a worker to answer after the wall time limit, on a busy machine
+_GRACE_SECONDS = 30.0  # for a worker to reply after the wall time limit, on a busy machine
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use.
+    """Resource limits of one program.
 
     Attributes:
-        cpu_seconds: of each of its processes.
-        wall_seconds: from start to end.
+        cpu_seconds: CPU time of each of its processes.
+        wall_seconds: time from start to end.
         memory_bytes: address space of each of its processes.
-        file_bytes: of each file it writes.
+        file_bytes: size of each file it writes.
     """
 
     cpu_seconds: int = 4
@@ -72,8 +72,8 @@ class Verdict:
     """How one program ended.
 
     Attributes:
-        passed: it ran to its end.
-        reason: "passed", or what came between, for people.
+        passed: whether it ran to its end.
+        reason: "passed", or why it failed.
     """
 
     passed: bool
@@ -81,15 +81,15 @@ class Verdict:
 
 
 class Sandbox:
-    """A pool of workers that run programs. To be used as a context manager.
+    """A pool of workers that run programs; a context manager.
 
     Args:
-        workers: programs that run at a time; None takes the cores this process may use.
+        workers: number of programs run at the same time; None takes the available cores.
         limits: of each program.
-        isolation: insist on one kind; None takes the best that the system permits.
+        isolation: the required kind; None takes the best that the system permits.
 
     Raises:
-        MidfillError: the system can't run it, or not with this isolation.
+        MidfillError: the system can't run programs, or not with this isolation.
 
     Attributes:
         isolation: the kind in use.
@@ -123,17 +123,20 @@ class Sandbox:
         self.close()
 
     def close(self) -> None:
-        """End the workers and whatever runs in them."""
+        """Kill the workers and their programs."""
         for worker in self._workers:
             worker.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, programs: Sequence[str], progress: StageProgress | None = None) -> list[Verdict]:
-        """Run programs, as many at a time as there are workers.
+        """Run programs in parallel, one per worker.
 
         Args:
-            programs: Python source; what it prints is not seen, only whether it comes to its end.
-            progress: hears (done, total).
+            programs: Python sources.
+            progress: called with (done, total).
+
+        Returns:
+            One verdict per program, in order.
 
         Raises:
             MidfillError: the sandbox itself failed.
@@ -158,7 +161,7 @@ class Sandbox:
 
 
 class _Worker:
-    """One process of ``sandbox_worker.py``, started again if it is lost."""
+    """One process of ``sandbox_worker.py``, restarted if it is lost."""
 
     def __init__(self, mode: str, folder: str) -> None:
         script = Path(__file__).with_name("sandbox_worker.py")
@@ -177,13 +180,13 @@ class _Worker:
         return Verdict(reply["passed"], reply["reason"])
 
     def close(self) -> None:
-        """Kill it; the kernel kills the program it runs."""
+        """Kill the process; the kernel then kills the program it runs."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
     def _start(self) -> None:
-        # PYTHONHASHSEED: the same program always ends the same way.
+        # PYTHONHASHSEED makes programs deterministic.
         environment = {"PYTHONHASHSEED": "0"}
         if "LD_LIBRARY_PATH" in os.environ:
             environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
@@ -198,12 +201,12 @@ class _Worker:
         hello = self._read(_GRACE_SECONDS)
         if hello is None or "error" in hello:
             self.close()
-            why = (hello or {}).get("error", "its worker does not start")
+            why = (hello or {}).get("error", "its worker doesn't start")
             raise MidfillError(f"the sandbox can't be used here: {why}")
         self.isolation: Isolation = hello["isolation"]
 
     def _ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """The reply to a job; None if the worker is gone."""
+        """Return the reply to a job, None if the worker is gone."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
