@@ -19,7 +19,7 @@ RENAMED_SETTINGS: Mapping[str, str] = {
     "grid_from": "qat_start",
     "grid_steps": "qat_interval",
 }
-"""Names that settings had before 0.2 and their names today; both are understood until 0.3."""
+"""Old names of settings and their names today; the old ones are accepted for one release."""
 
 _Built = TypeVar("_Built")
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
