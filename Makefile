@@ -1,6 +1,7 @@
 # make serve      set up and serve the default model on http://127.0.0.1:8080
 # make test       set up and run the tests, WORKERS at a time
 # make test-slow  the tests that compile kernels anew, install packages or run long
+# make test-python PYTHON=python3.13   the tests that need no torch, on another Python
 # make lint       ruff, mypy and the direction of imports
 # make bench      the EFIM rounds load on this machine
 
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: serve test test-slow lint bench format clean
+.PHONY: serve test test-slow test-python lint bench format clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -23,6 +24,9 @@ test: $(VENV)/.installed-dev
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/midfill pull
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
+
+test-python:
+	.ci/test-python $(PYTHON) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests

@@ -420,6 +420,7 @@ class TestRandomModels:
         assert again.read_bytes() == random_gguf.read_bytes()
 
     def test_drafts_play_no_part_where_answers_only_repeat(self, random_gguf: Path) -> None:
+        pytest.importorskip("torch")
         model = open_compared(str(random_gguf), None, random_weights=True)
         options = msgspec.structs.replace(OPTIONS, servers=("midfill",))
         report = compare_peers(model, options, Programs())
@@ -435,6 +436,7 @@ class TestRandomModels:
 def test_a_gguf_file_becomes_a_folder_with_the_same_weights_and_tokens(
     model: ComparedModel, tmp_path: Path
 ) -> None:
+    pytest.importorskip("torch")
     assert model.gguf is not None
     convert(model.gguf, tmp_path / "folder")
     folder = open_checkpoint(tmp_path / "folder")

@@ -149,6 +149,7 @@ FULL_DISK = """
 
 
 def test_when_no_more_can_be_written_one_line_says_so_and_the_old_stays(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     for name in ("torch", "safetensors", "text"):
         write_folder(tmp_path / name, fill)
     write_file(tmp_path / "file", "new")

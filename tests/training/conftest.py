@@ -2,18 +2,20 @@
 
 import random
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from accelerate.state import AcceleratorState
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.infill.formats import FimFormat, custom_format
 from midfill.training.corpus import Corpus
 from midfill.training.recipe import DataRecipe, TrainingRecipe
-from midfill.training.run import RunInputs, TrainingRun, prepare_run
+
+if TYPE_CHECKING:
+    from midfill.training.run import TrainingRun
 
 FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 
@@ -24,7 +26,12 @@ SHORT = DataRecipe(
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> None:
-    """One thread, so that gradients are summed in one order; and accelerate as in a new process."""
+    """Sum gradients in one order, on one thread; reset accelerate as in a new process."""
+    if find_spec("torch") is None:
+        return
+    import torch
+    from accelerate.state import AcceleratorState
+
     torch.set_num_threads(1)
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -84,12 +91,13 @@ def recipe() -> TrainingRecipe:
 
 
 @pytest.fixture
-def start(tiny: Checkpoint, corpus: Path) -> Callable[..., TrainingRun]:
-    """Prepares a run on the tiny model: ``start(folder, recipe)``."""
+def start(tiny: Checkpoint, corpus: Path) -> "Callable[..., TrainingRun]":
+    """Prepare a run on the tiny model: ``start(folder, recipe)``."""
+    from midfill.training.run import RunInputs, prepare_run
 
     def run(
         folder: Path, recipe: TrainingRecipe, sources: Sequence[Path] = (corpus,), **inputs: object
-    ) -> TrainingRun:
+    ) -> "TrainingRun":
         documents = Corpus.find(sources, recipe.data.suffixes)
         given = {"documents": documents, "folder": folder, "fim_tokens": FIM} | inputs
         return prepare_run(tiny, recipe, RunInputs(**given))  # type: ignore[arg-type]
