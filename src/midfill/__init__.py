@@ -9,23 +9,30 @@ from typing import TYPE_CHECKING, Any
 from midfill.version import __version__
 
 if TYPE_CHECKING:
+    from midfill.frontend.post_processing import PostProcessing
     from midfill.frontend.sampling import SamplingParams
-    from midfill.frontend.trimming import Trimming
     from midfill.infill.context import ContextFile
     from midfill.llm import LLM
 
-__all__ = ["LLM", "ContextFile", "SamplingParams", "Trimming", "__version__"]
+__all__ = ["LLM", "ContextFile", "PostProcessing", "SamplingParams", "__version__"]
 
 _HOMES = {
     "ContextFile": "midfill.infill.context",
     "LLM": "midfill.llm",
+    "PostProcessing": "midfill.frontend.post_processing",
     "SamplingParams": "midfill.frontend.sampling",
-    "Trimming": "midfill.frontend.trimming",
 }
+_RENAMED = {"Trimming": "PostProcessing"}  # old name -> new name; kept for one release
 
 
 def __getattr__(name: str) -> Any:
-    """Import what it takes when it is first used: the command line must start fast."""
+    """Import a public name when it is first used: the command line must start fast."""
+    if name in _RENAMED:
+        import warnings
+
+        message = f"midfill.{name} is now midfill.{_RENAMED[name]}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name not in _HOMES:
         raise AttributeError(f"module 'midfill' has no attribute {name!r}")
     from importlib import import_module

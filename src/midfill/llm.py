@@ -19,10 +19,10 @@ from midfill.frontend.generation import (
     GenerationResult,
     whole_answers,
 )
+from midfill.frontend.in_process_engine import InProcessEngine
 from midfill.frontend.prompts import Prompt, PromptEncoder, fim_format
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams, check_sampling
-from midfill.frontend.shared_engine import SharedEngine
 from midfill.infill.context import ContextFile
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest, RequestedLayout
@@ -94,7 +94,7 @@ class LLM:
         self.fim_format = fim_format(checkpoint, fim_tokens)
         self._tokenizer = checkpoint.tokenizer
         engine, self._runner, self.info = load_engine(checkpoint, options, progress, started)
-        self._engine = SharedEngine(engine)
+        self._engine = InProcessEngine(engine)
         self._prompts = PromptEncoder(checkpoint, self.fim_format, self.info.context)
         self._encoding = threading.Lock()
 

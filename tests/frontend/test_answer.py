@@ -11,9 +11,9 @@ from hypothesis import given
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
 from midfill.frontend.answer import Answer, AnswerDelta, GenerationError
+from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopStrings
-from midfill.frontend.trimming import Trimming
 from midfill.tokens.tokenizer import Tokenizer
 
 END_OF_TEXT = 0
@@ -42,10 +42,10 @@ def run(
     sampling: SamplingParams,
     *,
     healed: int = 0,
-    trim: Callable[[str], str] | None = None,
+    post_process: Callable[[str], str] | None = None,
 ) -> tuple[Answer, list[AnswerDelta]]:
-    stops = StopStrings((*sampling.stop, *sampling.trimming.stop))
-    answer = Answer(0, tokenizer, sampling, stops, healed=healed, trim=trim)
+    stops = StopStrings((*sampling.stop, *sampling.post_processing.stop))
+    answer = Answer(0, tokenizer, sampling, stops, healed=healed, post_process=post_process)
     pushed = [answer.push(item) for item in outputs]
     return answer, [delta for delta in pushed if delta is not None]
 
@@ -214,21 +214,21 @@ def test_a_stop_string_in_healed_bytes_is_not_the_answers(tokenizer: Tokenizer) 
 def test_a_trimmed_answer_comes_in_one_piece(tokenizer: Tokenizer) -> None:
     outputs = [output([i], logprobs=True) for i in byte_tokens(tokenizer, b"abcd")]
     sampling = SamplingParams(logprobs=0, max_tokens=4)
-    _, deltas = run(tokenizer, outputs, sampling, trim=lambda text: text[:2])
+    _, deltas = run(tokenizer, outputs, sampling, post_process=lambda text: text[:2])
     assert [delta.text for delta in deltas] == ["ab"]
     assert [report.chosen.text for report in deltas[0].logprobs] == ["a", "b"]
     assert len(deltas[0].token_ids) == 4
-    _, deltas = run(tokenizer, outputs, sampling, trim=lambda text: f"{text})")
+    _, deltas = run(tokenizer, outputs, sampling, post_process=lambda text: f"{text})")
     assert [delta.text for delta in deltas] == ["abcd)"]
     assert [report.chosen.text for report in deltas[0].logprobs] == ["a", "b", "c", "d"]
 
 
 def test_a_single_line_ends_with_its_line_break(tokenizer: Tokenizer) -> None:
-    trimming = Trimming(lines="single")
-    sampling = SamplingParams(trimming=trimming)
+    post_processing = PostProcessing(lines="single")
+    sampling = SamplingParams(post_processing=post_processing)
     outputs = [output([i]) for i in byte_tokens(tokenizer, b"ab\r\ncd")]
     answer, deltas = run(
-        tokenizer, outputs, sampling, trim=lambda text: trimming.apply(text, "", "")
+        tokenizer, outputs, sampling, post_process=lambda text: post_processing.apply(text, "", "")
     )
     assert text_of(deltas) == "ab"
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "\r\n")

@@ -8,7 +8,7 @@ import pytest
 from running_server import RunningServer, start
 from tiny_checkpoints import tiny_tokenizer
 
-from midfill.frontend.trimming import Trimming
+from midfill.frontend.post_processing import PostProcessing
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 PREFIX, SUFFIX = "x = 1\ny = [2, 3]\nz = toke", ")\nprint(x)\n"
@@ -95,20 +95,20 @@ def test_the_documents_path_is_shown(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "trimming"),
+    ("fields", "post_processing"),
     [
-        ({"trim": True}, Trimming(overlap=True)),
-        ({"lines": "single"}, Trimming(lines="single")),
-        ({"lines": "block"}, Trimming(lines="block")),
-        ({"brackets": "close"}, Trimming(brackets="close")),
+        ({"trim": True}, PostProcessing(overlap=True)),
+        ({"lines": "single"}, PostProcessing(lines="single")),
+        ({"lines": "block"}, PostProcessing(lines="block")),
+        ({"brackets": "close"}, PostProcessing(brackets="close")),
         (
             {"trim": True, "lines": "single", "brackets": "close"},
-            Trimming(overlap=True, lines="single", brackets="close"),
+            PostProcessing(overlap=True, lines="single", brackets="close"),
         ),
     ],
 )
-def test_trimming_is_the_same_streamed_and_whole(
-    server: RunningServer, fields: dict[str, Any], trimming: Trimming
+def test_post_processing_is_the_same_streamed_and_whole(
+    server: RunningServer, fields: dict[str, Any], post_processing: PostProcessing
 ) -> None:
     # What makes something to trim: brackets, line breaks, the suffix's beginning.
     likely = tiny_tokenizer().encode("()]\n\n   print").ids
@@ -123,7 +123,7 @@ def test_trimming_is_the_same_streamed_and_whole(
             "logit_bias": {str(token_id): 4 for token_id in likely},
         }
         untrimmed = server.complete(**body, midfill={"layout": "psm"})["choices"][0]["text"]
-        expected = trimming.apply(untrimmed, body["prompt"], body["suffix"])
+        expected = post_processing.apply(untrimmed, body["prompt"], body["suffix"])
         whole = server.complete(**body, midfill={"layout": "psm", **fields})["choices"][0]
         pieces = stream(server, **body, midfill={"layout": "psm", **fields})
         assert whole["text"] == expected
@@ -198,7 +198,7 @@ def messages(server: RunningServer, **fields: Any) -> list[str]:
 def test_tokens_of_a_stream_are_gathered_but_for_the_first_the_last_and_stops(
     tiny_folder: Path,
 ) -> None:
-    with start(tiny_folder, "--no-speculation", "--stream-interval", "0") as server:
+    with start(tiny_folder, "--no-speculation", "--stream-interval-ms", "0") as server:
         each = messages(server, max_tokens=24)
     with start(tiny_folder, "--no-speculation", "--stream-interval", "60000") as server:
         gathered = messages(server, max_tokens=24)

@@ -74,8 +74,8 @@ def complete(
     """Fill in at a place in a file and show the result there; the file stays as it is."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
+    from midfill.frontend.post_processing import PostProcessing
     from midfill.frontend.sampling import SamplingParams
-    from midfill.frontend.trimming import Trimming
     from midfill.llm import LLM
 
     caret = find_caret(place)
@@ -84,7 +84,7 @@ def complete(
         temperature=temperature,
         seed=seed,
         stop=tuple(stop or ()),
-        trimming=Trimming(overlap=trim, lines=lines, brackets=brackets),
+        post_processing=PostProcessing(overlap=trim, lines=lines, brackets=brackets),
     )
     with show_progress() as progress:
         llm = LLM(

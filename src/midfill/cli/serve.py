@@ -45,7 +45,8 @@ ApiKeyOption = Annotated[
 TokenBudgetOption = Annotated[
     int,
     typer.Option(
-        min=1, help="Most tokens a step runs. Lower: steadier streams; higher: faster prompts."
+        min=1,
+        help="Maximum tokens per step. Lower: steadier streams; higher: faster prompts.",
     ),
 ]
 MaxQueuedTokensOption = Annotated[
@@ -59,18 +60,21 @@ MaxQueuedTokensOption = Annotated[
 IdlePrefillOption = Annotated[
     bool,
     typer.Option(
-        help="While there is nothing to do, compute the prompts that documents will probably ask"
-        " for next."
+        help="While the engine is idle, compute the prompts that documents will probably need next."
     ),
 ]
 StreamIntervalOption = Annotated[
     float,
     typer.Option(
+        "--stream-interval-ms",
         min=0,
         metavar="MS",
         help="Milliseconds for which tokens of a streamed answer, after its first, may be held"
         " back to be sent together: each message takes time from the model. 0 sends each at once.",
     ),
+]
+OldStreamIntervalOption = Annotated[
+    float | None, typer.Option("--stream-interval", min=0, metavar="MS", hidden=True)
 ]
 
 
@@ -92,7 +96,8 @@ def serve(
     token_budget: TokenBudgetOption = 128,
     max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
     idle_prefill: IdlePrefillOption = True,
-    stream_interval: StreamIntervalOption = 25,
+    stream_interval_ms: StreamIntervalOption = 25,
+    stream_interval: OldStreamIntervalOption = None,
     speculation: SpeculationOption = True,
 ) -> None:
     """Serve a model over OpenAI's API; without MODEL a small one, fetched the first time."""
@@ -114,7 +119,7 @@ def serve(
         fim_tokens=fim_tokens,
         max_queued_tokens=max_queued_tokens,
         idle_prefill=idle_prefill,
-        stream_interval=stream_interval / 1000,
+        stream_interval=(stream_interval_ms if stream_interval is None else stream_interval) / 1000,
         options=ModelOptions(
             backend=backend,
             device=device,

@@ -1,7 +1,8 @@
-"""Answer: one answer's tokens on their way to text, up to its end.
+"""Answer: turns the tokens of one answer into text and finds its end.
 
-A healed answer begins with bytes that its prompt already ended with. They are no part of its text,
-and the tokens that stand for nothing else count neither as generated nor towards ``max_tokens``.
+A healed answer begins with bytes that the text before the caret already ended with. They are not
+part of the answer's text. Tokens that stand for such bytes only count neither as generated tokens
+nor towards ``max_tokens``.
 """
 
 from collections.abc import Callable
@@ -17,13 +18,13 @@ from midfill.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that could stand at one position.
+    """A token that is possible at one position.
 
     Attributes:
         token_id: its id.
-        text: its name; for a piece of a character, with U+FFFD in it.
-        bytes: exactly what it stands for, healed bytes left out.
-        logprob: natural log of its probability.
+        text: its text; a part of a character shows as U+FFFD.
+        bytes: exactly what it stands for, without healed bytes.
+        logprob: natural logarithm of its probability.
     """
 
     token_id: int
@@ -34,12 +35,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token of an answer with the likeliest ones at its place.
+    """A token of an answer with the most likely tokens at its position.
 
     Attributes:
         chosen: the token itself.
-        top: the likeliest, best first; empty when only the chosen one was asked for. Beside a
-            token that begins with healed bytes only those that go on from the same bytes.
+        top: the most likely tokens, best first; empty if only the chosen one was asked for. Where
+            the chosen token begins with healed bytes, only tokens that continue the same bytes.
         offset: where its text starts in the answer, in characters.
     """
 
@@ -50,16 +51,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What one answer grew by.
+    """What is new in one answer.
 
     Attributes:
         index: which of the request's answers.
-        text: new text; all deltas together are the answer.
-        token_ids: new tokens, end and stop tokens included, and those of healed bytes.
-        logprobs: of tokens whose text has begun to come out; empty when not asked for. Tokens of
-            nothing but healed bytes have none.
+        text: new text; the texts of all deltas together are the answer.
+        token_ids: new tokens, including end and stop tokens and those of healed bytes.
+        logprobs: one entry per token whose text has begun to be shown; empty if not asked for.
+            Tokens that stand for healed bytes only have none.
         finish_reason: "stop" or "length" in the last delta, None before.
-        stop_reason: the stop string or token id that ended it, None for the model's own end.
+        stop_reason: the stop string or token id that ended the answer; None for the model's own
+            end token.
     """
 
     index: int
@@ -71,20 +73,21 @@ class AnswerDelta:
 
 
 class Answer:
-    """One answer of a request: detokenises, finds stop strings, knows when it is done.
+    """One answer of a request: detokenises it, finds stop strings, decides when it ends.
 
     Args:
         index: which of the request's answers.
-        tokenizer: the model's.
-        sampling: how it is generated.
-        stops: strings that end it, built once for all answers.
-        healed: bytes at its start that its prompt already ended with.
-        trim: makes the whole answer's text what is shown of it; all of it is held back till then.
+        tokenizer: the model's tokenizer.
+        sampling: how the answer is generated.
+        stops: strings that end it; one automaton serves all answers of a request.
+        healed: number of bytes at its start that the text before the caret ended with.
+        post_process: turns the complete text into what is shown; everything is held back until
+            then.
 
     Attributes:
         index: the same.
-        tokens: how many were generated, the one that ended it included.
-        finished: whether the last delta is out; outputs after that are ignored.
+        tokens: how many were generated, including the one that ended it.
+        finished: whether the last delta was returned; later outputs are ignored.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Answer:
         stops: StopStrings,
         *,
         healed: int = 0,
-        trim: Callable[[str], str] | None = None,
+        post_process: Callable[[str], str] | None = None,
     ) -> None:
         self.index = index
         self.tokens = 0
@@ -104,27 +107,27 @@ class Answer:
         self._sampling = sampling
         self._detokenizer = Detokenizer(tokenizer, healed)
         self._scanner = StopScanner(stops, include_stop=sampling.include_stop_str_in_output)
-        self._trim = trim
-        self._whole = ""  # text held back to be trimmed
-        self._decoded = 0  # characters that came out of the detokenizer
-        self._shown = 0  # characters given away
+        self._post_process = post_process
+        self._whole = ""  # text held back for post-processing
+        self._decoded = 0  # characters returned by the detokenizer
+        self._shown = 0  # characters returned to the caller
         self._pending: list[TokenLogprob] = []
-        self._untold: list[int] = []  # tokens no delta has told of yet
+        self._unreported: list[int] = []  # tokens that no delta has reported yet
 
     def push(self, output: EngineOutput) -> AnswerDelta | None:
-        """Take an output of the engine; None when there is nothing to tell yet.
+        """Take an output of the engine; return what is new, or None if nothing can be shown yet.
 
         Raises:
-            GenerationError: the engine gave up on this answer.
+            GenerationError: the engine failed on this answer.
         """
         if self.finished:
             return None
         if output.finish_reason == "error":
-            raise GenerationError(output.error or "the engine gave up on the request")
+            raise GenerationError(output.error or "the engine failed on this request")
         finish_reason: str | None = output.finish_reason
         text = ""
         for position, token_id in enumerate(output.token_ids):
-            self._untold.append(token_id)
+            self._unreported.append(token_id)
             healed = self._detokenizer.skip
             shown = healed == 0 or len(self._tokenizer.token_bytes(token_id)) > healed
             self.tokens += shown
@@ -152,24 +155,24 @@ class Answer:
             finish_reason = "stop"
         elif finish_reason is not None:
             text += self._scanner.flush()
-            if finish_reason == "stop" and self._untold:
-                last = self._untold[-1]
+            if finish_reason == "stop" and self._unreported:
+                last = self._unreported[-1]
                 stop_reason = last if last in self._sampling.stop_token_ids else None
         self.finished = finish_reason is not None
         complete = self.finished and self._scanner.stopped is None
-        if self._trim is not None:
+        if self._post_process is not None:
             self._whole += text
-            text = self._trim(self._whole) if self.finished else ""
+            text = self._post_process(self._whole) if self.finished else ""
             complete = complete and text.startswith(self._whole)
         self._shown += len(text)
         logprobs = self._release(complete)
         if not (text or logprobs or self.finished):
             return None
-        token_ids, self._untold = tuple(self._untold), []
+        token_ids, self._unreported = tuple(self._unreported), []
         return AnswerDelta(self.index, text, token_ids, logprobs, finish_reason, stop_reason)
 
     def _release(self, complete: bool) -> tuple[TokenLogprob, ...]:
-        """Log probabilities of the tokens whose text has been given away; of all if complete."""
+        """Return the log probabilities of tokens whose text was returned; of all if complete."""
         count = 0
         while count < len(self._pending) and (
             complete or self._pending[count].offset < self._shown
@@ -179,18 +182,18 @@ class Answer:
         return tuple(released)
 
     def _report(self, token_id: int, logprobs: TokenLogprobs, healed: int) -> TokenLogprob:
-        """``healed`` bytes at the token's start are no part of the answer."""
+        """Describe a token; ``healed`` bytes at its start are not part of the answer."""
         top = logprobs.top if self._sampling.logprobs else []
         if healed:
             start = self._tokenizer.token_bytes(token_id)[:healed]
-            top = [one for one in top if self._goes_on(one[0], start)]
+            top = [one for one in top if self._continues(one[0], start)]
         return TokenLogprob(
             chosen=self._candidate(token_id, logprobs.logprob, healed),
             top=tuple(self._candidate(other, logprob, healed) for other, logprob in top),
             offset=self._decoded,
         )
 
-    def _goes_on(self, token_id: int, start: bytes) -> bool:
+    def _continues(self, token_id: int, start: bytes) -> bool:
         raw = self._tokenizer.token_bytes(token_id)
         return raw.startswith(start) and len(raw) > len(start)
 

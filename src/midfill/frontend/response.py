@@ -12,12 +12,12 @@ from midfill.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What requests cost, in tokens.
+    """What requests cost.
 
     Attributes:
-        prompt_tokens: of the prompts.
-        completion_tokens: generated; tokens of nothing but healed bytes are not counted.
-        cached_tokens: of the prompt tokens, the ones found in the cache and not computed.
+        prompt_tokens: tokens of the prompts.
+        completion_tokens: generated tokens, without those that stand for healed bytes only.
+        cached_tokens: prompt tokens that were found in the prefix cache and not computed.
     """
 
     prompt_tokens: int = 0
@@ -26,7 +26,7 @@ class Usage:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that went through the model."""
+        """Prompt tokens that were computed."""
         return self.prompt_tokens - self.cached_tokens
 
     def __add__(self, other: "Usage") -> "Usage":
@@ -38,44 +38,43 @@ class Usage:
 
 
 class Response:
-    """Turns the engine's outputs for one request into text.
+    """All answers to one prompt: turns the engine's outputs into text.
 
     Attributes:
-        prompt: what was asked.
+        prompt: the prompt.
     """
 
     def __init__(self, prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self.prompt = prompt
-        trimming = sampling.trimming
         stops = StopStrings(sampling.stops)
         healed = len(prompt.begins_with)
-        trim = self._trimmed if trimming else None
+        post_process = self._post_process if sampling.post_processing else None
         self._answers = [
-            Answer(index, tokenizer, sampling, stops, healed=healed, trim=trim)
+            Answer(index, tokenizer, sampling, stops, healed=healed, post_process=post_process)
             for index in range(sampling.n)
         ]
-        self._trimming = trimming
+        self._post_processing = sampling.post_processing
         self._cached_tokens = 0
 
     @property
     def finished(self) -> bool:
-        """Whether every answer is complete; the engine may still be at work on some."""
+        """Whether every answer is complete. The engine may not know yet, after a stop string."""
         return all(answer.finished for answer in self._answers)
 
     @property
     def usage(self) -> Usage:
-        """The cost so far; complete once ``finished``."""
+        """The cost so far; final once ``finished``."""
         generated = sum(answer.tokens for answer in self._answers)
         return Usage(len(self.prompt.token_ids), generated, self._cached_tokens)
 
     def push(self, output: EngineOutput) -> AnswerDelta | None:
-        """Take one output; None when it gives nothing to tell yet.
+        """Take an output; return what is new, or None if nothing can be shown yet.
 
         Raises:
-            GenerationError: the engine gave up on the request.
+            GenerationError: the engine failed on the request.
         """
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         return self._answers[output.index].push(output)
 
-    def _trimmed(self, answer: str) -> str:
-        return self._trimming.apply(answer, self.prompt.prefix, self.prompt.suffix)
+    def _post_process(self, answer: str) -> str:
+        return self._post_processing.apply(answer, self.prompt.prefix, self.prompt.suffix)

@@ -1,10 +1,13 @@
 """SamplingParams: how an answer is generated, as users of the API write it."""
 
+import warnings
 from collections.abc import Mapping
+
+import msgspec
 
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.validation import check_sampling_ranges, require
-from midfill.frontend.trimming import Trimming
+from midfill.frontend.post_processing import PostProcessing
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
@@ -19,17 +22,29 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     Attributes:
         stop: strings that end the answer.
         include_stop_str_in_output: keep the stop string (or the stop token's text) in the answer.
-        trimming: what to cut off the answer.
+        post_processing: what to change in the complete answer.
+        trimming: the former name of ``post_processing``, for one release.
     """
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
-    trimming: Trimming = Trimming()
+    post_processing: PostProcessing = PostProcessing()
+    trimming: PostProcessing | None = None
+
+    def __post_init__(self) -> None:
+        if self.trimming is not None:
+            warnings.warn(
+                "SamplingParams(trimming=...) is now SamplingParams(post_processing=...)",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            msgspec.structs.force_setattr(self, "post_processing", self.trimming)
+            msgspec.structs.force_setattr(self, "trimming", None)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Return all strings that end the answer."""
-        return (*self.stop, *self.trimming.stop)
+        return (*self.stop, *self.post_processing.stop)
 
     def for_engine(self, end_tokens: tuple[int, ...] = (), healed: int = 0) -> EngineSamplingParams:
         """Return the parameters that concern tokens.

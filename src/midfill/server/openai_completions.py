@@ -11,9 +11,9 @@ from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import TokenLogprob
+from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.prompts import Prompt, PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
-from midfill.frontend.trimming import Trimming
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.trim import Brackets, Lines
@@ -81,9 +81,9 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lines: Lines | None = None
     brackets: Brackets | None = None
 
-    def trimming(self) -> Trimming:
-        """What to cut off the answer."""
-        return Trimming(
+    def post_processing(self) -> PostProcessing:
+        """Return what to change in the complete answer."""
+        return PostProcessing(
             overlap=bool(self.trim), lines=self.lines or "all", brackets=self.brackets or "keep"
         )
 
@@ -131,7 +131,7 @@ def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]
 def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
     sampling = body.sampling(default_max_tokens=_DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
     if body.midfill is not None:
-        sampling = msgspec.structs.replace(sampling, trimming=body.midfill.trimming())
+        sampling = msgspec.structs.replace(sampling, post_processing=body.midfill.post_processing())
     check_sampling(sampling, service.tokenizer.vocab_size)
     body.wants_usage()
     if body.best_of is not None and body.best_of != sampling.n:

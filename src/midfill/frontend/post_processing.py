@@ -1,4 +1,4 @@
-"""Trimming: how a whole answer is cut before it is shown."""
+"""PostProcessing: how a complete answer is cut or completed before it is shown."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -8,20 +8,21 @@ from midfill.infill.trim import Brackets, Lines, trim, with_closed_brackets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trimming:
-    """What to cut off an answer; nothing by default.
+class PostProcessing:
+    """What to change in an answer; nothing by default.
 
-    Whether text stays is known only at an answer's end, so a streamed one that is trimmed comes in
-    one piece.
+    Which text stays is known only at the answer's end, so a streamed answer that is post-processed
+    arrives in one piece.
 
     Attributes:
         overlap: cut the answer where it begins to repeat the suffix.
-        lines: "single" ends it at its first line break (no more is generated), "block" where the
-            block around the caret ends, by indentation.
-        brackets: "close" closes what the answer leaves open and the suffix doesn't close.
+        lines: "single" ends the answer at its first line break and stops generation there; "block"
+            ends it where the block around the caret ends, by indentation.
+        brackets: "close" closes the brackets that the answer leaves open and the suffix does not
+            close.
 
     Raises:
-        InvalidRequestError: no such mode.
+        InvalidRequestError: an unknown mode.
     """
 
     overlap: bool = False
@@ -35,16 +36,16 @@ class Trimming:
                 raise InvalidRequestError(f"{field} must be {names}", param=field)
 
     def __bool__(self) -> bool:
-        """Whether an answer has to be held back for it."""
-        return self != Trimming()
+        """Whether any change is asked for, so that the answer has to be held back."""
+        return self != PostProcessing()
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Stop strings it adds: nothing after them can stay."""
+        """Stop strings that end generation where nothing after them would be kept."""
         return ("\n", "\r\n") if self.lines == "single" else ()
 
     def apply(self, answer: str, prefix: str, suffix: str) -> str:
-        """A whole answer, trimmed.
+        """Return a complete answer as it is shown.
 
         Args:
             answer: what the model wrote.

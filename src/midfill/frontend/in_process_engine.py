@@ -1,4 +1,4 @@
-"""SharedEngine: an engine in this process, whose steps its callers take turns in running."""
+"""InProcessEngine: an engine in this process, whose steps its callers take turns in running."""
 
 import itertools
 import threading
@@ -13,7 +13,7 @@ from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams
 
 
-class SharedEngine:
+class InProcessEngine:
     """An engine that any number of threads may call; there is none that only runs it.
 
     Whoever waits for an answer runs the next step. A step also brings outputs for others, which
