@@ -32,6 +32,10 @@ class ScheduledSequence(NamedTuple):
         """Tokens that go through the model."""
         return self.tokens + self.drafted
 
+    def with_draft(self, draft: Draft, drafted: int) -> "ScheduledSequence":
+        """Return the same share with a draft, of which ``drafted`` tokens run."""
+        return ScheduledSequence(self.sequence, self.tokens, self.sampled, draft, drafted)
+
 
 def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
     """Pack a step into one batch.

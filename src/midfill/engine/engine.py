@@ -16,10 +16,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from midfill.engine.batching import ScheduledSequence, build_batch
-from midfill.engine.drafting import NO_DRAFT, Draft
+from midfill.engine.drafting import Draft
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, FinishReason
 from midfill.engine.request_queues import RequestQueues
-from midfill.engine.scheduler import Chunk, SchedulerPolicy, StepPlan
+from midfill.engine.scheduler import SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.engine.speculation import DraftCounts, Speculation
 from midfill.engine.validation import validate
@@ -213,21 +213,22 @@ class Engine:
 
     def _schedule(self, plan: StepPlan, drafts: Mapping[int, Draft]) -> list[ScheduledSequence]:
         """Return what runs, in the batch's order: decodes, prefill chunks, background chunks."""
-        drafted = dict(plan.drafts)
-        scheduled = []
-        decodes = [Chunk(sequence_id, 1) for sequence_id in plan.decodes]
-        for sequence_id, tokens in (*decodes, *plan.chunks, *plan.admit, *plan.background):
-            sequence = self._queues.sequences[sequence_id]
+        sequences = self._queues.sequences
+        scheduled = [
+            ScheduledSequence(sequences[sequence_id], 1, True) for sequence_id in plan.decodes
+        ]
+        for sequence_id, tokens in (*plan.chunks, *plan.admit, *plan.background):
+            sequence = sequences[sequence_id]
             remaining = sequence.length - sequence.computed
-            scheduled.append(
-                ScheduledSequence(
-                    sequence,
-                    tokens=min(tokens, remaining),
-                    sampled=tokens >= remaining and not sequence.background,
-                    draft=drafts.get(sequence_id, NO_DRAFT),
-                    drafted=drafted.get(sequence_id, 0),
-                )
-            )
+            sampled = tokens >= remaining and not sequence.background
+            scheduled.append(ScheduledSequence(sequence, min(tokens, remaining), sampled))
+        if drafts:
+            drafted = dict(plan.drafts)
+            for place, entry in enumerate(scheduled):
+                sequence_id = entry.sequence.sequence_id
+                if sequence_id in drafts:
+                    draft = drafts[sequence_id]
+                    scheduled[place] = entry.with_draft(draft, drafted.get(sequence_id, 0))
         return scheduled
 
     # --- the forward pass and its results ---

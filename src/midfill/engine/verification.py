@@ -63,10 +63,11 @@ def sibling_groups(
     The answers of one prompt share a row of logits, from which they fork.
     """
     groups = []
+    draft: SequenceOf[int]
     row = 0
     for entry in scheduled:
         if entry.sampled:
-            draft = entry.draft.tokens[: entry.drafted].tolist()
+            draft = entry.draft.tokens[: entry.drafted].tolist() if entry.drafted else ()
             groups.append((entry, [Verification(one, row, draft) for one in entry.sequence.fork()]))
             row += 1 + entry.drafted
     return groups
