@@ -22,7 +22,7 @@ from midfill.bench.edits import layouts
 from midfill.bench.edits.clairvoyant import clairvoyant_cuts
 from midfill.bench.edits.cost import PieceTokenizer, PrefixCache, PromptEncoder, count_computed
 from midfill.bench.edits.editor import Round, RoundKind, windowed
-from midfill.bench.edits.git import HistoryError, git_session
+from midfill.bench.edits.git import History, HistoryError, git_session
 from midfill.bench.edits.measure import (
     LAYOUTS,
     WINDOWS,
@@ -132,7 +132,7 @@ def repository(tmp_path: Path) -> Path:
 @needs_git
 class TestHistories:
     def test_a_history_ends_where_its_last_commit_did(self, repository: Path) -> None:
-        rounds = git_session(repository, rounds=10_000)
+        rounds = git_session(History.find(str(repository)), rounds=10_000)
         last = rounds[-1]
         assert last.prefix + last.suffix == (repository / "module.py").read_text(encoding="utf-8")
         assert {one.document for one in rounds} == {"module.py"}
@@ -140,30 +140,33 @@ class TestHistories:
     def test_commits_come_in_order_and_short_replays_take_the_newest(
         self, repository: Path
     ) -> None:
-        texts = [one.prefix + one.suffix for one in git_session(repository, rounds=10_000)]
+        texts = [
+            one.prefix + one.suffix
+            for one in git_session(History.find(str(repository)), rounds=10_000)
+        ]
         first = SOURCE.replace("total", "amount")
         assert texts.index(first) < next(n for n, text in enumerate(texts) if "last" in text)
-        newest = git_session(repository, rounds=20)
+        newest = git_session(History.find(str(repository)), rounds=20)
         assert len(newest) == 20
         assert "größer"[:2] in newest[-1].prefix
 
     def test_the_same_seed_types_the_same(self, repository: Path) -> None:
-        once = git_session(repository, rounds=300, seed=5)
-        assert git_session(repository, rounds=300, seed=5) == once
-        assert git_session(repository, rounds=300, seed=6) != once
+        once = git_session(History.find(str(repository)), rounds=300, seed=5)
+        assert git_session(History.find(str(repository)), rounds=300, seed=5) == once
+        assert git_session(History.find(str(repository)), rounds=300, seed=6) != once
 
     def test_paths_without_a_history_are_named(self, tmp_path: Path) -> None:
         with pytest.raises(HistoryError, match=re.escape(str(tmp_path / "none"))):
-            git_session(tmp_path / "none", rounds=10)
+            git_session(History.find(str(tmp_path / "none")), rounds=10)
         subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
         with pytest.raises(HistoryError, match=re.escape(str(tmp_path))):
-            git_session(tmp_path, rounds=10)
+            git_session(History.find(str(tmp_path)), rounds=10)
 
 
 def test_a_machine_without_git_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HistoryError, match="git is not installed"):
-        git_session(tmp_path, rounds=10)
+        git_session(History.find(str(tmp_path)), rounds=10)
 
 
 class TestCost:
@@ -272,7 +275,7 @@ class TestReport:
     def test_tables_have_a_row_for_every_session(self, report: EditsReport) -> None:
         markdown = edits_markdown(report)
         for result in report.sessions:
-            assert f"| {result.name} |" in markdown
+            assert f"| {result.name}" in markdown
         assert edits_table(report).row_count == len(report.sessions)
 
     @needs_git
@@ -283,6 +286,38 @@ class TestReport:
         result = run_edits(options).sessions[-1]
         assert result.name == f"git: {repository.name}"
         assert result.requests == 60
+        assert re.fullmatch("[0-9a-f]{40}", result.commit)
+
+    @needs_git
+    def test_histories_are_pinned_and_their_range_is_shown(self, repository: Path) -> None:
+        def replay(*commits: str) -> EditsReport:
+            named = [f"{repository}@{commit}" for commit in commits]
+            options = EditsOptions(
+                mixes=1, rounds=30, kind_rounds=0, planned=10, repositories=named
+            )
+            return run_edits(options)
+
+        both = replay("HEAD", "HEAD~1")
+        newest, before = both.sessions[-2:]
+        assert newest.commit != before.commit
+        # A commit's figures can be made again, whatever was committed later.
+        again = replay(before.commit).sessions[-1]
+        assert again == before
+        shares = [
+            one.tokens_computed["planner"] / one.tokens_computed["psm"] for one in (newest, before)
+        ]
+        assert (both.over_histories["psm"].low, both.over_histories["psm"].high) == (
+            min(shares),
+            max(shares),
+        )
+        text = edits_markdown(both)
+        assert f"| git: {repository.name}@{before.commit[:7]} |" in text
+        assert f"{min(shares):.3f} to {max(shares):.3f} of psm" in text
+
+    @needs_git
+    def test_a_commit_that_is_none_is_named(self, repository: Path) -> None:
+        with pytest.raises(HistoryError, match="git can't read"):
+            History.find(f"{repository}@nothing")
 
     def test_a_models_own_tokenizer_can_be_the_unit(self) -> None:
         options = EditsOptions(mixes=1, rounds=40, kind_rounds=0, planned=10)

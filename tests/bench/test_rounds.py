@@ -8,7 +8,6 @@ from rich.console import Console
 from tiny_checkpoints import write_tiny
 
 from midfill.bench.clients import HttpClient, InProcessClient, Measurement
-from midfill.bench.documents import standard_library_documents
 from midfill.bench.rounds import (
     RoundsOptions,
     RoundsReport,
@@ -46,15 +45,6 @@ def test_the_three_ways_of_asking() -> None:
     assert efim["prompt"] == f"<fim_prefix>{head}<fim_suffix>{suffix}<fim_middle>{rest}"
     assert (native["prompt"], native["suffix"]) == (prefix, suffix)
     assert fim["midfill"] == efim["midfill"] == {"layout": "verbatim"}
-
-
-def test_documents_are_real_files_of_the_wanted_size_and_the_same_for_a_seed() -> None:
-    documents = standard_library_documents(4, seed=3)
-    assert all(6000 <= len(text) <= 9000 for text in documents)
-    assert len(set(documents)) == 4
-    assert documents == standard_library_documents(4, seed=3)
-    with pytest.raises(ValueError, match="only"):
-        standard_library_documents(10**6)
 
 
 def test_figures_are_medians_over_users_and_runs() -> None:

@@ -1,4 +1,8 @@
-"""What rounding costs: the CPU kernels' distributions beside those of float32, token by token."""
+"""What rounding costs: the CPU kernels' next-token distributions beside those of float32.
+
+The model goes without the adapter that a registered one has, over files that are in no manifest of
+training documents: an adapter would know its own training data, Python's standard library among it.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -6,12 +10,13 @@ from statistics import fmean
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from midfill.bench.documents import standard_library_documents
+from midfill.bench.documents import unseen_documents
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.model_store import resolve, resolve_adapter
-from midfill.checkpoints.opening import open_model
+from midfill.checkpoints.model_store import resolve
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import KvDtype, WeightsOption
 from midfill.forward.batch import ForwardBatch
 from midfill.reporting.result_table import ResultTable
@@ -19,12 +24,14 @@ from midfill.runners.cpu_runner import CpuRunner, choose_cell_format
 from midfill.runners.packed_model import block_format
 from midfill.system.machine import Machine, describe_machine
 
+IdArray = npt.NDArray[np.int32]
+
 _CHUNK = 64
-"""Rows a step: logits of more would not fit into the caches."""
+"""Rows per step: logits of more would not fit into the caches."""
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """How weights and KV are kept; "auto" is what ``midfill serve`` does."""
+    """How weights and KV are stored in memory; "auto" is what ``midfill serve`` does."""
 
     weights: WeightsOption
     kv: KvDtype
@@ -43,13 +50,13 @@ VARIANTS = (
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """A variant beside float32, over all tokens.
+    """A variant's divergence from float32, over all tokens.
 
     Attributes:
-        weights, kv: what "auto" came to.
-        mean, median, p99: Kullback-Leibler divergence of a next token's distribution, from
-            float32's to the variant's, in nats.
-        agreement: share of tokens whose likeliest next one is the same.
+        weights, kv: the formats in memory; what "auto" chose.
+        mean, median, p99: Kullback-Leibler divergence of next-token distributions, from float32's
+            to the variant's, in nats per token.
+        agreement: share of positions with the same likeliest next token.
         perplexity: of the text.
     """
 
@@ -67,15 +74,17 @@ class PrecisionReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one call measured.
 
     Attributes:
-        stored: how the checkpoint stores its layers' weights.
-        tokens: compared.
-        window: tokens of each text, from its beginning.
+        stored: the format of the layers' weights in the checkpoint.
+        text: where the text comes from.
+        tokens: how many were compared.
+        window: maximum tokens of each file, from its beginning.
         perplexity: of the text, in float32.
     """
 
     model: str
     machine: Machine
     stored: str
+    text: str
     tokens: int
     window: int
     perplexity: float
@@ -91,18 +100,21 @@ def measure_precision(
     threads: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PrecisionReport:
-    """Run standard library files through every variant.
+    """Run real source files through every variant.
 
     Args:
-        tokens: about how many are compared.
-        window: most of each file.
+        model: its name or path.
+        tokens: how many to compare, about.
+        window: maximum tokens of each file.
+        threads: of the kernels; None takes all.
+        progress: receives what is being done.
 
     Raises:
         MidfillError: the model can't be found, loaded, or run by the CPU kernels.
     """
     progress(f"loading {model}")
-    checkpoint = open_model(resolve(model), resolve_adapter(model, None), "auto")
-    texts = _windows(checkpoint, tokens, window)
+    checkpoint = open_checkpoint(resolve(model))
+    texts, source = _windows(checkpoint, tokens, window)
     runners = {
         each: CpuRunner(
             checkpoint, slots=window, threads=threads, weights=each.weights, kv_dtype=each.kv
@@ -126,6 +138,7 @@ def measure_precision(
         model=model,
         machine=describe_machine(),
         stored=block_format(checkpoint, "auto").name,
+        text=source,
         tokens=sum(len(ids) for ids in texts),
         window=window,
         perplexity=math.exp(fmean(losses)),
@@ -134,10 +147,10 @@ def measure_precision(
 
 
 class _Rows(msgspec.Struct, frozen=True):
-    """Of some rows: divergence, whether the likeliest token agrees, loss of the next token.
+    """Divergence, agreement of the likeliest token, and loss of the next token, per row.
 
-    Plain numbers: small tensors that stay would lie between the large ones that go, whose memory
-    could then not be used again.
+    These are plain numbers: small tensors that are kept would fragment the memory of the large
+    ones that are freed.
     """
 
     divergence: list[float]
@@ -145,19 +158,20 @@ class _Rows(msgspec.Struct, frozen=True):
     loss: list[float]
 
 
-def _windows(checkpoint: Checkpoint, tokens: int, window: int) -> list[np.ndarray]:
-    """Token ids, int32, of the beginnings of as many files as it takes."""
-    found: list[np.ndarray] = []
-    for text in standard_library_documents(60):
+def _windows(checkpoint: Checkpoint, tokens: int, window: int) -> tuple[list[IdArray], str]:
+    """Return the first tokens of as many files as needed, and where the files come from."""
+    documents = unseen_documents(60)
+    found: list[IdArray] = []
+    for text in documents.texts:
         if sum(map(len, found)) >= tokens:
             break
         ids = checkpoint.tokenizer.encode(text)[:window]
         found.append(np.array(ids, np.int32))
-    return found
+    return found, documents.source
 
 
-def _chunks(ids: np.ndarray) -> Iterator[ForwardBatch]:
-    """Steps over one text, all logits wanted; its KV takes the first slots."""
+def _chunks(ids: IdArray) -> Iterator[ForwardBatch]:
+    """Yield the steps over one text with the logits of every row; its KV takes the first slots."""
     for start in range(0, len(ids), _CHUNK):
         rows = np.arange(start, min(start + _CHUNK, len(ids)), dtype=np.int32)
         end = rows[-1] + 1
@@ -173,12 +187,13 @@ def _chunks(ids: np.ndarray) -> Iterator[ForwardBatch]:
 
 
 def _log_likelihoods(runner: CpuRunner, batch: ForwardBatch) -> torch.Tensor:
-    logits = runner.forward(batch)  # in the runner's own memory, until its next step
+    """Return log-probabilities, float32 [rows, vocab], valid until the runner's next step."""
+    logits = runner.forward(batch)
     return logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
 
 
 def _loss(log_likelihoods: torch.Tensor, following: torch.Tensor) -> list[float]:
-    """Of the next tokens; the text's last token has none."""
+    """Return the next tokens' negative log-likelihoods; the text's last token has none."""
     targets = following[: len(log_likelihoods)].long()
     return (-log_likelihoods[: len(targets)].gather(1, targets[:, None])[:, 0]).tolist()
 
@@ -206,7 +221,7 @@ def _summary(checkpoint: Checkpoint, variant: Variant, rows: list[_Rows]) -> Div
 
 
 def precision_table(report: PrecisionReport) -> ResultTable:
-    """A row for each way to keep weights and KV."""
+    """A row per format of weights and KV."""
     exact = {
         "weights": "f32",
         "KV": "f32",
@@ -220,10 +235,11 @@ def precision_table(report: PrecisionReport) -> ResultTable:
         title="What rounding costs",
         rows=[exact, *map(_cells, report.variants)],
         labels=2,
-        caption=f"{report.model}, layers stored as {report.stored.lower()}, {report.tokens:,} "
-        f"tokens of standard library files, at most {report.window:,} of each; KL in nats a token, "
-        "from the float32 kernels with the same weights; rows that meet q4 or q8 are rounded to "
-        "int8.",
+        caption=f"{report.model} without an adapter, layers stored as {report.stored.lower()}, "
+        f"{report.tokens:,} tokens of files of {report.text} that are in no manifest of an "
+        f"adapter's training documents, at most {report.window:,} of each; KL in nats per token, "
+        "from the float32 kernels with the same weights; activations that meet q4 or q8 are "
+        "rounded to int8.",
     )
 
 

@@ -235,18 +235,22 @@ def precision(
 def edits(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sessions: under 40 s.")] = False,
     git: Annotated[
-        list[Path] | None,
-        typer.Option(help="A local git repository whose commits are replayed too; repeatable."),
+        list[str] | None,
+        typer.Option(
+            metavar="PATH[@COMMIT]",
+            help="A local git repository whose history, up to HEAD or to that commit, is replayed"
+            " too; repeatable.",
+        ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Count in this model's tokens; without it in pieces of words."),
+        typer.Option(help="Count this model's tokens; pieces of words if not set."),
     ] = None,
     seed: Annotated[int, typer.Option(help="All chance follows from it.")] = 0,
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
-    """What editing sessions cost under each prompt layout, counted without running a model.
+    """Count what editing sessions cost under each prompt layout, without running a model.
 
     Layouts: psm, spm, efim (a fixed cut), planner (what midfill does), and clairvoyant (the
     cheapest cuts with the whole future known). Sessions come from an editing mix over files of the
@@ -263,7 +267,7 @@ def edits(
     options = msgspec.structs.replace(
         QUICK if quick else EditsOptions(),
         seed=seed,
-        repositories=[str(path) for path in git or ()],
+        repositories=list(git or ()),
     )
     counting: dict[str, Any] = {}
     if model is not None:

@@ -1,8 +1,8 @@
-"""Editing sessions from a real history: every commit of a local git repository, typed.
+"""Editing sessions from a real history: the commits of a local git repository, typed.
 
-For each text file a commit changed, the old text becomes the new one by small edits from top to
-bottom: go there, delete what is gone (backwards key by key where it is short, as a selection where
-it is long), write what is new by the habits of ``Editor``.
+For each text file that a commit changed, the old text becomes the new one by small edits from top
+to bottom: go there, delete what is gone (backwards key by key where it is short, as a selection
+where it is long), write what is new by the habits of ``Editor``.
 """
 
 import difflib
@@ -16,12 +16,43 @@ from pathlib import Path
 from midfill.bench.edits.editor import Editor, Habits, OpenFile, Round, Writing
 from midfill.errors import MidfillError
 
-_MOST_CHARACTERS = 200_000
+_MAX_CHARACTERS = 200_000
 _SELECTED = 40  # longer deletions are a selection and one key
 
 
 class HistoryError(MidfillError):
     """A path that is no git repository, or one without usable history."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A repository up to one commit, so that what is replayed doesn't change.
+
+    Attributes:
+        repository: a work tree or a bare repository.
+        commit: the hash of its newest commit that is replayed.
+    """
+
+    repository: Path
+    commit: str
+
+    @classmethod
+    def find(cls, named: str) -> "History":
+        """Return the history that "PATH" or "PATH@COMMIT" names; without a commit, up to HEAD.
+
+        Raises:
+            HistoryError: there is no such repository, or no such commit in it.
+        """
+        path, commit = Path(named), "HEAD"
+        if "@" in named and not path.exists():
+            before, _, commit = named.rpartition("@")
+            path = Path(before)
+        found = _git(path, "rev-parse", "--verify", "--end-of-options", f"{commit}^{{commit}}")
+        # Not resolved: the name is the one the user knows it by.
+        return cls(path.absolute(), found.decode().split()[-1])
+
+    def __str__(self) -> str:
+        return f"{self.repository.name}@{self.commit[:10]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,36 +65,37 @@ class FileChange:
 
 
 def git_session(
-    repository: Path, *, rounds: int, seed: int = 0, habits: Habits | None = None
+    history: History, *, rounds: int, seed: int = 0, habits: Habits | None = None
 ) -> list[Round]:
-    """The newest part of a repository's history as requests, oldest first.
+    """Return the newest part of a history as requests, oldest first.
 
     Args:
-        repository: a work tree or a bare repository.
-        rounds: at most this many requests; whole commits, newest first, are added until there
-            are enough, then the oldest requests are left out.
+        history: the repository and its newest commit.
+        rounds: maximum requests; whole commits, newest first, are added until there are enough,
+            then the oldest requests are left out.
         seed, habits: how the new text is written.
 
     Raises:
-        HistoryError: git cannot read it, or no commit changes a text file.
+        HistoryError: git can't read it, or no commit changes a text file.
     """
     habits = habits or Habits()
     commits: list[list[Round]] = []
     count = 0
-    for number, changes in enumerate(_changes(repository)):
+    for number, changes in enumerate(_changes(history)):
         typed = _typed(changes, habits, random.Random(f"{seed}/{number}"))
         commits.append(typed)
         count += len(typed)
         if count >= rounds:
             break
     if count == 0:
-        raise HistoryError(f"no commit in {repository} changes a text file")
+        raise HistoryError(f"no commit in {history.repository} changes a text file")
     return [one for commit in reversed(commits) for one in commit][-rounds:]
 
 
-def _changes(repository: Path) -> Iterator[list[FileChange]]:
-    """Changed text files of each commit, newest first; merges and empty commits left out."""
-    for commit in _git(repository, "rev-list", "--no-merges", "HEAD").decode().split():
+def _changes(history: History) -> Iterator[list[FileChange]]:
+    """Yield the changed text files of each commit, newest first, without merges."""
+    repository = history.repository
+    for commit in _git(repository, "rev-list", "--no-merges", history.commit).decode().split():
         listing = _git(
             repository, "diff-tree", "-r", "-z", "--root", "--no-commit-id", "--no-renames",
             "--diff-filter=M", commit,
@@ -80,12 +112,12 @@ def _changes(repository: Path) -> Iterator[list[FileChange]]:
 
 
 def _text(repository: Path, blob: str) -> str | None:
-    """A blob as text; None when it is none, or too long to be written by hand."""
+    """Return a blob as text, or None if it is binary or too long to be written by hand."""
     try:
         text = _git(repository, "cat-file", "blob", blob).decode()
     except (HistoryError, UnicodeDecodeError):
         return None
-    return text if "\0" not in text and len(text) <= _MOST_CHARACTERS else None
+    return text if "\0" not in text and len(text) <= _MAX_CHARACTERS else None
 
 
 def _git(repository: Path, *arguments: str) -> bytes:
@@ -97,12 +129,12 @@ def _git(repository: Path, *arguments: str) -> bytes:
     except subprocess.CalledProcessError as error:
         reason = error.stderr.decode("utf-8", "replace").strip().splitlines()
         raise HistoryError(
-            f"git cannot read {repository}: {reason[-1] if reason else error}"
+            f"git can't read {repository}: {reason[-1] if reason else error}"
         ) from None
 
 
 def _typed(changes: list[FileChange], habits: Habits, generator: random.Random) -> list[Round]:
-    """The requests of one commit."""
+    """Return the requests of one commit."""
     files = [OpenFile(change.path, change.before) for change in changes]
     editor = Editor(files, habits, generator)
     for file, change in zip(files, changes, strict=True):
@@ -117,7 +149,7 @@ def _typed(changes: list[FileChange], habits: Habits, generator: random.Random) 
 
 
 def _apply(editor: Editor, start: int, end: int, new: str, generator: random.Random) -> None:
-    """One edit: text[start:end] becomes ``new``."""
+    """Type one edit: text[start:end] becomes ``new``."""
     file = editor.file
     file.writing = Writing(file.text[start:end], end - start)
     editor.go(end)
@@ -132,7 +164,7 @@ def _apply(editor: Editor, start: int, end: int, new: str, generator: random.Ran
 
 
 def _edits(before: str, after: str) -> Iterator[tuple[int, int, str]]:
-    """(start, end, new text) in ``before``'s positions: lines first, then words inside them."""
+    """Yield edits as (start, end, new text) in ``before``'s positions: lines, then their words."""
     old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
     position = _starts(old)
     lines = difflib.SequenceMatcher(None, old, new, autojunk=False)
@@ -156,7 +188,7 @@ def _word_edits(before: str, after: str, offset: int) -> Iterator[tuple[int, int
 
 
 def _starts(pieces: list[str]) -> list[int]:
-    """Where each piece begins, and where the last one ends."""
+    """Return where each piece begins, and where the last one ends."""
     starts = [0]
     for piece in pieces:
         starts.append(starts[-1] + len(piece))

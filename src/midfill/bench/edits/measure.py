@@ -1,7 +1,7 @@
 """``bench edits``: what editing sessions cost under each prompt layout, counted without a model.
 
-Sessions come from an editing mix over files of the standard library (``sessions``) and from
-git histories (``git``). Every session is laid out in five ways:
+Sessions come from an editing mix over files of the standard library (``sessions``) and from git
+histories (``git``). Every session is laid out in five ways:
 
     psm          PRE prefix SUF suffix MID
     spm          PRE SUF suffix MID prefix
@@ -9,15 +9,14 @@ git histories (``git``). Every session is laid out in five ways:
     planner      midfill's own, from the texts alone: no file names
     clairvoyant  the cheapest cuts with the whole session known beforehand (``clairvoyant``)
 
-and again as a client would send it that knows only a window around the caret. Cost is tokens that
-no earlier prompt of the session begins with (``cost``); the unit is a stand-in for a model's
-tokens unless a tokenizer is given.
+and again as a client that sends only a window around the caret would lay it out. The cost of a
+prompt is its tokens after the longest prefix shared with an earlier prompt (``cost``). Tokens are
+those of a stand-in for a model's tokenizer unless one is given.
 """
 
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 from rich.table import Table
@@ -26,7 +25,7 @@ from midfill.bench.documents import standard_library_documents
 from midfill.bench.edits import layouts
 from midfill.bench.edits.cost import PieceTokenizer, PromptEncoder, Tokenize
 from midfill.bench.edits.editor import Round, windowed
-from midfill.bench.edits.git import git_session
+from midfill.bench.edits.git import History, git_session
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
@@ -48,7 +47,7 @@ class EditsOptions(msgspec.Struct, frozen=True, kw_only=True):
         rounds: requests of each of them, and of each repository.
         kind_rounds: requests of each session with one kind of action; 0 leaves them out.
         planned: requests of the long files that planning is timed with.
-        repositories: local git repositories to replay as well.
+        repositories: local git repositories to replay as well, as "PATH" or "PATH@COMMIT".
         seed: all chance follows from it.
     """
 
@@ -76,6 +75,7 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
             and "planner".
         most_over_typed: worst request after typing: tokens computed less tokens typed.
         most_for_accepting: worst request after a completion was accepted: tokens computed.
+        commit: of a history, the newest commit that was replayed; "" for other sessions.
     """
 
     name: str
@@ -85,6 +85,14 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     windowed: dict[str, dict[str, int]]
     most_over_typed: int
     most_for_accepting: int
+    commit: str = ""
+
+
+class Range(msgspec.Struct, frozen=True):
+    """The lowest and the highest of some figures."""
+
+    low: float
+    high: float
 
 
 class PlanningTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +117,9 @@ class EditsReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tokens_computed: by layout, over all sessions of the mix.
         windowed: the same sessions as windows, over all of ``WINDOWS``.
-        sessions: the mix (all its sessions together), each kind, each repository.
+        sessions: the mix (all its sessions together), each kind, each history.
+        over_histories: the planner's share of each other layout's tokens, lowest and highest
+            over the histories; empty without any.
         planning: how long planning takes.
         unit: what a token is.
     """
@@ -117,6 +127,7 @@ class EditsReport(msgspec.Struct, frozen=True, kw_only=True):
     tokens_computed: dict[str, int]
     windowed: dict[str, int]
     sessions: list[SessionResult]
+    over_histories: dict[str, Range]
     planning: PlanningTime
     unit: str
     options: EditsOptions
@@ -130,22 +141,29 @@ def run_edits(
     unit: str = "pieces of words, about 3.5 characters each",
     progress: Callable[[str], None] = lambda _: None,
 ) -> EditsReport:
-    """Replay all sessions under all layouts.
+    """Count the tokens of all sessions under all layouts.
 
     Args:
         options: what to replay.
         tokenize, unit: a model's tokenizer (text to ids, no special tokens) and its name.
-        progress: is told what is being replayed.
+        progress: receives what is being replayed.
 
     Raises:
-        HistoryError: a repository cannot be read.
+        HistoryError: a repository can't be read.
     """
     options = options or EditsOptions()
     tokenize = tokenize or PieceTokenizer()
     results: dict[str, list[SessionResult]] = {}
+    histories = [History.find(named) for named in options.repositories]
     for name, rounds in _sessions(options):
         progress(name)
         results.setdefault(name, []).append(measure(name, rounds, tokenize))
+    for history in histories:
+        progress(str(history))
+        rounds = git_session(history, rounds=options.rounds, seed=options.seed)
+        result = measure(f"git: {history.repository.name}", rounds, tokenize)
+        pinned = msgspec.structs.replace(result, commit=history.commit)
+        results[str(history)] = [pinned]
     sessions = [_together(parts) for parts in results.values()]
     progress(f"planning at {_LONG_FILE:,} characters")
     mix = sessions[0]
@@ -153,6 +171,7 @@ def run_edits(
         tokens_computed=mix.tokens_computed,
         windowed=_total(mix.windowed.values()),
         sessions=sessions,
+        over_histories=ranges_over_histories(sessions),
         planning=planning_time(options.planned, options.seed),
         unit=unit,
         options=options,
@@ -161,7 +180,7 @@ def run_edits(
 
 
 def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionResult:
-    """One session under all layouts."""
+    """Count one session under all layouts."""
     encode = PromptEncoder(tokenize)
     planned = layouts.plan(rounds)
     planner = layouts.count(rounds, planned.prompts, encode)
@@ -190,8 +209,19 @@ def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionRe
     )
 
 
+def ranges_over_histories(sessions: Sequence[SessionResult]) -> dict[str, Range]:
+    """Return the planner's lowest and highest share of each other layout over all histories."""
+    counts = [one.tokens_computed for one in sessions if one.commit]
+    ranges = {}
+    for layout in LAYOUTS if counts else ():
+        if layout != "planner":
+            shares = [each["planner"] / each[layout] for each in counts]
+            ranges[layout] = Range(min(shares), max(shares))
+    return ranges
+
+
 def planning_time(requests: int, seed: int) -> PlanningTime:
-    """How long planning takes when the files are long and sent whole."""
+    """Measure how long planning takes for long files that are sent whole."""
     texts = standard_library_documents(4 * 10, seed=seed, shortest=8000, longest=30_000)
     sources = {
         f"{number}.py": "".join(texts[10 * number :][:10])[:_LONG_FILE] for number in range(4)
@@ -217,18 +247,13 @@ def _measure_windowed(rounds: Sequence[Round], encode: PromptEncoder) -> dict[st
 
 
 def _sessions(options: EditsOptions) -> Iterator[tuple[str, list[Round]]]:
-    """Names and requests of all sessions, the mix first."""
+    """Yield name and requests of every session of the editing mix, the mix itself first."""
     for number in range(options.mixes):
         yield "mix", _mixed("mix", options.rounds, options.seed + number)
     if options.kind_rounds:
         for name in SESSION_KINDS:
             if name != "mix":
                 yield name, _mixed(name, options.kind_rounds, options.seed + options.mixes)
-    for repository in options.repositories:
-        # Not resolved: the name is the one the user knows it by.
-        path = Path(repository).absolute()
-        rounds = git_session(path, rounds=options.rounds, seed=options.seed)
-        yield f"git: {path.name}", rounds
 
 
 def _mixed(kind: str, rounds: int, seed: int) -> list[Round]:
@@ -241,7 +266,7 @@ def _mixed(kind: str, rounds: int, seed: int) -> list[Round]:
 
 
 def _together(parts: Sequence[SessionResult]) -> SessionResult:
-    """Several sessions' figures as one."""
+    """Return the figures of several sessions as one's."""
     requests = sum(part.requests for part in parts)
     return SessionResult(
         name=parts[0].name,
@@ -251,6 +276,7 @@ def _together(parts: Sequence[SessionResult]) -> SessionResult:
         windowed={window: _total(part.windowed[window] for part in parts) for window in WINDOWS},
         most_over_typed=max(part.most_over_typed for part in parts),
         most_for_accepting=max(part.most_for_accepting for part in parts),
+        commit=parts[0].commit,
     )
 
 
@@ -262,7 +288,7 @@ def _total(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def edits_table(report: EditsReport) -> Table:
-    """For the terminal: short enough for 100 columns."""
+    """Return the table for the terminal, narrow enough for 100 columns."""
     table = ResultTable(
         title="Editing sessions: tokens computed, in thousands, and the planner's share of others'",
         rows=[_short_cells(result) for result in report.sessions],
@@ -273,7 +299,7 @@ def edits_table(report: EditsReport) -> Table:
 
 
 def edits_markdown(report: EditsReport) -> str:
-    """For docs/benchmarks.md."""
+    """Return the table for docs/benchmarks.md."""
     rows = [_cells(result) for result in report.sessions]
     return ResultTable(rows=rows, caption=_notes(report)).markdown()
 
@@ -282,7 +308,7 @@ def _cells(result: SessionResult) -> dict[str, str]:
     computed = result.tokens_computed
     planner = computed["planner"]
     cells = {
-        "session": result.name,
+        "session": _label(result),
         "requests": f"{result.requests:,}",
         "characters": f"{result.characters:,}",
     }
@@ -298,7 +324,7 @@ def _cells(result: SessionResult) -> dict[str, str]:
 
 def _short_cells(result: SessionResult) -> dict[str, str]:
     computed = result.tokens_computed
-    cells = {"session": result.name}
+    cells = {"session": _label(result)}
     cells |= {layout: f"{computed[layout] / 1000:.1f}" for layout in LAYOUTS}
     for head, layout in (("/clair", "clairvoyant"), ("/efim", "efim"), ("/psm", "psm")):
         cells[head] = f"{computed['planner'] / computed[layout]:.3f}"
@@ -311,6 +337,7 @@ def _short_cells(result: SessionResult) -> dict[str, str]:
 def _notes(report: EditsReport) -> str:
     planning = report.planning
     return (
+        f"{_histories(report)}"
         f"Tokens computed; a token is {report.unit}. Seed {report.options.seed}.\n"
         "At most over what was typed: "
         f"{max(one.most_over_typed for one in report.sessions)} tokens. "
@@ -320,3 +347,20 @@ def _notes(report: EditsReport) -> str:
         f"p99 {planning.p99:.2f} ms, worst of {planning.requests} {planning.worst:.2f} ms.\n"
         f"{report.machine}."
     )
+
+
+def _label(result: SessionResult) -> str:
+    return f"{result.name}@{result.commit[:7]}" if result.commit else result.name
+
+
+def _histories(report: EditsReport) -> str:
+    """The planner's range over histories, as a line of the notes."""
+    ranges = report.over_histories
+    if not ranges:
+        return ""
+    shares = ", ".join(
+        f"{ranges[layout].low:.3f} to {ranges[layout].high:.3f} of {layout}"
+        for layout in ("clairvoyant", "efim", "psm")
+    )
+    count = sum(bool(one.commit) for one in report.sessions)
+    return f"The planner over {count} histories, lowest to highest: {shares}.\n"
