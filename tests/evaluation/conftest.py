@@ -1,4 +1,4 @@
-"""What tests of this folder share: a few problems in HumanEval-Infilling's own file format."""
+"""Fixtures for the evaluation tests: a few problems in HumanEval-Infilling's file format."""
 
 import gzip
 import json
@@ -39,13 +39,13 @@ def _records() -> list[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def records() -> list[dict[str, str]]:
-    """The problems, as the files spell them."""
+    """The problems as records of the files."""
     return _records()
 
 
 @pytest.fixture(scope="session")
 def humaneval(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, str]]) -> Path:
-    """A folder with all three of the data set's files, each with these problems."""
+    """A folder with the three files of the data set, each with these problems."""
     folder = tmp_path_factory.mktemp("humaneval")
     for kind in ("SingleLine", "MultiLine", "RandomSpan"):
         lines = "".join(json.dumps(record).replace("SingleLine", kind) + "\n" for record in records)

@@ -1,4 +1,4 @@
-"""Bootstrap: intervals cover the truth as often as they say, also where values come in groups."""
+"""Bootstrap intervals cover the true mean as often as they should, also for grouped values."""
 
 import numpy as np
 import pytest
@@ -19,12 +19,12 @@ def test_the_mean_is_in_its_interval_and_the_seed_decides() -> None:
     assert estimate == estimate_mean(values, names(100))
 
 
-def test_equal_values_leave_no_doubt() -> None:
+def test_the_interval_of_equal_values_has_width_0() -> None:
     estimate = estimate_mean([1.0] * 10, names(10))
     assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 1.0)
 
 
-def test_a_paired_difference_is_surer_than_two_means() -> None:
+def test_a_paired_difference_has_a_narrower_interval_than_a_mean() -> None:
     generator = np.random.default_rng(0)
     first = generator.random(200)
     second = first + 0.05 + generator.normal(0, 0.01, 200)
@@ -36,7 +36,7 @@ def test_a_paired_difference_is_surer_than_two_means() -> None:
         estimate_difference([0.0], [0.0, 1.0], names(1))
 
 
-def test_intervals_cover_the_truth_when_holes_of_a_function_are_alike() -> None:
+def test_intervals_cover_the_true_mean_when_values_of_a_group_are_equal() -> None:
     generator = np.random.default_rng(1)
     covered = {"groups": 0, "alone": 0}
     for _ in range(100):

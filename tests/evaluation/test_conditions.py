@@ -1,4 +1,4 @@
-"""Conditions: what the model is shown, and that explicit layouts reach it as they are."""
+"""Conditions: their prompts, and answers to explicit layouts."""
 
 import random
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def spelled(made: PromptLayout) -> str:
     return "".join(segment.text for segment in made.segments)
 
 
-def test_what_each_condition_shows() -> None:
+def test_each_condition_has_its_layout() -> None:
     prefix, suffix = PROBLEM.prefix, PROBLEM.suffix
     assert spelled(layout("prefix-only")) == prefix
     assert spelled(layout("psm")) == f"<P>{prefix}<S>{suffix}<M>"
@@ -97,7 +97,7 @@ def test_the_window_holds_whole_lines(before: int, after: int, shown: tuple[str,
     assert window(PROBLEM, before, after) == shown
 
 
-def test_which_conditions_a_model_can_be_asked_in() -> None:
+def test_conditions_that_apply_to_a_model_are_chosen() -> None:
     def chosen(names: list[str] | None, format: FimFormat | None, remote: bool = False) -> set[str]:
         found: tuple[Condition, ...] = choose_conditions(names, format, remote=remote)
         return {condition.name for condition in found}
@@ -115,7 +115,7 @@ def test_which_conditions_a_model_can_be_asked_in() -> None:
         chosen(["efim+healing"], FORMAT, True)
 
 
-def test_names_of_conditions() -> None:
+def test_names_of_conditions_are_parsed() -> None:
     assert parse_conditions("psm, auto") == ("psm", "auto")
     with pytest.raises(MidfillError, match="--conditions names pms; there are prefix-only, "):
         parse_conditions("pms")
@@ -142,7 +142,7 @@ def test_explicit_layouts_give_the_answers_of_the_same_requests(llm: LLM) -> Non
         assert given.usage.prompt_tokens == asked.usage.prompt_tokens
 
 
-def test_many_holes_at_once_are_answered_like_each_alone(llm: LLM) -> None:
+def test_batched_holes_are_answered_like_single_ones(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=8)
     made = [
         make_prompt(condition, llm.fim_format, PROBLEM, PromptOptions(seed=seed))

@@ -18,7 +18,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def midfill(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The entry point in this process; returns status, standard output and standard error."""
+    """A function that runs ``midfill eval`` here; returns status, output and errors."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["midfill", "eval", *map(str, arguments)])
@@ -40,7 +40,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_a_run_and_what_it_leaves(
+def test_a_run_prints_and_writes_its_results(
     midfill: Command, tiny_folder: Path, humaneval: Path, tmp_path: Path
 ) -> None:
     results = [tmp_path / "a.json", tmp_path / "b.json"]
@@ -71,7 +71,7 @@ def test_a_run_and_what_it_leaves(
     assert "second - first" in text
 
 
-def test_the_data_checks_the_sandbox(midfill: Command, humaneval: Path) -> None:
+def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Path) -> None:
     status, shown, _ = midfill("check", "--humaneval", humaneval)
     assert status == 0
     assert shown.startswith("5 of 5 programs passed")
@@ -97,7 +97,7 @@ def test_the_data_checks_the_sandbox(midfill: Command, humaneval: Path) -> None:
         (["check"], "name the data with --humaneval FOLDER"),
     ],
 )
-def test_bad_input_is_one_line_and_1(
+def test_bad_input_is_reported_in_one_line_with_status_1(
     midfill: Command, arguments: list[object], problem: str
 ) -> None:
     status, _, said = midfill(*arguments)
@@ -122,9 +122,7 @@ def test_wrong_usage_exits_with_2(midfill: Command, arguments: list[object]) -> 
     assert "Usage" in said
 
 
-def test_a_model_without_fim_tokens_asked_for_psm(
-    midfill: Command, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_psm_needs_fim_tokens(midfill: Command, tiny_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_folder, tmp_path / "plain")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (folder / name).read_text()

@@ -1,4 +1,4 @@
-"""Held-out holes: every kind is what it claims, spread over the files, the same for a seed."""
+"""Held-out holes: the form of every kind, spread over the files, the same for a seed."""
 
 import keyword
 import re
@@ -41,8 +41,8 @@ def test_holes_differ_and_the_seed_decides(task: FileTask) -> None:
     assert len({problem.group for problem in found}) == len(FILES)
 
 
-def test_a_file_decides_its_own_holes(task: FileTask) -> None:
-    """Another file more or less changes how many are cut from this one, not which."""
+def test_the_holes_of_a_file_do_not_depend_on_other_files(task: FileTask) -> None:
+    """Other files change how many holes are drawn from a file, not which."""
     alone = {problem.id for problem in draw_holes(FILES[:1], task, 60, 0)}
     among = {problem.id for problem in holes(task, 60) if problem.group == FILES[0].name}
     assert among <= alone
@@ -73,20 +73,20 @@ def test_subtokens_are_of_code_and_not_of_strings_or_comments() -> None:
         assert problem.prefix.rsplit("\n", 1)[1] in ("v", "va", "val", "valu")
 
 
-def test_blocks_are_a_few_whole_lines() -> None:
+def test_blocks_are_a_few_lines_of_code() -> None:
     for problem in holes("block"):
         assert 1 <= problem.hole.count("\n") < 10
         assert not problem.prefix.rsplit("\n", 1)[1].strip()
         assert problem.suffix[:1] in ("\n", "")
 
 
-def test_spans_are_short_and_anywhere() -> None:
+def test_spans_are_short_and_start_anywhere() -> None:
     found = holes("span")
     assert all(4 <= len(problem.hole) <= 160 for problem in found)
     assert {bool(re.match(r"\w", problem.hole)) for problem in found} == {True, False}
 
 
-def test_files_are_searched_for_in_folders_and_odd_ones_passed_over(tmp_path: Path) -> None:
+def test_folders_are_searched_and_unusable_files_skipped(tmp_path: Path) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "good.py").write_bytes(b"value = 1\r\n" * 50)
     (tmp_path / "binary.py").write_bytes(b"\xff\x00" * 500)
@@ -98,18 +98,18 @@ def test_files_are_searched_for_in_folders_and_odd_ones_passed_over(tmp_path: Pa
     assert len(read_files([tmp_path / "other.txt"])) == 1  # named itself
 
 
-def test_a_file_that_is_no_python_has_lines_all_the_same() -> None:
+def test_a_file_with_syntax_errors_still_has_lines() -> None:
     files = [SourceFile("a.py", "def ((( broken 'text\n" * 40)]
     assert len(draw_holes(files, "line", 10, 0)) == 10
 
 
-def test_less_is_cut_where_there_is_no_more() -> None:
+def test_there_are_fewer_holes_if_the_files_have_no_more() -> None:
     files = [SourceFile("a.py", "ab = 1\n\n\n\n\n\n\n\n\n" * 50)]
     found = draw_holes(files, "line", 10**5, 0)
     assert 50 < len(found) <= 300
 
 
-def test_bad_input_is_one_clear_line(tmp_path: Path) -> None:
+def test_bad_input_is_reported_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(MidfillError, match="no such file"):
         read_files([tmp_path / "none"])
     with pytest.raises(MidfillError, match="no Python files"):

@@ -1,4 +1,4 @@
-"""HumanEval-Infilling's files: read as they are, refused in one line when they are not."""
+"""HumanEval-Infilling's files: read, sampled, and refused in one line if broken."""
 
 import gzip
 from pathlib import Path
@@ -13,7 +13,7 @@ from midfill.evaluation.sandbox import Sandbox
 NAME = "HumanEval-SingleLineInfilling.jsonl.gz"
 
 
-def test_problems_are_what_the_file_says(humaneval: Path, records: list[dict[str, str]]) -> None:
+def test_problems_are_read_from_the_file(humaneval: Path, records: list[dict[str, str]]) -> None:
     problems = load_humaneval(humaneval, "single-line")
     assert [problem.id for problem in problems] == [record["task_id"] for record in records]
     assert {problem.group for problem in problems} == {"HumanEval/0", "HumanEval/1"}
@@ -21,7 +21,7 @@ def test_problems_are_what_the_file_says(humaneval: Path, records: list[dict[str
     assert all(problem.task == "single-line" for problem in problems)
 
 
-def test_the_files_own_solutions_pass_and_others_dont(humaneval: Path) -> None:
+def test_reference_solutions_pass_and_others_fail(humaneval: Path) -> None:
     problems = load_humaneval(humaneval, "single-line")
     programs = [problem.program(problem.hole) for problem in problems]
     programs += [problem.program("    pass\n") for problem in problems]
@@ -30,7 +30,7 @@ def test_the_files_own_solutions_pass_and_others_dont(humaneval: Path) -> None:
     assert passed == [True] * len(problems) + [False] * len(problems)
 
 
-def test_samples_are_seeded_and_keep_their_order(humaneval: Path) -> None:
+def test_samples_depend_on_the_seed_and_keep_their_order(humaneval: Path) -> None:
     problems = load_humaneval(humaneval, "single-line") * 30
     some = sample_problems(problems, 10, seed=1)
     assert len(some) == 10
@@ -51,7 +51,7 @@ def test_samples_are_seeded_and_keep_their_order(humaneval: Path) -> None:
         (gzip.compress(b"", mtime=0), "no problems"),
     ],
 )
-def test_broken_files(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_a_broken_file_is_reported(tmp_path: Path, content: bytes, problem: str) -> None:
     (tmp_path / NAME).write_bytes(content)
     with pytest.raises(MidfillError, match=problem):
         load_humaneval(tmp_path, "single-line")

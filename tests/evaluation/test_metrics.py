@@ -1,4 +1,4 @@
-"""Metrics: Levenshtein's distance is the textbook's, the others do what their names say."""
+"""Metrics: Levenshtein distance, similarity, exact match and completed words."""
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +16,7 @@ TEXTS = st.text(alphabet="ab\n é", max_size=90)
 
 
 def textbook_levenshtein(a: str, b: str) -> int:
-    """The table, row by row (Wagner and Fischer, 1974)."""
+    """Compute the table row by row (Wagner and Fischer, 1974)."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         last, row[0] = row[0], i
@@ -27,23 +27,23 @@ def textbook_levenshtein(a: str, b: str) -> int:
 
 @given(TEXTS, TEXTS)
 @settings(max_examples=300, deadline=None)
-def test_levenshtein_is_the_textbooks(a: str, b: str) -> None:
+def test_levenshtein_is_that_of_the_textbook(a: str, b: str) -> None:
     assert levenshtein(a, b) == textbook_levenshtein(a, b)
 
 
-def test_levenshtein_of_well_known_words() -> None:
+def test_levenshtein_of_known_pairs() -> None:
     assert levenshtein("kitten", "sitting") == 3
     assert levenshtein("", "abc") == levenshtein("abc", "") == 3
     assert levenshtein("x" * 1000, "x" * 999 + "y") == 1
 
 
-def test_similarity() -> None:
+def test_similarity_is_1_for_equal_and_0_for_different_texts() -> None:
     assert similarity("", "") == similarity("a = 1", "a = 1  \n") == 1.0
     assert similarity("abc", "xyz") == similarity("", "x") == 0.0
     assert similarity("abcd", "abcx") == 0.75
 
 
-def test_exact_ignores_white_space_at_the_end_alone() -> None:
+def test_exact_ignores_white_space_at_the_end_only() -> None:
     assert is_exact("return x\n\n", "return x")
     assert not is_exact(" return x", "return x")
     assert not is_exact("return x\ny", "return x")
@@ -55,5 +55,5 @@ def test_exact_ignores_white_space_at_the_end_alone() -> None:
     ("answer", "right"),
     [("turn x", True), ("turn", True), ("turning", False), ("turn_", False), ("tur n", False)],
 )
-def test_the_rest_of_a_word(answer: str, right: bool) -> None:
+def test_a_word_is_completed_by_its_rest_only(answer: str, right: bool) -> None:
     assert completes_word(answer, "turn") == right

@@ -1,4 +1,4 @@
-"""A run: every hole asked in every condition, scored by what the answer does."""
+"""An evaluation run: every hole in every condition, with its scores."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ SENTINELS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 
 
 class Writes:
-    """Knows every hole, and answers with what ``written`` makes of it."""
+    """A model that knows every hole and answers with ``written(hole)``."""
 
     format: FimFormat | None = None
     description = "knows it all"
@@ -79,7 +79,7 @@ def means(report: InfillingReport, condition: str) -> dict[str, float]:
         (lambda hole: ended("    import os; os._exit(0)\n"), (0, 0, 0, 0, 1)),
     ],
 )
-def test_what_an_answer_to_a_single_line_is_worth(
+def test_scores_of_single_line_answers(
     humaneval: Path, written: Callable[[str], Answer], expected: tuple[float | None, ...]
 ) -> None:
     asked = options("single-line")
@@ -91,7 +91,7 @@ def test_what_an_answer_to_a_single_line_is_worth(
             assert scores[name] == value, name
 
 
-def test_verdicts_tell_why_a_program_failed(humaneval: Path) -> None:
+def test_verdicts_say_why_a_program_failed(humaneval: Path) -> None:
     asked = options("multi-line")
     problems = load_problems(asked, humaneval, [])
     model = Writes(problems, lambda hole: ended("    raise SystemExit\n"))
@@ -116,7 +116,7 @@ def test_scores_of_held_out_holes() -> None:
     assert score_answer(problem, ended("ntly(x)"))["subtoken"] == 0
 
 
-def test_data_has_to_be_there(humaneval: Path) -> None:
+def test_missing_data_is_reported(humaneval: Path) -> None:
     with pytest.raises(MidfillError, match="task random-span needs --humaneval FOLDER"):
         load_problems(options("random-span"), None, [HERE])
     with pytest.raises(MidfillError, match="task line needs --files"):
@@ -131,7 +131,7 @@ def local(tiny_folder: Path) -> Iterator[LocalModel]:
         yield LocalModel(llm, "tiny")
 
 
-def test_a_real_model_is_asked_everything(local: LocalModel, humaneval: Path) -> None:
+def test_a_model_is_asked_every_hole_in_every_condition(local: LocalModel, humaneval: Path) -> None:
     asked = options("single-line", "line", "subtoken", "block", "span", limit=4, typed=True)
     problems = load_problems(asked, humaneval, [HERE])
     saved: list[int] = []
@@ -189,7 +189,7 @@ def test_a_server_gives_the_answers_of_the_model_itself(
         assert all(mine == theirs for mine, theirs in whole), name
 
 
-def test_nobody_at_the_url() -> None:
+def test_a_missing_server_is_reported() -> None:
     with pytest.raises(MidfillError, match=r"no OpenAI-style server at http://127\.0\.0\.1:1/v1"):
         RemoteModel("http://127.0.0.1:1/v1", None)
     with pytest.raises(MidfillError, match="no OpenAI-style server at nonsense"):

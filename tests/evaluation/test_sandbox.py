@@ -89,7 +89,7 @@ def run(sandbox: Sandbox, program: str) -> Verdict:
     return verdict
 
 
-def test_programs_that_must_fail_do_so(sandbox: Sandbox) -> None:
+def test_programs_that_must_fail_fail(sandbox: Sandbox) -> None:
     verdicts = sandbox.run([program for program, _ in EVERYWHERE.values()])
     for (name, (_, reason)), verdict in zip(EVERYWHERE.items(), verdicts, strict=True):
         assert not verdict.passed, name
@@ -98,14 +98,14 @@ def test_programs_that_must_fail_do_so(sandbox: Sandbox) -> None:
     assert not (Path(tempfile.gettempdir()) / "midfill-x").exists()
 
 
-def test_programs_that_come_to_their_end_pass(sandbox: Sandbox) -> None:
+def test_programs_that_run_to_their_end_pass(sandbox: Sandbox) -> None:
     verdicts = sandbox.run(list(PASSING.values()))
     assert dict(zip(PASSING, verdicts, strict=True)) == {
         name: Verdict(True, "passed") for name in PASSING
     }
 
 
-def test_programs_leave_nothing_to_each_other(sandbox: Sandbox) -> None:
+def test_programs_leave_nothing_for_each_other(sandbox: Sandbox) -> None:
     write = "import builtins, math\nbuiltins.x = math.y = 1\nopen('a', 'w').write('b')"
     read = "import builtins, math, os\nassert not os.listdir()\nassert not hasattr(math, 'y')"
     assert all(verdict.passed for verdict in sandbox.run([write, read] * 4))
@@ -188,7 +188,7 @@ def test_without_namespaces_python_starts_nothing() -> None:
             assert verdict.reason == "raised PermissionError", program
 
 
-def test_a_lost_worker_is_a_failure_and_is_replaced() -> None:
+def test_a_program_whose_worker_is_lost_fails_and_the_worker_is_replaced() -> None:
     with Sandbox(1, LIMITS, "audit-hook") as sandbox:
         worker = sandbox._workers[0]._process
         worker.kill()
@@ -219,7 +219,7 @@ if os.fork() == 0:
 
 
 def _running(mark: str) -> bool:
-    """Whether there is a process whose command line holds a mark."""
+    """Return whether there is a process with a mark in its command line."""
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if mark.encode() in line.read_bytes():

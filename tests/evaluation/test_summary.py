@@ -1,4 +1,4 @@
-"""Summaries: paired differences, within a report and between two of them."""
+"""Summaries: paired differences within a report and between two reports; their files."""
 
 import random
 from pathlib import Path
@@ -20,7 +20,7 @@ from midfill.evaluation.summary import baseline_of, compare_reports, differences
 
 
 def report(conditions: dict[str, float], count: int = 300, seed: int = 0) -> InfillingReport:
-    """Conditions that get so much of the same holes exactly right."""
+    """Return a report whose conditions get these shares of the same holes exactly right."""
     chance = random.Random(seed)
     difficulty = [chance.random() for _ in range(count)]
     return InfillingReport(
@@ -101,7 +101,7 @@ def test_reports_are_written_and_read(tmp_path: Path) -> None:
     assert "| efim |" in report_markdown(run)
 
 
-def test_files_that_are_no_reports(tmp_path: Path) -> None:
+def test_files_that_are_not_reports_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MidfillError, match="No such file"):
         read_report(tmp_path / "none.json")
     for content in ("", "{}", "[1]", '{"format": 1, "model": 3}'):

@@ -1,4 +1,4 @@
-"""What the tests of training share: a tiny corpus, and a run on the tiny model."""
+"""Fixtures for the training tests: a tiny corpus, and runs on the tiny model."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def fim_format(tiny: Checkpoint) -> FimFormat:
 
 
 def source_text(number: int) -> str:
-    """A source file that has little in common with any other."""
+    """Return a source file that has little in common with any other number's."""
     draw = random.Random(number)
 
     def name() -> str:

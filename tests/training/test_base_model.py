@@ -44,7 +44,7 @@ def test_logits_of_a_row_are_those_of_transformers(folder: Path) -> None:
     )
 
 
-def test_examples_of_a_packed_row_do_not_see_one_another(folder: Path) -> None:
+def test_examples_of_a_packed_row_do_not_attend_to_each_other(folder: Path) -> None:
     model = load_base_model(open_checkpoint(folder), torch.float32)
     parts = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
     starts = [0, *accumulate(LENGTHS)]

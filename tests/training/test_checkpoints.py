@@ -1,4 +1,4 @@
-"""Training checkpoints: whole, the newest kept, refused by another run."""
+"""Training checkpoints: complete, limited to the newest two, refused by other runs."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from midfill.training.checkpoints import (
 
 
 def trained(seed: int, width: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model with a frozen part, and an optimizer that has made a step."""
+    """Return a model with a frozen part, and its optimizer after one step."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, width))
     model[0].requires_grad_(False)
@@ -59,7 +59,7 @@ def test_the_two_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-000100", "step-001000"]
 
 
-def test_what_a_kill_left_is_no_checkpoint_and_is_cleared_away(tmp_path: Path) -> None:
+def test_what_a_kill_left_is_not_a_checkpoint_and_is_removed(tmp_path: Path) -> None:
     model, optimizer = trained(0)
     save_checkpoint(tmp_path, TrainingState(step=1), model, optimizer)
     left = tmp_path / ".step-000002.writing"
@@ -90,7 +90,7 @@ KILLED = """
 """
 
 
-def test_a_kill_in_mid_write_leaves_the_last_good_one(tmp_path: Path) -> None:
+def test_a_kill_during_a_write_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], stdout=subprocess.PIPE
     )

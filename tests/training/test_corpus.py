@@ -22,7 +22,7 @@ def names(corpus: Corpus, seed: int = 0) -> list[str]:
     return [each.name for each in corpus.read(seed)]
 
 
-def test_folders_give_their_files_of_the_wanted_endings(tmp_path: Path) -> None:
+def test_folders_are_searched_for_the_suffixes(tmp_path: Path) -> None:
     for name in ("a.py", "deep/er/b.py", "c.pyi", "d.txt", "py"):
         write(tmp_path / "src" / name)
     corpus = Corpus.find([tmp_path / "src"], (".py", ".pyi"))
@@ -30,24 +30,24 @@ def test_folders_give_their_files_of_the_wanted_endings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["__pycache__", ".git", "node_modules", ".venv"])
-def test_caches_and_environments_below_a_source_are_left_out(tmp_path: Path, folder: str) -> None:
+def test_caches_and_environments_below_a_source_are_skipped(tmp_path: Path, folder: str) -> None:
     write(tmp_path / "a.py")
     write(tmp_path / "sub" / folder / "b.py")
     assert len(names(Corpus.find([tmp_path], (".py",)))) == 1
 
 
-def test_a_source_may_itself_lie_in_an_environment(tmp_path: Path) -> None:
+def test_a_source_may_be_inside_an_environment(tmp_path: Path) -> None:
     write(tmp_path / ".venv" / "lib" / "a.py")
     assert names(Corpus.find([tmp_path / ".venv" / "lib"], (".py",))) == ["lib/a.py"]
 
 
-def test_single_files_are_taken_whatever_their_ending(tmp_path: Path) -> None:
+def test_single_files_are_read_whatever_their_suffix(tmp_path: Path) -> None:
     assert names(Corpus.find([write(tmp_path / "notes.txt")], (".py",))) == [
         f"{tmp_path.name}/notes.txt"
     ]
 
 
-def test_the_order_is_random_and_told_by_the_seed(tmp_path: Path) -> None:
+def test_the_seed_determines_the_random_order(tmp_path: Path) -> None:
     for number in range(50):
         write(tmp_path / f"{number:02}.py")
     corpus = Corpus.find([tmp_path], (".py",))
@@ -57,7 +57,7 @@ def test_the_order_is_random_and_told_by_the_seed(tmp_path: Path) -> None:
     assert names(corpus, 1) != sorted(names(corpus, 1))
 
 
-def test_files_and_records_are_mixed(tmp_path: Path) -> None:
+def test_files_and_records_are_interleaved(tmp_path: Path) -> None:
     for number in range(20):
         write(tmp_path / "src" / f"{number}.py")
     lines = [json.dumps({"text": "a", "path": str(number)}) for number in range(20)]
@@ -69,7 +69,7 @@ def test_files_and_records_are_mixed(tmp_path: Path) -> None:
     assert [name for name in order if "r.jsonl" in name] != [f"r.jsonl:{n}" for n in range(20)]
 
 
-def test_a_file_that_went_away_is_left_out(tmp_path: Path) -> None:
+def test_a_file_that_was_removed_is_skipped(tmp_path: Path) -> None:
     gone = write(tmp_path / "gone.py")
     write(tmp_path / "stays.py")
     corpus = Corpus.find([tmp_path], (".py",))
@@ -89,7 +89,7 @@ def test_an_empty_corpus_is_an_error(tmp_path: Path) -> None:
         Corpus.find([tmp_path], (".py",))
 
 
-def test_texts_to_protect_are_every_text_of_a_record(tmp_path: Path) -> None:
+def test_the_texts_of_a_record_are_all_its_string_fields(tmp_path: Path) -> None:
     record = {"task_id": "T/0", "prompt": "def f():", "n": 3, "solution": "return 1"}
     records = write(tmp_path / "tasks.jsonl", json.dumps(record))
     source = tmp_path / "latin.py"
@@ -135,7 +135,7 @@ def test_the_least_permissive_of_several_licences_counts(
     assert [each.licence for each in read_record_documents(path)] == [licence]
 
 
-def test_gzip_is_unpacked_and_empty_lines_are_left_out(tmp_path: Path) -> None:
+def test_gzip_is_decompressed_and_empty_lines_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl.gz"
     path.write_bytes(gzip.compress(b'\n{"text": "a"}\n\n{"text": "b"}\n'))
     assert [each.content for each in read_record_documents(path)] == [b"a", b"b"]
@@ -155,7 +155,7 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     ]
 
 
-def test_half_a_surrogate_pair_is_handed_on_for_the_filter_to_refuse(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_kept_for_the_filter_to_refuse(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": "\\ud800"}\n')
     (document,) = read_record_documents(path)

@@ -1,4 +1,4 @@
-"""Examples: byte for byte the document's text, in the server's layout, weighted as stated."""
+"""Examples: the document's text byte for byte, in the server's layouts, with loss weights."""
 
 import dataclasses
 import random
@@ -62,7 +62,7 @@ def holes(draw: st.DrawFn) -> Hole:
 
 
 def texts_of(example: Example, tokenizer: Tokenizer) -> tuple[str, str, str]:
-    """What stands behind PRE, SUF and MID."""
+    """Return the texts after PRE, SUF and MID."""
     at = [example.ids.tolist().index(tokenizer.special_tokens[name]) for name in FIM]
     bounds = [*at, len(example.ids) - 1]
     parts = [
@@ -101,7 +101,7 @@ def test_a_prompt_is_what_the_server_sends(tokenizer: Tokenizer, hole: Hole) -> 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(hole=holes(), seed=st.integers(0, 1000))
-def test_an_increment_in_pieces_is_what_the_server_sends_after_some_keystrokes(
+def test_a_fragmented_increment_is_what_the_server_sends_after_some_keystrokes(
     tokenizer: Tokenizer, hole: Hole, seed: int
 ) -> None:
     recipe = dataclasses.replace(ONLY_THE_CARET, typed_share=1.0)
@@ -113,17 +113,19 @@ def test_an_increment_in_pieces_is_what_the_server_sends_after_some_keystrokes(
         *(at for at in example.fragment_starts if at > after_mid),
         len(example.ids) - 1,
     ]
-    *pieces, middle = [tokenizer.decode(example.ids[a:b].tolist()) for a, b in pairwise(bounds)]
+    *fragments, middle = [tokenizer.decode(example.ids[a:b].tolist()) for a, b in pairwise(bounds)]
     assert middle == TEXT[hole.caret : hole.end]
     prefix, suffix = TEXT[hole.start : hole.caret], TEXT[hole.end : hole.stop]
-    segments, layout = lay_out(format, prefix, suffix, hole.cut, fragments=pieces)
+    segments, layout = lay_out(format, prefix, suffix, hole.cut, fragments=fragments)
     prompt = encode_layout(PromptLayout(segments=segments, layout=layout), tokenizer)
     assert example.ids.tolist()[: len(prompt)] == prompt
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(hole=holes(), seed=st.integers(0, 1000), fragments=st.booleans())
-def test_weights(tokenizer: Tokenizer, hole: Hole, seed: int, fragments: bool) -> None:
+def test_loss_weights_follow_the_recipe(
+    tokenizer: Tokenizer, hole: Hole, seed: int, fragments: bool
+) -> None:
     recipe = dataclasses.replace(MANY, increment_weight=0.25)
     example = make(tokenizer, hole, recipe, fragments=fragments, seed=seed)
     after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
@@ -145,7 +147,7 @@ def test_weights(tokenizer: Tokenizer, hole: Hole, seed: int, fragments: bool) -
     assert example.ids.dtype == np.int32
 
 
-def test_half_a_token_before_the_caret_is_not_learned_and_the_rest_of_it_is(
+def test_a_token_cut_by_the_caret_is_learned_after_it_only(
     tokenizer: Tokenizer,
 ) -> None:
     start, end = TEXT.index("    return"), TEXT.index("\n\nprint")
@@ -180,7 +182,7 @@ def test_suffix_first_formats_have_no_increment(tokenizer: Tokenizer) -> None:
     assert example.weights.tolist() == [0.0] * len(prompt) + [1.0] * (len(middle) + 1)
 
 
-def test_bos_comes_first_where_the_server_sends_it(tokenizer: Tokenizer) -> None:
+def test_bos_comes_first_if_the_server_sends_it(tokenizer: Tokenizer) -> None:
     with_bos = Tokenizer(tokenizer._parsing, bos_token_id=0, add_bos=True)
     example = make(with_bos, Hole("span", 0, 20, 30, 50, 7, "efim"), ONLY_THE_CARET)
     format = custom_format(*FIM, tokenizer.special_tokens)
@@ -190,7 +192,7 @@ def test_bos_comes_first_where_the_server_sends_it(tokenizer: Tokenizer) -> None
     assert example.ids.tolist()[: len(prompt)] == prompt
 
 
-def test_borders_are_where_fragments_begin(tokenizer: Tokenizer) -> None:
+def test_fragment_starts_are_where_fragments_start(tokenizer: Tokenizer) -> None:
     example = make(tokenizer, Hole("span", 0, 40, 60, 90, 40, "psm"), MANY, seed=3)
     sentinels = [at for at, each in enumerate(example.ids) if not tokenizer.token_bytes(int(each))]
     assert not set(sentinels) & set(example.fragment_starts)

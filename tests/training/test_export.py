@@ -1,4 +1,4 @@
-"""What training writes is what PEFT, transformers and midfill read."""
+"""Exported folders are read by PEFT, transformers and midfill."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def trained(checkpoint: Checkpoint, method: str = "lora") -> Any:
-    """A model whose trained weights are all random."""
+    """Return a model whose trained weights are random."""
     model = load_base_model(checkpoint, torch.float32)
     recipe = TrainingRecipe(rank=4, alpha=8, method=method)  # type: ignore[arg-type]
     wrapped = make_trainable(model, recipe, SENTINELS)
@@ -118,7 +118,7 @@ class TestAdapter:
         assert config["inference_mode"] is True
         assert config["trainable_token_indices"] == list(SENTINELS)
 
-    def test_training_can_go_on_after_it_was_written(self, untied: Path, tmp_path: Path) -> None:
+    def test_training_can_continue_after_writing(self, untied: Path, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(untied)
         model = trained(checkpoint)
         before = packed_logits(model)
@@ -133,7 +133,7 @@ class TestAdapter:
         with pytest.raises(CheckpointError, match="was trained on base"):
             load_adapter(tmp_path / "adapter", other)
 
-    def test_a_place_that_cannot_be_written(self, untied: Path, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_written_is_named(self, untied: Path, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(untied)
         (tmp_path / "file").write_text("")
         with pytest.raises(MidfillError, match="adapter: can't be written"):
@@ -155,9 +155,7 @@ class TestModel:
         close(packed_logits(load_base_model(written, torch.float32).eval()), expected)
         close(logits(AutoModelForCausalLM.from_pretrained(target).eval()), expected)
 
-    def test_its_format_and_fragments_are_found_by_the_server(
-        self, untied: Path, tmp_path: Path
-    ) -> None:
+    def test_the_server_finds_its_format_and_fragments(self, untied: Path, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(untied)
         # Not the family's own order, so that only the folder's word can give it.
         taught = custom_format(FIM[2], FIM[0], FIM[1], checkpoint.tokenizer.special_tokens)
@@ -195,7 +193,7 @@ class TestModel:
         assert open_checkpoint(tmp_path / "m").config == checkpoint.config
 
 
-def test_formats_that_only_a_model_itself_can_have_are_not_named(tiny: Checkpoint) -> None:
+def test_suffix_first_formats_are_not_recorded(tiny: Checkpoint) -> None:
     special = tiny.tokenizer.special_tokens
     suffix_first = custom_format(*FIM, special, order="spm")
     assert "fim" not in adapter_record(tiny, suffix_first, 0, False)

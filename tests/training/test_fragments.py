@@ -1,4 +1,4 @@
-"""Fragments join to their text, and tokens that only a cut explains are told apart."""
+"""Fragments join to their text, and tokens broken by a cut are found."""
 
 import dataclasses
 import random
@@ -49,17 +49,17 @@ def test_how_often_and_how_much_is_cut_follows_the_recipe() -> None:
 
 
 @given(st.text(), st.sets(st.integers(0, 50)))
-def test_pieces_join_to_the_text(text: str, cuts: set[int]) -> None:
+def test_fragments_join_to_the_text(text: str, cuts: set[int]) -> None:
     inside = sorted(cut for cut in cuts if 0 < cut < len(text))
-    pieces = split_at(text, inside)
-    assert "".join(pieces) == text
-    assert all(pieces)
-    assert len(pieces) == len(inside) + (text != "")
+    fragments = split_at(text, inside)
+    assert "".join(fragments) == text
+    assert all(fragments)
+    assert len(fragments) == len(inside) + (text != "")
 
 
 @st.composite
 def tokenisations(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
-    """Token lengths of a text as a whole, and of its pieces."""
+    """Draw token lengths of a text tokenised whole, and of its fragments."""
     length = draw(st.integers(1, 30))
 
     def split(size: int) -> list[int]:
@@ -70,45 +70,45 @@ def tokenisations(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     return split(length), [split(size) for size in split(length)]
 
 
-def naive(natural: list[int], pieces: list[list[int]]) -> list[bool]:
-    """Byte by byte: what lies in a natural token that a cut breaks, and before that cut."""
-    owner = [number for number, length in enumerate(natural) for _ in range(length)]
+def naive(whole: list[int], fragments: list[list[int]]) -> list[bool]:
+    """Find, byte by byte, what is inside a token that a cut breaks, and before that cut."""
+    owner = [number for number, length in enumerate(whole) for _ in range(length)]
     broken = [False] * len(owner)
     cut = 0
-    for piece in pieces[:-1]:
-        start, cut = cut, cut + sum(piece)
+    for fragment in fragments[:-1]:
+        start, cut = cut, cut + sum(fragment)
         if owner[cut - 1] == owner[cut]:
             for at in range(start, cut):
                 broken[at] |= owner[at] == owner[cut]
     marks, at = [], 0
-    for length in (each for piece in pieces for each in piece):
+    for length in (each for fragment in fragments for each in fragment):
         marks.append(any(broken[at : at + length]))
         at += length
     return marks
 
 
 @given(tokenisations())
-def test_unpredictable_tokens_are_those_of_a_naive_reference(
+def test_broken_tokens_are_those_of_a_naive_reference(
     lengths: tuple[list[int], list[list[int]]],
 ) -> None:
-    natural, pieces = lengths
-    assert broken_token_mask(natural, pieces) == naive(natural, pieces)
+    whole, fragments = lengths
+    assert broken_token_mask(whole, fragments) == naive(whole, fragments)
 
 
-def test_half_a_word_before_a_cut_is_not_predicted_and_what_follows_is() -> None:
+def test_half_a_word_before_a_cut_is_broken_and_the_rest_is_not() -> None:
     # "x = return" as "x", " =", " return"; cut inside "return": "x", " =", " ret" | "urn"
     assert broken_token_mask([1, 2, 7], [[1, 2, 4], [3]]) == [False, False, True, False]
 
 
-def test_a_token_across_the_last_boundary_before_a_cut_is_not_predicted() -> None:
+def test_a_token_across_the_last_boundary_before_a_cut_is_broken() -> None:
     # line break and indent, then "self"; the cut inside "self" joins it all: "\n   s" | "elf"
     assert broken_token_mask([4, 4], [[5], [3]]) == [True, False]
 
 
-def test_a_cut_between_two_natural_tokens_hides_nothing() -> None:
+def test_a_cut_between_two_tokens_breaks_none() -> None:
     assert broken_token_mask([1, 2, 7], [[1, 2], [7]]) == [False, False, False]
 
 
-def test_text_that_is_not_cut_is_all_predictable() -> None:
+def test_text_without_cuts_has_no_broken_tokens() -> None:
     assert broken_token_mask([3, 4], [[3, 4]]) == [False, False]
     assert broken_token_mask([], []) == []

@@ -1,4 +1,4 @@
-"""Holes lie inside their document and are what their kind says."""
+"""Holes are inside their document and of the form of their kind."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ RECIPE = DataRecipe(prefix_characters=(2, 40), suffix_characters=(1, 30), long_c
 
 
 def only(**fields: object) -> DataRecipe:
-    """A recipe of one kind of hole or layout."""
+    """Return a recipe with one kind of hole or layout."""
     none = dict.fromkeys(("line", "block", "span"), 0.0)
     return dataclasses.replace(RECIPE, **(none | fields))  # type: ignore[arg-type]
 
@@ -36,7 +36,7 @@ def test_bounds_always_hold(text: str, seed: int) -> None:
 
 
 @given(TEXTS, SEEDS)
-def test_shown_text_is_cut_at_line_ends(text: str, seed: int) -> None:
+def test_the_context_is_whole_lines(text: str, seed: int) -> None:
     hole = draw(text, dataclasses.replace(RECIPE, empty_suffix=0.0), seed)
     if hole is not None:
         assert hole.start == 0 or text[hole.start - 1] == "\n"
@@ -53,7 +53,7 @@ def test_a_line_hole_reaches_to_the_end_of_its_line(text: str, seed: int) -> Non
 
 
 @given(TEXTS, SEEDS, st.integers(1, 5))
-def test_a_block_as_an_editor_leaves_it_begins_behind_an_indent_and_ends_at_a_line_end(
+def test_a_block_may_start_after_its_indentation_and_end_before_a_line_break(
     text: str, seed: int, lines: int
 ) -> None:
     hole = draw(text, only(block=1.0, block_lines=lines, whole_lines=0.0), seed)
@@ -66,7 +66,7 @@ def test_a_block_as_an_editor_leaves_it_begins_behind_an_indent_and_ends_at_a_li
 
 
 @given(TEXTS, SEEDS, st.integers(1, 5))
-def test_a_block_of_whole_lines_begins_and_ends_where_lines_begin(
+def test_a_block_of_whole_lines_starts_and_ends_where_lines_start(
     text: str, seed: int, lines: int
 ) -> None:
     hole = draw(text, only(block=1.0, block_lines=lines, whole_lines=1.0), seed)
@@ -77,7 +77,7 @@ def test_a_block_of_whole_lines_begins_and_ends_where_lines_begin(
 
 
 @given(TEXTS, SEEDS, st.integers(1, 20))
-def test_a_span_hole_is_no_longer_than_asked_for(text: str, seed: int, longest: int) -> None:
+def test_a_span_hole_is_not_longer_than_the_maximum(text: str, seed: int, longest: int) -> None:
     hole = draw(text, only(span=1.0, span_characters=longest), seed)
     if hole is not None:
         assert hole.kind == "span"
@@ -85,7 +85,7 @@ def test_a_span_hole_is_no_longer_than_asked_for(text: str, seed: int, longest: 
 
 
 @pytest.mark.parametrize("layout", ["psm", "spm", "efim", "planned"])
-def test_layouts_say_where_the_cut_is(layout: str) -> None:
+def test_the_layout_determines_the_cut(layout: str) -> None:
     text = "some words in a line\n" * 40
     none = {"psm": 0.0, "spm": 0.0, "efim": 0.0, "planned": 0.0}
     recipe = dataclasses.replace(RECIPE, **(none | {layout: 1.0}))
@@ -106,7 +106,7 @@ def test_layouts_say_where_the_cut_is(layout: str) -> None:
         assert 0.4 < sum(shares) / len(shares) < 0.6
 
 
-def test_the_mix_is_as_stated() -> None:
+def test_the_mix_follows_the_recipe() -> None:
     text = "some words in a line\n" * 40
     holes = [hole for seed in range(2000) if (hole := draw(text, RECIPE, seed)) is not None]
     for name in ("line", "block", "span"):
@@ -124,7 +124,7 @@ def test_blank_text_has_no_hole(text: str) -> None:
     assert all(draw(text, RECIPE, seed) is None for seed in range(50))
 
 
-def test_the_same_draws_make_the_same_hole() -> None:
+def test_the_same_seed_draws_the_same_hole() -> None:
     text = "some words in a line\n" * 40
     assert [draw(text, RECIPE, seed) for seed in range(20)] == [
         draw(text, RECIPE, seed) for seed in range(20)

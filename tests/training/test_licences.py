@@ -39,7 +39,7 @@ releases have also been GPL-compatible.
         ("", None),
     ],
 )
-def test_names_and_texts(text: str, licence: str | None) -> None:
+def test_names_and_texts_are_recognised(text: str, licence: str | None) -> None:
     assert spdx_of(text) == licence
 
 
@@ -59,11 +59,11 @@ def test_names_and_texts(text: str, licence: str | None) -> None:
         ("BSD-3-Clause AND 0BSD AND Zlib AND CC0-1.0", "BSD-3-Clause"),
     ],
 )
-def test_expressions(expression: str, licence: str | None) -> None:
+def test_expressions_are_evaluated(expression: str, licence: str | None) -> None:
     assert spdx_of(expression) == licence
 
 
-def test_every_permissive_identifier_is_found_again() -> None:
+def test_every_permissive_identifier_is_recognised() -> None:
     assert {spdx_of(name) for name in PERMISSIVE} == PERMISSIVE
 
 
@@ -101,7 +101,7 @@ class TestPackages:
         assert licence_of(tmp_path, write(tmp_path / "two/a.py", "")) == "GPL-3.0"
         assert licence_of(tmp_path, write(tmp_path / "one/of_nobody.py", "")) is None
 
-    def test_the_expression_goes_before_classifiers_before_free_text(self, tmp_path: Path) -> None:
+    def test_an_expression_precedes_classifiers_and_these_free_text(self, tmp_path: Path) -> None:
         classifier = "Classifier: License :: OSI Approved :: MIT License"
         write_package(tmp_path, "a", f"License: GPL\n{classifier}", "a.py")
         write_package(tmp_path, "b", f"License-Expression: ISC\n{classifier}", "b.py")
@@ -146,7 +146,7 @@ class TestFolders:
         write(tmp_path / "LICENSE", "MIT License")
         assert licence_of(tmp_path / "src", write(tmp_path / "src/a.py", "")) is None
 
-    def test_the_beginning_of_a_licence_says_what_it_is(self, tmp_path: Path) -> None:
+    def test_the_start_of_a_licence_decides(self, tmp_path: Path) -> None:
         write(tmp_path / "LICENSE", "Apache License\nVersion 2.0\n" + " " * 3000 + "unlike the GPL")
         assert licence_of(tmp_path, write(tmp_path / "a.py", "")) == "Apache-2.0"
 
@@ -162,7 +162,7 @@ class TestFolders:
         ("# SPDX-License-Identifier:\nMIT", "Apache-2.0"),
     ],
 )
-def test_a_files_own_line_goes_before_its_folders_licence(
+def test_a_files_own_line_precedes_its_folders_licence(
     tmp_path: Path, header: str, licence: str | None
 ) -> None:
     write(tmp_path / "LICENSE", "Apache License")

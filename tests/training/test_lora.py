@@ -1,4 +1,4 @@
-"""What of a model is trained."""
+"""Trainable parameters of LoRA and of full training."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_lora_trains_updates_of_every_matrix_and_the_sentinels_rows(
     assert {each.dtype for each in frozen} == {torch.bfloat16}
 
 
-def test_the_start_is_told_by_the_seed(tmp_path: Path) -> None:
+def test_the_seed_determines_the_initial_weights(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_variant("llama", tmp_path))
 
     def start(seed: int) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The loss of a packed row is the weighted sum over its examples, each by itself."""
+"""The loss of a packed row is the weighted sum over its separate examples."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +31,7 @@ def row(*lengths: int) -> PackedRow:
 
 
 def naive(model: torch.nn.Module, row: PackedRow) -> float:
-    """Example by example, token by token."""
+    """Compute the loss example by example, token by token."""
     total = 0.0
     for start, stop in pairwise(row.cu_seqlens.tolist()):
         ids = torch.from_numpy(row.ids[start:stop].astype(np.int64))[None]
@@ -72,7 +72,7 @@ def test_it_is_the_same_behind_peft(model: torch.nn.Module) -> None:
     assert float(InfillingLoss(adapted, END)(packed).detach()) == pytest.approx(plain, rel=1e-6)
 
 
-def test_typed_text_teaches_nothing_about_the_end(model: torch.nn.Module) -> None:
+def test_the_increment_has_no_gradient_for_the_end_token(model: torch.nn.Module) -> None:
     model.requires_grad_(False)
     output = model.get_output_embeddings().weight
     model.get_output_embeddings().weight = torch.nn.Parameter(output.detach().clone())
@@ -85,7 +85,7 @@ def test_typed_text_teaches_nothing_about_the_end(model: torch.nn.Module) -> Non
     assert gradient[END + 1].any()
 
 
-def test_checkpointed_gradients_are_the_gradients(tmp_path: Path) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_variant("llama-tied", tmp_path))
     gradients = []
     for checkpointing in (False, True):

@@ -1,4 +1,4 @@
-"""The loss log: a line a step, whatever interrupted the run."""
+"""The loss log has one line per step, whatever interrupted the run."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def write(path: Path, first: int, last: int, loss: float = 2.0) -> None:
             log.write(report(step, loss))
 
 
-def test_a_line_a_step(tmp_path: Path) -> None:
+def test_each_step_is_a_line(tmp_path: Path) -> None:
     path = tmp_path / "run" / "loss.jsonl"
     write(path, 1, 2)
     assert read_loss_log(path) == [
@@ -34,7 +34,7 @@ def test_a_line_a_step(tmp_path: Path) -> None:
     ]
 
 
-def test_lines_of_steps_that_were_thrown_away_are_dropped(tmp_path: Path) -> None:
+def test_lines_of_lost_steps_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "loss.jsonl"
     write(path, 1, 9, loss=2.0)
     write(path, 6, 8, loss=1.0)
@@ -44,7 +44,7 @@ def test_lines_of_steps_that_were_thrown_away_are_dropped(tmp_path: Path) -> Non
     ]
 
 
-def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path: Path) -> None:
+def test_a_line_that_a_kill_cut_off_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "loss.jsonl"
     write(path, 1, 3)
     path.write_text(path.read_text()[:-20])
@@ -53,7 +53,7 @@ def test_a_line_that_a_kill_cut_off_is_dropped(tmp_path: Path) -> None:
     assert [line["step"] for line in read_loss_log(path)] == [1, 2, 3]
 
 
-def test_a_full_disk_is_one_line() -> None:
+def test_a_full_disk_is_reported_in_one_line() -> None:
     with (
         pytest.raises(MidfillError, match="/dev/full: can't be written: No space left"),
         Path("/dev/full").open("wb", buffering=0) as full,
@@ -62,7 +62,7 @@ def test_a_full_disk_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100])
-def test_the_curve_is_drawn(tmp_path: Path, steps: int) -> None:
+def test_the_loss_is_plotted(tmp_path: Path, steps: int) -> None:
     write(tmp_path / "loss.jsonl", 1, steps)
     plot_loss(tmp_path / "loss.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

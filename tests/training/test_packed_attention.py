@@ -14,7 +14,7 @@ STARTS = [0, 9, 10, 24]
 def naive(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Query by query, head by head; [1, tokens, heads, head_dim]."""
+    """Attend query by query, head by head; return [1, tokens, heads, head_dim]."""
     _, heads, tokens, width = query.shape
     groups = heads // key.shape[1]
     rows = []
@@ -39,7 +39,9 @@ def inputs(kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_float32(window: int | None, kv_heads: int, scale: float | None) -> None:
+def test_float32_attention_and_gradients_are_those_of_a_naive_reference(
+    window: int | None, kv_heads: int, scale: float | None
+) -> None:
     tensors = inputs(kv_heads, torch.float32)
     result, weights = packed_attention(
         torch.nn.Module(),
@@ -62,7 +64,7 @@ def test_float32(window: int | None, kv_heads: int, scale: float | None) -> None
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_bfloat16_by_matrix_products(window: int | None) -> None:
+def test_bfloat16_attention_and_gradients_are_close_to_float32(window: int | None) -> None:
     tensors = inputs(2, torch.bfloat16)
     result, _ = packed_attention(
         torch.nn.Module(), *tensors, None, cu_seq_lens_q=STARTS, sliding_window=window

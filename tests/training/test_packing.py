@@ -1,4 +1,4 @@
-"""Packed rows hold every example whole, once, and never more than a row's tokens."""
+"""Packed rows hold every example once, whole, within the maximum length."""
 
 import numpy as np
 from hypothesis import given
@@ -17,7 +17,7 @@ def example(number: int, length: int) -> Example:
 
 
 def parts(row: PackedRow) -> list[tuple[list[int], list[float], list[bool]]]:
-    """Ids, weights and marks of each example of a row."""
+    """Return ids, weights and increment masks of each example of a row."""
     fields = (
         np.split(each, row.cu_seqlens[1:-1]) for each in (row.ids, row.weights, row.in_increment)
     )

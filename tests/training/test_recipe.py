@@ -1,4 +1,4 @@
-"""Recipes: from TOML, within their ranges, and the learning rate they make."""
+"""Recipes: read from TOML and checked; the learning rate schedule."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from midfill.errors import MidfillError
 from midfill.training.recipe import DataRecipe, TrainingRecipe, build
 
 
-def test_toml(tmp_path: Path) -> None:
+def test_a_recipe_is_read_from_toml(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(
         'method = "full"\nlearning_rate = 1\n\n[data]\nsuffixes = [".js", ".ts"]\n'
@@ -85,7 +85,7 @@ def test_values_out_of_their_range_are_named(field: str, value: object) -> None:
         TrainingRecipe.from_dict({table: {name: value}} if table else {name: value})
 
 
-def test_some_kind_of_hole_must_be_wanted() -> None:
+def test_some_kind_of_hole_must_have_a_weight() -> None:
     with pytest.raises(MidfillError, match="one of line, block, span must be above 0"):
         DataRecipe(line=0.0, block=0.0, span=0.0)
 
@@ -95,14 +95,14 @@ class TestLearningRate:
         tokens=100_000, tokens_per_step=1000, learning_rate=0.5, warmup=0.1, decay=0.4
     )
 
-    def test_it_rises_stays_and_falls_linearly(self) -> None:
+    def test_it_rises_linearly_stays_and_falls_linearly(self) -> None:
         rates = [self.RECIPE.learning_rate_at(step) for step in range(self.RECIPE.steps)]
         assert len(rates) == 100
         assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
         assert rates[10:60] == [0.5] * 50
         assert rates[60:] == pytest.approx([0.5 * (100 - step) / 40 for step in range(60, 100)])
 
-    def test_it_is_never_0_in_the_run(self) -> None:
+    def test_it_is_never_0_within_a_run(self) -> None:
         for tokens in (1, 1500, 5000):
             recipe = dataclasses.replace(self.RECIPE, tokens=tokens)
             assert all(recipe.learning_rate_at(step) > 0 for step in range(recipe.steps))
@@ -133,7 +133,7 @@ def test_missing_values_have_their_defaults() -> None:
     assert build(Outer, {"inner": {"share": 1}}) == Outer(inner=Inner(share=1.0))
 
 
-def test_values_of_every_type() -> None:
+def test_values_of_every_type_are_accepted() -> None:
     values = {
         "count": 3,
         "most": 4,

@@ -1,4 +1,4 @@
-"""What a run is prepared from: sentinels, end token, and what must not be copied."""
+"""Preparing a run: sentinels, end token, protected and held-out texts."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ Start = Callable[..., TrainingRun]
 
 
 def with_special_tokens(folder: Path, *names: str) -> Checkpoint:
-    """The tiny llama with other names for its special tokens, fewer if fewer are named."""
+    """Return the tiny llama with its special tokens renamed, and those without a name removed."""
     write_tiny("llama", folder)
     content = tiny_tokenizer().to_str()
     tokenizer = json.loads(content)
@@ -51,14 +51,14 @@ def test_a_models_own_format_is_taken(tiny: Checkpoint) -> None:
     assert format.prefix.text == "<fim_prefix>"
 
 
-def test_named_tokens_go_before_it(tiny: Checkpoint) -> None:
+def test_named_tokens_precede_it(tiny: Checkpoint) -> None:
     format = choose_fim_format(tiny, ("<fim_middle>", "<fim_prefix>", "<fim_suffix>"))
     assert format.prefix.text == "<fim_middle>"
     with pytest.raises(InvalidRequestError, match="'<nothing>' is not a special token"):
         choose_fim_format(tiny, ("<nothing>", "<fim_prefix>", "<fim_suffix>"))
 
 
-def test_spare_tokens_are_proposed_and_end_tokens_are_none(tmp_path: Path) -> None:
+def test_spare_tokens_are_proposed_without_end_tokens(tmp_path: Path) -> None:
     checkpoint = with_special_tokens(tmp_path, "<|endoftext|>", "<a>", "<b>", "<c>")
     with pytest.raises(MidfillError, match=r"--fim-tokens PRE,SUF,MID. It has: <a>, <b>, <c>$"):
         choose_fim_format(checkpoint, None)
@@ -77,12 +77,12 @@ def test_end_of_text_ends_an_answer(tiny: Checkpoint, tmp_path: Path) -> None:
     assert choose_end_token(other, choose_fim_format(other, ("<a>", "<b>", "<c>"))) == 0
 
 
-def test_a_familys_own_end_goes_first(tmp_path: Path) -> None:
+def test_a_formats_own_end_token_comes_first(tmp_path: Path) -> None:
     codellama = with_special_tokens(tmp_path, "▁<EOT>", "▁<PRE>", "▁<SUF>", "▁<MID>")
     assert choose_end_token(codellama, choose_fim_format(codellama, None)) == 0
 
 
-def test_protected_and_held_out_texts_are_kept_away(
+def test_copies_of_protected_and_held_out_texts_are_refused(
     tiny: Checkpoint, corpus: Path, recipe: TrainingRecipe, tmp_path: Path
 ) -> None:
     texts = [path.read_text() for path in sorted((corpus / "package").iterdir())]
@@ -109,7 +109,9 @@ def test_protected_and_held_out_texts_are_kept_away(
     assert len(stream.manifest) == 10
 
 
-def test_any_licence(tiny: Checkpoint, recipe: TrainingRecipe, tmp_path: Path) -> None:
+def test_documents_of_any_licence_are_accepted_on_request(
+    tiny: Checkpoint, recipe: TrainingRecipe, tmp_path: Path
+) -> None:
     (tmp_path / "a.py").write_text("\n".join(f"value_{n} = compute({n})" for n in range(40)))
     documents = Corpus.find([tmp_path], (".py",))
     inputs = RunInputs(documents=documents, folder=tmp_path, any_licence=True)

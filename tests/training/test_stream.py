@@ -1,4 +1,4 @@
-"""The stream: the same rows for the same recipe, from any point on, pass after pass."""
+"""The training stream: the same rows for the same recipe, from any row on."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ def test_the_same_recipe_gives_the_same_rows(
     assert bytes_of(open_stream(corpus, other).rows(), 20) != first
 
 
-def test_skipped_rows_are_those_that_would_have_come(
+def test_skipping_rows_continues_with_the_same_rows(
     open_stream: StreamOpener, corpus: Path, recipe: TrainingRecipe
 ) -> None:
     whole, skipping = open_stream(corpus, recipe), open_stream(corpus, recipe)
@@ -101,7 +101,7 @@ def test_refusals_are_counted_over_one_pass(
     assert len(stream.manifest) == 1
 
 
-def test_twins_differ_in_fragments_only(
+def test_streams_with_and_without_fragments_differ_in_nothing_else(
     open_stream: StreamOpener, corpus: Path, recipe: TrainingRecipe
 ) -> None:
     twins = [
@@ -113,7 +113,7 @@ def test_twins_differ_in_fragments_only(
     assert not any(each.fragment_starts for each in examples[1])
 
 
-def test_fragments_begin_where_the_recipe_says(
+def test_fragments_start_where_the_recipe_says(
     open_stream: StreamOpener, corpus: Path, recipe: TrainingRecipe
 ) -> None:
     late = dataclasses.replace(
@@ -129,7 +129,7 @@ def test_fragments_begin_where_the_recipe_says(
     assert tokens_before > 12_000
 
 
-def test_a_limit_of_documents(
+def test_the_number_of_documents_is_limited(
     open_stream: StreamOpener, corpus: Path, recipe: TrainingRecipe
 ) -> None:
     stream = open_stream(corpus, with_data(recipe, documents=3))

@@ -17,7 +17,9 @@ def survey(tiny: Checkpoint, format: FimFormat, corpus: Path, tokens: int) -> Su
     return survey_stream(stream, max_tokens=tokens, samples=3)
 
 
-def test_one_pass_at_most(tiny: Checkpoint, fim_format: FimFormat, corpus: Path) -> None:
+def test_a_corpus_is_read_at_most_once(
+    tiny: Checkpoint, fim_format: FimFormat, corpus: Path
+) -> None:
     found = survey(tiny, fim_format, corpus, 10**9)
     assert found.complete
     assert (found.documents, found.kept) == (12, 12)
@@ -29,7 +31,7 @@ def test_one_pass_at_most(tiny: Checkpoint, fim_format: FimFormat, corpus: Path)
     assert found.seconds > 0
 
 
-def test_it_stops_when_there_are_enough_tokens(
+def test_a_survey_stops_at_the_maximum_of_tokens(
     tiny: Checkpoint, fim_format: FimFormat, corpus: Path
 ) -> None:
     found = survey(tiny, fim_format, corpus, 3000)

@@ -1,4 +1,4 @@
-"""``midfill train`` as users run it, on a tiny model, until the adapter infills."""
+"""``midfill train`` as users run it, from a tiny corpus to an adapter that infills."""
 
 import io
 import json
@@ -34,7 +34,7 @@ Midfill = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def midfill(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Midfill:
-    """Runs the entry point in this process; status, output and errors."""
+    """A function that runs the entry point here; returns status, output and errors."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["midfill", *map(str, arguments)])
@@ -155,7 +155,7 @@ def test_data_shows_what_training_would_read(
     assert re.search(r"speed +[\d,]+ tokens/s", output)
 
 
-def test_a_missing_source_is_said_before_anything_about_the_model(
+def test_a_missing_source_is_reported_before_the_model_is_opened(
     midfill: Midfill, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -186,7 +186,7 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(
+def test_bad_input_is_reported_in_one_line_and_leaves_nothing(
     case: str,
     midfill: Midfill,
     tiny_folder: Path,

@@ -1,4 +1,4 @@
-"""The trainer: losses fall, and an interrupted run ends as one that was not."""
+"""The trainer: losses fall, and an interrupted run ends like an uninterrupted one."""
 
 import dataclasses
 import os
@@ -22,7 +22,7 @@ Start = Callable[..., TrainingRun]
 
 
 class KilledError(Exception):
-    """Stands for the end of the process in the middle of a run."""
+    """Raised in place of a kill in the middle of a run."""
 
 
 def weights(run: TrainingRun) -> dict[str, torch.Tensor]:
@@ -33,7 +33,7 @@ def weights(run: TrainingRun) -> dict[str, torch.Tensor]:
 def reports(
     run: TrainingRun, stop: Callable[[int], object] = lambda step: None
 ) -> list[StepReport]:
-    """Train; ``stop`` is called after each step."""
+    """Train and return the reports; ``stop`` is called after each step."""
     seen: list[StepReport] = []
 
     def on_step(report: StepReport) -> None:
@@ -78,7 +78,9 @@ def test_losses_fall_and_every_step_is_reported(
     assert seen[-1].state.tokens == sum(each.tokens for each in seen)
 
 
-def test_bfloat16(start: Start, recipe: TrainingRecipe, tmp_path: Path) -> None:
+def test_bfloat16_losses_are_close_to_float32(
+    start: Start, recipe: TrainingRecipe, tmp_path: Path
+) -> None:
     recipe = dataclasses.replace(recipe, tokens=4 * 400)
     precise = reports(start(tmp_path / "fp32", recipe))
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -90,7 +92,9 @@ def test_bfloat16(start: Start, recipe: TrainingRecipe, tmp_path: Path) -> None:
     assert all(each.dtype == torch.float32 for each in weights(run).values())
 
 
-def test_full_training(start: Start, recipe: TrainingRecipe, tmp_path: Path) -> None:
+def test_full_training_changes_every_weight(
+    start: Start, recipe: TrainingRecipe, tmp_path: Path
+) -> None:
     run = start(tmp_path, dataclasses.replace(recipe, method="full", learning_rate=1e-3))
     before = weights(run)
     seen = reports(run)
@@ -99,7 +103,7 @@ def test_full_training(start: Start, recipe: TrainingRecipe, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_step_first_and_the_run_goes_on_as_if_nothing_was(
+def test_a_run_stopped_by_a_signal_continues_as_if_uninterrupted(
     start: Start,
     recipe: TrainingRecipe,
     uninterrupted: TrainingRun,
@@ -144,7 +148,7 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint(
     assert without_times(run) == without_times(uninterrupted)
 
 
-def test_a_finished_run_is_only_loaded_again(
+def test_a_finished_run_is_only_loaded(
     start: Start, recipe: TrainingRecipe, uninterrupted: TrainingRun
 ) -> None:
     folder = uninterrupted.trainer.folder
@@ -156,7 +160,7 @@ def test_a_finished_run_is_only_loaded_again(
     assert {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*")} == times
 
 
-def test_a_run_may_start_with_the_weights_of_another(
+def test_a_run_may_start_from_another_runs_weights(
     start: Start, recipe: TrainingRecipe, uninterrupted: TrainingRun, tmp_path: Path
 ) -> None:
     from_scratch = read_loss_log(uninterrupted.trainer.folder / "loss.jsonl")
@@ -168,7 +172,7 @@ def test_a_run_may_start_with_the_weights_of_another(
     assert seen[0].loss < from_scratch[0]["loss"]
 
 
-def test_threads_take_rows_in_turn_and_agree_to_rounding(
+def test_any_number_of_threads_agrees_to_rounding(
     start: Start, recipe: TrainingRecipe, tmp_path: Path
 ) -> None:
     torch.set_num_threads(2)
@@ -181,7 +185,7 @@ def test_threads_take_rows_in_turn_and_agree_to_rounding(
         torch.testing.assert_close(each, weights(runs[1])[name], atol=1e-3, rtol=1e-2)
 
 
-def test_another_threads_run_takes_no_signals(
+def test_a_run_outside_the_main_thread_leaves_signals_alone(
     start: Start, recipe: TrainingRecipe, tmp_path: Path
 ) -> None:
     run = start(tmp_path, recipe)
@@ -203,7 +207,7 @@ def test_unusable_documents_leave_no_folder(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_kept(
+def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(
     start: Start, recipe: TrainingRecipe, tmp_path: Path
 ) -> None:
     run = start(tmp_path, recipe)
@@ -228,7 +232,7 @@ def test_another_recipes_folder_is_refused_before_anything_is_loaded(
         start(uninterrupted.trainer.folder, dataclasses.replace(recipe, rank=5))
 
 
-def test_precision() -> None:
+def test_auto_precision_is_resolved() -> None:
     assert resolve_precision("fp32") == "fp32"
     assert resolve_precision("bf16") == "bf16"
     assert resolve_precision("auto") in ("fp32", "bf16")
