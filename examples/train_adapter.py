@@ -22,5 +22,5 @@ inputs = RunInputs(
     fim_tokens=("<filename>", "<gh_stars>", "<issue_start>"),
 )
 run = prepare_run(open_checkpoint(resolve(DEFAULT_MODEL)), recipe, inputs)
-state = run.trainer.run(lambda step: print(f"step {step.step}: loss {step.loss:.3f}"))
-print(*finish_run(run, state), sep="\n")
+state = run.trainer.run(lambda step: print(f"step {step.state.step}: loss {step.loss:.3f}"))
+print(*finish_run(run, state, merge=None, machine="an example"), sep="\n")
