@@ -29,8 +29,8 @@ test-python:
 	.ci/test-python $(PYTHON) $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -38,8 +38,8 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/midfill bench rounds $(ARGS)
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff check --fix src tests
-	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests examples
+	$(BIN)/ruff format src tests examples
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
