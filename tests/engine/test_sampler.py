@@ -14,10 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from midfill.arrays import Float64Array
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.sampler import SampledToken, SampleRow, sample
-
-Float64Array = npt.NDArray[np.float64]
 
 STRATA = 1000
 

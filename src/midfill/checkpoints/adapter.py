@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from midfill.arrays import Float32Array
 from midfill.checkpoints.adapter_record import RECORD_FILE, AdapterRecord, read_record
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.lora_config import LoraConfig
@@ -32,7 +32,6 @@ _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\."
     r"(?:lora_(?P<side>[AB])\.weight|(?:token_adapter\.)?trainable_tokens_delta)"
 )
-Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from midfill.arrays import Float32Array
 from midfill.checkpoints.row_parallel import run_over_rows
 from midfill.kernels.cpu import simd
 from midfill.kernels.cpu.jit import entry_point
 from midfill.kernels.cpu.simd import LANES
-
-Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from midfill.arrays import Float32Array
 from midfill.checkpoints.row_parallel import run_over_rows
 from midfill.kernels.cpu import simd
 from midfill.kernels.cpu.halves import half_to_float
@@ -50,7 +51,6 @@ _NEAREST, _DIFFUSION, _STOCHASTIC = range(3)
 _RULES = dict(zip(get_args(Rounding), (_NEAREST, _DIFFUSION, _STOCHASTIC), strict=True))
 
 Bytes = npt.NDArray[np.uint8]
-Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Engine:
             )
         sequence = Sequence(request, self._next_sequence_id, max_length, self._eos_token_ids)
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
-        self._next_sequence_id += len(sequence.answers)
+        self._next_sequence_id += len(sequence.answer_indices)
         self._queues.add(sequence)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -114,12 +114,13 @@ class Engine:
         Unknown ids are ignored: the request may just have ended.
         """
         for sequence in self._queues.sequences_of(request_id):
-            cancelled = [one for one in sequence.answers if index is None or one == index]
-            if len(cancelled) == len(sequence.answers):
+            cancelled = [one for one in sequence.answer_indices if index is None or one == index]
+            if len(cancelled) == len(sequence.answer_indices):
                 self._undelivered += self._finish(sequence, "cancelled")
             elif cancelled:
-                self._undelivered += sequence.final_outputs("cancelled", answers=cancelled)
-                sequence.answers = tuple(one for one in sequence.answers if one not in cancelled)
+                self._undelivered += sequence.final_outputs("cancelled", indices=cancelled)
+                remaining = [one for one in sequence.answer_indices if one not in cancelled]
+                sequence.answer_indices = tuple(remaining)
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do."""

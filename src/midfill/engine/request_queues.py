@@ -126,7 +126,7 @@ class RequestQueues:
         """
         first, *others = siblings
         assert first.kv is not None
-        first.answers = first.answers[:1]
+        first.answer_indices = first.answer_indices[:1]
         places = max(self._max_running - len(self.running), 0)
         for other in others:
             self._register(other)

@@ -29,7 +29,7 @@ class Sequence:
         tenant: whose prefix cache is used.
         params: the request's sampling parameters.
         sequence_id: unique; ids grow in order of arrival.
-        answers: indices of the request's answers that the sequence stands for.
+        answer_indices: indices of the request's answers that the sequence stands for.
         prompt_length: tokens in the prompt.
         length: tokens so far, prompt and generated.
         max_length: length at which generation ends.
@@ -48,7 +48,7 @@ class Sequence:
     __slots__ = (
         "_generator",
         "_tokens",
-        "answers",
+        "answer_indices",
         "background",
         "cached_tokens",
         "calibration",
@@ -86,7 +86,7 @@ class Sequence:
         self.tenant = request.tenant
         self.params: EngineSamplingParams = request.sampling
         self.sequence_id = sequence_id
-        self.answers = tuple(range(request.sampling.n))
+        self.answer_indices = tuple(range(request.sampling.n))
         self.prompt_length = self.length = len(request.token_ids)
         self.background = request.background
         max_tokens = 0 if request.background else request.sampling.max_tokens
@@ -120,7 +120,7 @@ class Sequence:
     @property
     def index(self) -> int:
         """Index of the answer, or of the first answer that the sequence stands for."""
-        return self.answers[0]
+        return self.answer_indices[0]
 
     def uncomputed_tokens(self, count: int) -> Int32Array:
         """[count] int32, a view: the first ``count`` tokens whose KV is not computed yet."""
@@ -149,16 +149,16 @@ class Sequence:
     def fork(self) -> list["Sequence"]:
         """Return one sequence per answer, this one first; the others are new and hold no KV.
 
-        This sequence is not changed: its ``answers`` have to be cut to the first one when the
-        others take over.
+        This sequence is not changed: the caller has to cut its ``answer_indices`` to the first one
+        when the others start.
         """
         siblings = [self]
-        for offset, index in enumerate(self.answers[1:], 1):
+        for offset, index in enumerate(self.answer_indices[1:], 1):
             sibling = copy.copy(self)
             sibling._tokens = np.empty_like(self._tokens)
             sibling._tokens[: self.length] = self.tokens
             sibling.sequence_id += offset
-            sibling.answers = (index,)
+            sibling.answer_indices = (index,)
             sibling.calibration = Calibration()
             sibling.kv = None
             sibling.computed = 0
@@ -170,9 +170,9 @@ class Sequence:
         self,
         reason: FinishReason,
         error: str | None = None,
-        answers: Collection[int] | None = None,
+        indices: Collection[int] | None = None,
     ) -> list[EngineOutput]:
-        """Return the last outputs of ``answers``; None means all of the sequence's answers."""
+        """Return the last outputs of the answers ``indices``; None means all of the sequence's."""
         return [
             EngineOutput(
                 request_id=self.request_id,
@@ -182,5 +182,5 @@ class Sequence:
                 cached_tokens=self.cached_tokens or 0,
                 error=error,
             )
-            for index in (self.answers if answers is None else answers)
+            for index in (self.answer_indices if indices is None else indices)
         ]

@@ -83,7 +83,9 @@ class Speculation:
         drafts, probabilities = {}, {}
         for sequence_id in sampled_sequences(state, plan):
             sequence = sequences[sequence_id]
-            if len(sequence.answers) == 1:  # siblings share the row that a draft would follow
+            if (
+                len(sequence.answer_indices) == 1
+            ):  # siblings share the row that a draft would follow
                 draft = drafts[sequence_id] = propose_draft(sequence)
                 probabilities[sequence_id] = self._rates.acceptance_probabilities(
                     draft.evidence, sequence.calibration.factor

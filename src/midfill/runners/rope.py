@@ -7,13 +7,10 @@ step of the angle is already 5e-4 radians.
 
 import math
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from midfill.arrays import Float32Array
 from midfill.models.config import ModelConfig, RopeScaling
-
-Float32Array = npt.NDArray[np.float32]
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[Float32Array, Float32Array]:
