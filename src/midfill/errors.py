@@ -6,15 +6,15 @@ as one line; the server answers with it, in the shape of the client's API.
 
 
 class MidfillError(Exception):
-    """Base of every error a user can cause; the message is meant for the user."""
+    """Base of all errors that a user can cause; the message is meant for the user."""
 
 
 class InvalidRequestError(MidfillError):
     """A request that can't be served as it is (HTTP 400).
 
     Attributes:
-        param: the offending field's name as the client spelled it, or None.
-        code: a machine-readable reason such as ``context_length_exceeded``, or None.
+        param: name of the offending field as the client spelled it, or None.
+        code: machine-readable reason such as ``context_length_exceeded``, or None.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -24,11 +24,11 @@ class InvalidRequestError(MidfillError):
 
 
 class ModelNotFoundError(MidfillError):
-    """A model name or path that leads to no checkpoint."""
+    """A model name or path without a checkpoint."""
 
 
 class CheckpointError(MidfillError):
-    """A checkpoint that is broken, truncated or of an unsupported kind; names file and tensor."""
+    """A checkpoint that is broken, truncated or unsupported; the message names file and tensor."""
 
 
 class GenerationError(MidfillError):

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: formats, adapters, and where models are fetched from."""
+"""Checkpoints on disk: file formats, adapters, and where models are downloaded from."""

@@ -1,4 +1,4 @@
-"""Checkpoint: a model on disk seen through canonical tensor names, whatever its file format.
+"""Checkpoint: a model on disk, seen through canonical tensor names whatever its file format.
 
 Canonical names (weights are [out_features, in_features], rotary halves in NEOX order):
 
@@ -22,10 +22,10 @@ from midfill.models.tensor_shapes import tensor_shapes
 from midfill.tokens.tokenizer import Tokenizer
 
 ADAPTER_KEY = "midfill.adapter"
-"""Metadata: name of the adapter that was merged into a model when it was opened."""
+"""Metadata key: name of the adapter that was merged into a model when it was opened."""
 
 FRAGMENTS_KEY = "midfill.fragments"
-"""Metadata: true where a model was trained on text tokenised in fragments, as EFIM cuts it."""
+"""Metadata key: true where a model was trained on text tokenised in fragments, as in EFIM."""
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -39,8 +39,8 @@ class Checkpoint(Protocol):
     Attributes:
         path: file or folder it was opened from.
         config: the architecture.
-        metadata: what the checkpoint says of itself beside that (FIM token ids, chat template,
-            name, licence), string to plain value.
+        metadata: what else the checkpoint states (FIM token ids, chat template, name, licence),
+            key to plain value.
     """
 
     path: Path
@@ -49,33 +49,34 @@ class Checkpoint(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's own, built when it is first asked for.
+        """The model's tokenizer, built at first use.
 
         Raises:
-            CheckpointError: it is missing, broken or of a kind midfill does not know.
+            CheckpointError: it is missing, broken or of an unsupported kind.
         """
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest that changes with the content, cheap to take; keys caches of derived data."""
+        """Hex digest that changes with the content; cheap. Keys caches of derived data."""
         ...
 
     @property
     def content_digest(self) -> str:
-        """Hex sha256 of what the model is: the same wherever and whenever it was stored.
+        """Hex sha256 of the model itself: the same wherever and whenever it was stored.
 
-        Names, shapes, kinds and samples of all tensors go into it, see ``digest_tensors``, so a
-        fine-tuned or otherwise quantised model has another one. An adapter names its base by it.
+        It covers names, shapes, kinds and samples of all tensors, see ``digest_tensors``. A
+        fine-tuned or differently quantised model therefore has another digest. Adapters name their
+        base by it.
         """
         ...
 
     def names(self) -> list[str]:
-        """Canonical names of the tensors it holds."""
+        """Return the canonical names of the tensors it holds."""
         ...
 
     def tensor(self, name: str) -> StoredTensor:
-        """One tensor by canonical name.
+        """Return one tensor by canonical name.
 
         Raises:
             CheckpointError: it is missing, truncated or of an unknown type.
@@ -84,10 +85,10 @@ class Checkpoint(Protocol):
 
 
 def samples(start: int, stop: int) -> list[slice]:
-    """Slices from all over a file's data, both ends included, for fingerprints of big files.
+    """Return slices spread over a file's data, both ends included, for fingerprints of big files.
 
     Args:
-        start, stop: bytes of the file where the data begins and ends.
+        start, stop: offsets in bytes where the data begins and ends.
     """
     last = max(stop - _SAMPLE_BYTES, start)
     starts = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
@@ -95,9 +96,10 @@ def samples(start: int, stop: int) -> list[slice]:
 
 
 def digest_tensors(tensors: Iterable[StoredTensor]) -> str:
-    """Hex sha256 over tensors in order of their names: name, kind, shape and samples of the data.
+    """Return the hex sha256 over tensors in order of their names.
 
-    Small tensors go in whole, of others 16 stretches of 512 bytes from all over the data.
+    It covers name, kind, shape and data. Small tensors are hashed whole, others by 16 stretches of
+    512 bytes spread over the data.
     """
     digest = hashlib.sha256()
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
@@ -114,7 +116,7 @@ def digest_tensors(tensors: Iterable[StoredTensor]) -> str:
 
 
 def check_layers(config: ModelConfig, tensors: int, source: object) -> None:
-    """Check that there are enough tensors for the layers, before all their names are made.
+    """Check that there are enough tensors for the layers, before all their names are built.
 
     Raises:
         CheckpointError: there are fewer tensors than layers.
@@ -136,12 +138,12 @@ def check_tensors(
 
     Args:
         config: the architecture.
-        shapes: canonical name -> shape of what is there.
-        stored_names: canonical name -> name in the files, for the errors, where it is known.
-        source: what errors call the checkpoint.
+        shapes: canonical name -> shape of the stored tensor.
+        stored_names: canonical name -> name in the files where it is known, for error messages.
+        source: name of the checkpoint for error messages.
 
     Raises:
-        CheckpointError: a tensor is missing, of another shape or unknown; names the first.
+        CheckpointError: a tensor is missing, has another shape or is unknown; names the first.
     """
     check_layers(config, len(shapes), source)
     expected = tensor_shapes(config)

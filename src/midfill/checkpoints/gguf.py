@@ -38,14 +38,14 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<leaf>weight|
 _ROPE_FACTORS = "rope_freqs.weight"
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 
-_LONGEST_LIST = 1024
+_MAX_METADATA_LIST = 1024
 
 
 class GgufCheckpoint:
-    """A GGUF file. Tensors are mapped; nothing is dequantised before it is asked for.
+    """A GGUF file. Tensors are memory-mapped and dequantised only on request.
 
-    Converters store the rows of q and k of some families with the two halves of the rotary
-    embedding interleaved; they are handed out in NEOX order. Only whole rows move, so quantised
+    For some families, converters store the rows of q and k with the two halves of the rotary
+    embedding interleaved. They are returned in NEOX order. Only whole rows move, so quantised
     blocks stay as they are.
 
     Attributes:
@@ -54,10 +54,10 @@ class GgufCheckpoint:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file and check that all of the model is there.
+        """Open a file, and check that the model is complete.
 
         Raises:
-            CheckpointError: it is broken, truncated or of a kind midfill can't run.
+            CheckpointError: it is broken, truncated or of an unsupported kind.
         """
         self.path = path
         self._file = GgufFile(path)
@@ -72,15 +72,15 @@ class GgufCheckpoint:
         self.metadata: Mapping[str, object] = {
             key: value
             for key, value in self._file.metadata.items()
-            if not (isinstance(value, list) and len(value) > _LONGEST_LIST)
+            if not (isinstance(value, list) and len(value) > _MAX_METADATA_LIST)
         }
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, built when it is first asked for.
+        """The model's tokenizer, built at first use.
 
         Raises:
-            CheckpointError: the file holds none, or one midfill does not know.
+            CheckpointError: the file holds none, or one of an unsupported kind.
         """
         try:
             return build_tokenizer(self._file.metadata)
@@ -89,17 +89,17 @@ class GgufCheckpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of size, time of change, header and samples from all over the data."""
+        """Digest of size, modification time, header and samples spread over the data."""
         file, digest = self._file, hashlib.sha256()
         digest.update(f"{len(file)} {self.path.stat().st_mtime_ns}".encode())
         digest.update(file.bytes_at(slice(0, file.header_bytes)))
-        for piece in samples(file.header_bytes, len(file)):
-            digest.update(file.bytes_at(piece))
+        for sample in samples(file.header_bytes, len(file)):
+            digest.update(file.bytes_at(sample))
         return digest.hexdigest()
 
     @cached_property
     def content_digest(self) -> str:
-        """See ``Checkpoint.content_digest``; rows are taken in the file's own order."""
+        """See ``Checkpoint.content_digest``; rows are hashed in the file's own order."""
         entries = {name: self._file.tensors[stored] for name, stored in self._stored_names.items()}
         return digest_tensors(
             StoredTensor(name, entry.shape, entry.type.name.lower(), self._file.data(entry.name))
@@ -107,11 +107,11 @@ class GgufCheckpoint:
         )
 
     def names(self) -> list[str]:
-        """Canonical names of the tensors it holds."""
+        """Return the canonical names of the tensors it holds."""
         return list(self._stored_names)
 
     def tensor(self, name: str) -> StoredTensor:
-        """One tensor by canonical name; q and k are copied where their rows have to move.
+        """Return one tensor by canonical name; q and k are copied where their rows have to move.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -139,7 +139,7 @@ class GgufCheckpoint:
             raise CheckpointError(f"{self.path}: {error}") from None
 
     def _canonical_names(self) -> dict[str, str]:
-        """Canonical name -> name in the file."""
+        """Return canonical name -> name in the file."""
         names = {}
         for stored in self._file.tensors:
             name = _canonical_name(stored)
@@ -160,7 +160,7 @@ class GgufCheckpoint:
             )
 
     def _check_types(self) -> None:
-        """Make sure that every type used can be dequantised, by trying it on one row."""
+        """Check that every type used can be dequantised, by trying it on one row."""
         types = {self._file.tensors[stored].type: stored for stored in self._stored_names.values()}
         for kind, stored in types.items():
             row = self._file.data(stored)[:1]
@@ -175,7 +175,7 @@ class GgufCheckpoint:
 
 
 def _canonical_name(stored: str) -> str | None:
-    """The canonical name for a GGUF one, or None for tensors that are none of a model's own."""
+    """Return the canonical name for a GGUF one, None for tensors that are no model weights."""
     parts = _NAME.fullmatch(stored)
     if parts is None:
         return None
@@ -187,6 +187,6 @@ def _canonical_name(stored: str) -> str | None:
 
 
 def _deinterleave(data: npt.NDArray[np.generic], heads: int) -> npt.NDArray[np.generic]:
-    """Rows (h, pair, half) to rows (h, half, pair): GGML's NORM rotary order to NEOX order."""
+    """Reorder rows (h, pair, half) to (h, half, pair): GGML's NORM rotary order to NEOX order."""
     split = data.reshape(heads, -1, 2, *data.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(data.shape)

@@ -1,8 +1,8 @@
-"""The GGUF file format: header, metadata and where each tensor lies. Knows nothing of models.
+"""The GGUF file format: header, metadata and the place of each tensor. Independent of models.
 
-The format is specified in ggml's docs/gguf.md. The ``gguf`` library has a reader too, but it makes
-a NumPy view of every string and takes seconds for a vocabulary; type numbers and block sizes are
-the library's.
+The format is specified in ggml's docs/gguf.md. The ``gguf`` library has a reader, too, but it
+creates a NumPy view per string and takes seconds for a vocabulary. Type numbers and block sizes
+are the library's.
 """
 
 import math
@@ -37,24 +37,24 @@ _SCALARS = {
     GGUFValueType.INT64: "<i8",
     GGUFValueType.FLOAT64: "<f8",
 }
-_WHOLE: dict[GGMLQuantizationType, np.dtype[np.generic]] = {
+_UNQUANTISED: dict[GGMLQuantizationType, np.dtype[np.generic]] = {
     GGMLQuantizationType.F32: np.dtype("<f4"),
     GGMLQuantizationType.F16: np.dtype("<f2"),
     GGMLQuantizationType.BF16: np.dtype("<u2"),
 }
-"""Types stored value by value, as they are handed out; all others come as rows of bytes."""
+"""Types that are returned value by value; all others are returned as rows of bytes."""
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies.
+    """Description of a tensor and its place in the file.
 
     Attributes:
-        name: as in the file.
-        shape: rows first; the file has it the other way round.
-        type: GGML's.
-        offset: of the first byte, from the file's start.
-        size: bytes.
+        name: its name in the file.
+        shape: rows first; the file stores the reverse.
+        type: its GGML type.
+        offset: first byte, counted from the file's start.
+        size: length in bytes.
     """
 
     name: str
@@ -65,20 +65,20 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An opened GGUF file. The data is mapped, not read.
+    """An opened GGUF file. Its data is memory-mapped, not read.
 
     Attributes:
-        path: of the file.
+        path: the file.
         metadata: key -> plain Python value (arrays as lists).
-        tensors: name -> where it lies; every one is known to lie inside the file.
-        header_bytes: size of all that comes before the first tensor's data.
+        tensors: name -> description; all of them are known to lie inside the file.
+        header_bytes: bytes before the first tensor's data.
     """
 
     def __init__(self, path: Path) -> None:
         """Open and check a file.
 
         Raises:
-            CheckpointError: it can't be read, is no GGUF file, is truncated or broken.
+            CheckpointError: it can't be read, is no GGUF file, or is truncated or broken.
         """
         self.path = path
         self._map = _map_file(path)
@@ -98,27 +98,27 @@ class GgufFile:
             self.tensors[name] = tensor
 
     def data(self, name: str) -> npt.NDArray[np.generic]:
-        """A tensor's data, read-only and mapped.
+        """Return a tensor's data, read-only and memory-mapped.
 
         Returns:
-            F32, F16 and BF16 (as uint16 patterns): the tensor's shape; other types: uint8
-            [rows, bytes a row].
+            The tensor's shape for F32, F16 and BF16 (as uint16 bit patterns); uint8
+            [rows, bytes per row] for other types.
         """
         tensor = self.tensors[name]
-        whole = _WHOLE.get(tensor.type)
-        if whole is not None:
-            flat = np.frombuffer(self._map, whole, math.prod(tensor.shape), tensor.offset)
+        dtype = _UNQUANTISED.get(tensor.type)
+        if dtype is not None:
+            flat = np.frombuffer(self._map, dtype, math.prod(tensor.shape), tensor.offset)
             return flat.reshape(tensor.shape)
         rows = math.prod(tensor.shape[:-1])
         raw = np.frombuffer(self._map, np.uint8, tensor.size, tensor.offset)
         return raw.reshape(rows, tensor.size // rows if rows else 0)
 
     def bytes_at(self, where: slice) -> bytes:
-        """A copy of a stretch of the file."""
+        """Return a copy of a range of the file."""
         return self._map[where]
 
     def __len__(self) -> int:
-        """Bytes in the file."""
+        """Return the file's size in bytes."""
         return len(self._map)
 
     def _locate(self, name: str, shape: tuple[int, ...], type_number: int, at: int) -> GgufTensor:
@@ -127,13 +127,13 @@ class GgufFile:
             kind = GGMLQuantizationType(type_number)
         except ValueError:
             raise CheckpointError(f"{where} has the unknown type {type_number}") from None
-        values_a_block, bytes_a_block = GGML_QUANT_SIZES[kind]
-        if shape[-1] % values_a_block:
+        values_per_block, bytes_per_block = GGML_QUANT_SIZES[kind]
+        if shape[-1] % values_per_block:
             raise CheckpointError(
                 f"{where} has rows of {shape[-1]} values, {kind.name} needs a multiple of "
-                f"{values_a_block}"
+                f"{values_per_block}"
             )
-        size = math.prod(shape) // values_a_block * bytes_a_block
+        size = math.prod(shape) // values_per_block * bytes_per_block
         if at + size > len(self._map):
             raise CheckpointError(
                 f"{where} ends at byte {at + size:,} but the file has only {len(self._map):,}: "
@@ -154,7 +154,7 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 class _Reader:
-    """A cursor over the header. Every step checks that the file does not end before it."""
+    """A cursor over the header. Every step checks that the file holds what it reads."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data = data
@@ -166,7 +166,7 @@ class _Reader:
         raise CheckpointError(f"{self._path}: {problem}")
 
     def preamble(self) -> tuple[int, int]:
-        """Numbers of tensors and of metadata keys."""
+        """Return the numbers of tensors and of metadata keys."""
         (version,) = self._unpack("<I")
         if version not in _VERSIONS:
             big_endian = int.from_bytes(version.to_bytes(4, "big"), "little") in _VERSIONS
@@ -177,7 +177,7 @@ class _Reader:
 
     def metadata(self, count: int) -> dict[str, object]:
         values: dict[str, object] = {}
-        for _ in range(self._plausible(count, least_bytes=13)):
+        for _ in range(self._plausible(count, min_bytes=13)):
             key = self._key = self._string()
             if key in values:
                 self.fail(f"metadata key {key!r} is there twice")
@@ -186,9 +186,9 @@ class _Reader:
         return values
 
     def tensor_entries(self, count: int) -> list[tuple[str, tuple[int, ...], int, int]]:
-        """Name, shape (rows first), type number and offset into the data of every tensor."""
+        """Return name, shape (rows first), type number and offset into the data of every tensor."""
         entries = []
-        for _ in range(self._plausible(count, least_bytes=32)):
+        for _ in range(self._plausible(count, min_bytes=32)):
             name = self._string()
             (dimensions,) = self._unpack("<I")
             if not 1 <= dimensions <= _MAX_DIMENSIONS:
@@ -210,7 +210,7 @@ class _Reader:
         if item is GGUFValueType.STRING:
             return self._strings(count)
         if item is GGUFValueType.ARRAY:
-            count = self._plausible(count, least_bytes=12)
+            count = self._plausible(count, min_bytes=12)
             return [self._value(item, depth + 1) for _ in range(count)]
         return self._scalars(_SCALARS[item], count)
 
@@ -230,12 +230,12 @@ class _Reader:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        # One loop over local names: a vocabulary and its merges are 10^5 strings and more.
+        # One loop over local names: a vocabulary and its merges have 10^5 strings and more.
         data, length_at = self._data, struct.Struct("<Q").unpack_from
         size, position = len(data), self.position
         strings = []
         try:
-            for _ in range(self._plausible(count, least_bytes=8)):
+            for _ in range(self._plausible(count, min_bytes=8)):
                 (length,) = length_at(data, position)
                 start = position + 8
                 position = start + length
@@ -253,16 +253,16 @@ class _Reader:
         return struct.unpack_from(layout, self._data, self._advance(struct.calcsize(layout)))
 
     def _advance(self, count: int) -> int:
-        """Move past ``count`` bytes; returns where they begin."""
+        """Advance by ``count`` bytes; return where they begin."""
         start = self.position
         if count > len(self._data) - start:
             self._truncated()
         self.position = start + count
         return start
 
-    def _plausible(self, count: int, least_bytes: int) -> int:
-        """The count, once the file is known to have room for so many items."""
-        if count * least_bytes > len(self._data) - self.position:
+    def _plausible(self, count: int, min_bytes: int) -> int:
+        """Return the count once the file is known to have room for that many items."""
+        if count * min_bytes > len(self._data) - self.position:
             self._truncated()
         return count
 

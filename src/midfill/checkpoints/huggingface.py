@@ -22,16 +22,16 @@ _NOT_METADATA = ("added_tokens_decoder", "chat_template")
 
 
 class HuggingFaceCheckpoint:
-    """A model folder as transformers writes it: one safetensors file or several and an index.
+    """A model folder as transformers writes it: one safetensors file, or several with an index.
 
     Attributes:
         path, config: see ``Checkpoint``.
-        metadata: what tokenizer_config.json says beside the vocabulary and the chat template,
-            and the folder's name as ``general.name``.
+        metadata: the content of tokenizer_config.json without vocabulary and chat template, and
+            the folder's name as ``general.name``.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a folder and check that all of the model is there.
+        """Open a folder, and check that the model is complete.
 
         Raises:
             CheckpointError: a file is missing, broken or truncated, or does not fit config.json.
@@ -63,7 +63,7 @@ class HuggingFaceCheckpoint:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, loaded when it is first asked for.
+        """The model's tokenizer, loaded at first use.
 
         Raises:
             CheckpointError: tokenizer.json is missing or broken.
@@ -72,13 +72,13 @@ class HuggingFaceCheckpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of config.json and of each shard's size, time of change, header and samples."""
+        """Digest of config.json and of each shard's size, modification time, header and samples."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for shard, file in sorted(self._files.items()):
             digest.update(f"{shard.name} {len(file)} {shard.stat().st_mtime_ns}".encode())
             digest.update(file.bytes_at(slice(0, file.header_bytes)))
-            for piece in samples(file.header_bytes, len(file)):
-                digest.update(file.bytes_at(piece))
+            for sample in samples(file.header_bytes, len(file)):
+                digest.update(file.bytes_at(sample))
         return digest.hexdigest()
 
     @cached_property
@@ -87,11 +87,11 @@ class HuggingFaceCheckpoint:
         return digest_tensors(self.tensor(name) for name in self.names())
 
     def names(self) -> list[str]:
-        """Canonical names of the tensors it holds."""
+        """Return the canonical names of the tensors it holds."""
         return list(self._names)
 
     def tensor(self, name: str) -> StoredTensor:
-        """One tensor by canonical name, mapped.
+        """Return one tensor by canonical name, memory-mapped.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -110,12 +110,12 @@ class HuggingFaceCheckpoint:
             raise CheckpointError(f"{where}{error}") from None
 
     def _is_spare(self, theirs: str) -> bool:
-        """Whether a tensor may be there without being used."""
+        """Return whether a tensor may be present without being used."""
         tied_head = self.config.tied_embeddings and theirs == "lm_head.weight"
         return tied_head or _IGNORED.fullmatch(theirs) is not None
 
     def _shards(self) -> list[Path]:
-        """The safetensors files."""
+        """Return the safetensors files."""
         if (self.path / _SINGLE).is_file():
             return [self.path / _SINGLE]
         if (self.path / _INDEX).is_file():
@@ -143,7 +143,7 @@ class HuggingFaceCheckpoint:
         return list(shards)
 
     def _read_headers(self, shards: list[Path]) -> dict[str, SafetensorsEntry]:
-        """Name in the file -> where it lies, over all shards."""
+        """Return name in the file -> its entry, over all shards."""
         entries: dict[str, SafetensorsEntry] = {}
         for shard in shards:
             self._files[shard] = SafetensorsFile(shard)

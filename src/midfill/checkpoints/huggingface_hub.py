@@ -1,7 +1,7 @@
-"""Repositories of the Hugging Face hub: fetching the files of a model, finding fetched ones.
+"""Models of the Hugging Face hub: downloading them, and finding downloaded ones.
 
-Transfers, the cache folder, resuming, locks and credentials are ``huggingface_hub``'s, configured
-as usual (HF_HOME, HF_TOKEN, HF_ENDPOINT, ...).
+The ``huggingface_hub`` library does transfers, resuming, locks, credentials and the cache folder.
+It is configured as usual (HF_HOME, HF_TOKEN, HF_ENDPOINT, ...).
 """
 
 import io
@@ -26,7 +26,12 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class RepositoryName:
-    """ORG/NAME, and the one file wanted of it or None for the whole model."""
+    """A model on the hub.
+
+    Attributes:
+        repository: ``ORG/NAME``.
+        file: the one file wanted of it; None for the whole model.
+    """
 
     repository: str
     file: str | None
@@ -42,8 +47,8 @@ class LocalModel:
     Attributes:
         name: ``ORG/NAME`` or ``ORG/NAME:FILE.gguf``.
         path: folder or file; None where parts are missing.
-        bytes: on disk.
-        format: of the weights.
+        bytes: its size on disk.
+        format: the weights' format.
     """
 
     name: str
@@ -53,7 +58,7 @@ class LocalModel:
 
 
 def parse_name(text: str) -> RepositoryName | None:
-    """``ORG/NAME`` or ``ORG/NAME:FILE.gguf`` taken apart; None for anything else, and for paths."""
+    """Parse ``ORG/NAME`` or ``ORG/NAME:FILE.gguf``; return None for anything else."""
     match = _NAME.fullmatch(text)
     if match is None or match["repository"].endswith(_FILE_ENDINGS):
         return None
@@ -61,9 +66,9 @@ def parse_name(text: str) -> RepositoryName | None:
 
 
 def find_local(name: RepositoryName) -> Path | None:
-    """The model's folder or file if all of it was fetched before; asks nothing of the network.
+    """Return the model's folder or file if it is complete on disk; never use the network.
 
-    A repository with no file named stands for its folder or for the one GGUF file that is there.
+    A repository without a file name stands for its folder, or for its only GGUF file on disk.
     """
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -80,21 +85,21 @@ def find_local(name: RepositoryName) -> Path | None:
 
 
 def pull(name: RepositoryName, progress: Progress) -> Path:
-    """Fetch a model, or what has changed of it.
+    """Download a model, or what has changed of it.
 
     Returns:
-        The folder of a safetensors model, the file of a GGUF one.
+        The folder of a safetensors model, or the file of a GGUF model.
 
     Raises:
-        ModelNotFoundError: there is no such repository, it holds no model midfill can load, or the
-            hub can't be reached.
+        ModelNotFoundError: there is no such repository, it holds no model that midfill can load, or
+            the hub can't be reached.
     """
     from huggingface_hub import HfApi, snapshot_download
 
     progress(f"looking up {name}", 0, 0)
-    info = _explained(name, lambda: HfApi().model_info(name.repository))
+    info = _with_clear_errors(name, lambda: HfApi().model_info(name.repository))
     file = _wanted_file(name, [sibling.rfilename for sibling in info.siblings or ()])
-    folder = _explained(
+    folder = _with_clear_errors(
         name,
         lambda: snapshot_download(
             name.repository,
@@ -110,7 +115,7 @@ def pull(name: RepositoryName, progress: Progress) -> Path:
 
 
 def list_local() -> list[LocalModel]:
-    """All models of the hub that are on disk and of a family midfill runs, or GGUF files."""
+    """Return all models of the hub on disk: GGUF files, and folders of a supported family."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -150,7 +155,7 @@ def _is_supported(folder: Path) -> bool:
 
 
 def _model_in(folder: Path, name: RepositoryName) -> Path | None:
-    """The model's path if all its files are in a snapshot's folder."""
+    """Return the model's path if all its files are in a snapshot's folder."""
     if name.file is not None:
         return folder / name.file if (folder / name.file).is_file() else None
     needed = {"config.json", "tokenizer.json"}
@@ -165,7 +170,7 @@ def _model_in(folder: Path, name: RepositoryName) -> Path | None:
 
 
 def _wanted_file(name: RepositoryName, files: Collection[str]) -> str | None:
-    """The one file to fetch, or None for a safetensors folder."""
+    """Return the one file to download, None for a safetensors folder."""
     choices = sorted(file for file in files if file.endswith(".gguf"))
     named = ", ".join(f"{name.repository}:{file}" for file in choices)
     if name.file is not None:
@@ -184,8 +189,8 @@ def _wanted_file(name: RepositoryName, files: Collection[str]) -> str | None:
     raise ModelNotFoundError(f"{name.repository} holds neither safetensors nor GGUF files")
 
 
-def _explained(name: RepositoryName, action: Callable[[], T]) -> T:
-    """Do something with the hub; what goes wrong becomes one line a user can act on."""
+def _with_clear_errors(name: RepositoryName, action: Callable[[], T]) -> T:
+    """Call the hub; turn failures into one line that a user can act on."""
     from huggingface_hub import constants, errors
 
     try:
@@ -201,10 +206,10 @@ def _explained(name: RepositoryName, action: Callable[[], T]) -> T:
 
 
 def _reporting_bar(what: str, progress: Progress) -> type[Any]:
-    """A tqdm class that draws nothing and tells ``progress`` the bytes over all files.
+    """Return a tqdm class that draws nothing and reports bytes over all files to ``progress``.
 
-    The hub library runs several bars at once: files done, bytes received, bytes written. The
-    furthest one that counts bytes tells how far the download is.
+    The hub library runs several bars at once: files done, bytes received, bytes written. Progress
+    is that of the furthest one that counts bytes.
     """
     from tqdm import tqdm  # type: ignore[import-untyped]
 

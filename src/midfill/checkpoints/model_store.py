@@ -1,8 +1,8 @@
-"""Models by name: where they are on disk, and fetching those that are not.
+"""Models by name: where they are on disk, and how to download them.
 
-A model is named by a path, by a name of ``REGISTERED``, or by a repository of the Hugging Face hub
-(``ORG/NAME``, or ``ORG/NAME:FILE.gguf`` for one file of it). Registered models live in midfill's
-cache folder, repositories in the hub library's own, which other programs share.
+A model is named by a path, by a name in ``REGISTERED``, or by a repository of the Hugging Face hub
+(``ORG/NAME``, or ``ORG/NAME:FILE.gguf`` for one file of it). Registered models are stored in
+midfill's cache folder, repositories in the hub library's own cache, which other programs share.
 """
 
 import hashlib
@@ -37,12 +37,12 @@ class RegisteredModel:
 
     Attributes:
         name: what users call it.
-        requirement: the wheel, as pip names it.
-        wheel_sha256: of the wheel.
+        requirement: the wheel's requirement specifier for pip.
+        wheel_sha256: hex digest of the wheel.
         member: the model file's path inside the wheel.
-        sha256, bytes: of the model file.
+        sha256, bytes: hex digest and size of the model file.
         licence: SPDX identifier.
-        adapter: name of the adapter that is shipped with midfill and goes on it; None for none.
+        adapter: name of the adapter that midfill ships for it; None for none.
     """
 
     name: str
@@ -56,16 +56,17 @@ class RegisteredModel:
 
     @property
     def folder(self) -> Path:
+        """The model's folder in the cache."""
         return cache_folder() / "models" / self.name
 
     @property
     def path(self) -> Path:
-        """Where the model file is once it is pulled."""
+        """Where the model file is once it is downloaded."""
         return self.folder / Path(self.member).name
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is there; it only ever appears whole and verified."""
+        """Whether it is downloaded; it only appears complete and verified."""
         return self.path.is_file() and self.path.stat().st_size == self.bytes
 
 
@@ -88,14 +89,14 @@ REGISTERED: Mapping[str, RegisteredModel] = {
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model ``midfill models`` lists.
+    """A model that ``midfill models`` lists.
 
     Attributes:
-        name: what to call it.
-        path: where it is or will be; None for a repository that is not whole.
-        bytes: its size on disk, or what it will take.
+        name: its name on the command line.
+        path: where it is or will be; None for an incomplete repository.
+        bytes: its size on disk, now or once it is downloaded.
         format: "gguf" or "safetensors".
-        state: "incomplete" is a download that was interrupted.
+        state: "incomplete" for an interrupted download.
     """
 
     name: str
@@ -106,12 +107,12 @@ class ModelEntry:
 
 
 def resolve(model: str, progress: Progress | None = None) -> Path:
-    """The checkpoint a name or path stands for, fetched if it is not there yet.
+    """Return the checkpoint that a name or path stands for; download it if needed.
 
-    Nothing is asked of the network for a model that is there.
+    The network is not used for a model that is on disk.
 
     Raises:
-        ModelNotFoundError: the name stands for nothing, or it can't be fetched.
+        ModelNotFoundError: the name is unknown, or the model can't be downloaded.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -122,11 +123,11 @@ def resolve(model: str, progress: Progress | None = None) -> Path:
 
 
 def resolve_adapter(model: str, adapter: str | None) -> Path | None:
-    """The folder of the adapter to merge into a model, None for none.
+    """Return the folder of the adapter to merge into a model, None for none.
 
     Args:
-        model: as for ``resolve``. A registered model goes with the adapter shipped for it.
-        adapter: a folder to take instead, or ``NO_ADAPTER``; None where the user doesn't say.
+        model: as for ``resolve``. A registered model gets the adapter that midfill ships for it.
+        adapter: a folder to use instead, or ``NO_ADAPTER``; None where the user names none.
     """
     if adapter is not None:
         return None if adapter == NO_ADAPTER else Path(adapter).expanduser()
@@ -137,10 +138,10 @@ def resolve_adapter(model: str, adapter: str | None) -> Path | None:
 
 
 def pull(model: str, progress: Progress | None = None) -> Path:
-    """Fetch a model, or what has changed of it since.
+    """Download a model, or what has changed of it since.
 
     Raises:
-        ModelNotFoundError: the name stands for nothing, or it can't be fetched.
+        ModelNotFoundError: the name is unknown, or the model can't be downloaded.
     """
     if model in REGISTERED:
         return _pull_registered(REGISTERED[model], progress or ignore_progress)
@@ -151,7 +152,7 @@ def pull(model: str, progress: Progress | None = None) -> Path:
 
 
 def list_models() -> list[ModelEntry]:
-    """Registered models, there or not, and repositories of the hub that are there."""
+    """Return all registered models, and the repositories of the hub that are on disk."""
     entries = []
     for model in REGISTERED.values():
         state: State = "ready" if model.is_ready else "not pulled"
@@ -199,12 +200,12 @@ def _pull_registered(model: RegisteredModel, progress: Progress) -> Path:
 
 @contextmanager
 def _only_process(folder: Path, progress: Progress) -> Iterator[None]:
-    """Hold the folder's lock; a process that dies lets go of it."""
+    """Hold the folder's lock; a process that dies releases it."""
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        progress("waiting for another process that is fetching the model", 0, 0)
+        progress("waiting for another process that is downloading the model", 0, 0)
         lock.acquire()
     try:
         yield

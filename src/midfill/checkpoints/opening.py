@@ -1,4 +1,4 @@
-"""Open a model: which format lies at a path, and the adapter that is merged into it."""
+"""Open a model: the checkpoint at a path, and the adapter that is merged into it."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open a GGUF file, a Hugging Face folder, or a folder with one GGUF file in it.
 
     Raises:
-        ModelNotFoundError: there is nothing at the path that could be a model.
-        CheckpointError: the model is broken, truncated or of a kind midfill can't run.
+        ModelNotFoundError: the path holds nothing that could be a model.
+        CheckpointError: the model is broken, truncated or of an unsupported kind.
     """
     if path.is_file():
         if path.suffix == ".safetensors":
@@ -42,9 +42,9 @@ def open_model(
 
     Args:
         path: see ``open_checkpoint``.
-        adapter: an adapter's folder.
-        weights: how the weights will be kept. Where that is not "auto" and not four bits, there
-            is room for more of the update than the base's own grid has, so the merge is exact.
+        adapter: an adapter's folder; None for none.
+        weights: how the weights will be stored. "q8" and "f32" can represent more of the update
+            than a quantised base's own grid, so the merge is then exact.
 
     Raises:
         ModelNotFoundError: there is no model, or no adapter.

@@ -1,7 +1,7 @@
-"""The safetensors file format: where each tensor lies. Knows nothing of models.
+"""The safetensors file format: the place of each tensor. Independent of models.
 
-The format (a length, a JSON header, then the data) is read here and not with the library, because
-the tensors are to stay memory-mapped and NumPy has no bfloat16.
+The format (a length, a JSON header, then the data) is read here instead of with the library, so
+that tensors stay memory-mapped. NumPy also has no bfloat16.
 """
 
 import json
@@ -25,14 +25,14 @@ _DTYPES: dict[str, tuple[str, np.dtype[np.generic]]] = {
 
 @dataclass(frozen=True)
 class SafetensorsEntry:
-    """Where a tensor lies.
+    """Description of a tensor and its place in the file.
 
     Attributes:
-        file: that holds it.
+        file: the file that holds it.
         kind: "f32", "f16" or "bf16".
-        shape: of the tensor.
-        offset: of the first byte, from the file's start.
-        size: bytes.
+        shape: its shape.
+        offset: first byte, counted from the file's start.
+        size: length in bytes.
     """
 
     file: Path
@@ -43,19 +43,19 @@ class SafetensorsEntry:
 
 
 class SafetensorsFile:
-    """An opened safetensors file. The data is mapped, not read.
+    """An opened safetensors file. Its data is memory-mapped, not read.
 
     Attributes:
-        path: of the file.
-        entries: name -> where it lies; every one is known to lie inside the file.
-        header_bytes: size of all that comes before the first tensor's data.
+        path: the file.
+        entries: name -> description; all of them are known to lie inside the file.
+        header_bytes: bytes before the first tensor's data.
     """
 
     def __init__(self, path: Path) -> None:
         """Open and check a file.
 
         Raises:
-            CheckpointError: it can't be read, is no safetensors file, is truncated or broken.
+            CheckpointError: it can't be read, is no safetensors file, or is truncated or broken.
         """
         self.path = path
         self._map = _map_file(path)
@@ -63,7 +63,10 @@ class SafetensorsFile:
         self.entries: Mapping[str, SafetensorsEntry] = self._read_header()
 
     def data(self, name: str) -> npt.NDArray[np.generic]:
-        """A tensor's data in its shape, read-only and mapped; bfloat16 as uint16 patterns."""
+        """Return a tensor's data in its shape, read-only and memory-mapped.
+
+        bfloat16 is returned as uint16 bit patterns.
+        """
         entry = self.entries[name]
         dtype = next(dtype for kind, dtype in _DTYPES.values() if kind == entry.kind)
         flat: npt.NDArray[np.generic] = np.frombuffer(
@@ -72,11 +75,11 @@ class SafetensorsFile:
         return flat.reshape(entry.shape)
 
     def bytes_at(self, where: slice) -> bytes:
-        """A copy of a stretch of the file."""
+        """Return a copy of a range of the file."""
         return self._map[where]
 
     def __len__(self) -> int:
-        """Bytes in the file."""
+        """Return the file's size in bytes."""
         return len(self._map)
 
     def _read_header(self) -> dict[str, SafetensorsEntry]:

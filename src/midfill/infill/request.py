@@ -1,4 +1,4 @@
-"""InfillRequest: what a client asks for, in text, whatever dialect it spoke."""
+"""InfillRequest: what a client asks for, as text, independent of the API's dialect."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,25 +11,25 @@ WindowMode = Literal["stable", "as-sent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfillRequest:
-    """The text around a caret and how to lay it out.
+    """The text around a caret, and how to lay it out.
 
     Attributes:
-        prefix: text before the caret, or the whole prompt if it is raw.
+        prefix: text before the caret, or the whole raw prompt.
         suffix: text after the caret.
-        layout: "auto" lets the planner choose; "psm", "spm" and "efim" (the cut of the document's
-            first request, kept as long as it can be) are fixed layouts, for comparison;
-            "verbatim" sends ``prefix`` as it is, special tokens parsed.
-        raw: ``prefix`` is a raw prompt, special tokens parsed. With layout "auto", one that is
-            the model's own FIM template filled in is planned like any other request; every other
-            one is sent as it is.
-        document: the document's name, if the client tells; any string, only ever compared
-            within one tenant. The text is the authority: a wrong name costs speed, not truth.
-        tenant: whose documents to look among; tenants never see each other's.
+        layout: "auto" lets the planner choose. "psm", "spm" and "efim" (which keeps the cut of the
+            document's first request as long as possible) are fixed layouts for comparison.
+            "verbatim" sends ``prefix`` as it is, with special tokens parsed.
+        raw: whether ``prefix`` is a raw prompt, with special tokens parsed. With layout "auto", a
+            filled-in FIM template of the model is planned like any other request. Every other raw
+            prompt is sent as it is.
+        document: the document's name if the client gives one; any string, only compared within one
+            tenant. The text decides: a wrong name costs speed, never correctness.
+        tenant: whose documents to search; tenants never share documents.
         window: "stable" lets the planner keep the far edges of a sliding window where they were,
-            with text the same tenant sent before; "as-sent" forbids it.
+            with text that the same tenant sent before; "as-sent" forbids it.
         context: other files or snippets to show the model; the planner orders them.
-        path, repository: the document's path and its repository's name, shown to the model in
-            the family's own format when there is one.
+        path, repository: the document's path and its repository's name, shown to the model in the
+            family's own format if it has one.
     """
 
     prefix: str

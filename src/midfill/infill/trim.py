@@ -1,7 +1,7 @@
-"""Trimming: cutting a completion where it should end. Every function is pure: text in, text out.
+"""Trimming: cut a completion where it should end. Every function is pure: text in, text out.
 
-They look at characters only and know no programming language; brackets and quotes inside strings
-and comments can mislead them, which costs a cut that is not made.
+The functions look at characters only and are independent of programming languages. Brackets and
+quotes inside strings and comments can mislead them; a cut is then missed.
 """
 
 import re
@@ -12,21 +12,21 @@ Brackets = Literal["keep", "close"]
 
 _CLOSERS = {")": "(", "]": "[", "}": "{"}
 _OPENERS = {opener: closer for closer, opener in _CLOSERS.items()}
-_CERTAIN = 3  # so many characters that are no brackets make an overlap more than chance
-_LONGEST_OVERLAP = 2000
-_GOES_ON = re.compile(r"(else|elif|except|finally|catch|case|default)\b")
+_CERTAIN = 3  # an overlap with this many characters beside brackets is no coincidence
+_MAX_OVERLAP = 2000  # characters
+_CONTINUES = re.compile(r"(else|elif|except|finally|catch|case|default)\b")
 
 
 def trim(
     completion: str, prefix: str, suffix: str, *, lines: Lines = "all", brackets: Brackets = "keep"
 ) -> str:
-    """A completion as it should be inserted: the functions below, in this order.
+    """Return a completion as it should be inserted, by the functions below in this order.
 
     Args:
-        completion: what the model wrote.
+        completion: the text that the model wrote.
         prefix, suffix: text before and after the caret.
-        lines: "single" keeps the first line, "block" ends with the block the caret is in.
-        brackets: "close" closes what the completion leaves open.
+        lines: "single" keeps the first line; "block" ends with the block the caret is in.
+        brackets: "close" closes brackets that the completion leaves open.
     """
     if lines == "single":
         completion = first_line(completion)
@@ -37,16 +37,16 @@ def trim(
 
 
 def without_overlap(completion: str, suffix: str) -> str:
-    """The completion up to where it begins to repeat the suffix.
+    """Return the completion up to where it begins to repeat the suffix.
 
-    The longest end of the completion that is the suffix's beginning is cut off, blanks ignored in
-    both. A short one like ``)`` could be chance; it is cut off if the completion closes something
-    it did not open (so the suffix's own ``)`` does that), or if it begins with a separator, which
-    nobody writes twice.
+    The longest end of the completion that is also the suffix's beginning is cut off; whitespace is
+    ignored in both. A short overlap like ``)`` could be a coincidence. It is cut off if the
+    completion closes something it did not open (the suffix's own ``)`` does that then), or if it
+    begins with a separator, which is never repeated.
     """
     places = [place for place, char in enumerate(completion) if not char.isspace()]
-    written = "".join(completion.split())[-_LONGEST_OVERLAP:]
-    coming = "".join(suffix[: 4 * _LONGEST_OVERLAP].split())
+    written = "".join(completion.split())[-_MAX_OVERLAP:]
+    coming = "".join(suffix[: 4 * _MAX_OVERLAP].split())
     for length in range(min(len(written), len(coming)), 0, -1):
         overlap = coming[:length]
         if written.endswith(overlap) and _repeats(completion, overlap):
@@ -56,16 +56,16 @@ def without_overlap(completion: str, suffix: str) -> str:
 
 
 def first_line(completion: str) -> str:
-    """The completion up to its first line break."""
+    """Return the completion up to its first line break."""
     return re.split(r"\r?\n", completion, maxsplit=1)[0]
 
 
 def block(completion: str, prefix: str) -> str:
-    """The completion up to the end of the block the caret is in.
+    """Return the completion up to the end of the block the caret is in.
 
-    That is before the first line indented less than the caret's, or, once there were deeper lines,
-    as little as the caret's: then a closing bracket still belongs to it, and so does a line that
-    goes on with it (``else``). Blank lines at the end are dropped.
+    The block ends before the first line indented less than the caret's line. After deeper lines, it
+    also ends before a line indented as much as the caret's. Then a closing bracket still belongs to
+    the block, and so does a line that continues it (``else``). Trailing blank lines are dropped.
     """
     here = prefix[prefix.rfind("\n") + 1 :]
     base = _indent(here)
@@ -76,7 +76,7 @@ def block(completion: str, prefix: str) -> str:
             continue
         indent, text = _indent(line), line.lstrip()
         closes = text[0] in _CLOSERS
-        if indent < base or (indent == base and deeper and not (closes or _GOES_ON.match(text))):
+        if indent < base or (indent == base and deeper and not (closes or _CONTINUES.match(text))):
             return "".join(lines[:number]).rstrip()
         if indent == base and deeper and closes:
             return "".join(lines[: number + 1]).rstrip()
@@ -85,7 +85,7 @@ def block(completion: str, prefix: str) -> str:
 
 
 def with_closed_brackets(completion: str, suffix: str) -> str:
-    """The completion with its own open brackets closed, but for those the suffix closes at once."""
+    """Return the completion with its open brackets closed where the suffix doesn't close them."""
     missing = "".join(_OPENERS[opener] for opener in reversed(_open_brackets(completion)[0]))
     coming = "".join(suffix[:100].split())
     for length in range(len(missing), -1, -1):
@@ -95,7 +95,7 @@ def with_closed_brackets(completion: str, suffix: str) -> str:
 
 
 def _repeats(completion: str, overlap: str) -> bool:
-    """Whether an overlap is the suffix's text rather than the completion's own."""
+    """Return whether an overlap is the suffix's text and not the completion's own."""
     if sum(char not in "()[]{}" for char in overlap) >= _CERTAIN or overlap[0] in ",;:":
         return True
     quoted = overlap[0] in "\"'`" and completion.count(overlap[0]) % 2 == 1
@@ -103,7 +103,7 @@ def _repeats(completion: str, overlap: str) -> bool:
 
 
 def _open_brackets(text: str) -> tuple[list[str], bool]:
-    """Brackets the text opens and does not close, and whether it closes one it did not open."""
+    """Return the brackets left open, and whether the text closes one that it did not open."""
     opened: list[str] = []
     foreign = False
     for char in text:
@@ -118,6 +118,6 @@ def _open_brackets(text: str) -> tuple[list[str], bool]:
 
 
 def _indent(line: str) -> int:
-    """Columns of a line's indentation; a tab goes to the next multiple of eight."""
+    """Return the columns of a line's indentation; tabs stop at multiples of eight."""
     lead = line[: len(line) - len(line.lstrip(" \t"))]
     return len(lead.expandtabs())

@@ -1,1 +1,1 @@
-"""Models on disk and as forward passes."""
+"""Model families: their configurations, and the names and shapes of their tensors."""

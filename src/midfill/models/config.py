@@ -14,13 +14,13 @@ class RopeScaling:
 
     Attributes:
         kind: the rule.
-        factor: how much longer the context gets.
-        original_context: positions the model was trained on (yarn, llama3, dynamic).
-        low_freq_factor, high_freq_factor: llama3.
-        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: yarn
-            (None: the rule's default).
-        frequency_factors: factors: what each of the head_dim / 2 frequencies is divided by (GGUF
-            files state llama3 scaling this way).
+        factor: ratio of the extended context to the original one.
+        original_context: positions the model was trained on (for yarn, llama3, dynamic).
+        low_freq_factor, high_freq_factor: for llama3.
+        beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate: for yarn; None is
+            the rule's default.
+        frequency_factors: for factors: divisors of the head_dim / 2 frequencies (GGUF files state
+            llama3 scaling this way).
     """
 
     kind: RopeScalingKind = "none"
@@ -44,19 +44,21 @@ class ModelConfig:
     Attributes:
         family: "llama", "qwen2", "qwen3", "starcoder2", "mistral", "granite", ...
         layers, hidden, query_heads, kv_heads, head_dim, ffn, vocab: sizes. The rotary embedding
-            turns the whole head_dim, halves rotated against each other (NEOX order).
-        context: longest sequence the model may see, in tokens.
-        norm, norm_epsilon: RMSNorm or LayerNorm (with bias).
-        activation: of the MLP; ``gated_mlp`` tells down(act(gate) * up) from down(act(up)).
+            covers the whole head_dim, its two halves rotated against each other (NEOX order).
+        context: maximum sequence length in tokens.
+        norm, norm_epsilon: RMSNorm, or LayerNorm (with bias).
+        activation: activation of the MLP.
+        gated_mlp: whether the MLP is down(act(gate) * up) instead of down(act(up)).
         qkv_bias, output_bias, mlp_bias: which projections carry a bias.
         qk_norm: RMSNorm of each query and key head before the rotary embedding (Qwen3).
-        tied_embeddings: the LM head is the embedding.
-        rope_theta, rope_scaling: rotary embedding.
-        sliding_window: keys a query sees in windowed layers, itself included; None is all.
-        windowed_layers: which layers use the window; None is every layer when there is one.
+        tied_embeddings: whether the LM head is the embedding.
+        rope_theta, rope_scaling: base and scaling of the rotary embedding.
+        sliding_window: number of keys a query sees in windowed layers, itself included; None for
+            all.
+        windowed_layers: the layers that use the window; None for every layer if there is a window.
         embedding_multiplier, residual_multiplier, logits_divisor: Granite's scalars.
-        attention_scale: multiplies q.k; None is head_dim ** -0.5.
-        eos_token_ids, bos_token_id: as the checkpoint says.
+        attention_scale: factor of q.k; None for head_dim ** -0.5.
+        eos_token_ids, bos_token_id: as stated by the checkpoint.
     """
 
     family: str
@@ -90,11 +92,11 @@ class ModelConfig:
 
     @property
     def score_scale(self) -> float:
-        """What q.k is multiplied with before the softmax."""
+        """The factor of q.k before the softmax."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def window_of(self, layer: int) -> int | None:
-        """The sliding window of one layer, or None where it sees everything."""
+        """Return the sliding window of one layer, None where it sees everything."""
         if self.windowed_layers is not None and layer not in self.windowed_layers:
             return None
         return self.sliding_window

@@ -10,13 +10,13 @@ from midfill.errors import CheckpointError
 class ConfigFields:
     """A mapping of keys to plain values (``config.json``, GGUF metadata), read key by key.
 
-    A key whose value is None counts as missing. Every method takes a default; without one a
-    missing key is an error. All of them raise ``CheckpointError`` naming the source and the key.
+    A key whose value is None counts as missing. Where a method takes a default and none is given, a
+    missing key is an error. All errors are ``CheckpointError`` and name the source and the key.
 
     Args:
         values: the mapping.
-        source: what errors call it, such as "config.json".
-        prefix: put before every key, such as "llama." for GGUF's per-architecture keys.
+        source: its name in error messages, such as "config.json".
+        prefix: prepended to every key, such as "llama." for GGUF's per-architecture keys.
     """
 
     def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
@@ -25,18 +25,19 @@ class ConfigFields:
         self._prefix = prefix
 
     def get(self, key: str) -> object:
-        """The plain value, or None when the key is missing."""
+        """Return the plain value, None if the key is missing."""
         return self._values.get(self._prefix + key)
 
     def states(self, key: str) -> bool:
-        """Whether the key is there at all, be it with None."""
+        """Return whether the key is present, even with the value None."""
         return self._prefix + key in self._values
 
     def error(self, message: str) -> CheckpointError:
-        """A CheckpointError that starts with the source; for the caller to raise."""
+        """Return a CheckpointError that starts with the source, for the caller to raise."""
         return CheckpointError(f"{self.source}: {message}")
 
     def integer(self, key: str, default: int | None = None) -> int:
+        """Return an integer; a float without a fraction counts as one."""
         value = self._value(key, default)
         number = self._finite(value)
         if number is None or not number.is_integer():
@@ -44,14 +45,14 @@ class ConfigFields:
         return int(number)
 
     def size(self, key: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
+        """Return an integer of at least 1."""
         value = self.integer(key, default)
         if value < 1:
             raise self._wrong(key, "at least 1", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self._value(key, default)
         number = self._finite(value)
         if number is None:
@@ -59,22 +60,25 @@ class ConfigFields:
         return number
 
     def optional_number(self, key: str) -> float | None:
+        """Return a finite number, None if the key is missing."""
         return None if self.get(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
+        """Return true or false."""
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false", value)
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
+        """Return a string."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, "a string", value)
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A list of strings; empty when missing."""
+        """Return a list of strings; empty if the key is missing."""
         value = self.get(key)
         if value is None:
             return ()
@@ -85,7 +89,7 @@ class ConfigFields:
         return tuple(value)
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id or a list of them; empty when missing."""
+        """Return the token ids of a single id or a list; empty if the key is missing."""
         value = self.get(key)
         if value is None:
             return ()
@@ -98,7 +102,7 @@ class ConfigFields:
         return tuple(int(item) for item in items)
 
     def table(self, key: str) -> Mapping[str, object]:
-        """A nested mapping; empty when missing."""
+        """Return a nested mapping; empty if the key is missing."""
         value = self.get(key)
         if value is None:
             return {}

@@ -1,4 +1,4 @@
-"""Family: what one model family brings - how its descriptions are read and its tensors named."""
+"""Family: how the descriptions of one model family are read and its tensors are named."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Family:
-    """One model family; each lives in a file of its own and is listed in ``families``.
+    """One model family. Each has a file of its own and is listed in ``families``.
 
     Attributes:
         name: the family's name, ``model_type`` in a Hugging Face config.json.
@@ -19,10 +19,10 @@ class Family:
         huggingface_modules: canonical module name without "layers.{i}." -> Hugging Face's name
             without "model.layers.{i}.".
         from_gguf: reads GGUF metadata (keys below "{name}.") and the shapes by canonical name;
-            None when GGUF has no architecture of this name.
-        gguf_interleaved_rotary: whether GGUF files hold the rows of q and k (weights and biases)
-            with the two rotary halves interleaved (GGML's NORM order) instead of one after the
-            other (NEOX order).
+            None if GGUF has no architecture of this name.
+        gguf_interleaved_rotary: whether GGUF files store the rows of q and k (weights and biases)
+            with the two rotary halves interleaved (GGML's NORM order) instead of consecutive (NEOX
+            order).
     """
 
     name: str
@@ -48,4 +48,4 @@ LLAMA_MODULES: Mapping[str, str] = {
     "final_norm": "model.norm",
     "lm_head": "lm_head",
 }
-"""Llama's module names in transformers, which most families share."""
+"""Llama's module names in transformers; most families share them."""

@@ -1,4 +1,4 @@
-"""Reading GGUF metadata: the keys that all decoder architectures share.
+"""GGUF metadata: the keys that all decoder architectures share.
 
 Keys and their meaning: the GGUF specification in ggml's docs/gguf.md.
 """
@@ -20,18 +20,19 @@ def read_decoder(
     *,
     epsilon_key: str = "attention.layer_norm_rms_epsilon",
 ) -> ModelConfig:
-    """What all architectures write alike; the tensors themselves tell biases and tied embeddings.
+    """Read the part that all architectures write alike.
 
-    Token ids are not below the architecture's prefix, so ``families`` adds them.
+    The tensors themselves determine biases and tied embeddings. Token ids are not below the
+    architecture's prefix, so ``families`` adds them.
 
     Args:
         fields: the keys below the architecture's prefix.
-        shapes: of all tensors, by canonical name.
-        family: the name the ModelConfig gets.
-        epsilon_key: where the norm's epsilon stands.
+        shapes: canonical name -> shape of all tensors.
+        family: name of the family for the ModelConfig.
+        epsilon_key: key of the norm's epsilon.
 
     Raises:
-        CheckpointError: a key is missing, malformed or asks for what midfill can't compute.
+        CheckpointError: a key is missing, malformed or asks for something unsupported.
     """
     if fields.integer("expert_count", 0) > 0:
         raise fields.error("mixture-of-experts models are not supported")
@@ -68,14 +69,14 @@ def read_decoder(
 
 
 def with_frequency_factors(config: ModelConfig, factors: tuple[float, ...]) -> RopeScaling:
-    """The scaling of a file with a ``rope_freqs.weight`` tensor, GGUF's form of llama3 scaling.
+    """Return the scaling of a file with a ``rope_freqs.weight`` tensor: GGUF's llama3 scaling.
 
     Args:
-        config: as read from the metadata.
-        factors: the tensor's values, head_dim / 2 of them; each divides one frequency.
+        config: the configuration read from the metadata.
+        factors: the tensor's head_dim / 2 values; each divides one frequency.
 
     Raises:
-        CheckpointError: wrong length or values, or another scaling beside it.
+        CheckpointError: length or values are wrong, or the file states another scaling, too.
     """
     error = ConfigFields({}, SOURCE).error
     if config.rope_scaling.kind != "none":
@@ -114,7 +115,7 @@ def _read_windows(fields: ConfigFields) -> tuple[int | None, tuple[int, ...] | N
     layers = fields.size("block_count")
     if not isinstance(pattern, list) or len(pattern) != layers:
         raise fields.error(
-            f"'attention.sliding_window_pattern' must be a list of {layers} flags, one a layer"
+            f"'attention.sliding_window_pattern' must be a list of {layers} flags, one per layer"
         )
     windowed = tuple(i for i, flag in enumerate(pattern) if flag)
     if not windowed:
@@ -135,7 +136,7 @@ def _read_scaling(fields: ConfigFields) -> RopeScaling:
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)
     if kind == "yarn":
-        # llama.cpp multiplies YaRN's own attention factor with the file's.
+        # llama.cpp multiplies YaRN's own attention factor by the file's.
         own = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         return RopeScaling(
             kind="yarn",
@@ -151,7 +152,7 @@ def _read_scaling(fields: ConfigFields) -> RopeScaling:
 
 
 def token_ids(metadata: Mapping[str, object]) -> tuple[int | None, tuple[int, ...]]:
-    """BOS id and end ids (end of sequence, of turn, of message), without repeats."""
+    """Return the BOS id and the end ids (of sequence, turn and message) without repeats."""
     fields = ConfigFields(metadata, SOURCE, "tokenizer.ggml.")
     bos = fields.token_ids("bos_token_id")
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")

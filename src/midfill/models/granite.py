@@ -23,7 +23,7 @@ def _from_huggingface(fields: ConfigFields) -> ModelConfig:
 
 
 def _from_gguf(fields: ConfigFields, shapes: Shapes) -> ModelConfig:
-    # GGUF leaves out the scalars that are not set; scores then get the usual head_dim ** -0.5.
+    # GGUF omits scalars that are not set; scores then get the usual factor head_dim ** -0.5.
     return replace(
         gguf_config.read_decoder(fields, shapes, "granite"),
         embedding_multiplier=fields.number("embedding_scale", 1.0),

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config.json: the fields that all decoder families share."""
+"""A Hugging Face config.json: the fields that all decoder families share."""
 
 from collections.abc import Mapping
 
@@ -32,12 +32,16 @@ def read_decoder(
     epsilon: float = 1e-6,
     tied_embeddings: bool = False,
 ) -> ModelConfig:
-    """The part of a config.json that all families write alike.
+    """Read the part of a config.json that all families write alike.
 
-    The keyword arguments are what transformers assumes for a key that is not there.
+    Args:
+        fields: the content of config.json.
+        family: name of the family for the ModelConfig.
+        activation, epsilon, tied_embeddings: what transformers assumes for missing keys.
+        epsilon_key: key of the norm's epsilon.
 
     Raises:
-        CheckpointError: a field is missing, malformed or asks for what midfill can't compute.
+        CheckpointError: a field is missing, malformed or asks for something unsupported.
     """
     _reject_unsupported(fields)
     hidden = fields.size("hidden_size")
@@ -67,10 +71,10 @@ def read_decoder(
 def read_layer_windows(
     fields: ConfigFields, layers: int
 ) -> tuple[int | None, tuple[int, ...] | None]:
-    """Sliding window and the layers that use it, as Qwen states them.
+    """Read the sliding window and the layers that use it, as Qwen states them.
 
-    ``layer_types`` names each layer's kind; older files give ``max_window_layers`` instead, the
-    number of layers at the bottom that see everything.
+    ``layer_types`` names each layer's kind. Older files give ``max_window_layers`` instead: the
+    number of first layers that see everything.
 
     Returns:
         ``ModelConfig.sliding_window`` and ``ModelConfig.windowed_layers``.
@@ -115,9 +119,9 @@ def _read_activation(fields: ConfigFields, default: str) -> Activation:
 
 
 def _read_rope(fields: ConfigFields) -> tuple[float, RopeScaling, int]:
-    """theta, scaling and context length, in transformers 5's spelling or the older one.
+    """Read theta, scaling and context length, in the spelling of transformers 5 or older.
 
-    transformers 5 writes ``rope_parameters`` with theta and type inside; before that there were
+    transformers 5 writes ``rope_parameters`` with theta and type inside. Older versions write
     ``rope_theta`` and ``rope_scaling``.
     """
     positions = fields.size("max_position_embeddings")
@@ -135,8 +139,8 @@ def _read_rope(fields: ConfigFields) -> tuple[float, RopeScaling, int]:
     if kind == "none":
         return theta, RopeScaling(), positions
     scaling = _read_scaling(kind, rope, fields, positions)
-    # Dynamic scaling and YaRN stretch the context they were given; linear and llama3 files state
-    # the stretched length.
+    # Dynamic scaling and YaRN extend the stated context; linear and llama3 files state the
+    # extended length.
     if kind == "dynamic":
         return theta, scaling, int(positions * scaling.factor)
     if kind == "yarn":
@@ -166,7 +170,7 @@ def _read_scaling(
             kind=kind,
             factor=_positive(rope, "factor", positions / original),
             original_context=original,
-            # transformers takes 0 for "not given" here.
+            # transformers treats 0 as "not given" here.
             beta_fast=rope.number("beta_fast", 32.0) or 32.0,
             beta_slow=rope.number("beta_slow", 1.0) or 1.0,
             attention_factor=rope.optional_number("attention_factor"),

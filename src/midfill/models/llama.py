@@ -1,4 +1,4 @@
-"""Llama: SmolLM2, CodeLlama, DeepSeek-Coder, Granite Code and everything else of its shape."""
+"""Llama: SmolLM2, CodeLlama, DeepSeek-Coder, Granite Code and others of the same architecture."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window over all layers. (Its GGUF files call themselves llama.)"""
+"""Mistral: Llama with a sliding window in all layers. (Its GGUF files use the name llama.)"""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from midfill.models.family import LLAMA_MODULES, Family
 
 
 def _from_huggingface(fields: ConfigFields) -> ModelConfig:
-    # A null says that there is no window; without the key transformers assumes 4096.
+    # null means no window; if the key is missing, transformers assumes 4096.
     no_window = fields.states("sliding_window") and fields.get("sliding_window") is None
     window = None if no_window else fields.size("sliding_window", 4096)
     return replace(huggingface_config.read_decoder(fields, "mistral"), sliding_window=window)

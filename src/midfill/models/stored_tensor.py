@@ -1,4 +1,4 @@
-"""StoredTensor: a tensor as a checkpoint's file holds it."""
+"""StoredTensor: a tensor as a checkpoint's file stores it."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from gguf.quants import dequantize
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it lies in the file, not yet dequantised.
+    """A tensor as it is stored in the file, not yet dequantised.
 
     Attributes:
         name: canonical name.
@@ -18,7 +18,7 @@ class StoredTensor:
         kind: lower-case GGML type name: "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1",
             "q8_0", "q2_k" ... "q6_k", ...
         data: "f32": float32 of ``shape``; "f16": float16; "bf16": uint16 bit patterns of
-            ``shape``; quantised kinds: uint8 [rows, bytes a row], rows = prod(shape[:-1]),
+            ``shape``; quantised kinds: uint8 [rows, bytes per row], rows = prod(shape[:-1]),
             each row a sequence of GGML blocks. May be a read-only memory map.
     """
 
@@ -28,7 +28,7 @@ class StoredTensor:
     data: npt.NDArray[np.generic]
 
     def to_float32(self) -> npt.NDArray[np.float32]:
-        """Dequantise; returns float32 of ``shape`` (the data itself where it is float32)."""
+        """Dequantise; return float32 of ``shape`` (the data itself where it is float32)."""
         if self.kind == "f32":
             return self.data.astype(np.float32, copy=False)
         if self.kind == "f16":

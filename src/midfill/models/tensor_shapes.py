@@ -1,4 +1,4 @@
-"""Which tensors a model has: canonical names and shapes, derived from its ModelConfig."""
+"""The tensors of a model: canonical names and shapes, derived from its ModelConfig."""
 
 from midfill.models.config import ModelConfig
 
@@ -6,9 +6,9 @@ Shape = tuple[int, ...]
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Canonical name -> shape of every tensor a model of this configuration is made of.
+    """Return canonical name -> shape of every tensor of a model with this configuration.
 
-    The names are those of ``midfill.checkpoints.checkpoint``; a tied LM head is not listed.
+    The names are explained in ``midfill.checkpoints.checkpoint``. A tied LM head is not listed.
     """
     shapes: dict[str, Shape] = {"embed.weight": (config.vocab, config.hidden)}
     for layer in range(config.layers):

@@ -10,12 +10,12 @@ def require(what: str, libraries: Sequence[str], *, extra: str) -> None:
     """Check that libraries are installed, without importing them.
 
     Args:
-        what: needs them, for the message.
-        libraries: modules of an extra.
-        extra: its name.
+        what: the feature that needs them, for the message.
+        libraries: names of the modules.
+        extra: midfill's extra that installs them.
 
     Raises:
-        MidfillError: some are missing; says how to install them.
+        MidfillError: some are missing; the message says how to install them.
     """
     missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:

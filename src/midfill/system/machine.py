@@ -1,4 +1,4 @@
-"""What machine a measurement was taken on."""
+"""Description of the machine that a measurement was taken on."""
 
 import os
 import platform
@@ -10,14 +10,14 @@ from midfill.system.cores import available_threads
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The parts of a machine that decide speed.
+    """The properties of a machine that determine speed.
 
     Attributes:
-        processor: its name as the system tells it.
-        cores: cores this process may use, or as many as its quota of CPU time amounts to.
-        vector_features: the vector extensions that matter here.
-        memory_gib: main memory.
-        system: kernel and Python.
+        processor: the processor's name as the system reports it.
+        cores: cores this process may use, or fewer under a CPU quota.
+        vector_features: the relevant vector extensions.
+        memory_gib: main memory in GiB.
+        system: operating system, architecture and Python version.
     """
 
     processor: str
@@ -41,7 +41,7 @@ _FEATURES = (
 
 
 def describe_machine() -> Machine:
-    """Look at the machine this runs on."""
+    """Return the description of this machine."""
     fields: dict[str, str] = {}
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

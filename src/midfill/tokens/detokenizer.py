@@ -1,4 +1,4 @@
-"""Detokenizer: token ids to text as they come, never half a character."""
+"""Detokenizer: token ids to text as they arrive, never part of a character."""
 
 import codecs
 from collections.abc import Iterable
@@ -7,18 +7,18 @@ from midfill.tokens.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Turns one answer's tokens into text, piece by piece.
+    """Turns one answer's tokens into text incrementally.
 
-    A token may end inside a UTF-8 character; its bytes are held back until the rest comes. All
-    pieces together are exactly what ``Tokenizer.decode`` makes of all the tokens: bytes that are
-    not UTF-8 become U+FFFD at the same places.
+    A token may end inside a UTF-8 character; its bytes are held back until the rest arrives. All
+    texts together are exactly ``Tokenizer.decode`` of all tokens: bytes that are not UTF-8 become
+    U+FFFD at the same places.
 
     Args:
-        tokenizer: the model's.
-        skip: bytes to leave out at the start, which stand in the prompt already.
+        tokenizer: the model's tokenizer.
+        skip: bytes to leave out at the start because the prompt already contains them.
 
     Attributes:
-        skip: how many of them are still to come.
+        skip: bytes that are still to be left out.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: int = 0) -> None:
@@ -27,12 +27,12 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that is complete with these tokens; may be empty."""
+        """Add tokens, and return the text that they complete; it may be empty."""
         written = b"".join(map(self._tokenizer.token_bytes, token_ids))
         shown = written[self.skip :]
         self.skip -= len(written) - len(shown)
         return self._decoder.decode(shown)
 
     def flush(self) -> str:
-        """The rest at the answer's end: U+FFFD for a character that never got complete."""
+        """Return the rest at the answer's end: U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, rebuilt from its metadata (keys ``tokenizer.*``).
+"""The tokenizer of a GGUF file, built from its metadata (keys ``tokenizer.*``).
 
 Keys and their meaning: the GGUF specification in ggml's docs/gguf.md.
 """
@@ -21,7 +21,7 @@ _SPECIAL_NAMES = (
     *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
     *("prefix", "suffix", "middle"),
 )
-"""Keys ``tokenizer.ggml.*_token_id`` of control tokens. Padding and unknown are not among them:
+"""Keys ``tokenizer.ggml.*_token_id`` of control tokens. Padding and unknown are left out, since
 converters write ids of ordinary tokens there."""
 
 
@@ -37,10 +37,10 @@ class _TokenType(IntEnum):
 
 
 def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
-    """The tokenizer that a GGUF file describes.
+    """Build the tokenizer that a GGUF file describes.
 
     Raises:
-        CheckpointError: the description is missing, broken or of an unknown kind.
+        CheckpointError: the description is missing, malformed or of an unsupported kind.
     """
     reader = _Reader(metadata)
     kind = reader.text("model")
@@ -64,12 +64,12 @@ def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 def _build_byte_level(reader: "_Reader") -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte-level BPE (GPT-2's scheme); also returns whether BOS is added by default."""
+    """Build byte-level BPE (GPT-2's scheme); also return whether BOS is added by default."""
     name = reader.text("pre")
     if name not in PRE_TOKENIZERS:
         reader.fail("pre", f"{name!r} is not a split midfill knows ({', '.join(PRE_TOKENIZERS)})")
     split = PRE_TOKENIZERS[name]
-    # The first character of a merge can't be the space that separates its two halves.
+    # The space that separates a merge's halves is never its first character.
     merges = [
         (merge[: merge.find(" ", 1)], merge[merge.find(" ", 1) + 1 :])
         for merge in reader.texts("merges")
@@ -84,11 +84,11 @@ def _build_byte_level(reader: "_Reader") -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _build_sentencepiece(reader: "_Reader") -> tuple[tokenizers.Tokenizer, bool]:
-    """SentencePiece BPE (Llama 2's scheme) in the form transformers gives it.
+    """Build SentencePiece BPE (Llama 2's scheme) as transformers does; add BOS by default.
 
-    SentencePiece merges the neighbours that make the best-scored piece. As BPE merges that is
-    every way to put a piece together from two others, best score first. The two differ only
-    where one piece can be put together in several ways at once.
+    SentencePiece merges the neighbours that form the best-scored piece. As BPE merges, these are
+    all ways to form a piece from two others, best score first. The two schemes differ only where
+    one piece can be formed in several ways at once.
     """
     vocabulary = reader.ordinary_tokens()
     scores = reader.numbers("scores")
@@ -120,14 +120,14 @@ def _build_sentencepiece(reader: "_Reader") -> tuple[tokenizers.Tokenizer, bool]
 
 
 def _halves(piece: str, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """All ways to cut a piece into two others, in the order of their ids."""
+    """Return all ways to split a piece into two others, in the order of their ids."""
     cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
     found = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
     return sorted(found, key=lambda halves: (vocabulary[halves[0]], vocabulary[halves[1]]))
 
 
 class _Reader:
-    """Typed reading of the ``tokenizer.ggml.*`` keys; its errors name the key."""
+    """Typed reading of the ``tokenizer.ggml.*`` keys; errors name the key."""
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
@@ -153,7 +153,7 @@ class _Reader:
         return value
 
     def numbers(self, key: str) -> Sequence[float]:
-        """A list of numbers, one a token."""
+        """Return a list of numbers, one per token."""
         value = self._value(key)
         if not isinstance(value, list) or not all(isinstance(v, int | float) for v in value):
             self.fail(key, "must be a list of numbers")
@@ -168,7 +168,7 @@ class _Reader:
         return value
 
     def token_id(self, key: str) -> int | None:
-        """A token id; None when it is missing or, as some converters write it, out of range."""
+        """Return a token id; None if it is missing or (as some converters write) out of range."""
         value = self._metadata.get(_PREFIX + key)
         if value is None:
             return None
@@ -177,7 +177,7 @@ class _Reader:
         return value if 0 <= value < len(self.tokens) else None
 
     def ordinary_tokens(self) -> dict[str, int]:
-        """Piece -> id of those that text may be merged into."""
+        """Return piece -> id of the pieces that text may be merged into."""
         special = self._special_ids()
         return {
             token: token_id
@@ -186,7 +186,7 @@ class _Reader:
         }
 
     def unknown_token(self) -> str | None:
-        """The piece for what no other piece covers."""
+        """Return the piece that stands for uncovered text, None if there is none."""
         named = self.token_id("unknown_token_id")
         if named is not None:
             return self.tokens[named]
@@ -194,7 +194,7 @@ class _Reader:
         return next(unknown, None)
 
     def added_tokens(self) -> list[AddedToken]:
-        """The tokens that come of no merge: control tokens and those a user defined."""
+        """Return the tokens that no merge creates: control tokens and user-defined ones."""
         special = self._special_ids()
         control = {_TokenType.CONTROL, _TokenType.UNKNOWN}
         added = []
@@ -206,8 +206,8 @@ class _Reader:
         return added
 
     def bpe(self, merges: list[tuple[str, str]], **options: object) -> models.BPE:
-        """The BPE model over all tokens."""
-        # The library panics over merges that do not fit, past every except clause.
+        """Return the BPE model over all tokens."""
+        # The library panics on merges that do not fit; no except clause catches that.
         for left, right in merges:
             parts = (left, right, left + right)
             if not (left and right and all(part in self.vocabulary for part in parts)):
@@ -218,13 +218,13 @@ class _Reader:
             self.fail("merges", f"do not fit the vocabulary: {error}")
 
     def _special_ids(self) -> Collection[int]:
-        """Ids that are special by spelling or because a key names them as such."""
+        """Return ids that are special by their spelling or because a key names them."""
         named = {self.token_id(f"{name}_token_id") for name in _SPECIAL_NAMES}
         spelled = {i for token, i in self.vocabulary.items() if looks_like_control(token)}
         return spelled | {token_id for token_id in named if token_id is not None}
 
     def _is_unused(self, token_id: int) -> bool:
-        """Whether a token only fills the vocabulary up to the embedding's size."""
+        """Return whether a token only pads the vocabulary to the embedding's size."""
         kind = self._types[token_id]
         return kind == _TokenType.UNUSED or self.tokens[token_id] == f"[PAD{token_id}]"
 

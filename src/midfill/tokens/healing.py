@@ -1,27 +1,27 @@
-"""Token healing: going on from the middle of a word as if the word had been tokenised whole.
+"""Token healing: continue an unfinished word as if it had been tokenised whole.
 
-A caret inside a word cuts the text in the middle of what would be one token: after ``pri`` a model
-rarely goes on with ``nt``, since it never saw these tokens side by side. Healing takes the last
-tokens of the prompt back and lets the model write them again: the answer has to begin with exactly
-their bytes and is free after that, so ``pri`` becomes ``print``. The bytes the client has already
-are then left out of the answer. (Known from Microsoft's guidance library, 2023.)
+A caret inside a word splits the text in the middle of what would be one token. After ``pri`` a
+model rarely continues with ``nt``, since it never saw these tokens side by side. Healing removes
+the last tokens of the prompt and lets the model write them again. The answer must begin with
+exactly their bytes and is free after that, so ``pri`` becomes ``print``. The bytes that the client
+already has are then left out of the answer. (Known from Microsoft's guidance library, 2023.)
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MOST_TOKENS = 4
-_MOST_BYTES = 32
+_MAX_TOKENS = 4  # removed from a prompt
+_MAX_BYTES = 32  # of the removed tokens together
 
 
 @dataclass(frozen=True, slots=True)
 class Healing:
-    """What was taken back from a prompt.
+    """The tokens removed from a prompt's end.
 
     Attributes:
-        removed: how many of the prompt's last tokens.
-        required: the bytes they stood for; the answer has to begin with them.
+        removed: their number.
+        required: the bytes they stand for; the answer must begin with them.
     """
 
     removed: int
@@ -29,14 +29,13 @@ class Healing:
 
 
 class TokenTrie:
-    """Which tokens continue which bytes. The vocabulary's trie, kept as its sorted leaves.
+    """The vocabulary's trie over bytes, stored as its sorted leaves.
 
-    Tokens that begin with some bytes stand next to each other in sorted order, so a subtree is a
-    slice, and looking one up takes two binary searches.
+    Tokens that begin with the same bytes are adjacent in sorted order. A subtree is therefore a
+    slice, and two binary searches find it.
 
     Args:
-        token_bytes: what each token stands for, by id; b"" for tokens that stand for no text
-            (they are never allowed).
+        token_bytes: bytes of each token by id; b"" for tokens without text (never allowed).
     """
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
@@ -48,36 +47,36 @@ class TokenTrie:
         self._bytes = [token_bytes[token_id] for token_id in self._ids]
 
     def beginning_with(self, start: bytes) -> list[int]:
-        """Ids of all tokens whose bytes begin with ``start``."""
+        """Return the ids of all tokens whose bytes begin with ``start``."""
         low, high = self._range(start)
         return self._ids[low:high]
 
     def spelling(self, text: bytes) -> list[int]:
-        """Ids of all tokens whose bytes are exactly ``text``."""
+        """Return the ids of all tokens whose bytes are exactly ``text``."""
         low, high = bisect_left(self._bytes, text), bisect_left(self._bytes, text + b"\0")
         return self._ids[low:high]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for."""
+        """Return the bytes a token stands for."""
         return self._token_bytes[token_id]
 
     def back_off(self, token_ids: Sequence[int], fixed: int = 0) -> Healing:
-        """The tokens at a prompt's end that a longer token might have swallowed.
+        """Return the tokens at a prompt's end that could be part of one longer token.
 
-        As many of the last tokens as together are the beginning of one longer token, at most
-        four; none if the text before the caret can only end where it does.
+        These are as many of the last tokens as together begin a longer token, at most four. There
+        are none if no token continues the text before the caret.
 
         Args:
             token_ids: the prompt, or the last segment's tokens.
-            fixed: how many of its first tokens must stay (sentinels, earlier segments).
+            fixed: number of first tokens that must stay (sentinels, earlier segments).
         """
         best = Healing(0, b"")
         text = b""
-        last = range(len(token_ids) - 1, max(fixed, len(token_ids) - _MOST_TOKENS) - 1, -1)
+        last = range(len(token_ids) - 1, max(fixed, len(token_ids) - _MAX_TOKENS) - 1, -1)
         for removed, place in enumerate(last, 1):
             piece = self._token_bytes[token_ids[place]]
             text = piece + text
-            if not piece or len(text) > _MOST_BYTES:
+            if not piece or len(text) > _MAX_BYTES:
                 break
             if len(self.beginning_with(text)) > len(self.spelling(text)):
                 best = Healing(removed, text)
@@ -92,15 +91,15 @@ class TokenTrie:
 
 
 class HealingConstraint:
-    """Which tokens an answer may go on with until it has written the required bytes.
+    """The tokens an answer may continue with until it has written the required bytes.
 
     Exact: a token is allowed if and only if some sequence of tokens begins with it and spells
     text that begins with the bytes still required.
 
     Args:
-        trie: of the vocabulary.
-        required: what the answer has to begin with.
-        forbidden: ids of tokens that may not help to write it (those that would end the answer).
+        trie: the vocabulary's trie.
+        required: bytes that the answer must begin with.
+        forbidden: ids of tokens that may not be used for it (those that would end the answer).
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class HealingConstraint:
         self._forbidden = forbidden
         self._written = 0
         length = len(required)
-        # From which positions of the required bytes the rest can be written at all.
+        # Whether the rest of the required bytes can be written from each position.
         self._open = [False] * length + [True]
         for start in range(length - 1, -1, -1):
             self._open[start] = bool(self._usable(trie.beginning_with(required[start:]))) or any(
@@ -121,16 +120,16 @@ class HealingConstraint:
 
     @property
     def satisfied(self) -> bool:
-        """Whether the answer is free from here on."""
+        """Whether the answer is unconstrained from here on."""
         return self._written >= len(self._required)
 
     @property
     def possible(self) -> bool:
-        """Whether the vocabulary can write the bytes that are still required."""
+        """Whether the vocabulary can spell the bytes that are still required."""
         return self._open[min(self._written, len(self._required))]
 
     def allowed(self) -> list[int] | None:
-        """Ids allowed next, in no particular order; None if all are."""
+        """Return the ids allowed next, in no particular order; None if all are."""
         return None if self.satisfied else self._allowed_at(self._written)
 
     def _allowed_at(self, start: int) -> list[int]:
@@ -142,11 +141,11 @@ class HealingConstraint:
         return self._usable(ids)
 
     def spelling(self) -> list[tuple[int, bool]]:
-        """The likely way to write what is still required: the longest token at each place.
+        """Return the likely tokens for what is still required: the longest one at each place.
 
         Returns:
-            (token id, whether no other is allowed there) as far as they write nothing else; a
-            token that goes on behind the required bytes only where no other is allowed.
+            (token id, whether no other is allowed there), as long as they write nothing else. A
+            token that extends beyond the required bytes is included only if no other is allowed.
         """
         tokens = list[tuple[int, bool]]()
         start, length = self._written, len(self._required)
@@ -167,14 +166,14 @@ class HealingConstraint:
         return tokens
 
     def advance(self, written: bytes) -> None:
-        """Take note of the bytes of the token that was chosen.
+        """Record the bytes of the token that was chosen.
 
         Raises:
-            ValueError: it was not allowed.
+            ValueError: the token was not allowed.
         """
         rest = self._required[self._written :]
         if rest and not (written and (written.startswith(rest) or rest.startswith(written))):
-            raise ValueError(f"{written!r} does not go on with {rest!r}")
+            raise ValueError(f"{written!r} does not continue {rest!r}")
         self._written += len(written)
 
     def _usable(self, ids: list[int]) -> list[int]:

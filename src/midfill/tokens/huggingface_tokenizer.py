@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face folder: tokenizer.json and what the files beside it add.
+"""The tokenizer of a Hugging Face folder: tokenizer.json and the files beside it.
 
-tokenizer.json defines the ids; which tokens begin and end a sequence stands in
-tokenizer_config.json, generation_config.json and config.json.
+tokenizer.json defines the ids. tokenizer_config.json, generation_config.json and config.json say
+which tokens begin and end a sequence.
 """
 
 import json
@@ -16,7 +16,7 @@ from midfill.tokens.tokenizer import Tokenizer
 
 
 def load_folder(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder.
+    """Load the tokenizer of a model folder.
 
     Raises:
         CheckpointError: tokenizer.json is missing or a file is broken.
@@ -44,10 +44,10 @@ def load_folder(folder: Path) -> Tokenizer:
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, object]:
-    """A JSON object from a file; {} for a missing file when it is optional.
+    """Read a JSON object from a file; {} for a missing file if it is optional.
 
     Raises:
-        CheckpointError: missing, unreadable or no JSON object.
+        CheckpointError: the file is missing, unreadable or no JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -74,14 +74,14 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library panics over some files, which is no Exception
+    except BaseException as error:  # the library panics on some files, which is no Exception
         raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
 
 
 def _add_listed_tokens(
     backend: tokenizers.Tokenizer, settings: Mapping[str, object], folder: Path
 ) -> None:
-    """Add what only tokenizer_config.json lists, as transformers does."""
+    """Add the tokens that only tokenizer_config.json lists, as transformers does."""
     listed = settings.get("added_tokens_decoder")
     known_texts = {token.content for token in backend.get_added_tokens_decoder().values()}
     entries = listed if isinstance(listed, Mapping) else {}
@@ -101,13 +101,13 @@ def _add_listed_tokens(
     named = [settings.get("bos_token"), settings.get("eos_token")]
     named += more if isinstance(more, list) else []
     texts = {text for text in map(_content, named) if text is not None} - known_texts
-    # Only pieces of the vocabulary: a new id would be a row the embedding does not have.
+    # Only pieces of the vocabulary: the embedding has no row for a new id.
     pieces = sorted(text for text in texts if backend.token_to_id(text) is not None)
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in pieces])
 
 
 def _content(token: object) -> str | None:
-    """A token's text: a string, or an object with ``content``."""
+    """Return the text of a token given as a string or as an object with ``content``."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) and text else None
 
@@ -118,7 +118,7 @@ def _token_id(backend: tokenizers.Tokenizer, token: object) -> int | None:
 
 
 def _ids_in_config(folder: Path, key: str) -> Iterator[int]:
-    """Token ids under a key of generation_config.json and config.json, one or a list of them."""
+    """Yield the token ids (one or a list) under a key of generation_config.json and config.json."""
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name, optional=True).get(key)
         for token_id in value if isinstance(value, list) else [value]:
@@ -127,7 +127,7 @@ def _ids_in_config(folder: Path, key: str) -> Iterator[int]:
 
 
 def _chat_template(folder: Path, settings: Mapping[str, object]) -> str | None:
-    """chat_template.jinja, or the one in tokenizer_config.json (of several, the default one)."""
+    """Return chat_template.jinja, or the (default) template in tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

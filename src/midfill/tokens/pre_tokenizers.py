@@ -1,8 +1,8 @@
 """Pre-tokenizers by the names GGUF files give them: how text is split before BPE merges it.
 
-GGUF stores a vocabulary and its merges but only the name of the split
-(``tokenizer.ggml.pre``). The rules are those of the models' own tokenizer.json files; the names
-are llama.cpp's. To add one, add an entry.
+GGUF stores a vocabulary and its merges, but only the name of the split (``tokenizer.ggml.pre``).
+The rules are those of the models' own tokenizer.json files. The names are llama.cpp's. To add one,
+add an entry.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ class PreTokenizer:
     """One way to split text into the words that BPE works on.
 
     Attributes:
-        patterns: regular expressions (Oniguruma), one after another; every match becomes a word
-            of its own, and so does what lies between matches.
-        digits: every digit is a word of its own; comes after ``patterns``.
-        gpt2: GPT-2's split comes last.
-        nfc: text is normalised to Unicode's composed form first.
-        whole_words: a word that is in the vocabulary is taken as it is, whatever the merges say.
-        add_bos: what holds when the file does not say whether prompts begin with BOS.
+        patterns: regular expressions (Oniguruma), applied in order; every match becomes a word,
+            and so does the text between matches.
+        digits: whether every digit is a word; applied after ``patterns``.
+        gpt2: whether GPT-2's split is applied last.
+        nfc: whether text is first normalised to Unicode's composed form.
+        whole_words: whether a word in the vocabulary is one token whatever the merges say.
+        add_bos: whether prompts begin with BOS if the file doesn't say.
     """
 
     patterns: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class PreTokenizer:
     add_bos: bool = False
 
     def build(self) -> library.PreTokenizer:
-        """The splitter, the step to byte-level characters included."""
+        """Return the splitter, including the step to byte-level characters."""
         steps: list[library.PreTokenizer] = [
             library.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns
         ]
@@ -45,7 +45,7 @@ class PreTokenizer:
 
 
 def _cl100k(digits: str) -> str:
-    """The pattern GPT-4's cl100k_base made popular; ``digits`` is what a number's word may be."""
+    """Return the pattern of GPT-4's cl100k_base; ``digits`` matches a word of digits."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
         + digits

@@ -1,8 +1,8 @@
-"""Pieces to bytes: what the entries of a vocabulary stand for, by the vocabulary's own spelling.
+"""Pieces to bytes: the bytes that the entries of a vocabulary stand for.
 
-Two spellings are in use. *Byte-level* BPE (Radford et al., 2019, GPT-2) writes every byte as one
-printable character. *SentencePiece* (Kudo and Richardson, 2018) writes text as it is, a space as
-U+2581 and a byte no piece covers as ``<0xNN>``.
+Two spellings of pieces are in use. *Byte-level* BPE (Radford et al., 2019, GPT-2) writes every byte
+as one printable character. *SentencePiece* (Kudo and Richardson, 2018) writes text as it is, a
+space as U+2581, and a byte that no piece covers as ``<0xNN>``.
 """
 
 import json
@@ -17,7 +17,7 @@ _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """The function from piece to bytes that fits a tokenizer's vocabulary."""
+    """Return the function from piece to bytes for a tokenizer's vocabulary."""
     kinds = {step["type"] for part in _parts(backend) for step in _steps(part)}
     if "ByteLevel" in kinds:
         return byte_level_bytes
@@ -27,7 +27,7 @@ def piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
 
 
 def byte_level_bytes(piece: str) -> bytes:
-    """Bytes of a byte-level piece; added tokens that are no such piece stand for their text."""
+    """Return the bytes of a byte-level piece; any other added token stands for its text."""
     try:
         return bytes([_BYTE_OF[character] for character in piece])
     except KeyError:
@@ -35,7 +35,7 @@ def byte_level_bytes(piece: str) -> bytes:
 
 
 def sentencepiece_bytes(piece: str) -> bytes:
-    """Bytes of a SentencePiece piece."""
+    """Return the bytes of a SentencePiece piece."""
     byte = _BYTE_PIECE.fullmatch(piece)
     if byte is not None:
         return bytes([int(byte[1], 16)])
@@ -43,7 +43,7 @@ def sentencepiece_bytes(piece: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte. Printable Latin-1 stands for itself, the rest follow from U+0100 on."""
+    """Return character -> byte. Printable Latin-1 stands for itself, the rest from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {chr(byte): byte for byte in printable}
@@ -55,7 +55,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _parts(backend: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
-    # A decoder says it all; a tokenizer without one is judged by how it splits.
+    # A decoder decides; a tokenizer without one is judged by how it splits.
     for part in (backend.decoder, backend.pre_tokenizer, backend.normalizer):
         if part is not None:
             yield json.loads(part.__getstate__())
@@ -63,7 +63,7 @@ def _parts(backend: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
 
 
 def _steps(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a decoder, pre-tokenizer or normalizer, sequences taken apart."""
+    """Yield the steps of a decoder, pre-tokenizer or normalizer, with sequences flattened."""
     if part["type"] != "Sequence":
         yield part
         return

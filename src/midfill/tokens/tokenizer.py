@@ -1,7 +1,7 @@
 """Tokenizer: text to token ids and back, exactly as the model's own tokenizer does it.
 
-The work is done by the ``tokenizers`` library. What this file adds: special tokens that are parsed
-only when asked for, the exact bytes of every token, and errors a client can act on.
+The ``tokenizers`` library does the work. This file adds special tokens that are parsed only on
+request, the exact bytes of every token, and errors that a client can act on.
 """
 
 import json
@@ -29,15 +29,16 @@ _END_TOKENS = (
     "<|EOT|>",
     "<｜end▁of▁sentence｜>",  # noqa: RUF001 (DeepSeek's own spelling)
 )
-"""Tokens that end a text or a turn in every model that has them. Checkpoints often name one of
-theirs only, so an instruct model that ends a plain text would run on; llama.cpp does the same."""
+"""Tokens that end a text or a turn in every model that has them. Checkpoints often name only one of
+them, and an instruct model that ends a plain text would then not stop. llama.cpp has such a list,
+too."""
 
 _FIM_TOKENS = ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>")
 _CONTROL = re.compile(r"<\|.*\|>|<｜.*｜>", re.DOTALL)  # noqa: RUF001
 
 
 def looks_like_control(text: str) -> bool:
-    """Whether an added token's spelling says that it steers the model and stands for no text.
+    """Return whether an added token's spelling marks it as a control token, which has no text.
 
     Checkpoints do not always flag such tokens: Qwen's FIM sentinels are ordinary added tokens.
     GGUF converters decide by the same spellings.
@@ -46,7 +47,7 @@ def looks_like_control(text: str) -> bool:
 
 
 class Tokenizer:
-    """A model's tokenizer. Safe to use from many threads at once.
+    """A model's tokenizer. Thread-safe.
 
     *Added* tokens (``special_tokens``) are parsed from text only on request. Most of them are
     *control* tokens, which stand for no text (end of text, FIM sentinels); the others
@@ -54,11 +55,11 @@ class Tokenizer:
 
     Attributes:
         vocab_size: highest token id + 1; a model's embedding may have more rows.
-        bos_token_id: begins a sequence, or None.
+        bos_token_id: the token that begins a sequence; None if there is none.
         add_bos: whether prompts of this model begin with it; ``encode`` itself never adds it.
         eos_token_ids: tokens that end an answer.
-        chat_template: Jinja source, or None.
-        special_tokens: every added token's text -> id.
+        chat_template: Jinja source; None if there is none.
+        special_tokens: text -> id of every added token.
     """
 
     def __init__(
@@ -70,12 +71,12 @@ class Tokenizer:
         eos_token_ids: Iterable[int] = (),
         chat_template: str | None = None,
     ) -> None:
-        """Wrap a complete tokenizer, which from now on belongs to this object.
+        """Wrap a complete tokenizer; this object takes ownership of it.
 
         Args:
-            backend: with all its added tokens.
-            bos_token_id, add_bos, eos_token_ids, chat_template: see the class; end tokens with
-                well-known names are found without being listed.
+            backend: the tokenizer with all its added tokens.
+            bos_token_id, add_bos, eos_token_ids, chat_template: see the class. End tokens with
+                well-known names need not be listed.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -103,19 +104,19 @@ class Tokenizer:
         self._unwanted_ids = frozenset(added) - {_unknown_token_id(backend)}
 
     def save(self, path: Path) -> None:
-        """Write it as a Hugging Face tokenizer.json."""
+        """Write a Hugging Face tokenizer.json."""
         self._parsing.save(str(path))
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Token ids of a text; BOS is never added.
+        """Return the token ids of a text; BOS is never added.
 
-        As in the model's own tokenizer, a byte the vocabulary has no token for is left out:
+        As in the model's own tokenizer, bytes without a token in the vocabulary are left out:
         SmolLM2's lacks six control characters and planes 4 to 11 of Unicode.
 
         Args:
             text: the text.
-            parse_special: True turns the text of added tokens into these tokens, as vLLM and
-                transformers do; False keeps it plain text, whatever it looks like.
+            parse_special: whether the text of added tokens is parsed as these tokens, as in vLLM
+                and transformers; otherwise it is plain text.
 
         Raises:
             InvalidRequestError: the text is not valid Unicode.
@@ -126,10 +127,10 @@ class Tokenizer:
         return self._encode_plain(text, self._plain)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Token ids of plain text that follows other text.
+        """Return the token ids of plain text that follows other text.
 
-        Differs from ``encode`` only where the tokenizer puts a space before a text's first word
-        (SentencePiece): here it doesn't, so the ids stand for exactly the text's bytes.
+        This differs from ``encode`` only where the tokenizer puts a space before a text's first
+        word (SentencePiece). No space is added here, so the ids stand for exactly the text's bytes.
 
         Raises:
             InvalidRequestError: the text is not valid Unicode.
@@ -138,11 +139,11 @@ class Tokenizer:
         return self._encode_plain(text, self._continuing)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids: control tokens are left out, invalid UTF-8 becomes U+FFFD."""
+        """Return the text of token ids, without control tokens; invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes a token stands for; b"" for control tokens and unused ids."""
+        """Return the exact bytes a token stands for; b"" for control tokens and unused ids."""
         known = self._bytes.get(token_id)
         if known is None:
             if not 0 <= token_id < self.vocab_size:
@@ -153,7 +154,7 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """A token for people to read: added tokens by name, lone bytes as ``\\xNN``."""
+        """Return a token in readable form: added tokens by name, lone bytes as ``\\xNN``."""
         if token_id not in self._control_ids:
             text = self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
             return text or f"<token {token_id}>"
@@ -163,12 +164,12 @@ class Tokenizer:
         ids = _ids(backend, text)
         if self._unwanted_ids.isdisjoint(ids):
             return ids
-        # A vocabulary that holds added tokens as ordinary pieces, too, finds them unparsed.
+        # If the vocabulary also holds added tokens as ordinary pieces, the model finds them there.
         head, *rest = self._split_special(text)
         return _ids(backend, head) + [i for part in rest for i in _ids(self._continuing, part)]
 
     def _split_special(self, text: str) -> list[str]:
-        """The text cut inside every spelled-out added token, so that none can come of it."""
+        """Split the text inside every spelled-out added token, so that none can result."""
         names = sorted((name for name in self.special_tokens if len(name) > 1), key=len)
         pattern = re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
         cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
@@ -198,7 +199,7 @@ def _unknown_token_id(backend: tokenizers.Tokenizer) -> int | None:
 def _without_added_tokens(
     backend: tokenizers.Tokenizer, *, keep_leading_space: bool
 ) -> tokenizers.Tokenizer:
-    """A tokenizer over the same model (shared, not copied) that parses no added tokens."""
+    """Return a tokenizer over the same model (shared, not copied) that parses no added tokens."""
     plain = tokenizers.Tokenizer(backend.model)
     normalizer, pre_tokenizer = backend.normalizer, backend.pre_tokenizer
     if not keep_leading_space:
@@ -218,7 +219,7 @@ def _without_added_tokens(
 
 
 def _without_leading_space(step: dict[str, Any]) -> dict[str, Any] | None:
-    """A normalizer's or pre-tokenizer's JSON without what puts a space before the text."""
+    """Return a normalizer's or pre-tokenizer's JSON without what adds a space before the text."""
     kind = step["type"]
     if kind == "Prepend":
         return None
