@@ -110,7 +110,7 @@ def test_tokens_without_text_are_never_allowed() -> None:
 def test_a_token_that_was_not_allowed_is_refused() -> None:
     constraint = HealingConstraint(TokenTrie([b"print", b"x", b""]), b"pri")
     for wrong in (b"x", b""):
-        with pytest.raises(ValueError, match="does not go on"):
+        with pytest.raises(ValueError, match="does not continue"):
             constraint.advance(wrong)
     constraint.advance(b"print")
     assert constraint.satisfied
