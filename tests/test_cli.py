@@ -101,7 +101,7 @@ def test_wrong_usage_exits_with_2(midfill: Command, arguments: list[str]) -> Non
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", ["serve", "generate x --model"])
+@pytest.mark.parametrize("command", ["serve --port 0", "generate x --model"])
 def test_a_model_that_isnt_there_is_one_line_and_1(midfill: Command, command: str) -> None:
     result = midfill(*command.split(), "./nowhere.gguf")
     assert result.status == 1
@@ -116,7 +116,7 @@ def test_a_truncated_model_is_one_line_and_1(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    for command in ("serve", "generate x --model"):
+    for command in ("serve --port 0", "generate x --model"):
         result = midfill(*command.split(), tmp_path)
         assert result.status == 1
         assert result.stderr.count("\n") == 1, result.stderr
@@ -172,7 +172,9 @@ def test_an_adapter_is_merged_or_left_out(midfill: Command, tiny_folder: Path, l
     assert adapted.stdout != plain.stdout
 
 
-@pytest.mark.parametrize("command", ["serve", "generate x --model", "complete FILE:1 --model"])
+@pytest.mark.parametrize(
+    "command", ["serve --port 0", "generate x --model", "complete FILE:1 --model"]
+)
 def test_an_adapter_that_doesnt_fit_is_one_line_and_1(
     midfill: Command, tiny_folder: Path, lora: Path, tmp_path: Path, command: str
 ) -> None:

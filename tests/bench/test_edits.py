@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from tiny_checkpoints import write_tiny
 
 from midfill.bench.clients import InProcessClient
 from midfill.bench.edits import layouts
@@ -327,17 +328,25 @@ class TestReport:
         assert report.tokens_computed["psm"] > 2 * pieces.tokens_computed["psm"]
 
 
-@pytest.mark.slow
-@pytest.mark.real_model
-def test_a_replay_against_a_model_computes_less_under_the_planner() -> None:
-    client = InProcessClient(DEFAULT_MODEL, None, None, Console(stderr=True))
+def check_replay(model: str, rounds: int) -> None:
+    client = InProcessClient(model, None, None, Console(stderr=True))
     try:
         results = asyncio.run(
-            replay_edits(client, rounds=8, output_tokens=2, names=("planner", "psm"))
+            replay_edits(client, rounds=rounds, output_tokens=2, names=("planner", "psm"))
         )
     finally:
         client.close()
     planner, psm = results["planner"], results["psm"]
-    assert planner.requests == psm.requests == 8
+    assert planner.requests == psm.requests == rounds
     assert planner.computed_tokens < psm.computed_tokens <= psm.prompt_tokens
     assert 0 < planner.ttft_seconds <= planner.ttft_p90_seconds <= planner.wall_seconds
+
+
+def test_a_replay_against_a_model_computes_less_under_the_planner(tmp_path: Path) -> None:
+    check_replay(str(write_tiny("llama", tmp_path, max_position_embeddings=16_384)), rounds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_a_replay_against_the_default_model_does_too() -> None:
+    check_replay(DEFAULT_MODEL, rounds=8)
