@@ -1,4 +1,4 @@
-"""CpuRunner: equal to transformers, and to itself bit for bit however a prompt is computed."""
+"""CpuRunner: equal to transformers, and bit for bit the same however a prompt is computed."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +14,8 @@ from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import KvDtype
 from midfill.errors import CheckpointError
 from midfill.forward.batch import ForwardBatch
-from midfill.kernels.cpu.cells import CellFormat
-from midfill.runners.cpu_runner import CpuRunner, choose_cell_format, slot_bytes
+from midfill.kernels.cpu.kv_cache import KVFormat
+from midfill.runners.cpu_runner import CpuRunner, choose_kv_format, slot_bytes
 from midfill.runners.packed_model import load_packed
 
 SLOTS = 400
@@ -127,12 +127,52 @@ def test_the_same_bits_chunked_warm_and_batched(runner: CpuRunner) -> None:
 
 def test_the_same_bits_layer_by_layer(runner: CpuRunner) -> None:
     ids = token_ids(40, seed=5)
-    work = batch([(ids, 0, scattered())])
-    whole = runner.forward(work).numpy().copy()
-    layers = runner.config.layers
-    for layer in range(layers):
-        logits = runner.run_layers(work, layer, layer + 1)
-    np.testing.assert_array_equal(logits, whole)
+    step = batch([(ids, 0, scattered())])
+    whole = runner.forward(step).numpy().copy()
+    hidden = runner.embed(step)
+    for layer in range(runner.config.layers):
+        hidden = runner.run_layers(step, hidden, layer, layer + 1)
+    np.testing.assert_array_equal(runner.compute_logits(step, hidden).numpy(), whole)
+
+
+def test_hidden_rows_belong_to_the_caller_whatever_else_runs_between_layers(
+    runner: CpuRunner,
+) -> None:
+    first, second = (
+        batch([(token_ids(count, seed=count), 0, scattered()[start : start + 60])])
+        for count, start in ((40, 0), (60, 100))
+    )
+    expected = [runner.forward(step).numpy().copy() for step in (first, second)]
+    hidden = [runner.embed(step) for step in (first, second)]
+    middle = runner.config.layers // 2
+    for start, end in ((0, middle), (middle, runner.config.layers)):
+        for step, rows in zip((first, second), hidden, strict=True):
+            runner.run_layers(step, rows, start, end)
+            runner.forward(batch([(token_ids(9), 0, scattered()[300:])]))
+    for step, rows, logits in zip((first, second), hidden, expected, strict=True):
+        np.testing.assert_array_equal(runner.compute_logits(step, rows).numpy(), logits)
+
+
+def test_rows_can_be_dropped_before_the_logits(runner: CpuRunner) -> None:
+    ids = token_ids(30, seed=11)
+    step = batch([(ids, 0, scattered())])
+    whole = runner.forward(step).numpy().copy()
+    hidden = runner.run_layers(step, runner.embed(step), 0, runner.config.layers)
+    last = batch([(ids[-1:], 29, scattered())])
+    logits = runner.compute_logits(last, hidden[[29]])
+    np.testing.assert_array_equal(logits.numpy(), whole[29:])
+
+
+def test_hidden_rows_that_do_not_fit_the_batch_are_refused(runner: CpuRunner) -> None:
+    step = batch([(token_ids(5), 0, scattered())])
+    width = runner.config.hidden
+    for rows in (
+        torch.zeros(4, width),
+        torch.zeros(5, width, dtype=torch.float64),
+        torch.zeros(width, 5).T,
+    ):
+        with pytest.raises(ValueError, match="hidden rows must be float32"):
+            runner.run_layers(step, rows, 0, 1)
 
 
 def test_threads_do_not_change_a_bit(llama: Checkpoint) -> None:
@@ -166,16 +206,16 @@ def test_rounded_kv_stays_close(llama: Checkpoint, kv_dtype: KvDtype, allowed: f
     ids = token_ids(50, seed=9)
     exact = CpuRunner(llama, slots=SLOTS, threads=1)
     rounded = CpuRunner(llama, slots=SLOTS, threads=1, kv_dtype=kv_dtype)
-    assert exact.cell_format == CellFormat.F32
+    assert exact.kv_format == KVFormat.F32
     a, b = (torch.from_numpy(run(r, ids, scattered(), [])) for r in (exact, rounded))
     assert 0 < divergence(a, b) < allowed
-    assert rounded.kv_bytes == SLOTS * slot_bytes(llama.config, CellFormat(kv_dtype))
+    assert rounded.kv_bytes == SLOTS * slot_bytes(llama.config, KVFormat(kv_dtype))
 
 
 def test_kv_is_rounded_by_default_where_weights_are(llama: Checkpoint) -> None:
-    assert choose_cell_format(llama, "auto", "auto") == CellFormat.F32
-    assert choose_cell_format(llama, "q4", "auto") == CellFormat.F16
-    assert choose_cell_format(llama, "q4", "f32") == CellFormat.F32
+    assert choose_kv_format(llama, "auto", "auto") == KVFormat.F32
+    assert choose_kv_format(llama, "q4", "auto") == KVFormat.F16
+    assert choose_kv_format(llama, "q4", "f32") == KVFormat.F32
 
 
 @pytest.mark.parametrize(("weights", "allowed"), [("q8", 0.02), ("q4", 1.0)])
@@ -190,7 +230,7 @@ def test_quantised_weights_stay_close(llama: Checkpoint, weights: str, allowed: 
 
 def test_memory_is_stated_in_bytes(llama: Checkpoint) -> None:
     runner = CpuRunner(llama, slots=100, threads=1)
-    assert runner.kv_bytes == 100 * slot_bytes(llama.config, CellFormat.F32)
+    assert runner.kv_bytes == 100 * slot_bytes(llama.config, KVFormat.F32)
     tensors = [llama.tensor(name).to_float32().nbytes for name in llama.names()]
     # Beside the checkpoint's weights only zero biases and the rotary tables are kept.
     assert sum(tensors) <= runner.weight_bytes < 1.5 * sum(tensors)
@@ -211,9 +251,9 @@ def test_packed_weights_are_made_once_and_a_damaged_cache_is_replaced(
     steps.clear()
     second = load_packed(llama, "q8", progress, tmp_path)
     assert not steps
-    np.testing.assert_array_equal(first.weights.qkv, second.weights.qkv)
-    # Else the kernels would be compiled twice: once for the first start, once for all others.
-    assert [numba.typeof(a) for a in first.weights] == [numba.typeof(a) for a in second.weights]
+    np.testing.assert_array_equal(first.weights.qkv.packed, second.weights.qkv.packed)
+    # Otherwise the kernels would be compiled twice: for the first start, and for all others.
+    assert numba.typeof(first.weights) == numba.typeof(second.weights)
 
     cached.write_bytes(whole[: len(whole) // 2])
     load_packed(llama, "q8", progress, tmp_path)

@@ -20,7 +20,7 @@ from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import KvDtype, WeightsOption
 from midfill.forward.batch import ForwardBatch
 from midfill.reporting.result_table import ResultTable
-from midfill.runners.cpu_runner import CpuRunner, choose_cell_format
+from midfill.runners.cpu_runner import CpuRunner, choose_kv_format
 from midfill.runners.packed_model import block_format
 from midfill.system.machine import Machine, describe_machine
 
@@ -211,7 +211,7 @@ def _summary(checkpoint: Checkpoint, variant: Variant, rows: list[_Rows]) -> Div
     return Divergence(
         variant=variant,
         weights=block_format(checkpoint, variant.weights).name,
-        kv=choose_cell_format(checkpoint, variant.weights, variant.kv).value,
+        kv=choose_kv_format(checkpoint, variant.weights, variant.kv).value,
         mean=float(divergence.mean()),
         median=float(np.median(divergence)),
         p99=float(np.quantile(divergence, 0.99)),

@@ -263,8 +263,10 @@ def _product(
     """Weights read once, and two operations a weight and row."""
     size = operations = seconds = 0.0
     for name in matrices:
-        stored = getattr(model.weights, name).nbytes
-        kind = WeightFormat(getattr(model.formats, name))
+        if name not in model.matrices:
+            continue
+        matrix = model.matrices[name]
+        stored, kind = matrix.packed.nbytes, WeightFormat(matrix.format)
         done = 2.0 * rows * stored * GROUP * PANEL / block_bytes(kind)
         exact = kind is WeightFormat.F32
         size += stored
@@ -277,7 +279,7 @@ def _attention(runner: CpuRunner, load: Load, roofline: Roofline) -> _Least:
     """K and V of the context read once; two products a query head, row and cached token."""
     config = runner.config
     context = load.context + (load.repeats / 2 if load.rows == 1 else load.rows / 2)
-    size = load.streams * context * slot_bytes(config, runner.cell_format)
+    size = load.streams * context * slot_bytes(config, runner.kv_format)
     pairs = load.streams * load.rows * context * config.layers * config.query_heads
     operations = 4.0 * pairs * config.head_dim
     seconds = max(size / roofline.bytes_per_second, operations / roofline.float32_per_second)

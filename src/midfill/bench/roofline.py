@@ -33,7 +33,7 @@ from midfill.kernels.cpu.simd import (
     splat,
     sum_lanes,
 )
-from midfill.kernels.cpu.team import Team
+from midfill.kernels.cpu.thread_pool import ThreadPool
 
 _BUFFER_BYTES = 512 * 2**20
 """Far more than any cache holds."""
@@ -71,7 +71,7 @@ def measure_roofline(threads: int) -> Roofline:
 
 def _best(threads: int, function: Callable[..., None], *arguments: Any) -> float:
     """Seconds of the fastest run of a kernel on every thread."""
-    team = Team(threads)
+    team = ThreadPool(threads)
     function(0, threads, team.sync, *arguments)  # compiles
     seconds = []
     for _ in range(_REPEATS):

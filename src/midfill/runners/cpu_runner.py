@@ -1,54 +1,68 @@
 """CpuRunner: the model on the CPU, through the compiled kernels."""
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import KvDtype, WeightsOption
 from midfill.forward.batch import ForwardBatch
-from midfill.kernels.cpu.attention import ITEM_FIELDS, TILE_ROWS, plan_attention, scratch_size
-from midfill.kernels.cpu.cells import CellFormat, allocate_cells, cell_bytes
-from midfill.kernels.cpu.clock import CLOCK_CELLS, PHASES
-from midfill.kernels.cpu.decoder import SOLO_ROWS, Batch, Cells, Workspace, forward
-from midfill.kernels.cpu.dots import ROUNDED_BYTES
+from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations
+from midfill.kernels.cpu.attention import (
+    TILE_FIELDS,
+    AttentionMetadata,
+    partial_rows,
+    plan_attention,
+    scratch_size,
+)
+from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
+from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS, Batch, Stages, Workspace, forward
+from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, entry_bytes
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
-from midfill.kernels.cpu.memory import aligned_zeros
+from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, panel_count
-from midfill.kernels.cpu.team import Team
+from midfill.kernels.cpu.softmax import SoftmaxSums
+from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.models.config import ModelConfig
+from midfill.runners.autotune import (
+    MEASURED_ROWS,
+    TileTable,
+    autotune_tile_rows,
+    default_tile_rows,
+)
 from midfill.runners.packed_model import PackedModel, block_format, load_packed
-from midfill.runners.tile_choice import MEASURED_ROWS, Plan, choose_tiles, even_plan
 from midfill.system.cores import available_threads
 from midfill.system.progress import Progress
 
 
-def slot_bytes(config: ModelConfig, cell_format: CellFormat) -> int:
-    """Bytes of one token's K and V in all layers."""
-    return config.layers * config.kv_heads * 2 * cell_bytes(cell_format, config.head_dim)
+def slot_bytes(config: ModelConfig, kv_format: KVFormat) -> int:
+    """Return the bytes of one token's K and V in all layers."""
+    return config.layers * config.kv_heads * 2 * entry_bytes(kv_format, config.head_dim)
 
 
-def choose_cell_format(checkpoint: Checkpoint, weights: WeightsOption, kv: KvDtype) -> CellFormat:
-    """The KV precision that ``kv`` means for a checkpoint whose weights are kept as ``weights``.
+def choose_kv_format(checkpoint: Checkpoint, weights: WeightsOption, kv: KvDtype) -> KVFormat:
+    """Return the KV format that option ``kv`` means for a checkpoint with such weights.
 
-    "auto" is float32 beside float32 weights, and float16 where weights are rounded anyway.
+    "auto" is float32 beside float32 weights, and float16 where weights are quantised.
     """
     if kv != "auto":
-        return CellFormat(kv)
+        return KVFormat(kv)
     exact = block_format(checkpoint, weights) is WeightFormat.F32
-    return CellFormat.F32 if exact else CellFormat.F16
+    return KVFormat.F32 if exact else KVFormat.F16
 
 
 class CpuRunner:
     """Implements ``forward.runner.Runner``.
 
-    Logits of a row are the same bit for bit whatever else is in the batch and however many
-    threads work on it.
+    A row's logits are the same bit for bit whatever else is in the batch, and on any number of
+    threads.
+
+    ``forward`` runs a whole step in one compiled call. ``embed``, ``run_layers`` and
+    ``compute_logits`` run it in parts, over hidden rows that the caller owns.
 
     Attributes:
-        config: the model's.
-        model: its weights.
-        cell_format: how KV is kept.
+        config: of the model.
+        model: the packed weights.
+        kv_format: how K and V are stored.
     """
 
     def __init__(
@@ -61,36 +75,38 @@ class CpuRunner:
         kv_dtype: KvDtype = "auto",
         progress: Progress | None = None,
     ) -> None:
-        """Load the weights, take the memory for ``slots`` slots and compile the kernels.
+        """Load the weights, allocate the KV cache and compile the kernels.
 
         Args:
-            kv_dtype: see ``choose_cell_format``.
+            checkpoint: the model.
+            slots: how many tokens' KV to make room for.
+            threads: that a step runs on; None is one per available core.
+            weights: see ``load_packed``.
+            kv_dtype: see ``choose_kv_format``.
+            progress: called with (stage, done, total).
 
         Raises:
             CheckpointError: see ``load_packed``.
         """
         self.config = checkpoint.config
         self.model: PackedModel = load_packed(checkpoint, weights, progress)
-        self._team = Team(threads or available_threads())
-        self.cell_format = choose_cell_format(checkpoint, weights, kv_dtype)
-        cells = self.config.layers * self.config.kv_heads * slots
-        keys, key_scales = allocate_cells(self.cell_format, cells, self.config.head_dim)
-        values, value_scales = allocate_cells(self.cell_format, cells, self.config.head_dim)
-        self._cells = Cells(keys, values, key_scales, value_scales)
+        self._pool = ThreadPool(threads or available_threads())
+        self.kv_format = choose_kv_format(checkpoint, weights, kv_dtype)
+        entries = self.config.layers * self.config.kv_heads * slots
+        self._kv_cache = KVCache.allocate(self.kv_format, entries, self.config.head_dim)
         self._slots = slots
-        self._clock = np.zeros((self._team.threads, CLOCK_CELLS), np.int64)
-        self._heights = even_plan(self.model)
-        self._rows = 0
-        self._outputs = 0
-        self._partials = 0
-        self._work = self._workspace(rows=SOLO_ROWS, outputs=1, partials=1)
+        self._clock = np.zeros((self._pool.threads, CLOCK_WIDTH), np.int64)
+        self._tile_rows = default_tile_rows(self.model)
+        self._rows, self._outputs, self._partials = MAX_SOLO_ROWS, 1, 1
+        self._hidden = self._allocate_hidden(self._rows)
+        self._workspace = self._allocate_workspace()
         if progress is not None:
             progress("compiling kernels", 0, 1)
         self._compile()
         if progress is not None:
             progress("compiling kernels", 1, 1)
         if slots >= MEASURED_ROWS:
-            self._heights[:] = choose_tiles(self.model, self.threads, self._time_tiles)
+            self._tile_rows[:] = autotune_tile_rows(self.model, self.threads, self._time_tiles)
 
     @property
     def slots(self) -> int:
@@ -98,132 +114,180 @@ class CpuRunner:
 
     @property
     def kv_bytes(self) -> int:
-        return sum(array.nbytes for array in self._cells)
+        return sum(array.nbytes for array in self._kv_cache)
 
     @property
     def weight_bytes(self) -> int:
         return self.model.weight_bytes
 
     @property
+    def description(self) -> str:
+        return f"CPU kernels, {self.threads} thread{'' if self.threads == 1 else 's'}"
+
+    @property
     def threads(self) -> int:
         """Threads that a step runs on."""
-        return self._team.threads
+        return self._pool.threads
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See ``Runner.forward``."""
-        return torch.from_numpy(self.run_layers(batch, 0, self.config.layers))
+        if batch.rows > len(self._hidden):
+            self._hidden = self._allocate_hidden(batch.rows)
+        hidden = self._hidden[: batch.rows]
+        self._run(batch, hidden, Stages(True, 0, self.config.layers, True))
+        return self._logits(len(batch.logit_rows))
 
-    def run_layers(self, batch: ForwardBatch, first: int, end: int) -> npt.NDArray[np.float32]:
-        """Run layers first <= i < end; see ``kernels.cpu.decoder.forward``.
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the tokens' embeddings: new hidden rows, float32 [rows, hidden]."""
+        hidden = self._allocate_hidden(batch.rows)
+        self._run(batch, hidden, Stages(True, 0, 0, False))
+        return torch.from_numpy(hidden)
 
-        Returns logits [outputs, vocab], which mean something only after the last layer. The
-        hidden rows stay in place for the next call.
+    def run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """Run layers first <= i < end, which write K and V of the batch's rows.
+
+        Args:
+            batch: the step.
+            hidden: float32 [rows, hidden], contiguous; updated in place.
+            first, end: the layers.
+
+        Returns:
+            ``hidden``.
+
+        Raises:
+            ValueError: ``hidden`` doesn't fit the batch.
         """
-        packed = self._plan(batch)
-        outputs = len(batch.logit_rows)
-        self._reserve(batch.rows, outputs, packed.partials)
-        model = self.model
-        self._team.run(
-            forward, model.shape, model.formats, model.weights, self._cells, packed, self._work,
-            first, end,
-        )  # fmt: skip
-        padded = panel_count(self.config.vocab) * PANEL
-        logits = self._work.logits[: outputs * padded].reshape(outputs, padded)
-        return logits[:, : self.config.vocab]
+        self._run(batch, self._checked(batch, hidden), Stages(False, first, end, False))
+        return hidden
 
-    def hidden(self, rows: int) -> npt.NDArray[np.float32]:
-        """The hidden rows [rows, hidden] as the last call left them; a view."""
-        return self._work.hidden[: rows * self.config.hidden].reshape(rows, self.config.hidden)
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [outputs, vocab] float32 of the rows that want them.
 
-    def phase_ticks(self) -> npt.NDArray[np.int64]:
-        """Ticks of every thread in every phase of all steps until now: int64 [threads, phases]."""
+        Args:
+            batch: the step.
+            hidden: float32 [rows, hidden], as the last layer left it.
+
+        Raises:
+            ValueError: ``hidden`` doesn't fit the batch.
+        """
+        self._run(batch, self._checked(batch, hidden), Stages(False, 0, 0, True))
+        return self._logits(len(batch.logit_rows))
+
+    def phase_ticks(self) -> Int64Array:
+        """Return each thread's ticks in each phase of all steps so far: [threads, phases]."""
         return self._clock[:, : len(PHASES)].copy()
 
     def close(self) -> None:
         """End the threads."""
-        self._team.close()
+        self._pool.close()
 
-    def _plan(self, batch: ForwardBatch) -> Batch:
+    def _run(self, batch: ForwardBatch, hidden: Float32Array, stages: Stages) -> None:
+        prepared = self._prepare(batch)
+        self._reserve(batch.rows, len(batch.logit_rows), prepared.attention.partials)
+        self._pool.run(
+            forward, self.model.config, self.model.weights, self._kv_cache, prepared,
+            hidden.reshape(-1), self._workspace, stages,
+        )  # fmt: skip
+
+    def _checked(self, batch: ForwardBatch, hidden: torch.Tensor) -> Float32Array:
+        """Return a view of hidden rows that a caller passed."""
+        shape = (batch.rows, self.config.hidden)
+        if hidden.shape != shape or hidden.dtype != torch.float32 or not hidden.is_contiguous():
+            raise ValueError(f"hidden rows must be float32, contiguous and of shape {shape}")
+        view: Float32Array = hidden.numpy()
+        return view
+
+    def _logits(self, outputs: int) -> torch.Tensor:
+        """Return a view of the logits [outputs, vocab] that the last call left."""
+        padded = panel_count(self.config.vocab) * PANEL
+        logits = self._workspace.logits[: outputs * padded].reshape(outputs, padded)
+        return torch.from_numpy(logits[:, : self.config.vocab])
+
+    def _prepare(self, batch: ForwardBatch) -> Batch:
+        """Return the batch as the kernels take it, its attention planned."""
         group = self.config.query_heads // self.config.kv_heads
-        items = np.zeros((batch.rows + 1, ITEM_FIELDS), np.int32)
-        tiles, partials = plan_attention(
-            batch.query_indptr, batch.kv_indptr, group, self.config.kv_heads, self._team.threads,
-            items,
-        )  # fmt: skip
+        tiles = np.zeros((batch.rows + 1, TILE_FIELDS), np.int32)
+        tile_count, partials = plan_attention(
+            batch.query_indptr, batch.kv_indptr, group, self.config.kv_heads, self.threads, tiles
+        )
+        attention = AttentionMetadata(
+            batch.query_indptr, batch.kv_indptr, batch.kv_slots, tiles, tile_count, partials
+        )
         return Batch(
-            batch.token_ids, batch.positions, batch.write_slots, batch.query_indptr,
-            batch.kv_indptr, batch.kv_slots, batch.logit_rows, items, tiles, partials,
-        )  # fmt: skip
+            batch.token_ids, batch.positions, batch.write_slots, batch.logit_rows, attention
+        )
 
     def _reserve(self, rows: int, outputs: int, partials: int) -> None:
         """Grow the workspace to hold a step of this size."""
         if rows <= self._rows and outputs <= self._outputs and partials <= self._partials:
             return
-        hidden = self.hidden(self._rows).copy()
-        self._work = self._workspace(
-            max(rows, self._rows), max(outputs, self._outputs), max(partials, self._partials)
-        )
-        self._work.hidden[: hidden.size] = hidden.reshape(-1)
+        self._rows = max(rows, self._rows)
+        self._outputs = max(outputs, self._outputs)
+        self._partials = max(partials, self._partials)
+        self._workspace = self._allocate_workspace()
 
-    def _workspace(self, rows: int, outputs: int, partials: int) -> Workspace:
-        config, threads = self.config, self._team.threads
-        self._rows, self._outputs, self._partials = rows, outputs, partials
+    def _allocate_hidden(self, rows: int) -> Float32Array:
+        return aligned_zeros((rows, self.config.hidden), np.float32)
+
+    def _allocate_workspace(self) -> Workspace:
+        config, threads = self.config, self._pool.threads
+        rows, outputs = self._rows, self._outputs
         attended = config.query_heads * config.head_dim
         group = config.query_heads // config.kv_heads
-        entries = partials * config.kv_heads * max(TILE_ROWS, group)
-        normed = max(rows, outputs, threads * SOLO_ROWS) * config.hidden
-
-        def floats(*shape: int) -> npt.NDArray[np.float32]:
-            return aligned_zeros(shape, np.float32)
-
-        coded = any(each != WeightFormat.F32 for each in self.model.formats)
-
-        def codes(size: int) -> npt.NDArray[np.uint8]:
-            return aligned_zeros(size // GROUP * ROUNDED_BYTES if coded else 0, np.uint8)
-
-        return Workspace(
-            hidden=floats(rows * config.hidden),
-            normed=floats(normed),
-            qkv=floats(rows * (attended + 2 * config.kv_heads * config.head_dim)),
-            attended=floats(rows * attended),
-            gated=floats(rows * config.ffn),
-            logits=floats(outputs * panel_count(config.vocab) * PANEL),
-            normed_codes=codes(normed),
-            attended_codes=codes(rows * attended),
-            gated_codes=codes(rows * config.ffn),
-            tiles=floats(threads, 2 * MAX_TILE_ROWS * PANEL),
-            attention=floats(threads, scratch_size(group, config.head_dim)),
-            partial_state=floats(entries * 2),
-            partial_sums=floats(entries * config.head_dim),
-            clock=self._clock,
-            heights=self._heights,
+        merged = partial_rows(self._partials, group, config.kv_heads)
+        quantized = any(
+            matrix.format != WeightFormat.F32 for matrix in self.model.matrices.values()
         )
 
-    def _time_tiles(self, plan: Plan) -> npt.NDArray[np.int64]:
-        """Ticks of every phase of the last two layers and the head over some rows.
+        def floats(*shape: int) -> Float32Array:
+            return aligned_zeros(shape, np.float32)
 
-        What it writes into the first slots nobody reads: a slot is written before it is read.
+        def activations(size: int) -> Activations:
+            blocks = size // GROUP * ACTIVATION_BLOCK_BYTES if quantized else 0
+            return Activations(floats(size), aligned_zeros(blocks, np.uint8))
+
+        return Workspace(
+            normed=activations(max(rows, outputs, threads * MAX_SOLO_ROWS) * config.hidden),
+            qkv=floats(rows * self.model.weights.qkv.outputs),
+            attended=activations(rows * attended),
+            gated=activations(rows * config.ffn),
+            logits=floats(outputs * panel_count(config.vocab) * PANEL),
+            products=floats(threads, 2 * MAX_TILE_ROWS * PANEL),
+            attention=floats(threads, scratch_size(group, config.head_dim)),
+            partials=SoftmaxSums(floats(merged * 2), floats(merged * config.head_dim)),
+            clock=self._clock,
+            tile_rows=self._tile_rows,
+        )
+
+    def _time_tiles(self, tile_rows: TileTable) -> Int64Array:
+        """Return the ticks of each phase of the last two layers and the head over some rows.
+
+        The first slots are overwritten. Nobody reads them: a slot is written before it is read.
         """
-        self._heights[:] = plan
+        self._tile_rows[:] = tile_rows
         numbers = np.arange(MEASURED_ROWS, dtype=np.int32)
         ends = np.array([0, MEASURED_ROWS], np.int32)
         batch = ForwardBatch(
             np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers
         )
+        hidden = self._allocate_hidden(MEASURED_ROWS)
+        layers = self.config.layers
         before = self.phase_ticks()
-        self.run_layers(batch, max(0, self.config.layers - 2), self.config.layers)
-        ticks: npt.NDArray[np.int64] = (self.phase_ticks() - before).sum(axis=0)
+        self._run(batch, hidden, Stages(False, max(0, layers - 2), layers, True))
+        ticks: Int64Array = (self.phase_ticks() - before).sum(axis=0)
         return ticks
 
     def _compile(self) -> None:
-        """Run an empty step on this thread, so that the team never compiles."""
+        """Run an empty step on this thread, so that the pool never compiles."""
         nothing = np.zeros(0, np.int32)
         batch = ForwardBatch(
             nothing, nothing, nothing, np.zeros(1, np.int32), np.zeros(1, np.int32), nothing,
             nothing,
         )  # fmt: skip
-        model = self.model
         forward(
-            0, 1, self._team.sync, model.shape, model.formats, model.weights, self._cells,
-            self._plan(batch), self._work, 0, 0,
+            0, 1, self._pool.sync, self.model.config, self.model.weights, self._kv_cache,
+            self._prepare(batch), self._hidden.reshape(-1), self._workspace,
+            Stages(True, 0, 0, True),
         )  # fmt: skip

@@ -7,7 +7,7 @@ from midfill.config import ModelOptions
 from midfill.errors import MidfillError
 from midfill.forward.runner import Runner
 from midfill.models.config import ModelConfig
-from midfill.runners.cpu_runner import CpuRunner, choose_cell_format, slot_bytes
+from midfill.runners.cpu_runner import CpuRunner, choose_kv_format, slot_bytes
 from midfill.runners.packed_model import unsupported_reason
 from midfill.runners.torch_runner import TorchRunner
 from midfill.system.memory import available_memory
@@ -47,9 +47,9 @@ def load_runner(
     )
     if use_torch:
         return _load_torch(checkpoint, options, device)
-    cell_format = choose_cell_format(checkpoint, options.weights, options.kv_dtype)
+    kv_format = choose_kv_format(checkpoint, options.weights, options.kv_dtype)
     slots = choose_slots(
-        config, options, available_memory() * _CPU_SHARE, slot_bytes(config, cell_format)
+        config, options, available_memory() * _CPU_SHARE, slot_bytes(config, kv_format)
     )
     return CpuRunner(
         checkpoint,

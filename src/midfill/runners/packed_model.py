@@ -1,5 +1,6 @@
-"""A checkpoint's weights in the CPU kernels' form, made once and then kept in the user's cache."""
+"""A checkpoint's weights in the CPU kernels' form, packed once and kept in the user's cache."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from safetensors.numpy import save_file
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError
-from midfill.kernels.cpu.decoder import Formats, Shape, Weights
+from midfill.kernels.cpu.decoder import DecoderConfig, DecoderWeights
+from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import aligned
 from midfill.kernels.cpu.packing import (
     GROUP,
@@ -23,7 +25,7 @@ from midfill.kernels.cpu.packing import (
     pack,
     panel_count,
 )
-from midfill.kernels.cpu.rows import LAYER, RMS
+from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.models.config import ModelConfig
 from midfill.runners.rope import rope_tables
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
@@ -38,32 +40,41 @@ _MATRICES = {
     "up": ("up",),
     "down": ("down",),
 }
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+"""The checkpoint's matrices that are packed as one, by the name under which they are kept."""
+_ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """What the compiled forward pass takes of a model.
+    """A model as the compiled forward pass takes it.
 
     Attributes:
-        shape: sizes and switches.
-        formats: how each matrix is stored.
-        weights: the weights themselves, one copy.
+        config: sizes and switches.
+        weights: the weights, one copy.
     """
 
-    shape: Shape
-    formats: Formats
-    weights: Weights
+    config: DecoderConfig
+    weights: DecoderWeights
+
+    @property
+    def matrices(self) -> dict[str, LinearWeights]:
+        """All matrices by name; no gate where the MLP has none."""
+        weights = self.weights
+        gate = {"gate": weights.gate_up.gate} if weights.gate_up.gated else {}
+        return {
+            "embed": weights.embed, "head": weights.head, "qkv": weights.qkv, "o": weights.o,
+            **gate, "up": weights.gate_up.up, "down": weights.down,
+        }  # fmt: skip
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied embedding counts once."""
-        arrays = {id(array): array for array in self.weights}
+        arrays = {id(array): array for array in _arrays(self.weights)}
         return sum(array.nbytes for array in arrays.values())
 
 
 def unsupported_reason(config: ModelConfig) -> str | None:
-    """Why the CPU kernels can't run this architecture, or None where they can."""
+    """Return why the CPU kernels can't run this architecture, or None if they can."""
     if config.activation not in _ACTIVATIONS:
         return f"activation {config.activation}"
     for name, size in (
@@ -82,15 +93,17 @@ def load_packed(
     progress: Progress | None = None,
     folder: Path | None = None,
 ) -> PackedModel:
-    """Load weights, from the cache where this checkpoint was packed before.
+    """Load weights, from the cache if this checkpoint was packed before.
 
     Args:
-        option: ``auto`` keeps what the checkpoint stores exactly (K-quants become Q8); the
-            others quantise, or dequantise, every matrix.
+        checkpoint: the model.
+        option: "auto" keeps stored weights exactly, except that K-quants become Q8; other options
+            quantise or dequantise every matrix.
+        progress: called with (stage, done, total).
         folder: where packed weights are kept; None is the user's cache.
 
     Raises:
-        CheckpointError: the checkpoint is broken or of a shape the kernels can't run.
+        CheckpointError: the checkpoint is broken or has a shape the kernels can't run.
     """
     reason = unsupported_reason(checkpoint.config)
     if reason is not None:
@@ -224,40 +237,103 @@ def _write_cache(path: Path, arrays: dict[str, npt.NDArray[np.generic]]) -> None
 
 
 def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
-    nothing = np.zeros(0, np.uint8)
+    stack = _Stack(config, arrays)
+    hidden, ffn = config.hidden, config.ffn
+    attended = config.query_heads * config.head_dim
     head = "head" if "head" in arrays else "embed"
     cos, sin = rope_tables(config, config.context)
     windows = [config.window_of(layer) or 0 for layer in range(config.layers)]
-    tables: dict[str, Any] = {
-        **arrays,
-        "head": arrays[head],
-        "gate": arrays.get("gate", nothing),
-        "cos": np.ascontiguousarray(cos, np.float32).reshape(-1),
-        "sin": np.ascontiguousarray(sin, np.float32).reshape(-1),
-        "windows": np.array(windows, np.int32),
-    }
-    weights = Weights(**{name: tables[name] for name in Weights._fields})
-    stored = {name: int(arrays[f"{name}.format"][0]) for name in Formats._fields if name in arrays}
-    formats = Formats(**{name: stored.get(name, stored["embed"]) for name in Formats._fields})
-    return PackedModel(_shape(config), formats, weights)
+    weights = DecoderWeights(
+        embed=stack.linear("embed", "head_bias", config.vocab, hidden, layers=1),
+        head=stack.linear(head, "head_bias", config.vocab, hidden, layers=1),
+        qkv=stack.linear(
+            "qkv", "qkv_bias", attended + 2 * config.kv_heads * config.head_dim, hidden
+        ),
+        o=stack.linear("o", "o_bias", hidden, attended),
+        gate_up=GateUpWeights(
+            gate=stack.linear("gate", "gate_bias", ffn, hidden),
+            up=stack.linear("up", "up_bias", ffn, hidden),
+            activation=_ACTIVATIONS[config.activation],
+            gated=config.gated_mlp,
+        ),
+        down=stack.linear("down", "down_bias", hidden, ffn),
+        attn_norm=stack.norm("attn_norm"),
+        mlp_norm=stack.norm("mlp_norm"),
+        final_norm=stack.norm("final_norm"),
+        q_norm=stack.head_norm("q_norm"),
+        k_norm=stack.head_norm("k_norm"),
+        rope=RopeTables(
+            cos=np.ascontiguousarray(cos, np.float32).reshape(-1),
+            sin=np.ascontiguousarray(sin, np.float32).reshape(-1),
+            half=config.head_dim // 2,
+        ),
+        windows=np.array(windows, np.int32),
+    )
+    return PackedModel(_decoder_config(config), weights)
 
 
-def _shape(config: ModelConfig) -> Shape:
-    return Shape(
+class _Stack:
+    """The kernels' structures over the arrays that are kept, which hold all layers."""
+
+    def __init__(self, config: ModelConfig, arrays: dict[str, Any]) -> None:
+        self._config = config
+        self._arrays = arrays
+
+    def linear(
+        self, name: str, bias: str, outputs: int, inputs: int, layers: int | None = None
+    ) -> LinearWeights:
+        """Return a matrix with its bias; without weights if the model has no such matrix."""
+        packed = self._arrays.get(name, np.zeros(0, np.uint8))
+        stored_format = self._arrays.get(f"{name}.format", self._arrays["embed.format"])
+        return LinearWeights(
+            packed=packed,
+            bias=self._arrays[bias],
+            format=int(stored_format[0]),
+            outputs=outputs,
+            inputs=inputs,
+            layer_bytes=len(packed) // (layers or self._config.layers),
+        )
+
+    def norm(self, name: str) -> NormWeights:
+        """Return a norm of hidden rows."""
+        return NormWeights(
+            weight=self._arrays[name],
+            bias=self._arrays[f"{name}_bias"],
+            size=self._config.hidden,
+            kind=LAYER if self._config.norm == "layer" else RMS,
+            epsilon=self._config.norm_epsilon,
+        )
+
+    def head_norm(self, name: str) -> NormWeights:
+        """Return the RMSNorm of each query or key head."""
+        return NormWeights(
+            weight=self._arrays[name],
+            bias=np.zeros(0, np.float32),
+            size=self._config.head_dim,
+            kind=RMS,
+            epsilon=self._config.norm_epsilon,
+        )
+
+
+def _decoder_config(config: ModelConfig) -> DecoderConfig:
+    return DecoderConfig(
         layers=config.layers,
         hidden=config.hidden,
         query_heads=config.query_heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        ffn=config.ffn,
-        vocab=config.vocab,
-        norm_kind=LAYER if config.norm == "layer" else RMS,
-        activation=_ACTIVATIONS[config.activation],
-        gated=config.gated_mlp,
         qk_norm=config.qk_norm,
-        norm_epsilon=config.norm_epsilon,
         score_scale=config.score_scale,
         embedding_multiplier=config.embedding_multiplier,
         residual_multiplier=config.residual_multiplier,
         logits_multiplier=1.0 / config.logits_divisor,
     )
+
+
+def _arrays(weights: Any) -> Iterator[npt.NDArray[np.generic]]:
+    """Yield all arrays of nested named tuples."""
+    for field in weights:
+        if isinstance(field, tuple):
+            yield from _arrays(field)
+        elif isinstance(field, np.ndarray):
+            yield field

@@ -1,34 +1,36 @@
-"""A program: what each kernel makes of fixed inputs, for test_chips.py.
+"""Program that runs each kernel on fixed inputs, for test_chips.py.
 
-Prints JSON: a digest of each kernel's results, and of which kind the machine code is. With the
-argument "code" it compiles the products for the chip that Numba was told, and runs nothing.
+Prints JSON: a digest of each kernel's results, and which instructions the machine code uses. With
+the argument "code" it only compiles the products, for the chip that Numba was told.
 """
 
 import hashlib
 import json
 import sys
+from typing import Any
 
 import numpy as np
-from numba import types
+from numba import typeof
 
 from midfill.kernels.cpu import attention, linear
-from midfill.kernels.cpu.cells import CellFormat, allocate_cells, load_cell, write_cell
-from midfill.kernels.cpu.decoder import Cells
-from midfill.kernels.cpu.dots import ROUNDED_BYTES, round_row
+from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations, quantize_row
 from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import kernel
-from midfill.kernels.cpu.packing import PANEL, WeightFormat, pack
-from midfill.kernels.cpu.rows import LAYER, RMS, norm, rotate
+from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, allocate_kv, load_entry, write_entry
+from midfill.kernels.cpu.packing import PANEL, PackedMatrix, WeightFormat, pack
+from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables, norm, rotate
 from midfill.kernels.cpu.simd import exp, load, store
-from midfill.kernels.cpu.team import SYNC_CELLS
-from midfill.kernels.cpu.tiles import even_heights
+from midfill.kernels.cpu.softmax import SoftmaxSums
+from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext
+from midfill.kernels.cpu.tiles import even_tile_rows
 from midfill.models.stored_tensor import StoredTensor
 
 INSTRUCTIONS = ("zmm", "ymm", "vpdpbusd", "pmaddubsw", "pmulld", "vfmadd", "vcvtph2ps")
-"""What is looked for in machine code."""
+"""Instructions and registers looked for in machine code."""
 
 rng = np.random.default_rng(0)
 NO_BYTES = np.zeros(0, np.uint8)
+MATRIX = rng.normal(size=(70, 96)).astype(np.float32)
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -38,7 +40,7 @@ def normal(*shape: int) -> np.ndarray:
 @kernel
 def _read_halves(halves, data, vectors, scalars):  # type: ignore[no-untyped-def]
     for at in range(0, len(halves), 16):
-        store(vectors, at, load_cell(halves, at))
+        store(vectors, at, load_entry(halves, at))
     for i in range(len(halves)):
         scalars[i] = half_to_float(data, 2 * i)
 
@@ -52,7 +54,7 @@ def _elementwise(x, exponentials, silu, gelu):  # type: ignore[no-untyped-def]
 
 
 def halves_read() -> list[np.ndarray]:
-    """All there are; of NaNs only that they are."""
+    """Read all float16 numbers; NaNs are made one and the same."""
     halves = np.arange(1 << 16, dtype=np.uint16)
     out = [np.empty(len(halves), np.float32) for _ in range(2)]
     _read_halves(halves, halves.view(np.uint8), *out)
@@ -62,27 +64,27 @@ def halves_read() -> list[np.ndarray]:
     return out
 
 
-def cells_written(cell_format: CellFormat) -> list[np.ndarray]:
+def entries_written(kv_format: KVFormat) -> list[np.ndarray]:
     exponents = np.arange(-30, 17).repeat(32)
     x = normal(len(exponents)) * np.float32(2.0) ** exponents.astype(np.float32)
     # Ties between halves, what no half can hold, subnormals, zeros.
     ties = np.arange(0, 1 << 15, 97, dtype=np.uint16)[: 9 * 32].view(np.float16).astype(np.float32)
     ties += np.spacing(ties.astype(np.float16)).astype(np.float32) / 2
     special = np.zeros(32, np.float32)
-    if cell_format is CellFormat.F16:
+    if kv_format is KVFormat.F16:
         special[:6] = np.inf, -np.inf, np.nan, 65520.0, 1e-8, -0.0
     x = np.concatenate([x, ties, special])
-    cells, scales = allocate_cells(cell_format, len(x) // 32, 32)
-    for cell in range(len(x) // 32):
-        write_cell(x, cell * 32, 32, cells, scales, 0, cell)
-    return [cells, scales]
+    entries, scales = allocate_kv(kv_format, len(x) // 32, 32)
+    for entry in range(len(x) // 32):
+        write_entry(x, entry * 32, 32, entries, scales, entry)
+    return [entries, scales]
 
 
-def rows_rounded() -> list[np.ndarray]:
+def rows_quantized() -> list[np.ndarray]:
     x = normal(64 * 32) * np.repeat(np.float32(10.0) ** np.arange(-32, 32), 32).astype(np.float32)
     x[:32] = 0.0
-    blocks = np.zeros(64 * ROUNDED_BYTES, np.uint8)
-    round_row(x, 0, len(x), blocks, 0)
+    blocks = np.zeros(64 * ACTIVATION_BLOCK_BYTES, np.uint8)
+    quantize_row(x, 0, len(x), blocks, 0)
     return [blocks]
 
 
@@ -90,14 +92,14 @@ def rows_normed() -> list[np.ndarray]:
     x, weight, bias = normal(160), normal(160), normal(160)
     out = np.zeros((2, 160), np.float32)
     for kind in (RMS, LAYER):
-        norm(kind, x, 0, 160, 1e-5, weight, bias, 0, out[kind], 0)
+        norm(x, 0, NormWeights(weight, bias, 160, kind, 1e-5), 0, out[kind], 0)
     return [out]
 
 
 def heads_rotated() -> list[np.ndarray]:
     angles = normal(7 * 32)
     x = normal(64)
-    rotate(x, 0, 32, np.cos(angles), np.sin(angles), 5, x, 0)
+    rotate(x, 0, RopeTables(np.cos(angles), np.sin(angles), 32), 5)
     return [x]
 
 
@@ -109,24 +111,44 @@ def functions() -> list[np.ndarray]:
     return out
 
 
+def one_thread() -> ThreadContext:
+    return ThreadContext(0, 1, np.zeros(SYNC_SIZE, np.int64), np.zeros((1, 16), np.int64))
+
+
+def linear_weights(matrix: PackedMatrix, bias: np.ndarray) -> linear.LinearWeights:
+    return linear.LinearWeights(
+        matrix.data, bias, int(matrix.weight_format), matrix.outputs, matrix.inputs,
+        len(matrix.data),
+    )  # fmt: skip
+
+
+def linear_arguments(weight_format: WeightFormat, rows: int, x: np.ndarray) -> tuple[Any, ...]:
+    """Arguments of ``linear`` for some of the rows x[11, 96]; its output is the sixth."""
+    matrix = pack([StoredTensor("w", (70, 96), "f32", MATRIX)], weight_format)
+    blocks = np.zeros(x.size // 32 * ACTIVATION_BLOCK_BYTES, np.uint8)
+    quantize_row(x.reshape(-1), 0, x.size, blocks, 0)
+    dense = weight_format is WeightFormat.F32
+    tile_rows = even_tile_rows(linear.MAX_TILE_ROWS if dense else linear.MAX_QUANTIZED_ROWS)
+    return (
+        one_thread(),
+        Activations(x.reshape(-1), blocks),
+        0,
+        linear_weights(matrix, np.linspace(-1, 1, 96, dtype=np.float32)),
+        0,
+        linear.LinearOutput(np.zeros(rows * 96, np.float32), rows, 96, False, 1.0),
+        linear.Tiling(tile_rows, np.empty(linear.MAX_TILE_ROWS * PANEL, np.float32)),
+    )
+
+
 def products(weight_format: WeightFormat) -> list[np.ndarray]:
-    """Any number of rows: 1 to 8 at once, and more than that."""
-    matrix = pack([StoredTensor("w", (70, 96), "f32", normal(70, 96))], weight_format)
+    """Compute any number of rows: 1 to 8 in one tile or two, and more than that."""
     x = normal(11, 96)
     x[5] *= 1e-3
-    blocks = np.zeros(x.size // 32 * ROUNDED_BYTES, np.uint8)
-    round_row(x.reshape(-1), 0, x.size, blocks, 0)
     results = []
-    dense = weight_format is WeightFormat.F32
-    heights = even_heights(linear.MAX_TILE_ROWS if dense else linear.MAX_CODE_ROWS)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11):
-        out = np.zeros(rows * 96, np.float32)
-        linear.linear(
-            np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), blocks, 0, rows, 96, matrix.data, 0,
-            int(weight_format), 70, np.linspace(-1, 1, 96, dtype=np.float32), 0, out, 96, False,
-            1.0, heights, np.empty(linear.MAX_TILE_ROWS * PANEL, np.float32),
-        )  # fmt: skip
-        results.append(out)
+        arguments = linear_arguments(weight_format, rows, x)
+        linear.linear(*arguments)
+        results.append(arguments[5].values)
     return results
 
 
@@ -134,35 +156,37 @@ def embeddings() -> list[np.ndarray]:
     results = []
     for weight_format in WeightFormat:
         matrix = pack([StoredTensor("w", (40, 64), "f32", normal(40, 64))], weight_format)
+        weights = linear_weights(matrix, np.zeros(0, np.float32))
         for token in (0, 20, 39):
             results.append(np.zeros(64, np.float32))
-            linear.embed(token, matrix.data, int(weight_format), 64, 1.5, results[-1], 0)
+            linear.embed(token, weights, 1.5, results[-1], 0)
     return results
 
 
 def attended() -> list[np.ndarray]:
-    """Several heads a KV head over float16 cells, keys in place (1, 3 rows) and turned (9)."""
+    """Attend with several heads per KV head: keys in place (1, 3 rows) and transposed (9)."""
     dim, slots = 96, 300
-    pool = []
-    for _ in range(2):
-        cells, scales = allocate_cells(CellFormat.F16, slots, dim)
+    cache = KVCache.allocate(KVFormat.F16, slots, dim)
+    for entries, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
         values = normal(slots * dim)
         for slot in range(slots):
-            write_cell(values, slot * dim, dim, cells, scales, 0, slot)
-        pool.append(cells)
+            write_entry(values, slot * dim, dim, entries, scales, slot)
     none = np.zeros(0, np.float32)
-    keys = np.array([0, slots], np.int32)
     order = rng.permutation(slots).astype(np.int32)
     results = []
     for rows in (1, 3, 9):
-        items = np.zeros((2, attention.ITEM_FIELDS), np.int32)
-        one = np.array([0, 1], np.int32)
-        items[0] = 0, 0, 1, 0
+        tiles = np.zeros((2, attention.TILE_FIELDS), np.int32)
+        tiles[0] = 0, 0, 1, 0
+        metadata = attention.AttentionMetadata(
+            np.array([0, 1], np.int32), np.array([0, slots], np.int32), order, tiles, 1, 0
+        )
         out = np.zeros(rows * dim, np.float32)
         attention.attend(
-            np.zeros(SYNC_CELLS, np.int64), items, 1, 0, one, keys, order, normal(rows * dim),
-            rows * dim, Cells(*pool, none, none), 0, slots, rows, 1, dim, 0.1, 0, out, NO_BYTES,
-            np.zeros(attention.scratch_size(rows, dim), np.float32), none, none,
+            one_thread(), attention.Queries(normal(rows * dim), rows * dim),
+            attention.LayerKV(cache, slots, 0),
+            attention.AttentionHeads(rows, 1, rows, dim, 0.1, 0), metadata,
+            Activations(out, NO_BYTES), np.zeros(attention.scratch_size(rows, dim), np.float32),
+            SoftmaxSums(none, none),
         )  # fmt: skip
         results.append(out)
     return results
@@ -176,25 +200,22 @@ def digest(arrays: list[np.ndarray]) -> str:
 
 
 def instructions() -> list[str]:
-    """Which of INSTRUCTIONS the products are made of."""
+    """Return which of INSTRUCTIONS the products use."""
     (code,) = linear.linear.inspect_asm().values()
     return [name for name in INSTRUCTIONS if name in code]
 
 
 def main() -> None:
     if sys.argv[1:] == ["code"]:
-        floats, octets, whole = types.float32[::1], types.uint8[::1], types.int64
-        linear.linear.compile(
-            (types.int64[::1], whole, floats, octets, whole, whole, whole, octets, whole, whole,
-             whole, floats, whole, floats, whole, types.boolean, types.float64, octets, floats)
-        )  # fmt: skip
+        arguments = linear_arguments(WeightFormat.Q8, 1, normal(11, 96))
+        linear.linear.compile(tuple(typeof(argument) for argument in arguments))
         print(json.dumps({"instructions": instructions()}))
         return
     results = {
         "halves read": digest(halves_read()),
-        "halves written": digest(cells_written(CellFormat.F16)),
-        "codes written": digest(cells_written(CellFormat.I8)),
-        "rows rounded": digest(rows_rounded()),
+        "halves written": digest(entries_written(KVFormat.F16)),
+        "quants written": digest(entries_written(KVFormat.I8)),
+        "rows quantized": digest(rows_quantized()),
         "norms": digest(rows_normed()),
         "rotary embedding": digest(heads_rotated()),
         "exponential, SiLU, GELU": digest(functions()),

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from midfill.kernels.cpu import attention
-from midfill.kernels.cpu.cells import CellFormat, allocate_cells, write_cell
-from midfill.kernels.cpu.decoder import Cells
-from midfill.kernels.cpu.team import SYNC_CELLS
+from midfill.kernels.cpu.activations import Activations
+from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, write_entry
+from midfill.kernels.cpu.softmax import SoftmaxSums
+from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext
 
 QUERY_HEADS, KV_HEADS, DIM = 6, 2, 32
 GROUP = QUERY_HEADS // KV_HEADS
@@ -16,13 +17,13 @@ WIDTH = (QUERY_HEADS + 2 * KV_HEADS) * DIM
 
 
 class Pool:
-    """K and V of some slots, filled with noise and kept as ``cell_format``.
+    """K and V of some slots, filled with noise and stored as ``kv_format``.
 
-    ``keys`` and ``values`` [slots, heads, dim] are what the cells stand for, after rounding.
+    ``keys`` and ``values`` [slots, heads, dim] are what the cache stands for, after rounding.
     """
 
     def __init__(
-        self, slots: int, cell_format: CellFormat = CellFormat.F32, source: "Pool | None" = None,
+        self, slots: int, kv_format: KVFormat = KVFormat.F32, source: "Pool | None" = None,
         order: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         rng = np.random.default_rng(0)
@@ -32,23 +33,30 @@ class Pool:
             for mine, other in zip(exact, source.exact, strict=True):
                 mine[: len(order)] = other[order]
         self.slots, self.exact = slots, exact
-        arrays = []
-        for values in exact:
-            cells, scales = allocate_cells(cell_format, slots * KV_HEADS, DIM)
+        self.cache = KVCache.allocate(kv_format, slots * KV_HEADS, DIM)
+        arrays = (
+            (self.cache.keys, self.cache.key_scales),
+            (self.cache.values, self.cache.value_scales),
+        )
+        for numbers, (entries, scales) in zip(exact, arrays, strict=True):
             for slot, head in np.ndindex(slots, KV_HEADS):
-                write_cell(values[slot, head], 0, DIM, cells, scales, head * slots, slot)
-            arrays.append((cells, scales))
-        (keys, key_scales), (values, value_scales) = arrays
-        self.cells = Cells(keys, values, key_scales, value_scales)
+                write_entry(numbers[slot, head], 0, DIM, entries, scales, head * slots + slot)
         self.keys, self.values = (self._as_float(*each) for each in arrays)
 
-    def _as_float(self, cells: np.ndarray, scales: np.ndarray) -> np.ndarray:
-        if cells.dtype == np.uint16:
-            cells = cells.view(np.float16)
-        floats = cells.reshape(KV_HEADS, self.slots, DIM).astype(np.float64)
+    def _as_float(self, entries: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        if entries.dtype == np.uint16:
+            entries = entries.view(np.float16)
+        floats = entries.reshape(KV_HEADS, self.slots, DIM).astype(np.float64)
         if len(scales):
             floats *= scales.reshape(KV_HEADS, self.slots, 1)
         return floats.transpose(1, 0, 2)
+
+
+def one_thread() -> ThreadContext:
+    return ThreadContext(0, 1, np.zeros(SYNC_SIZE, np.int64), np.zeros((1, 16), np.int64))
+
+
+NO_QUANTS = np.zeros(0, np.uint8)
 
 
 def naive(pool: Pool, slots: np.ndarray, queries: np.ndarray, window: int) -> np.ndarray:
@@ -78,26 +86,23 @@ def attend(
     query_indptr = np.cumsum([0, *(len(q) for _, q in requests)]).astype(np.int32)
     kv_indptr = np.cumsum([0, *(len(s) for s, _ in requests)]).astype(np.int32)
     slots = np.concatenate([s for s, _ in requests]).astype(np.int32)
-    items = np.zeros((rows + 1, attention.ITEM_FIELDS), np.int32)
+    tiles = np.zeros((rows + 1, attention.TILE_FIELDS), np.int32)
     threads = 10**6 if split else 1
-    tiles, partials = attention.plan_attention(
-        query_indptr, kv_indptr, GROUP, KV_HEADS, threads, items
-    )
-    assert (partials > 0) == split
-    entries = max(1, partials) * KV_HEADS * attention.TILE_ROWS
-    state, sums = np.empty(entries * 2, np.float32), np.empty(entries * DIM, np.float32)
+    planned = attention.plan_attention(query_indptr, kv_indptr, GROUP, KV_HEADS, threads, tiles)
+    metadata = attention.AttentionMetadata(query_indptr, kv_indptr, slots, tiles, *planned)
+    assert (metadata.partials > 0) == split
+    merged = attention.partial_rows(max(1, metadata.partials), GROUP, KV_HEADS)
+    partials = SoftmaxSums(np.empty(merged * 2, np.float32), np.empty(merged * DIM, np.float32))
     scratch = np.empty(attention.scratch_size(GROUP, DIM), np.float32)
+    heads = attention.AttentionHeads(QUERY_HEADS, KV_HEADS, GROUP, DIM, DIM**-0.5, window)
     out = np.full((rows, QUERY_HEADS * DIM), np.nan, np.float32)
+    attended = Activations(out.reshape(-1), NO_QUANTS)
     attention.attend(
-        np.zeros(SYNC_CELLS, np.int64), items, tiles, partials, query_indptr, kv_indptr, slots,
-        qkv.reshape(-1), WIDTH, pool.cells, 0, pool.slots, QUERY_HEADS, KV_HEADS, DIM, DIM**-0.5,
-        window, out.reshape(-1), np.zeros(0, np.uint8), scratch, state, sums,
+        one_thread(), attention.Queries(qkv.reshape(-1), WIDTH),
+        attention.LayerKV(pool.cache, pool.slots, 0), heads, metadata, attended, scratch, partials,
     )  # fmt: skip
-    if partials:
-        attention.merge_partials(
-            np.zeros(SYNC_CELLS, np.int64), items, tiles, partials, QUERY_HEADS, KV_HEADS, DIM,
-            out.reshape(-1), np.zeros(0, np.uint8), scratch, state, sums,
-        )  # fmt: skip
+    if metadata.partials:
+        attention.merge_partials(one_thread(), heads, metadata, attended, scratch, partials)
     return out
 
 
@@ -108,15 +113,17 @@ def test_any_width_of_head_and_number_of_rows(dim: int, rows: int) -> None:
     keys, values = (rng.normal(size=(300, dim)).astype(np.float32) for _ in range(2))
     query = rng.normal(size=(rows, dim)).astype(np.float32)
     none = np.zeros(0, np.float32)
-    items = np.zeros((2, attention.ITEM_FIELDS), np.int32)
+    tiles = np.zeros((2, attention.TILE_FIELDS), np.int32)
     one, all_keys = np.array([0, 1], np.int32), np.array([0, 300], np.int32)
-    attention.plan_attention(one, all_keys, rows, 1, 1, items)
+    planned = attention.plan_attention(one, all_keys, rows, 1, 1, tiles)
     out = np.empty(rows * dim, np.float32)
+    cache = KVCache(keys.reshape(-1), values.reshape(-1), none, none)
     attention.attend(
-        np.zeros(SYNC_CELLS, np.int64), items, 1, 0, one, all_keys, np.arange(300, dtype=np.int32),
-        query.reshape(-1), rows * dim, Cells(keys.reshape(-1), values.reshape(-1), none, none), 0,
-        300, rows, 1, dim, 0.1, 0, out, np.zeros(0, np.uint8),
-        np.empty(attention.scratch_size(rows, dim), np.float32), none, none,
+        one_thread(), attention.Queries(query.reshape(-1), rows * dim),
+        attention.LayerKV(cache, 300, 0), attention.AttentionHeads(rows, 1, rows, dim, 0.1, 0),
+        attention.AttentionMetadata(one, all_keys, np.arange(300, dtype=np.int32), tiles, *planned),
+        Activations(out, NO_QUANTS), np.empty(attention.scratch_size(rows, dim), np.float32),
+        SoftmaxSums(none, none),
     )  # fmt: skip
     weights = np.exp(query.astype(np.float64) @ keys.T.astype(np.float64) * 0.1)
     expected = weights @ values / weights.sum(axis=1, keepdims=True)
@@ -135,7 +142,7 @@ def pool(request: pytest.FixtureRequest) -> Pool:
 @pytest.mark.parametrize("length", [1, 15, 64, 65, 256, 257, 700])
 @pytest.mark.parametrize("window", [0, 1, 50, 300])
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("pool", list(CellFormat), indirect=True)
+@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
 def test_equals_softmax_over_the_keys_a_row_may_see(
     pool: Pool, length: int, window: int, split: bool
 ) -> None:
@@ -146,7 +153,7 @@ def test_equals_softmax_over_the_keys_a_row_may_see(
 
 
 @pytest.mark.parametrize("window", [0, 100])
-@pytest.mark.parametrize("pool", list(CellFormat), indirect=True)
+@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
 def test_the_same_bits_however_the_rows_are_cut_and_split(pool: Pool, window: int) -> None:
     slots = np.random.default_rng(1).permutation(1200)[:600]
     rows = queries(600, 2)
@@ -160,14 +167,14 @@ def test_the_same_bits_however_the_rows_are_cut_and_split(pool: Pool, window: in
             np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-@pytest.mark.parametrize("cell_format", list(CellFormat))
-def test_the_same_bits_in_a_batch_and_for_any_placement_of_slots(cell_format: CellFormat) -> None:
-    pool = Pool(1500, cell_format)
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+def test_the_same_bits_in_a_batch_and_for_any_placement_of_slots(kv_format: KVFormat) -> None:
+    pool = Pool(1500, kv_format)
     order = np.random.default_rng(3).permutation(1500)
     long, short = queries(40, 4), queries(3, 5)
     apart = [attend(pool, [(order[:500], long)]), attend(pool, [(order[500:777], short)])]
     together = attend(pool, [(order[:500], long), (order[500:777], short)])
     np.testing.assert_array_equal(together, np.concatenate(apart))
 
-    moved = Pool(1500, cell_format, pool, order[:500])
+    moved = Pool(1500, kv_format, pool, order[:500])
     np.testing.assert_array_equal(attend(moved, [(np.arange(500), long)]), apart[0])

@@ -1,4 +1,4 @@
-"""The phase clock: every thread's time goes to the phase it spent it in."""
+"""The phase clock: each thread's time counts for the phase in which it was spent."""
 
 import platform
 import time
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from midfill.kernels.cpu.clock import (
-    CLOCK_CELLS,
+    CLOCK_WIDTH,
     DOWN,
     HEAD,
     PHASES,
@@ -17,7 +17,7 @@ from midfill.kernels.cpu.clock import (
     lap,
     start_clock,
 )
-from midfill.kernels.cpu.team import Team
+from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="no counter that a program may read"
@@ -31,7 +31,7 @@ def spent(clock: np.ndarray) -> dict[int, int]:
 
 
 def test_all_time_since_the_start_goes_to_the_phases_that_are_named() -> None:
-    clock = np.zeros((2, CLOCK_CELLS), np.int64)
+    clock = np.zeros((2, CLOCK_WIDTH), np.int64)
     start_clock(clock, 1)
     started = clock[1, LAST_READING]
     for phase in (QKV, DOWN, QKV):
@@ -43,7 +43,7 @@ def test_all_time_since_the_start_goes_to_the_phases_that_are_named() -> None:
 
 
 def test_time_before_the_start_counts_for_nothing() -> None:
-    clock = np.zeros((1, CLOCK_CELLS), np.int64)
+    clock = np.zeros((1, CLOCK_WIDTH), np.int64)
     start_clock(clock, 0)
     lap(clock, 0, QKV)
     before = spent(clock[0])
@@ -53,17 +53,17 @@ def test_time_before_the_start_counts_for_nothing() -> None:
 
 
 def test_a_barrier_ends_a_phase_and_the_rest_is_waiting() -> None:
-    clock = np.zeros((2, CLOCK_CELLS), np.int64)
+    clock = np.zeros((2, CLOCK_WIDTH), np.int64)
     started = np.zeros(2, np.int64)
 
     def phase(thread: int, threads: int, sync: np.ndarray) -> None:
         start_clock(clock, thread)
         started[thread] = clock[thread, LAST_READING]
-        end_phase(thread, threads, sync, clock, HEAD)
+        end_phase(ThreadContext(thread, threads, sync, clock), HEAD)
 
-    team = Team(2)
-    team.run(phase)
-    team.close()
+    pool = ThreadPool(2)
+    pool.run(phase)
+    pool.close()
     for thread in range(2):
         assert spent(clock[thread]).keys() == {HEAD, WAIT}
         total = clock[thread, LAST_READING] - started[thread]

@@ -5,13 +5,13 @@ import pytest
 from gguf import GGMLQuantizationType, quantize
 
 from midfill.kernels.cpu import linear as kernels
-from midfill.kernels.cpu.dots import ROUNDED_BYTES, round_row
+from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations, quantize_row
 from midfill.kernels.cpu.packing import PANEL, PackedMatrix, WeightFormat, pack, panel_count, unpack
-from midfill.kernels.cpu.team import SYNC_CELLS, Team
-from midfill.kernels.cpu.tiles import even_heights
+from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext, ThreadPool
+from midfill.kernels.cpu.tiles import even_tile_rows
 from midfill.models.stored_tensor import StoredTensor
 
-HEIGHTS = even_heights(kernels.MAX_CODE_ROWS)
+TILE_ROWS = even_tile_rows(kernels.MAX_QUANTIZED_ROWS)
 KINDS = {"q4_1": WeightFormat.Q4, "q8_0": WeightFormat.Q8, "f32": WeightFormat.F32}
 
 
@@ -21,20 +21,42 @@ def matrix(kind: str, outputs: int, inputs: int) -> PackedMatrix:
     return pack([StoredTensor("w", values.shape, kind, data)], KINDS[kind])
 
 
-def rounded(x: np.ndarray) -> np.ndarray:
+def quants(x: np.ndarray) -> np.ndarray:
     """Activation blocks of x [rows, inputs]."""
-    blocks = np.zeros(x.size // 32 * ROUNDED_BYTES, np.uint8)
-    round_row(x.reshape(-1), 0, x.size, blocks, 0)
+    blocks = np.zeros(x.size // 32 * ACTIVATION_BLOCK_BYTES, np.uint8)
+    quantize_row(x.reshape(-1), 0, x.size, blocks, 0)
     return blocks
 
 
+def activations(x: np.ndarray) -> Activations:
+    return Activations(x.reshape(-1), quants(x))
+
+
 def as_seen(x: np.ndarray, kind: str) -> np.ndarray:
-    """x as a matrix of that kind sees it: codes meet x rounded to eight bits a group of 32."""
+    """x as a matrix of that kind sees it: quantised to int8 in groups of 32, unless float32."""
     if kind == "f32":
         return x.astype(np.float64)
     groups = x.reshape(len(x), -1, 32).astype(np.float64)
     steps = np.abs(groups).max(axis=-1, keepdims=True) / 127
     return (np.rint(groups / steps) * steps).reshape(x.shape)
+
+
+def one_thread() -> ThreadContext:
+    return ThreadContext(0, 1, np.zeros(SYNC_SIZE, np.int64), np.zeros((1, 16), np.int64))
+
+
+def linear_weights(matrix: PackedMatrix, bias: np.ndarray | None = None) -> kernels.LinearWeights:
+    padded = np.zeros(panel_count(matrix.outputs) * PANEL, np.float32)
+    if bias is not None:
+        padded[: matrix.outputs] = bias
+    return kernels.LinearWeights(
+        matrix.data, padded, int(matrix.weight_format), matrix.outputs, matrix.inputs,
+        len(matrix.data),
+    )  # fmt: skip
+
+
+def tiling(tile_rows: np.ndarray = TILE_ROWS) -> kernels.Tiling:
+    return kernels.Tiling(tile_rows, np.empty(2 * kernels.MAX_TILE_ROWS * PANEL, np.float32))
 
 
 def apply(
@@ -43,19 +65,14 @@ def apply(
     bias: np.ndarray | None = None,
     onto: np.ndarray | None = None,
     multiplier: float = 1.0,
-    heights: np.ndarray = HEIGHTS,
+    tile_rows: np.ndarray = TILE_ROWS,
 ) -> np.ndarray:
-    rows = len(x)
     width = panel_count(weights.outputs) * PANEL
-    padded_bias = np.zeros(width, np.float32)
-    if bias is not None:
-        padded_bias[: weights.outputs] = bias
-    out = np.full((rows, width), np.nan, np.float32) if onto is None else onto.copy()
+    out = np.full((len(x), width), np.nan, np.float32) if onto is None else onto.copy()
     kernels.linear(
-        np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), rounded(x), 0, rows, weights.inputs,
-        weights.data, 0, int(weights.weight_format), weights.outputs, padded_bias, 0,
-        out.reshape(-1), width, onto is not None, multiplier, heights,
-        np.empty(kernels.MAX_TILE_ROWS * PANEL, np.float32),
+        one_thread(), activations(x), 0, linear_weights(weights, bias), 0,
+        kernels.LinearOutput(out.reshape(-1), len(x), width, onto is not None, multiplier),
+        tiling(tile_rows),
     )  # fmt: skip
     return out[:, : weights.outputs]
 
@@ -65,9 +82,9 @@ def test_a_row_is_the_same_in_tiles_of_any_height(kind: str) -> None:
     weights = matrix(kind, 70, 96)
     x = np.random.default_rng(1).normal(size=(11, 96)).astype(np.float32)
     each = np.concatenate([apply(weights, row[None]) for row in x])
-    tallest = kernels.MAX_TILE_ROWS if kind == "f32" else kernels.MAX_CODE_ROWS
+    tallest = kernels.MAX_TILE_ROWS if kind == "f32" else kernels.MAX_QUANTIZED_ROWS
     for height in range(1, tallest + 1):
-        together = apply(weights, x, heights=even_heights(height))
+        together = apply(weights, x, tile_rows=even_tile_rows(height))
         np.testing.assert_array_equal(together, each)
 
 
@@ -108,12 +125,13 @@ def test_gated_mlp_equals_numpy(activation: int, gated: bool, rows: int) -> None
     x = np.random.default_rng(rows).normal(size=(rows, 96)).astype(np.float32) / 4
     bias = np.linspace(-1, 1, 64, dtype=np.float32)
     out = np.empty((rows, 64), np.float32)
-    rounded_out = np.zeros(out.size // 32 * ROUNDED_BYTES, np.uint8)
+    out_quants = np.zeros(out.size // 32 * ACTIVATION_BLOCK_BYTES, np.uint8)
+    weights = kernels.GateUpWeights(
+        linear_weights(gate, bias), linear_weights(up, bias), activation, gated
+    )
     kernels.gated_linear(
-        np.zeros(SYNC_CELLS, np.int64), 1, x.reshape(-1), rounded(x), 0, rows, 96, gate.data,
-        up.data, 0, 0, int(gate.weight_format), int(up.weight_format), 64, gated, bias, bias, 0,
-        activation, out.reshape(-1), rounded_out, HEIGHTS,
-        np.empty(2 * kernels.MAX_TILE_ROWS * PANEL, np.float32),
+        one_thread(), activations(x), 0, rows, weights, 0,
+        Activations(out.reshape(-1), out_quants), tiling(),
     )  # fmt: skip
 
     def act(v: np.ndarray) -> np.ndarray:
@@ -121,11 +139,11 @@ def test_gated_mlp_equals_numpy(activation: int, gated: bool, rows: int) -> None
             return v / (1 + np.exp(-v))
         return 0.5 * v * (1 + np.tanh(np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))
 
-    raised = as_seen(x, "codes") @ unpack(up).T.astype(np.float64) + bias
-    opened = as_seen(x, "codes") @ unpack(gate).T.astype(np.float64) + bias
+    raised = as_seen(x, "quantized") @ unpack(up).T.astype(np.float64) + bias
+    opened = as_seen(x, "quantized") @ unpack(gate).T.astype(np.float64) + bias
     expected = act(opened) * raised if gated else act(raised)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(rounded_out, rounded(out))
+    np.testing.assert_array_equal(out_quants, quants(out))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,27 +152,45 @@ def test_embedding_looks_up_the_rows_of_the_matrix(kind: str) -> None:
     table = unpack(weights)
     for token in (0, 15, 16, 31, 32, 69):
         out = np.empty(64, np.float32)
-        kernels.embed(token, weights.data, int(weights.weight_format), 64, 1.0, out, 0)
+        kernels.embed(token, linear_weights(weights), 1.0, out, 0)
         np.testing.assert_array_equal(out, table[token])
 
 
-def test_threads_share_the_panels_and_every_panel_is_done() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_uses_its_own_part_of_the_weights(kind: str) -> None:
+    first, second = matrix(kind, 64, 96), matrix(kind, 96, 96)
+    second = PackedMatrix(second.weight_format, 64, 96, second.data[: len(first.data)])
+    x = np.random.default_rng(6).normal(size=(3, 96)).astype(np.float32)
+    biases = np.linspace(-1, 1, 128, dtype=np.float32)
+    stacked = kernels.LinearWeights(
+        np.concatenate([first.data, second.data]), biases, int(first.weight_format), 64, 96,
+        len(first.data),
+    )  # fmt: skip
+    for layer, alone in enumerate((first, second)):
+        out = np.empty((3, 64), np.float32)
+        output = kernels.LinearOutput(out.reshape(-1), 3, 64, False, 1.0)
+        kernels.linear(one_thread(), activations(x), 0, stacked, layer, output, tiling())
+        expected = apply(alone, x, biases[layer * 64 : layer * 64 + 64])
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_threads_share_the_panels_and_every_panel_is_computed() -> None:
     weights = matrix("q4_1", 320, 64)
     x = np.random.default_rng(5).normal(size=(5, 64)).astype(np.float32)
     alone = apply(weights, x)
-    width = 320
     for threads in (2, 3):
-        team = Team(threads)
-        out = np.full((5, width), np.nan, np.float32)
+        pool = ThreadPool(threads)
+        out = np.full((5, 320), np.nan, np.float32)
+        clock = np.zeros((threads, 16), np.int64)
+        output = kernels.LinearOutput(out.reshape(-1), 5, 320, False, 1.0)
 
-        def phase(thread: int, threads: int, sync: np.ndarray, out: np.ndarray = out) -> None:
-            kernels.linear(
-                sync, threads, x.reshape(-1), rounded(x), 0, 5, 64, weights.data, 0,
-                int(weights.weight_format), 320, np.zeros(width, np.float32), 0, out.reshape(-1),
-                width, False, 1.0, HEIGHTS,
-                np.empty(kernels.MAX_TILE_ROWS * PANEL, np.float32),
-            )  # fmt: skip
+        def phase(
+            thread: int, threads: int, sync: np.ndarray, clock: np.ndarray = clock,
+            output: kernels.LinearOutput = output,
+        ) -> None:  # fmt: skip
+            context = ThreadContext(thread, threads, sync, clock)
+            kernels.linear(context, activations(x), 0, linear_weights(weights), 0, output, tiling())
 
-        team.run(phase)
-        team.close()
+        pool.run(phase)
+        pool.close()
         np.testing.assert_array_equal(out, alone)

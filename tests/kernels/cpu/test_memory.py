@@ -1,20 +1,20 @@
-"""Memory for kernels: zeros that start at a cache line; pools take it only as they are written."""
+"""Memory for kernels: aligned zeros, and pools that take memory only as they are written."""
 
 import sys
 
 import numpy as np
 import pytest
 
-from midfill.kernels.cpu.memory import LINE, aligned, aligned_zeros, untouched
+from midfill.kernels.cpu.memory import LINE, aligned, aligned_zeros, small_page_zeros
 
 
 def test_it_is_zero_and_can_be_written() -> None:
-    numbers = untouched(1000, np.uint16)
+    numbers = small_page_zeros(1000, np.uint16)
     assert numbers.dtype == np.uint16
     assert not numbers.any()
     numbers[7] = 9
     assert numbers.sum() == 9
-    assert untouched(0, np.float32).shape == (0,)
+    assert small_page_zeros(0, np.float32).shape == (0,)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -23,7 +23,7 @@ def test_a_written_number_takes_a_page_and_not_millions_of_bytes() -> None:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1])
 
-    numbers = untouched(2**28, np.uint8)
+    numbers = small_page_zeros(2**28, np.uint8)
     before = resident()
     numbers[:: 2**22] = 1
     assert 64 <= resident() - before < 64 * 16

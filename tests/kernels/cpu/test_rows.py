@@ -1,9 +1,9 @@
-"""Work on one row: the rotary embedding and the norms, against numpy."""
+"""Norms and the rotary embedding against NumPy."""
 
 import numpy as np
 import pytest
 
-from midfill.kernels.cpu.rows import LAYER, RMS, norm, rotate
+from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables, norm, rotate
 
 ROWS = np.random.default_rng(0)
 
@@ -14,7 +14,7 @@ def test_a_head_is_rotated_in_place_and_nothing_beside_it(half: int) -> None:
     angles = ROWS.standard_normal((3, half))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     after = before.copy()
-    rotate(after, 5, half, cos.ravel(), sin.ravel(), 2, after, 5)
+    rotate(after, 5, RopeTables(cos.ravel(), sin.ravel(), half), 2)
     low, high = before[5 : 5 + half], before[5 + half : 5 + 2 * half]
     np.testing.assert_array_equal(after[5 : 5 + half], low * cos[2] - high * sin[2])
     np.testing.assert_array_equal(after[5 + half : 5 + 2 * half], high * cos[2] + low * sin[2])
@@ -25,11 +25,12 @@ def test_a_head_is_rotated_in_place_and_nothing_beside_it(half: int) -> None:
 
 @pytest.mark.parametrize("kind", [RMS, LAYER])
 @pytest.mark.parametrize("size", [16, 48, 576])
-def test_norms(kind: int, size: int) -> None:
+def test_a_layers_norm(kind: int, size: int) -> None:
     x = ROWS.standard_normal(size + 16).astype(np.float32) + 3
     weight, bias = ROWS.standard_normal((2, size)).astype(np.float32)
     out = np.zeros(size, np.float32)
-    norm(kind, x, 16, size, 1e-5, weight, bias, 0, out, 0)
+    stacked = NormWeights(np.append(bias, weight), np.append(weight, bias), size, kind, 1e-5)
+    norm(x, 16, stacked, 1, out, 0)
     row = x[16:].astype(np.float64)
     if kind == LAYER:
         row = row - row.mean()

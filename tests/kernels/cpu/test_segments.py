@@ -3,9 +3,15 @@
 import numpy as np
 import pytest
 
-from midfill.kernels.cpu.cell_spans import CellSpan
-from midfill.kernels.cpu.cells import CellFormat, allocate_cells, write_cell
-from midfill.kernels.cpu.segments import FEW_ROWS, SEGMENT, score_segment, weigh_segment
+from midfill.kernels.cpu.kv_cache import KVFormat, allocate_kv, write_entry
+from midfill.kernels.cpu.kv_spans import KVSpan
+from midfill.kernels.cpu.segments import (
+    MAX_ROWS_IN_PLACE,
+    SEGMENT,
+    SegmentRows,
+    score_segment,
+    weigh_segment,
+)
 
 SLOTS = 400
 ALL = 10**6
@@ -16,31 +22,30 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def stored(cell_format: CellFormat, dim: int, length: int) -> tuple[CellSpan, np.ndarray]:
-    """A span of scattered slots, and what its cells say: [length, dim], codes without scale."""
-    cells, scales = allocate_cells(cell_format, SLOTS, dim)
+def stored(kv_format: KVFormat, dim: int, length: int) -> tuple[KVSpan, np.ndarray]:
+    """A span of scattered slots, and what it holds: [length, dim], quants without scale."""
+    entries, scales = allocate_kv(kv_format, SLOTS, dim)
     values = normal(SLOTS, dim)
     for slot in range(SLOTS):
-        write_cell(values[slot], 0, dim, cells, scales, 0, slot)
+        write_entry(values[slot], 0, dim, entries, scales, slot)
     slots = np.random.default_rng(length).permutation(SLOTS).astype(np.int32)
-    read = cells.view(np.float16) if cells.dtype == np.uint16 else cells
+    read = entries.view(np.float16) if entries.dtype == np.uint16 else entries
     chosen = read.reshape(SLOTS, dim)[slots[3 : 3 + length]].astype(np.float64)
-    return CellSpan(cells, 0, slots, 3, length), chosen
+    return KVSpan(entries, 0, slots, 3, length), chosen
 
 
-def score(queries: np.ndarray, keys: CellSpan, group: int = 1, limit: int = ALL) -> np.ndarray:
+def score(queries: np.ndarray, keys: KVSpan, group: int = 1, limit: int = ALL) -> np.ndarray:
     """[rows, keys]."""
     rows, dim = queries.shape
     scores = np.full(rows * SEGMENT, np.nan, np.float32)
     panel = np.empty(dim * 16, np.float32)
-    score_segment(
-        queries.reshape(-1), rows, group, limit, dim, keys, keys, panel, scores
-    )  # fmt: skip
+    seen = SegmentRows(rows, group, limit, 0, dim)
+    score_segment(queries.reshape(-1), seen, keys, keys, panel, scores)
     return scores.reshape(rows, SEGMENT)[:, : keys.length]
 
 
 def weigh(
-    weights: np.ndarray, values: CellSpan, dim: int, group: int = 1, limit: int = ALL,
+    weights: np.ndarray, values: KVSpan, dim: int, group: int = 1, limit: int = ALL,
     window: int = 0,
 ) -> np.ndarray:  # fmt: skip
     """[rows, dim]."""
@@ -48,30 +53,33 @@ def weigh(
     padded = np.full((rows, SEGMENT), np.nan, np.float32)
     padded[:, : values.length] = weights
     sums = np.full(rows * dim, np.nan, np.float32)
-    weigh_segment(
-        padded.reshape(-1), rows, group, limit, window, dim, values, values, sums, 0
-    )  # fmt: skip
+    seen = SegmentRows(rows, group, limit, window, dim)
+    weigh_segment(padded.reshape(-1), seen, values, values, sums, 0)
     return sums.reshape(rows, dim)
 
 
-@pytest.mark.parametrize("cell_format", list(CellFormat))
+@pytest.mark.parametrize("kv_format", list(KVFormat))
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("length", [1, 15, 16, 33, 256])
-def test_turned_keys_give_the_bits_that_keys_in_place_give(
-    cell_format: CellFormat, dim: int, length: int
+def test_transposed_keys_give_the_bits_that_keys_in_place_give(
+    kv_format: KVFormat, dim: int, length: int
 ) -> None:
-    keys, read = stored(cell_format, dim, length)
+    keys, read = stored(kv_format, dim, length)
     queries = normal(31, dim, seed=1)
-    turned = score(queries, keys)
-    np.testing.assert_allclose(turned, queries @ read.T, rtol=1e-5, atol=2e-4 * np.abs(read).max())
+    transposed = score(queries, keys)
+    np.testing.assert_allclose(
+        transposed, queries @ read.T, rtol=1e-5, atol=2e-4 * np.abs(read).max()
+    )
     in_place = [score(queries[row : row + n], keys) for row, n in ((0, 4), (4, 3), (7, 2), (9, 1))]
-    np.testing.assert_array_equal(np.concatenate(in_place), turned[:10])
-    np.testing.assert_array_equal(score(queries[10 : 10 + FEW_ROWS], keys), turned[10:][:FEW_ROWS])
+    np.testing.assert_array_equal(np.concatenate(in_place), transposed[:10])
+    np.testing.assert_array_equal(
+        score(queries[10 : 10 + MAX_ROWS_IN_PLACE], keys), transposed[10:][:MAX_ROWS_IN_PLACE]
+    )
 
 
-@pytest.mark.parametrize("rows", range(FEW_ROWS + 1, FEW_ROWS + 12))
+@pytest.mark.parametrize("rows", range(MAX_ROWS_IN_PLACE + 1, MAX_ROWS_IN_PLACE + 12))
 def test_any_number_of_rows_has_the_same_scores_and_sums(rows: int) -> None:
-    span, read = stored(CellFormat.F16, 64, 100)
+    span, read = stored(KVFormat.F16, 64, 100)
     queries, weights = normal(rows, 64, seed=2), normal(rows, 100, seed=3)
     scores, sums = score(queries, span), weigh(weights, span, 64)
     np.testing.assert_allclose(sums, weights @ read, atol=1e-4)
@@ -82,7 +90,7 @@ def test_any_number_of_rows_has_the_same_scores_and_sums(rows: int) -> None:
 
 @pytest.mark.parametrize("limit", [-5, 1, 16, 40])
 def test_scores_are_there_wherever_a_row_sees_a_key(limit: int) -> None:
-    keys, _ = stored(CellFormat.F16, 64, 77)
+    keys, _ = stored(KVFormat.F16, 64, 77)
     queries = normal(90, 64, seed=4)
     whole, cut = score(queries, keys), score(queries, keys, 3, limit)
     for row in range(90):
@@ -90,14 +98,14 @@ def test_scores_are_there_wherever_a_row_sees_a_key(limit: int) -> None:
         np.testing.assert_array_equal(cut[row, :end], whole[row, :end])
 
 
-@pytest.mark.parametrize("cell_format", list(CellFormat))
+@pytest.mark.parametrize("kv_format", list(KVFormat))
 @pytest.mark.parametrize("dim", [32, 64, 96, 256])
 @pytest.mark.parametrize("window", [0, 1, 20])
 @pytest.mark.parametrize("limit", [-3, 1, 50, ALL])
 def test_sums_are_of_the_values_that_a_row_sees(
-    cell_format: CellFormat, dim: int, window: int, limit: int
+    kv_format: KVFormat, dim: int, window: int, limit: int
 ) -> None:
-    values, read = stored(cell_format, dim, 90)
+    values, read = stored(kv_format, dim, 90)
     ends = limit + np.arange(14)[:, None] // 2
     keys = np.arange(90)
     seen = (keys < ends) & ((keys >= ends - window) if window else True)

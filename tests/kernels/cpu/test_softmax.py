@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from midfill.kernels.cpu.softmax import clear_states, finish_row, merge_rows, softmax_row
+from midfill.kernels.cpu.softmax import (
+    SoftmaxSums,
+    clear_states,
+    finish_row,
+    merge_rows,
+    softmax_row,
+)
 
 DIM = 32
 
@@ -41,26 +47,24 @@ def test_weights_are_exponentials_of_the_keys_in_range(count: int, first: int, e
 @pytest.mark.parametrize("cuts", [[64], [16, 64], [16, 32, 48, 64], [48, 64]])
 def test_merged_segments_are_the_softmax_of_all(cuts: list[int]) -> None:
     scores, values = normal(64), normal(64, DIM, seed=1)
-    totals, total_sums = np.empty(2, np.float32), np.full(DIM, np.nan, np.float32)
-    clear_states(totals, 0, 1)
+    totals = SoftmaxSums(np.empty(2, np.float32), np.full(DIM, np.nan, np.float32))
+    clear_states(totals.states, 0, 1)
     for start, end in zip([0, *cuts], cuts, strict=False):
         weights, state = softmax(scores[start:], end - start, 0, 64)
-        merge_rows(totals, total_sums, state.copy(), weights @ values[start:end], 0, 1, DIM)
+        merge_rows(totals, SoftmaxSums(state.copy(), weights @ values[start:end]), 0, 1, DIM)
     out = np.full(DIM + 16, np.nan, np.float32)
-    finish_row(totals, 0, total_sums, 0, DIM, out, 16)
+    finish_row(totals, 0, DIM, out, 16)
     exact = np.exp(scores - scores.max(), dtype=np.float64)
     np.testing.assert_allclose(out[16:], exact @ values / exact.sum(), atol=2e-6)
 
 
-def test_a_segment_that_shows_a_row_nothing_changes_nothing() -> None:
+def test_a_segment_in_which_a_row_sees_nothing_changes_nothing() -> None:
     seen, nothing = np.array([1.5, 2.0], np.float32), np.array([-np.inf, 0.0], np.float32)
     sums, noise = normal(DIM), np.full(DIM, np.nan, np.float32)
-    totals, total_sums = seen.copy(), sums.copy()
-    merge_rows(totals, total_sums, nothing, noise, 0, 1, DIM)
-    np.testing.assert_array_equal(totals, seen)
-    np.testing.assert_array_equal(total_sums, sums)
-
-    totals, total_sums = nothing.copy(), noise.copy()
-    merge_rows(totals, total_sums, seen, sums, 0, 1, DIM)
-    np.testing.assert_array_equal(totals, seen)
-    np.testing.assert_array_equal(total_sums, sums)
+    for total, part in (
+        (SoftmaxSums(seen.copy(), sums.copy()), SoftmaxSums(nothing, noise)),
+        (SoftmaxSums(nothing.copy(), noise.copy()), SoftmaxSums(seen, sums)),
+    ):
+        merge_rows(total, part, 0, 1, DIM)
+        np.testing.assert_array_equal(total.states, seen)
+        np.testing.assert_array_equal(total.sums, sums)

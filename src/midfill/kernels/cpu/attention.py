@@ -1,99 +1,119 @@
 """Attention over scattered slots, for decodes and prefill chunks alike.
 
-The keys of a request are cut into segments of 256, counted from its first key, and merged in
-order (softmax.py). The cuts depend on nothing but the position of a key, so an answer does not
-depend on how the prompt was chunked. A tile is some query rows of a request, all query heads that
-share a KV head together. Where few rows meet a long context, threads share a tile's segments
-among them and merge afterwards (as Flash-Decoding does, Dao et al., 2023), with the same sums in
-the same order.
+The keys of a request are cut into segments of 256, counted from its first key, which are merged
+in order (softmax.py). The cuts depend only on the position of a key, so an answer does not depend
+on how the prompt was chunked. A query tile is some rows of a request, with all query heads that
+share a KV head. Where few rows meet a long context, the threads share a tile's segments and merge
+them afterwards (as Flash-Decoding does, Dao et al., 2023), with the same sums in the same order.
 
-Work on a segment's cells is in segments.py.
+The work on one segment is in segments.py.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from midfill.kernels.cpu.cell_spans import CellSpan
-from midfill.kernels.cpu.cells import is_coded
-from midfill.kernels.cpu.dots import round_row
+from midfill.kernels.cpu.activations import Activations, quantize
 from midfill.kernels.cpu.jit import entry_point, kernel
-from midfill.kernels.cpu.linear import rounded_at
-from midfill.kernels.cpu.segments import SEGMENT, multiply_scales, score_segment, weigh_segment
+from midfill.kernels.cpu.kv_cache import KVArray, KVCache, is_quantized
+from midfill.kernels.cpu.kv_spans import KVSpan
+from midfill.kernels.cpu.memory import Float32Array, Int32Array
+from midfill.kernels.cpu.segments import (
+    SEGMENT,
+    SegmentRows,
+    multiply_scales,
+    score_segment,
+    weigh_segment,
+)
 from midfill.kernels.cpu.simd import LANES, load, multiply, splat, store
-from midfill.kernels.cpu.softmax import clear_states, finish_row, merge_rows, softmax_row
-from midfill.kernels.cpu.team import take_work
+from midfill.kernels.cpu.softmax import (
+    SoftmaxSums,
+    clear_states,
+    finish_row,
+    merge_rows,
+    softmax_row,
+)
+from midfill.kernels.cpu.thread_pool import ThreadContext, take_work
 
-TILE_ROWS = 96
-"""Most query rows times group heads that a tile holds."""
+MAX_TILE_ROWS = 96
+"""Maximum query rows times group heads of a tile."""
 
-# Columns of an attention item, see plan_attention.
+# Columns of AttentionMetadata.tiles.
 REQUEST, ROW, ROWS, PARTIAL = 0, 1, 2, 3
-ITEM_FIELDS = 4
-
-Float32 = npt.NDArray[np.float32]
+TILE_FIELDS = 4
 
 
-@entry_point
-def plan_attention(
-    query_indptr: Any, kv_indptr: Any, group: int, kv_heads: int, threads: int, items: Any
-) -> tuple[int, int]:
-    """Cut the batch's rows into tiles; a tile and a KV head are one item of work.
+class AttentionMetadata(NamedTuple):
+    """Which query rows of a batch attend to which slots, and how the work is cut.
 
-    Returns (tiles, partials): where there are too few tiles to keep the threads busy, partials
-    is the number of (tile, segment) pairs, each computed apart and merged afterwards; else 0.
-    items: int32 [tiles, 4]: request, first row, rows, first partial.
+    Attributes:
+        query_indptr, kv_indptr, kv_slots: of the ForwardBatch, int32.
+        tiles: int32 [at least tile_count, 4], per query tile: request, first row of the batch,
+            rows, and first partial.
+        tile_count: tiles in use.
+        partials: with too few tiles to keep the threads busy, the number of (tile, segment) pairs,
+            each computed on its own and merged afterwards; else 0.
     """
-    widest = max(1, TILE_ROWS // group)
-    tiles = 0
-    partials = 0
-    for request in range(len(query_indptr) - 1):
-        row, end = query_indptr[request], query_indptr[request + 1]
-        length = kv_indptr[request + 1] - kv_indptr[request]
-        while row < end:
-            count = min(widest, end - row)
-            items[tiles, REQUEST] = request
-            items[tiles, ROW] = row
-            items[tiles, ROWS] = count
-            items[tiles, PARTIAL] = partials
-            keys = length - (end - row - count)
-            partials += (keys + SEGMENT - 1) // SEGMENT
-            tiles += 1
-            row += count
-    if tiles * kv_heads >= 4 * threads or threads == 1:
-        partials = 0
-    return tiles, partials
+
+    query_indptr: Int32Array
+    kv_indptr: Int32Array
+    kv_slots: Int32Array
+    tiles: Int32Array
+    tile_count: int
+    partials: int
 
 
-class _Heads(NamedTuple):
-    """Sizes of the model's attention; ``first_cell``: cells before those of the layer."""
+class AttentionHeads(NamedTuple):
+    """A layer's attention.
+
+    Attributes:
+        query_heads: of the model.
+        kv_heads: of the model.
+        group: query heads per KV head.
+        head_dim: a multiple of 32.
+        scale: factor of q.k.
+        window: keys that a query sees, itself included; 0 is all.
+    """
 
     query_heads: int
-    group: int
     kv_heads: int
+    group: int
     head_dim: int
+    scale: float
     window: int
+
+
+class LayerKV(NamedTuple):
+    """One layer's part of the KV cache.
+
+    Attributes:
+        cache: all layers.
+        slots: slots of the cache.
+        first_entry: number of the entry of the layer's first head and slot.
+    """
+
+    cache: KVCache
     slots: int
-    first_cell: int
+    first_entry: int
 
 
-class _Rows(NamedTuple):
-    """The rows of the batch; see ForwardBatch."""
+class Queries(NamedTuple):
+    """Rotated queries.
 
-    items: npt.NDArray[np.int32]
-    tiles: int
-    partials: int
-    query_indptr: npt.NDArray[np.int32]
-    kv_indptr: npt.NDArray[np.int32]
-    kv_slots: npt.NDArray[np.int32]
+    Attributes:
+        values: float32 [rows * stride], query_heads * head_dim of each row first.
+        stride: elements from one row to the next.
+    """
+
+    values: Float32Array
+    stride: int
 
 
 class _Tile(NamedTuple):
-    """An item of work: some rows of a request with one KV head, and segments of its keys.
+    """A unit of work: a query tile with one KV head, and segments of its keys.
 
     Attributes:
-        row: the batch's first.
+        row: the tile's first row in the batch.
         rows: query rows times the heads of a group; row r belongs to query row r // group.
         head: the KV head.
         slots_at: where in kv_slots the request's slots start.
@@ -115,29 +135,76 @@ class _Tile(NamedTuple):
 class _Scratch(NamedTuple):
     """A thread's memory for a tile of at most ``most`` rows.
 
-    queries, sums and total_sums: [most, head_dim]; states and totals: [most, 2]; scores:
-    [most, 256]; panel: [head_dim, 16]; scales: [16].
+    Attributes:
+        queries: float32 [most * head_dim], scaled.
+        totals: the segments merged so far, ``most`` rows.
+        part: one segment, ``most`` rows.
+        scores: float32 [most * 256].
+        panel: float32 [head_dim * 16], transposed keys.
+        scales: float32 [16].
     """
 
-    queries: Float32
-    sums: Float32
-    total_sums: Float32
-    states: Float32
-    totals: Float32
-    scores: Float32
-    panel: Float32
-    scales: Float32
+    queries: Float32Array
+    totals: SoftmaxSums
+    part: SoftmaxSums
+    scores: Float32Array
+    panel: Float32Array
+    scales: Float32Array
+
+
+@entry_point
+def plan_attention(
+    query_indptr: Int32Array, kv_indptr: Int32Array, group: int, kv_heads: int, threads: int,
+    tiles: Int32Array,
+) -> tuple[int, int]:  # fmt: skip
+    """Cut the batch's rows into query tiles and fill ``tiles``.
+
+    Args:
+        query_indptr, kv_indptr: of the ForwardBatch.
+        group: query heads per KV head.
+        kv_heads: of the model.
+        threads: that the step runs on.
+        tiles: int32 [at least as many as rows, 4], see AttentionMetadata.
+
+    Returns:
+        tile_count and partials of AttentionMetadata.
+    """
+    widest = max(1, MAX_TILE_ROWS // group)
+    count = 0
+    partials = 0
+    for request in range(len(query_indptr) - 1):
+        row, end = query_indptr[request], query_indptr[request + 1]
+        length = kv_indptr[request + 1] - kv_indptr[request]
+        while row < end:
+            rows = min(widest, end - row)
+            tiles[count, REQUEST] = request
+            tiles[count, ROW] = row
+            tiles[count, ROWS] = rows
+            tiles[count, PARTIAL] = partials
+            keys = length - (end - row - rows)
+            partials += (keys + SEGMENT - 1) // SEGMENT
+            count += 1
+            row += rows
+    if count * kv_heads >= 4 * threads or threads == 1:
+        partials = 0
+    return count, partials
 
 
 def scratch_size(group: int, head_dim: int) -> int:
-    """float32 a thread needs for ``attend``."""
-    most = max(TILE_ROWS, group)
+    """Return how many float32 a thread needs for ``attend``."""
+    most = max(MAX_TILE_ROWS, group)
     return 3 * most * head_dim + 2 * most * 2 + most * SEGMENT + head_dim * LANES + LANES
 
 
+def partial_rows(partials: int, group: int, kv_heads: int) -> int:
+    """Return how many rows of SoftmaxSums ``attend`` needs for so many partials."""
+    return partials * kv_heads * max(MAX_TILE_ROWS, group)
+
+
 @kernel
-def _cut(scratch: Any, group: int, head_dim: int) -> Any:
-    most = max(TILE_ROWS, group)
+def _cut(scratch: Float32Array, heads: AttentionHeads) -> _Scratch:
+    """Cut a thread's memory into its parts."""
+    most, head_dim = max(MAX_TILE_ROWS, heads.group), heads.head_dim
     rows, states = most * head_dim, most * 2
     queries, rest = scratch[:rows], scratch[rows:]
     sums, rest = rest[:rows], rest[rows:]
@@ -145,192 +212,186 @@ def _cut(scratch: Any, group: int, head_dim: int) -> Any:
     scores, rest = rest[: most * SEGMENT], rest[most * SEGMENT :]
     panel, rest = rest[: head_dim * LANES], rest[head_dim * LANES :]
     scales, rest = rest[:LANES], rest[LANES:]
-    return _Scratch(
-        queries, sums, total_sums, rest[:states], rest[states : 2 * states], scores, panel, scales
-    )
+    part = SoftmaxSums(rest[:states], sums)
+    totals = SoftmaxSums(rest[states : 2 * states], total_sums)
+    return _Scratch(queries, totals, part, scores, panel, scales)
 
 
 @kernel
-def _find_tile(rows: Any, heads: Any, work: int) -> Any:
-    """Item number ``work``: (tile, KV head), or (tile, segment, KV head) where partials > 0."""
+def _find_tile(metadata: AttentionMetadata, heads: AttentionHeads, work: int) -> _Tile:
+    """Return unit ``work``: (tile, KV head), or (tile, segment, KV head) with partials."""
+    tiles = metadata.tiles
     index, head = work // heads.kv_heads, work % heads.kv_heads
     part = 0
-    if rows.partials > 0:
-        tile = rows.tiles - 1
-        while rows.items[tile, PARTIAL] > index:
+    if metadata.partials > 0:
+        tile = metadata.tile_count - 1
+        while tiles[tile, PARTIAL] > index:
             tile -= 1
-        part = index - rows.items[tile, PARTIAL]
+        part = index - tiles[tile, PARTIAL]
     else:
-        # Long tiles come last in a prompt; starting with them evens out the end.
-        tile = rows.tiles - 1 - index
-    request, row, count = rows.items[tile, REQUEST], rows.items[tile, ROW], rows.items[tile, ROWS]
-    slots_at = rows.kv_indptr[request]
-    behind = rows.query_indptr[request + 1] - row
-    length = rows.kv_indptr[request + 1] - slots_at - behind + count
+        # A prompt's last tiles have the most keys; starting with them evens out the end.
+        tile = metadata.tile_count - 1 - index
+    request, row, count = tiles[tile, REQUEST], tiles[tile, ROW], tiles[tile, ROWS]
+    slots_at = metadata.kv_indptr[request]
+    behind = metadata.query_indptr[request + 1] - row
+    length = metadata.kv_indptr[request + 1] - slots_at - behind + count
     limit = length - count + 1
     first, end = 0, (length + SEGMENT - 1) // SEGMENT
     if heads.window > 0:
         first = max(0, limit - heads.window) // SEGMENT
-    if rows.partials > 0:
+    if metadata.partials > 0:
         first, end = max(first, part), part + 1
     return _Tile(row, count * heads.group, head, slots_at, length, limit, first, end)
 
 
 @kernel
-def _span(cells: Any, heads: Any, rows: Any, tile: Any, segment: int) -> Any:
-    """The cells of a tile's segment; none where there is no such segment."""
-    base = (heads.first_cell + tile.head * heads.slots) * heads.head_dim
+def _span(
+    entries: KVArray, kv: LayerKV, head_dim: int, slots: Int32Array, tile: _Tile, segment: int
+) -> KVSpan:
+    """Return the entries of a tile's segment; none if there is no such segment."""
+    base = (kv.first_entry + tile.head * kv.slots) * head_dim
     start = segment * SEGMENT
     count = min(SEGMENT, tile.length - start) if segment < tile.end else 0
-    return CellSpan(cells, base, rows.kv_slots, tile.slots_at + start, count)
+    return KVSpan(entries, base, slots, tile.slots_at + start, count)
 
 
 @kernel
 def _load_queries(
-    qkv: Any, qkv_stride: int, heads: Any, tile: Any, scale: float, queries: Any
+    queries: Queries, heads: AttentionHeads, tile: _Tile, scaled: Float32Array
 ) -> None:
-    """queries[rows, head_dim] = the tile's query heads of its KV head, times the score scale."""
+    """Copy the tile's queries of its KV head to scaled[rows, head_dim], times the score scale."""
     group, head_dim = heads.group, heads.head_dim
-    factor = splat(np.float32(scale))
+    factor = splat(np.float32(heads.scale))
     for r in range(tile.rows):
-        at = (tile.row + r // group) * qkv_stride + (tile.head * group + r % group) * head_dim
+        head = tile.head * group + r % group
+        at = (tile.row + r // group) * queries.stride + head * head_dim
         for d in range(0, head_dim, LANES):
-            store(queries, r * head_dim + d, multiply(load(qkv, at + d), factor))
+            store(scaled, r * head_dim + d, multiply(load(queries.values, at + d), factor))
 
 
 @kernel
 def _attend_segment(
-    cells: Any, heads: Any, rows: Any, tile: Any, segment: int, ahead: Any, scratch: Any,
-    states: Any, sums: Any, at: int,
+    kv: LayerKV, heads: AttentionHeads, slots: Int32Array, tile: _Tile, segment: int,
+    ahead: KVSpan, scratch: _Scratch, out: SoftmaxSums, first_row: int,
 ) -> None:  # fmt: skip
-    """A tile's attention over one segment, to states and sums from row ``at`` on.
+    """Compute a tile's attention over one segment, to ``out`` from ``first_row`` on.
 
-    Cells of the span ``ahead`` are fetched meanwhile.
+    Entries of the span ``ahead`` are prefetched meanwhile.
     """
-    dim, group, scores = heads.head_dim, heads.group, scratch.scores
-    keys = _span(cells.keys, heads, rows, tile, segment)
-    values = _span(cells.values, heads, rows, tile, segment)
-    count, head_at = keys.length, heads.first_cell + tile.head * heads.slots
+    dim, scores = heads.head_dim, scratch.scores
+    keys = _span(kv.cache.keys, kv, dim, slots, tile, segment)
+    values = _span(kv.cache.values, kv, dim, slots, tile, segment)
+    head_at = kv.first_entry + tile.head * kv.slots
     limit = tile.limit - segment * SEGMENT
-    score_segment(
-        scratch.queries, tile.rows, group, limit, dim, keys, values, scratch.panel, scores
-    )
-    if is_coded(cells.keys):
-        multiply_scales(
-            cells.key_scales, head_at, keys.slots, keys.first, count, scratch.scales, tile.rows,
-            scores,
-        )  # fmt: skip
+    rows = SegmentRows(tile.rows, heads.group, limit, heads.window, dim)
+    score_segment(scratch.queries, rows, keys, values, scratch.panel, scores)
+    if is_quantized(kv.cache.keys):
+        multiply_scales(kv.cache.key_scales, head_at, keys, scratch.scales, tile.rows, scores)
     for row in range(tile.rows):
-        end = limit + row // group
+        end = limit + row // heads.group
         first = end - heads.window if heads.window > 0 else 0
-        softmax_row(scores, row * SEGMENT, count, first, end, states, at + row)
-    if is_coded(cells.values):
-        multiply_scales(
-            cells.value_scales, head_at, keys.slots, keys.first, count, scratch.scales, tile.rows,
-            scores,
-        )  # fmt: skip
-    weigh_segment(scores, tile.rows, group, limit, heads.window, dim, values, ahead, sums, at * dim)
+        softmax_row(scores, row * SEGMENT, keys.length, first, end, out.states, first_row + row)
+    if is_quantized(kv.cache.values):
+        multiply_scales(kv.cache.value_scales, head_at, keys, scratch.scales, tile.rows, scores)
+    weigh_segment(scores, rows, values, ahead, out.sums, first_row * dim)
 
 
 @kernel
-def _attend_tile(cells: Any, heads: Any, rows: Any, tile: Any, after: Any, scratch: Any) -> None:
-    """A tile's attention over all of its keys, to the totals; then comes the tile ``after``."""
-    top: Any = np.int64(0)  # a literal would be a type of its own, and compiled for again
+def _attend_tile(
+    kv: LayerKV, heads: AttentionHeads, slots: Int32Array, tile: _Tile, following: _Tile,
+    scratch: _Scratch,
+) -> None:  # fmt: skip
+    """Compute a tile's attention over all of its keys, to the totals.
+
+    The first keys of the tile ``following`` are prefetched during the last segment.
+    """
+    dim = heads.head_dim
+    top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
     for segment in range(tile.first, tile.end):
-        ahead = _span(cells.keys, heads, rows, tile, segment + 1)
+        ahead = _span(kv.cache.keys, kv, dim, slots, tile, segment + 1)
         if segment + 1 == tile.end:
-            ahead = _span(cells.keys, heads, rows, after, after.first)
+            ahead = _span(kv.cache.keys, kv, dim, slots, following, following.first)
         if segment == tile.first:
-            _attend_segment(
-                cells, heads, rows, tile, segment, ahead, scratch, scratch.totals,
-                scratch.total_sums, top,
-            )  # fmt: skip
+            _attend_segment(kv, heads, slots, tile, segment, ahead, scratch, scratch.totals, top)
             continue
-        _attend_segment(
-            cells, heads, rows, tile, segment, ahead, scratch, scratch.states, scratch.sums, top
-        )
-        merge_rows(
-            scratch.totals, scratch.total_sums, scratch.states, scratch.sums, top, tile.rows,
-            heads.head_dim,
-        )  # fmt: skip
+        _attend_segment(kv, heads, slots, tile, segment, ahead, scratch, scratch.part, top)
+        merge_rows(scratch.totals, scratch.part, top, tile.rows, dim)
 
 
 @kernel
 def _finish_tile(
-    heads: Any, row: int, rows: int, head: int, scratch: Any, out: Any, rounded: Any
+    heads: AttentionHeads, row: int, rows: int, head: int, totals: SoftmaxSums, out: Activations
 ) -> None:
-    """Write a tile's finished rows to out[rows, query_heads * head_dim] and to ``rounded``."""
+    """Write a tile's finished rows to out[batch rows, query_heads * head_dim]."""
     group, head_dim = heads.group, heads.head_dim
     for r in range(rows):
         at = ((row + r // group) * heads.query_heads + head * group + r % group) * head_dim
-        finish_row(scratch.totals, r, scratch.total_sums, r * head_dim, head_dim, out, at)
-        if len(rounded) > 0:
-            round_row(out, at, head_dim, rounded, rounded_at(at))
+        finish_row(totals, r, head_dim, out.values, at)
+        quantize(out, at, head_dim)
 
 
 @kernel
 def attend(
-    sync: Any, items: Any, tiles: int, partials: int, query_indptr: Any, kv_indptr: Any,
-    kv_slots: Any, qkv: Any, qkv_stride: int, cells: Any, layer_at: int, slots: int,
-    query_heads: int, kv_heads: int, head_dim: int, scale: float, window: int, out: Any,
-    rounded: Any, scratch: Any, partial_state: Any, partial_sums: Any,
+    context: ThreadContext, queries: Queries, kv: LayerKV, heads: AttentionHeads,
+    metadata: AttentionMetadata, out: Activations, scratch: Float32Array, partials: SoftmaxSums,
 ) -> None:  # fmt: skip
-    """One phase: all items (tile, KV head), or (tile, segment, KV head) where partials > 0.
+    """Run the attention of one layer, as one phase.
 
-    qkv: float32 [rows, qkv_stride], rotated queries first. cells: decoder.Cells with ``slots``
-    cells a head, those of this layer from cell layer_at on. out: float32
-    [rows, query_heads * head_dim]; rounded: the same as blocks of dots.py, if it is not empty.
-    scratch: this thread's, see scratch_size. partial_*: one entry
-    a (partial, head): [TILE_ROWS, 2] and [TILE_ROWS, head_dim] float32.
+    With ``metadata.partials``, tiles are left in ``partials``, and ``merge_partials`` must follow.
+
+    Args:
+        context: this thread.
+        queries: of all rows.
+        kv: the layer's KV, the batch's own rows written.
+        heads: the layer's attention.
+        metadata: of the batch.
+        out: [rows, query_heads * head_dim].
+        scratch: float32 [scratch_size(...)], this thread's own.
+        partials: ``partial_rows(...)`` rows, shared.
     """
-    group = query_heads // kv_heads
-    heads = _Heads(query_heads, group, kv_heads, head_dim, window, slots, layer_at)
-    rows = _Rows(items, tiles, partials, query_indptr, kv_indptr, kv_slots)
-    memory = _cut(scratch, group, head_dim)
-    count = (partials if partials > 0 else tiles) * kv_heads
-    work = take_work(sync, 1)
+    memory = _cut(scratch, heads)
+    slots = metadata.kv_slots
+    units = metadata.partials if metadata.partials > 0 else metadata.tile_count
+    count = units * heads.kv_heads
+    work = take_work(context.sync, 1)
     while work < count:
-        # What comes next is known in time to fetch its keys.
-        following = take_work(sync, 1)
-        tile = _find_tile(rows, heads, work)
-        after = _find_tile(rows, heads, min(following, count - 1))
-        _load_queries(qkv, qkv_stride, heads, tile, scale, memory.queries)
-        if partials == 0:
-            _attend_tile(cells, heads, rows, tile, after, memory)
-            _finish_tile(heads, tile.row, tile.rows, tile.head, memory, out, rounded)
+        # The next unit is claimed early, so that its keys can be prefetched.
+        next_work = take_work(context.sync, 1)
+        tile = _find_tile(metadata, heads, work)
+        following = _find_tile(metadata, heads, min(next_work, count - 1))
+        _load_queries(queries, heads, tile, memory.queries)
+        if metadata.partials == 0:
+            _attend_tile(kv, heads, slots, tile, following, memory)
+            _finish_tile(heads, tile.row, tile.rows, tile.head, memory.totals, out)
         else:
-            entry = work * max(TILE_ROWS, group)
+            first_row = work * max(MAX_TILE_ROWS, heads.group)
             if tile.first < tile.end:
-                ahead = _span(cells.keys, heads, rows, after, after.first)
+                ahead = _span(kv.cache.keys, kv, heads.head_dim, slots, following, following.first)
                 _attend_segment(
-                    cells, heads, rows, tile, tile.first, ahead, memory, partial_state,
-                    partial_sums, entry,
-                )  # fmt: skip
+                    kv, heads, slots, tile, tile.first, ahead, memory, partials, first_row
+                )
             else:
-                clear_states(partial_state, entry, tile.rows)
-        work = following
+                clear_states(partials.states, first_row, tile.rows)
+        work = next_work
 
 
 @kernel
 def merge_partials(
-    sync: Any, items: Any, tiles: int, partials: int, query_heads: int, kv_heads: int,
-    head_dim: int, out: Any, rounded: Any, scratch: Any, partial_state: Any, partial_sums: Any,
+    context: ThreadContext, heads: AttentionHeads, metadata: AttentionMetadata, out: Activations,
+    scratch: Float32Array, partials: SoftmaxSums,
 ) -> None:  # fmt: skip
-    """One phase after ``attend`` with partials > 0: merge each tile's segments in order."""
-    group = query_heads // kv_heads
-    heads = _Heads(query_heads, group, kv_heads, head_dim, 0, 0, 0)
-    memory = _cut(scratch, group, head_dim)
-    work = take_work(sync, 1)
-    while work < tiles * kv_heads:
+    """Merge each tile's segments in order, as one phase after ``attend``; arguments as there."""
+    memory = _cut(scratch, heads)
+    tiles, kv_heads = metadata.tiles, heads.kv_heads
+    work = take_work(context.sync, 1)
+    while work < metadata.tile_count * kv_heads:
         head, tile = work % kv_heads, work // kv_heads
-        rows = items[tile, ROWS] * group
-        first = items[tile, PARTIAL]
-        end = items[tile + 1, PARTIAL] if tile + 1 < tiles else partials
-        clear_states(memory.totals, 0, rows)
+        rows = tiles[tile, ROWS] * heads.group
+        first = tiles[tile, PARTIAL]
+        end = tiles[tile + 1, PARTIAL] if tile + 1 < metadata.tile_count else metadata.partials
+        clear_states(memory.totals.states, 0, rows)
         for partial in range(first, end):
-            entry = (partial * kv_heads + head) * max(TILE_ROWS, group)
-            merge_rows(
-                memory.totals, memory.total_sums, partial_state, partial_sums, entry, rows, head_dim
-            )
-        _finish_tile(heads, items[tile, ROW], rows, head, memory, out, rounded)
-        work = take_work(sync, 1)
+            first_row = (partial * kv_heads + head) * max(MAX_TILE_ROWS, heads.group)
+            merge_rows(memory.totals, partials, first_row, rows, heads.head_dim)
+        _finish_tile(heads, tiles[tile, ROW], rows, head, memory.totals, out)
+        work = take_work(context.sync, 1)

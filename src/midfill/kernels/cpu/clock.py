@@ -1,9 +1,9 @@
 """Phase clock: how long each thread works in each phase of a step, and how long it waits.
 
-Every thread owns one row of an int64 array: a cell a phase, and the time of its last reading.
-Reading the chip's counter takes some 10 ns, twice a phase, so the clock always runs. Ticks are of
-no fixed length; only their shares mean anything. On chips whose counter a program may not read
-all cells stay 0.
+Each thread owns a row of ``clock``, int64 [threads, 16]: the ticks of each phase, then the time of
+its last reading. Reading the chip's counter takes about 10 ns, twice per phase, so the clock
+always runs. A tick has no fixed length; see ``ticks_per_second``. On chips whose counter a program
+may not read, all ticks stay 0.
 """
 
 import platform
@@ -15,24 +15,25 @@ from numba import types
 from numba.extending import intrinsic
 
 from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.memory import Int64Array
 from midfill.kernels.cpu.simd import I64, Codegen, llvm_call
-from midfill.kernels.cpu.team import barrier
+from midfill.kernels.cpu.thread_pool import ThreadContext, barrier
 
 PHASES = (
     "embed", "norm", "qkv", "rotate", "attention", "output", "gate_up", "down", "head", "wait",
 )  # fmt: skip
-"""What a thread does between two barriers, and waiting at them."""
+"""What a thread does between two barriers, and waiting at a barrier."""
 
 EMBED, NORM, QKV, ROTATE, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, WAIT = range(len(PHASES))
-CLOCK_CELLS = 16
-"""Cells a thread: two cache lines, so that no two threads write to the same one."""
+CLOCK_WIDTH = 16
+"""Numbers per thread: two cache lines, so that no two threads write to the same line."""
 
 _LAST_READING = len(PHASES)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _ticks(typing_context: Any) -> tuple[Any, Codegen]:
-    """The chip's counter."""
+    """Return the chip's counter."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if platform.machine().lower() not in ("x86_64", "amd64"):
@@ -43,30 +44,30 @@ def _ticks(typing_context: Any) -> tuple[Any, Codegen]:
 
 
 @kernel
-def start_clock(clock: Any, thread: int) -> None:
-    """What happened before now counts for nothing."""
+def start_clock(clock: Int64Array, thread: int) -> None:
+    """Start a thread's clock: time before now counts for no phase."""
     clock[thread, _LAST_READING] = _ticks()
 
 
 @kernel
-def lap(clock: Any, thread: int, phase: int) -> None:
-    """What this thread did since its last reading was ``phase``."""
+def lap(clock: Int64Array, thread: int, phase: int) -> None:
+    """Count the time since a thread's last reading for ``phase``."""
     now = _ticks()
     clock[thread, phase] += now - clock[thread, _LAST_READING]
     clock[thread, _LAST_READING] = now
 
 
 @kernel
-def end_phase(thread: int, threads: int, sync: Any, clock: Any, phase: int) -> None:
-    """A barrier; what was done since the last reading was ``phase``."""
-    lap(clock, thread, phase)
-    barrier(sync, threads)
-    lap(clock, thread, WAIT)
+def end_phase(context: ThreadContext, phase: int) -> None:
+    """Count the time since the last reading for ``phase``, then wait for all threads."""
+    lap(context.clock, context.thread, phase)
+    barrier(context.sync, context.threads)
+    lap(context.clock, context.thread, WAIT)
 
 
 def ticks_per_second() -> float:
-    """How long a tick is; measures for 20 ms. nan where the counter can't be read."""
-    clock = np.zeros((1, CLOCK_CELLS), np.int64)
+    """Measure the counter for 20 ms; return nan where it can't be read."""
+    clock = np.zeros((1, CLOCK_WIDTH), np.int64)
     start_clock(clock, 0)
     lap(clock, 0, WAIT)
     before, started = clock[0, WAIT], time.perf_counter()

@@ -1,17 +1,23 @@
-"""The forward pass of a decoder on the CPU: one compiled call a step.
+"""The forward pass of a decoder on the CPU: one compiled call per step.
 
-``forward`` runs on every thread of the team. It goes from any layer to any layer, so that a
-method may stop between layers, look at the hidden rows or drop some, and go on; the usual step
-is one call for all layers.
+``forward`` runs on every thread of the pool. It runs any part of the pass (``Stages``) over hidden
+rows that the caller owns. So a method may stop between layers, look at the rows or drop some, and
+continue; the usual step is one call for the whole pass.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from midfill.kernels.cpu.attention import attend, merge_partials
-from midfill.kernels.cpu.cells import write_cell
+from midfill.kernels.cpu.activations import Activations, quantize
+from midfill.kernels.cpu.attention import (
+    AttentionHeads,
+    AttentionMetadata,
+    LayerKV,
+    Queries,
+    attend,
+    merge_partials,
+)
 from midfill.kernels.cpu.clock import (
     ATTENTION,
     DOWN,
@@ -26,10 +32,21 @@ from midfill.kernels.cpu.clock import (
     lap,
     start_clock,
 )
-from midfill.kernels.cpu.dots import round_row
 from midfill.kernels.cpu.jit import entry_point, kernel
-from midfill.kernels.cpu.linear import embed, gated_linear, linear, rounded_at
-from midfill.kernels.cpu.rows import norm, rotate
+from midfill.kernels.cpu.kv_cache import KVCache, write_entry
+from midfill.kernels.cpu.linear import (
+    GateUpWeights,
+    LinearOutput,
+    LinearWeights,
+    Tiling,
+    embed,
+    gated_linear,
+    linear,
+)
+from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array, Uint8Array
+from midfill.kernels.cpu.rows import NormWeights, RopeTables, norm, rotate
+from midfill.kernels.cpu.softmax import SoftmaxSums
+from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kernels.cpu.tiles import (
     DOWN_TILES,
     GATE_UP_TILES,
@@ -38,323 +55,284 @@ from midfill.kernels.cpu.tiles import (
     QKV_TILES,
 )
 
-SOLO_ROWS = 4
-"""Up to so many rows are normed by every thread for itself, which is cheaper than a barrier."""
-
-Float32 = npt.NDArray[np.float32]
-Int32 = npt.NDArray[np.int32]
-Uint8 = npt.NDArray[np.uint8]
+MAX_SOLO_ROWS = 4
+"""Up to this many rows, every thread norms all of them itself: cheaper than a barrier."""
 
 
-class Shape(NamedTuple):
-    """Sizes and switches of the model; the fields of ModelConfig as numbers."""
+class DecoderConfig(NamedTuple):
+    """ModelConfig as the kernels see it: numbers and switches only."""
 
     layers: int
     hidden: int
     query_heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
-    vocab: int
-    norm_kind: int
-    activation: int
-    gated: bool
     qk_norm: bool
-    norm_epsilon: float
     score_scale: float
     embedding_multiplier: float
     residual_multiplier: float
     logits_multiplier: float
 
 
-class Formats(NamedTuple):
-    """WeightFormat of each matrix."""
+class DecoderWeights(NamedTuple):
+    """All weights; each entry holds those of all layers.
 
-    embed: int
-    head: int
-    qkv: int
-    o: int
-    gate: int
-    up: int
-    down: int
-
-
-class Weights(NamedTuple):
-    """All weights. Matrices: packed bytes, the layers' one after the other; the rest float32.
-
-    Vectors of a layer lie one layer after the other too; absent biases are zeros.
+    Attributes:
+        embed, head: [vocab, hidden]; ``packed`` is one array where embeddings are tied.
+        qkv: rows of q, k and v, one below the other.
+        o: attention's output projection.
+        gate_up, down: the MLP.
+        attn_norm, mlp_norm: before attention and before the MLP.
+        final_norm: before the head.
+        q_norm, k_norm: of each head; used where config.qk_norm.
+        rope: angles of every position.
+        windows: int32 [layers], keys that a query sees; 0 is all.
     """
 
-    embed: Uint8
-    head: Uint8
-    qkv: Uint8
-    o: Uint8
-    gate: Uint8
-    up: Uint8
-    down: Uint8
-    qkv_bias: Float32
-    o_bias: Float32
-    gate_bias: Float32
-    up_bias: Float32
-    down_bias: Float32
-    head_bias: Float32
-    attn_norm: Float32
-    attn_norm_bias: Float32
-    mlp_norm: Float32
-    mlp_norm_bias: Float32
-    final_norm: Float32
-    final_norm_bias: Float32
-    q_norm: Float32
-    k_norm: Float32
-    cos: Float32
-    sin: Float32
-    windows: Int32
-
-
-class Cells(NamedTuple):
-    """KV of all slots, see cells.py: [layers, kv_heads, slots, head_dim] each, and its scales."""
-
-    keys: npt.NDArray[np.generic]
-    values: npt.NDArray[np.generic]
-    key_scales: Float32
-    value_scales: Float32
+    embed: LinearWeights
+    head: LinearWeights
+    qkv: LinearWeights
+    o: LinearWeights
+    gate_up: GateUpWeights
+    down: LinearWeights
+    attn_norm: NormWeights
+    mlp_norm: NormWeights
+    final_norm: NormWeights
+    q_norm: NormWeights
+    k_norm: NormWeights
+    rope: RopeTables
+    windows: Int32Array
 
 
 class Batch(NamedTuple):
-    """The arrays of a ForwardBatch and the attention plan made for it."""
+    """A ForwardBatch as the kernels see it.
 
-    token_ids: Int32
-    positions: Int32
-    write_slots: Int32
-    query_indptr: Int32
-    kv_indptr: Int32
-    kv_slots: Int32
-    logit_rows: Int32
-    items: Int32
-    tiles: int
-    partials: int
+    Attributes:
+        token_ids, positions, write_slots: int32 [rows].
+        logit_rows: int32 [outputs], the rows whose logits are wanted.
+        attention: which rows attend to which slots.
+    """
+
+    token_ids: Int32Array
+    positions: Int32Array
+    write_slots: Int32Array
+    logit_rows: Int32Array
+    attention: AttentionMetadata
 
 
 class Workspace(NamedTuple):
-    """Activations of a step. [rows, width] float32 flat, but for the last nine.
+    """Memory of a step, reused by the next one; all arrays but four are flat.
 
-    ``normed`` has one part a thread, each as large as ``hidden``. ``*_codes`` are the same rounded
-    to blocks of dots.py; empty where all weights are float32. ``tiles`` and ``attention`` are
-    [threads, size]; ``partial_state`` and ``partial_sums`` see attention.py, ``clock`` clock.py,
-    ``heights`` tiles.py.
+    Attributes:
+        normed: [rows, hidden]; one part per thread where every thread norms all rows.
+        qkv: float32 [rows * (query_heads + 2 * kv_heads) * head_dim].
+        attended: [rows, query_heads * head_dim].
+        gated: [rows, ffn].
+        logits: float32 [outputs * vocab padded to whole panels].
+        products: float32 [threads, 2 * 8 * 32], see linear.Tiling.
+        attention: float32 [threads, attention.scratch_size(...)].
+        partials: attention.partial_rows(...) rows.
+        clock: int64 [threads, 16], see clock.py.
+        tile_rows: uint8 [matrices, 49], see tiles.py.
     """
 
-    hidden: Float32
-    normed: Float32
-    qkv: Float32
-    attended: Float32
-    gated: Float32
-    logits: Float32
-    normed_codes: Uint8
-    attended_codes: Uint8
-    gated_codes: Uint8
-    tiles: npt.NDArray[np.float32]
-    attention: npt.NDArray[np.float32]
-    partial_state: Float32
-    partial_sums: Float32
-    clock: npt.NDArray[np.int64]
-    heights: Uint8
+    normed: Activations
+    qkv: Float32Array
+    attended: Activations
+    gated: Activations
+    logits: Float32Array
+    products: Float32Array
+    attention: Float32Array
+    partials: SoftmaxSums
+    clock: Int64Array
+    tile_rows: Uint8Array
+
+
+class Stages(NamedTuple):
+    """The part of the forward pass that a call runs, in this order.
+
+    Attributes:
+        embed: fill the hidden rows with the tokens' embeddings.
+        first_layer, end_layer: run layers first_layer <= i < end_layer.
+        logits: compute the logits of the rows that want them.
+    """
+
+    embed: bool
+    first_layer: int
+    end_layer: int
+    logits: bool
 
 
 @kernel
-def _round_row(x: Any, at: int, size: int, rounded: Any) -> None:
-    """Round x[at:at + size] to its place in ``rounded``, if that is not empty."""
-    if len(rounded) > 0:
-        round_row(x, at, size, rounded, rounded_at(at))
+def _tiling(workspace: Workspace, context: ThreadContext, matrix: int) -> Tiling:
+    return Tiling(workspace.tile_rows[matrix], workspace.products[context.thread])
 
 
 @kernel
 def _norm_rows(
-    thread: int, threads: int, sync: Any, shape: Any, rows: int, weight: Any, bias: Any,
-    weight_at: int, work: Any,
+    context: ThreadContext, hidden: Float32Array, rows: int, weights: NormWeights, layer: int,
+    normed: Activations,
 ) -> int:  # fmt: skip
-    """Norm of all hidden rows; returns where in ``work.normed`` this thread finds them."""
-    width = shape.hidden
-    x, out, rounded = work.hidden, work.normed, work.normed_codes
-    if rows <= SOLO_ROWS:
-        start = thread * rows * width
+    """Norm and quantise all hidden rows; return where in ``normed`` this thread finds them."""
+    width = weights.size
+    if rows <= MAX_SOLO_ROWS:
+        start = context.thread * rows * width
         for row in range(rows):
-            norm(
-                shape.norm_kind, x, row * width, width, shape.norm_epsilon, weight, bias,
-                weight_at, out, start + row * width,
-            )  # fmt: skip
-            _round_row(out, start + row * width, width, rounded)
-        lap(work.clock, thread, NORM)
+            norm(hidden, row * width, weights, layer, normed.values, start + row * width)
+            quantize(normed, start + row * width, width)
+        lap(context.clock, context.thread, NORM)
         return start
-    for row in range(thread, rows, threads):
-        norm(
-            shape.norm_kind, x, row * width, width, shape.norm_epsilon, weight, bias, weight_at,
-            out, row * width,
-        )  # fmt: skip
-        _round_row(out, row * width, width, rounded)
-    end_phase(thread, threads, sync, work.clock, NORM)
+    for row in range(context.thread, rows, context.threads):
+        norm(hidden, row * width, weights, layer, normed.values, row * width)
+        quantize(normed, row * width, width)
+    end_phase(context, NORM)
     return 0
 
 
 @kernel
 def _rotate_and_store(
-    thread: int, threads: int, shape: Any, weights: Any, cells: Any, layer: int, layer_at: int,
-    slots: int, batch: Any, qkv: Any,
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, kv: LayerKV,
+    layer: int, batch: Batch, qkv: Float32Array,
 ) -> None:  # fmt: skip
-    """Rotate queries and keys in place; write keys and values into their slots."""
-    dim, heads, kv_heads = shape.head_dim, shape.query_heads, shape.kv_heads
-    half = dim // 2
+    """Norm and rotate queries and keys in place; write keys and values into their slots."""
+    dim, heads, kv_heads = config.head_dim, config.query_heads, config.kv_heads
+    cache = kv.cache
     width = (heads + 2 * kv_heads) * dim
-    for row in range(thread, len(batch.token_ids), threads):
-        position = batch.positions[row]
+    for row in range(context.thread, len(batch.token_ids), context.threads):
+        position, slot = batch.positions[row], batch.write_slots[row]
         start = row * width
         for head in range(heads):
             at = start + head * dim
-            if shape.qk_norm:
-                norm(0, qkv, at, dim, shape.norm_epsilon, weights.q_norm, weights.q_norm,
-                     layer * dim, qkv, at)  # fmt: skip
-            rotate(qkv, at, half, weights.cos, weights.sin, position, qkv, at)
-        slot = batch.write_slots[row]
+            if config.qk_norm:
+                norm(qkv, at, weights.q_norm, layer, qkv, at)
+            rotate(qkv, at, weights.rope, position)
         keys = start + heads * dim
         values = keys + kv_heads * dim
         for head in range(kv_heads):
             at = keys + head * dim
-            if shape.qk_norm:
-                norm(0, qkv, at, dim, shape.norm_epsilon, weights.k_norm, weights.k_norm,
-                     layer * dim, qkv, at)  # fmt: skip
-            rotate(qkv, at, half, weights.cos, weights.sin, position, qkv, at)
-            head_at = layer_at + head * slots
-            write_cell(qkv, at, dim, cells.keys, cells.key_scales, head_at, slot)
-            write_cell(
-                qkv, values + head * dim, dim, cells.values, cells.value_scales, head_at, slot
-            )
+            if config.qk_norm:
+                norm(qkv, at, weights.k_norm, layer, qkv, at)
+            rotate(qkv, at, weights.rope, position)
+            entry = kv.first_entry + head * kv.slots + slot
+            write_entry(qkv, at, dim, cache.keys, cache.key_scales, entry)
+            write_entry(qkv, values + head * dim, dim, cache.values, cache.value_scales, entry)
 
 
 @kernel
 def _attention_block(
-    thread: int, threads: int, sync: Any, shape: Any, formats: Any, weights: Any, cells: Any,
-    layer: int, batch: Any, work: Any,
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
+    layer: int, batch: Batch, hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """hidden += o(attention(norm(hidden)))."""
-    rows = len(batch.token_ids)
-    heads, kv_heads, dim = shape.query_heads, shape.kv_heads, shape.head_dim
-    attended = heads * dim
-    width = attended + 2 * kv_heads * dim
-    tile = work.tiles[thread]
-    slots = len(cells.keys) // (shape.layers * kv_heads * dim)
-    layer_at = layer * kv_heads * slots
-    normed = _norm_rows(
-        thread, threads, sync, shape, rows, weights.attn_norm, weights.attn_norm_bias,
-        layer * shape.hidden, work,
-    )  # fmt: skip
+    rows, dim = len(batch.token_ids), config.head_dim
+    slots = len(cache.keys) // (config.layers * config.kv_heads * dim)
+    kv = LayerKV(cache, slots, layer * config.kv_heads * slots)
+    width = weights.qkv.outputs
+    start = _norm_rows(context, hidden, rows, weights.attn_norm, layer, workspace.normed)
     linear(
-        sync, threads, work.normed, work.normed_codes, normed, rows, shape.hidden, weights.qkv,
-        layer * (len(weights.qkv) // shape.layers), formats.qkv, width, weights.qkv_bias,
-        layer * width, work.qkv, width, False, 1.0, work.heights[QKV_TILES], tile,
+        context, workspace.normed, start, weights.qkv, layer,
+        LinearOutput(workspace.qkv, rows, width, False, 1.0),
+        _tiling(workspace, context, QKV_TILES),
     )  # fmt: skip
-    end_phase(thread, threads, sync, work.clock, QKV)
-    _rotate_and_store(
-        thread, threads, shape, weights, cells, layer, layer_at, slots, batch, work.qkv
-    )
-    end_phase(thread, threads, sync, work.clock, ROTATE)
+    end_phase(context, QKV)
+    _rotate_and_store(context, config, weights, kv, layer, batch, workspace.qkv)
+    end_phase(context, ROTATE)
+    heads = AttentionHeads(
+        config.query_heads, config.kv_heads, config.query_heads // config.kv_heads, dim,
+        config.score_scale, weights.windows[layer],
+    )  # fmt: skip
+    scratch = workspace.attention[context.thread]
     attend(
-        sync, batch.items, batch.tiles, batch.partials, batch.query_indptr, batch.kv_indptr,
-        batch.kv_slots, work.qkv, width, cells, layer_at, slots, heads, kv_heads, dim,
-        shape.score_scale, weights.windows[layer], work.attended, work.attended_codes,
-        work.attention[thread], work.partial_state, work.partial_sums,
+        context, Queries(workspace.qkv, width), kv, heads, batch.attention, workspace.attended,
+        scratch, workspace.partials,
     )  # fmt: skip
-    end_phase(thread, threads, sync, work.clock, ATTENTION)
-    if batch.partials > 0:
+    end_phase(context, ATTENTION)
+    if batch.attention.partials > 0:
         merge_partials(
-            sync, batch.items, batch.tiles, batch.partials, heads, kv_heads, dim, work.attended,
-            work.attended_codes, work.attention[thread], work.partial_state, work.partial_sums,
-        )  # fmt: skip
-        end_phase(thread, threads, sync, work.clock, ATTENTION)
+            context, heads, batch.attention, workspace.attended, scratch, workspace.partials
+        )
+        end_phase(context, ATTENTION)
     linear(
-        sync, threads, work.attended, work.attended_codes, 0, rows, attended, weights.o,
-        layer * (len(weights.o) // shape.layers), formats.o, shape.hidden, weights.o_bias,
-        layer * shape.hidden, work.hidden, shape.hidden, True,
-        shape.residual_multiplier, work.heights[OUTPUT_TILES], tile,
+        context, workspace.attended, 0, weights.o, layer,
+        LinearOutput(hidden, rows, config.hidden, True, config.residual_multiplier),
+        _tiling(workspace, context, OUTPUT_TILES),
     )  # fmt: skip
-    end_phase(thread, threads, sync, work.clock, OUTPUT)
+    end_phase(context, OUTPUT)
 
 
 @kernel
 def _mlp_block(
-    thread: int, threads: int, sync: Any, shape: Any, formats: Any, weights: Any, layer: int,
-    rows: int, work: Any,
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, layer: int, rows: int,
+    hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
     """hidden += down(act(gate(norm(hidden))) * up(norm(hidden)))."""
-    tile = work.tiles[thread]
-    normed = _norm_rows(
-        thread, threads, sync, shape, rows, weights.mlp_norm, weights.mlp_norm_bias,
-        layer * shape.hidden, work,
-    )  # fmt: skip
+    start = _norm_rows(context, hidden, rows, weights.mlp_norm, layer, workspace.normed)
     gated_linear(
-        sync, threads, work.normed, work.normed_codes, normed, rows, shape.hidden, weights.gate,
-        weights.up, layer * (len(weights.gate) // shape.layers),
-        layer * (len(weights.up) // shape.layers), formats.gate, formats.up, shape.ffn,
-        shape.gated, weights.gate_bias, weights.up_bias, layer * shape.ffn, shape.activation,
-        work.gated, work.gated_codes, work.heights[GATE_UP_TILES], tile,
+        context, workspace.normed, start, rows, weights.gate_up, layer, workspace.gated,
+        _tiling(workspace, context, GATE_UP_TILES),
     )  # fmt: skip
-    end_phase(thread, threads, sync, work.clock, GATE_UP)
+    end_phase(context, GATE_UP)
     linear(
-        sync, threads, work.gated, work.gated_codes, 0, rows, shape.ffn, weights.down,
-        layer * (len(weights.down) // shape.layers), formats.down, shape.hidden,
-        weights.down_bias, layer * shape.hidden, work.hidden, shape.hidden, True,
-        shape.residual_multiplier, work.heights[DOWN_TILES], tile,
+        context, workspace.gated, 0, weights.down, layer,
+        LinearOutput(hidden, rows, config.hidden, True, config.residual_multiplier),
+        _tiling(workspace, context, DOWN_TILES),
     )  # fmt: skip
-    end_phase(thread, threads, sync, work.clock, DOWN)
+    end_phase(context, DOWN)
 
 
 @kernel
-def _head(
-    thread: int, threads: int, sync: Any, shape: Any, formats: Any, weights: Any, batch: Any,
-    work: Any,
+def _compute_logits(
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, batch: Batch,
+    hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
-    """logits of the wanted rows: [outputs, vocab padded to whole panels]."""
-    outputs = len(batch.logit_rows)
-    width = shape.hidden
-    for i in range(thread, outputs, threads):
-        norm(
-            shape.norm_kind, work.hidden, batch.logit_rows[i] * width, width, shape.norm_epsilon,
-            weights.final_norm, weights.final_norm_bias, 0, work.normed, i * width,
-        )  # fmt: skip
-        if shape.logits_multiplier != 1.0:
-            for k in range(width):
-                work.normed[i * width + k] *= np.float32(shape.logits_multiplier)
-        _round_row(work.normed, i * width, width, work.normed_codes)
-    end_phase(thread, threads, sync, work.clock, NORM)
-    padded = len(weights.head_bias)
+    """Compute logits of the wanted rows: [outputs, vocab padded to whole panels]."""
+    outputs, width, normed = len(batch.logit_rows), config.hidden, workspace.normed
+    for i in range(context.thread, outputs, context.threads):
+        at = i * width
+        norm(hidden, batch.logit_rows[i] * width, weights.final_norm, 0, normed.values, at)
+        if config.logits_multiplier != 1.0:
+            for k in range(at, at + width):
+                normed.values[k] *= np.float32(config.logits_multiplier)
+        quantize(normed, at, width)
+    end_phase(context, NORM)
+    stride = len(weights.head.bias)
     linear(
-        sync, threads, work.normed, work.normed_codes, 0, outputs, width, weights.head, 0,
-        formats.head, shape.vocab, weights.head_bias, 0, work.logits, padded, False, 1.0,
-        work.heights[HEAD_TILES], work.tiles[thread],
+        context, normed, 0, weights.head, 0,
+        LinearOutput(workspace.logits, outputs, stride, False, 1.0),
+        _tiling(workspace, context, HEAD_TILES),
     )  # fmt: skip
-    end_phase(thread, threads, sync, work.clock, HEAD)
+    end_phase(context, HEAD)
 
 
 @entry_point
 def forward(
-    thread: int, threads: int, sync: Any, shape: Any, formats: Any, weights: Any, cells: Any,
-    batch: Any, work: Any, first_layer: int, end_layer: int,
+    thread: int, threads: int, sync: Int64Array, config: DecoderConfig, weights: DecoderWeights,
+    cache: KVCache, batch: Batch, hidden: Float32Array, workspace: Workspace, stages: Stages,
 ) -> None:  # fmt: skip
-    """Layers first_layer <= i < end_layer over the rows in ``work.hidden``.
+    """Run a part of the forward pass over a batch, on one of ``threads`` threads.
 
-    Starting at layer 0 looks up the embeddings first; ending at the last layer fills
-    ``work.logits`` where rows want logits.
+    Args:
+        thread, threads, sync: see ThreadPool.run.
+        config: the model.
+        weights: of the model.
+        cache: K and V of all slots; those of the batch's rows are written, layer by layer.
+        batch: the step.
+        hidden: float32 [rows * hidden], updated in place.
+        workspace: large enough for the batch; takes the logits.
+        stages: what to run.
     """
-    start_clock(work.clock, thread)
-    rows = len(batch.token_ids)
-    if first_layer == 0:
+    context = ThreadContext(thread, threads, sync, workspace.clock)
+    start_clock(workspace.clock, thread)
+    rows, width = len(batch.token_ids), config.hidden
+    if stages.embed:
         for row in range(thread, rows, threads):
             embed(
-                batch.token_ids[row], weights.embed, formats.embed, shape.hidden,
-                shape.embedding_multiplier, work.hidden, row * shape.hidden,
+                batch.token_ids[row], weights.embed, config.embedding_multiplier, hidden,
+                row * width,
             )  # fmt: skip
-        end_phase(thread, threads, sync, work.clock, EMBED)
-    for layer in range(first_layer, end_layer):
-        _attention_block(thread, threads, sync, shape, formats, weights, cells, layer, batch, work)
-        _mlp_block(thread, threads, sync, shape, formats, weights, layer, rows, work)
-    if end_layer == shape.layers and len(batch.logit_rows) > 0:
-        _head(thread, threads, sync, shape, formats, weights, batch, work)
+        end_phase(context, EMBED)
+    for layer in range(stages.first_layer, stages.end_layer):
+        _attention_block(context, config, weights, cache, layer, batch, hidden, workspace)
+        _mlp_block(context, config, weights, layer, rows, hidden, workspace)
+    if stages.logits and len(batch.logit_rows) > 0:
+        _compute_logits(context, config, weights, batch, hidden, workspace)

@@ -1,10 +1,10 @@
-"""Scores of many query rows: panels of 16 keys, turned so that vector lanes are keys.
+"""Scores of many query rows: panels of 16 transposed keys, so that vector lanes are keys.
 
-Keys where they lie have lanes over head_dim, and 16 partial sums of each score are added across
-lanes (cell_kernels.py). For many rows that costs as much as the products. Here the 16 keys of a
-panel are transposed once, to float32 [head_dim, 16]; a partial sum is then a vector of its own,
-and all are added up without moving a lane. Products and sums are the same, in the same order: a
-score has the same bits either way.
+Where keys are read in place, lanes run over head_dim, and the 16 partial sums of each score are
+added across lanes (kv_products.py). For many rows that costs as much as the products themselves.
+Here the 16 keys of a panel are transposed once, to float32 [head_dim, 16]. A partial sum is then a
+vector of its own, and all are added without moving a lane. Products and sums are the same, in the
+same order: a score has the same bits either way.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from midfill.kernels.cpu.cell_kernels import Sums, row_pointers
-from midfill.kernels.cpu.cell_spans import SpanCode
+from midfill.kernels.cpu.kv_products import Sums, row_pointers
+from midfill.kernels.cpu.kv_spans import SpanCode
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I32_VECTOR,
@@ -44,7 +44,7 @@ def _interleave(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> tuple[Any,
 
 
 def _transpose(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
-    """Columns of a 16 x 16 matrix of which 16 vectors are the rows."""
+    """Return the columns of a 16 x 16 matrix, given its rows."""
     matrix = list(rows)
     for width in (1, 2, 4, 8):
         for i in range(LANES):
@@ -55,28 +55,28 @@ def _transpose(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def turn_keys(
+def transpose_keys(
     typing_context: Any, keys: Any, key: Any, head_dim: Any, ahead: Any, panel: Any
 ) -> tuple[Any, Codegen]:
-    """panel[head_dim, 16] = the 16 keys of a span from number ``key`` on, transposed, in float32.
+    """Transpose 16 keys of a span, from number ``key`` on, to panel[head_dim, 16] in float32.
 
-    Behind the span's end its last key is repeated. Cells of the same numbers are fetched of the
-    span ``ahead``.
+    Beyond the span's end, its last key is repeated. Entries of the same numbers are prefetched
+    from the span ``ahead``.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         keys, key, dim, ahead, panel = arguments
         kinds = signature.args
         span = SpanCode(context, builder, kinds[0], keys, dim)
-        fetched = SpanCode(context, builder, kinds[3], ahead, dim)
+        prefetched = SpanCode(context, builder, kinds[3], ahead, dim)
         start = address(context, builder, kinds[4], panel, integer(0))
-        cells = [span.cell(builder.add(key, integer(i))) for i in range(LANES)]
+        entries = [span.entry(builder.add(key, integer(i))) for i in range(LANES)]
         for i in range(0, LANES, 4):
-            fetched.fetch(builder.add(key, integer(i)), 4)
+            prefetched.prefetch(builder.add(key, integer(i)), 4)
         chunks = builder.sdiv(dim, integer(LANES))
         with cgutils.for_range(builder, chunks, intp=I64) as chunk:
             d = builder.mul(chunk.index, integer(LANES))
-            columns = _transpose(builder, [span.load(cell, d) for cell in cells])
+            columns = _transpose(builder, [span.load(entry, d) for entry in entries])
             target = builder.gep(start, [builder.mul(d, integer(LANES))])
             for i, column in enumerate(columns):
                 store_unaligned(builder, column, builder.gep(target, [integer(i * LANES)]))
@@ -87,26 +87,26 @@ def turn_keys(
 
 
 class _PanelScores:
-    """Generates the scores of some query rows with one panel."""
+    """Generator of the scores of some query rows with one panel."""
 
     def __init__(
         self, context: Any, builder: ir.IRBuilder, query_rows: Sequence[Any], panel: Any, dim: Any
     ) -> None:
         self._builder, self._query_rows, self._panel = builder, query_rows, panel
         self._chunks = builder.sdiv(dim, integer(LANES))
-        # Two, but not a constant: of loops that it knows LLVM makes one long piece of code, with
-        # the additions at its end and far more sums than there are registers.
+        # Two, but not a constant: LLVM would unroll the loops, move the additions to the end and
+        # keep far more sums than there are registers.
         self._two = builder.select(builder.icmp_signed(">", dim, integer(0)), integer(2), dim)
-        # As many partial sums a row at once as there are registers for.
+        # As many partial sums per row at a time as there are registers for.
         self._lanes = 4 if has_feature(context, "avx512f") else 1
         self._sums = [Sums(builder, len(query_rows), 1) for _ in range(self._lanes)]
 
     def scores(self) -> list[Any]:
-        """A vector a row: the partial sums of d, d + 16, ..., for d < 16, added as a tree."""
+        """Return a vector per row: the partial sums of d, d + 16, ..., added as a tree over d."""
         return self._tree(integer(0), 1)
 
     def _tree(self, lane: Any, step: int) -> list[Any]:
-        """Sums over lanes lane, lane + step, ...: the even ones of these and then the odd ones."""
+        """Sum over lanes lane, lane + step, ...: even ones first, then odd ones."""
         if step * self._lanes == LANES:
             return self._leaves(lane)
         builder = self._builder
@@ -121,7 +121,7 @@ class _PanelScores:
         return [builder.load(total) for total in totals]
 
     def _leaves(self, lane: Any) -> list[Any]:
-        """The last levels of the tree, whose partial sums are all in registers at once."""
+        """Compute the tree's last levels, whose partial sums are all in registers at once."""
         builder, step = self._builder, LANES // self._lanes
         for sums in self._sums:
             sums.clear()
@@ -141,14 +141,14 @@ class _PanelScores:
 
 
 def _add_tree(builder: ir.IRBuilder, terms: Sequence[Any]) -> Any:
-    """The even terms' sum plus the odd ones'."""
+    """Add the sum of the even terms and the sum of the odd ones."""
     if len(terms) == 1:
         return terms[0]
     return builder.fadd(_add_tree(builder, terms[::2]), _add_tree(builder, terms[1::2]))
 
 
 def _score_panel(rows: int) -> Callable[..., None]:
-    """Generate the kernel of ``rows`` query rows."""
+    """Generate the kernel for ``rows`` query rows."""
 
     def operation(
         typing_context: Any,
@@ -160,9 +160,12 @@ def _score_panel(rows: int) -> Callable[..., None]:
         scores_at: Any,
         scores_stride: Any,
     ) -> tuple[Any, Codegen]:
-        """scores[r, 0:16] = queries[r] times the 16 keys of a panel.
+        """Compute scores[r, 0:16] = queries[r] times the 16 keys of a panel.
 
-        queries: float32 [rows, head_dim] at queries_at. panel: float32 [head_dim, 16].
+        Args:
+            queries: float32, [rows, head_dim] at queries_at.
+            panel: float32 [head_dim * 16].
+            scores: float32, rows scores_stride apart, from scores_at on.
         """
 
         def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

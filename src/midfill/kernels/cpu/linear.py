@@ -1,17 +1,17 @@
-"""Linear layers over packed rows, shared out among the team panel by panel.
+"""Linear layers over packed weights, shared among the threads panel by panel.
 
-Each function is one phase: every thread of the team calls it, claims panels until none is left,
-and returns without waiting. The caller sets a barrier between phases.
+``linear`` and ``gated_linear`` are one phase each: every thread calls them, claims panels until
+none is left, and returns without waiting. The caller ends the phase with a barrier.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from midfill.kernels.cpu.activations import Activations, block_at, quantize
 from midfill.kernels.cpu.dots import (
     Q4_FETCHED,
     Q8_FETCHED,
-    ROUNDED_BYTES,
     multiply_q4_1,
     multiply_q4_2,
     multiply_q4_3,
@@ -20,7 +20,6 @@ from midfill.kernels.cpu.dots import (
     multiply_q8_2,
     multiply_q8_3,
     multiply_q8_4,
-    round_row,
 )
 from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import kernel
@@ -34,6 +33,7 @@ from midfill.kernels.cpu.matmul import (
     multiply_f32_7,
     multiply_f32_8,
 )
+from midfill.kernels.cpu.memory import Float32Array, Uint8Array
 from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, block_bytes
 from midfill.kernels.cpu.simd import (
     LANES,
@@ -48,8 +48,8 @@ from midfill.kernels.cpu.simd import (
     store,
     subtract,
 )
-from midfill.kernels.cpu.team import take_work
-from midfill.kernels.cpu.tiles import PLANNED_ROWS
+from midfill.kernels.cpu.thread_pool import ThreadContext, take_work
+from midfill.kernels.cpu.tiles import MAX_TABLE_ROWS
 
 Q4, Q8, DENSE = int(WeightFormat.Q4), int(WeightFormat.Q8), int(WeightFormat.F32)
 _Q4_BLOCK = block_bytes(WeightFormat.Q4)
@@ -57,15 +57,82 @@ _Q8_BLOCK = block_bytes(WeightFormat.Q8)
 _DENSE_BLOCK = block_bytes(WeightFormat.F32)
 
 MAX_TILE_ROWS = 8
-MAX_CODE_ROWS = 4
-"""Most rows a tile holds, of float32 and of codes."""
+"""Maximum rows of a tile with float32 weights."""
+MAX_QUANTIZED_ROWS = 4
+"""Maximum rows of a tile with quantised weights."""
 
 SILU, GELU_TANH = 0, 1
 
 
+class LinearWeights(NamedTuple):
+    """One linear layer of the model, for all decoder layers.
+
+    Attributes:
+        packed: uint8 [layers * layer_bytes], panels as of packing.py, one layer after the other.
+        bias: float32 [layers * outputs]; zeros if the model has none. Behind a matrix whose
+            outputs are no multiple of 32 (the head), padded to whole panels.
+        format: WeightFormat.
+        outputs, inputs: of one layer's matrix; inputs is a multiple of 32.
+        layer_bytes: bytes of one layer's matrix.
+    """
+
+    packed: Uint8Array
+    bias: Float32Array
+    format: int
+    outputs: int
+    inputs: int
+    layer_bytes: int
+
+
+class GateUpWeights(NamedTuple):
+    """The first half of an MLP.
+
+    Attributes:
+        gate: unused where not ``gated``.
+        up: with as many outputs, a multiple of 32.
+        activation: SILU or GELU_TANH.
+        gated: whether the MLP has a gate.
+    """
+
+    gate: LinearWeights
+    up: LinearWeights
+    activation: int
+    gated: bool
+
+
+class LinearOutput(NamedTuple):
+    """Where a linear layer's outputs go.
+
+    Attributes:
+        values: float32 [rows * stride].
+        rows: rows to compute.
+        stride: elements from one row to the next, at least the outputs padded to whole panels.
+        residual: add multiplier * outputs to what is there, instead of replacing it.
+        multiplier: used where ``residual``.
+    """
+
+    values: Float32Array
+    rows: int
+    stride: int
+    residual: bool
+    multiplier: float
+
+
+class Tiling(NamedTuple):
+    """How a product is cut into tiles, and memory for one.
+
+    Attributes:
+        rows: uint8 [49], see tiles.py.
+        products: float32 [2 * 8 * 32], this thread's own.
+    """
+
+    rows: Uint8Array
+    products: Float32Array
+
+
 @kernel
 def panel_bytes(weight_format: int, inputs: int) -> int:
-    """Bytes of one panel with that many inputs."""
+    """Return the bytes of one panel with that many inputs."""
     if weight_format == Q4:
         return inputs // GROUP * _Q4_BLOCK
     if weight_format == Q8:
@@ -74,147 +141,157 @@ def panel_bytes(weight_format: int, inputs: int) -> int:
 
 
 @kernel
-def multiply_floats(
-    x: Any, at: int, stride: int, rows: int, count: int, panel: Any, panel_at: int,
-    panel_stride: int, tile: Any, tile_at: int,
+def _multiply_f32(
+    x: Float32Array, at: int, stride: int, rows: int, packed: Uint8Array, panel_at: int,
+    tile: Float32Array, tile_at: int,
 ) -> None:  # fmt: skip
-    """tile[rows, 32] = x[rows, count] @ panel[count, 32] for 1 to 8 rows."""
+    """Compute tile[rows, 32] = x[rows, stride] @ panel[stride, 32] for 1 to 8 rows."""
     if rows == 8:
-        multiply_f32_8(x, at, stride, count, panel, panel_at, panel_stride, tile, tile_at)
+        multiply_f32_8(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
     elif rows == 1:
-        multiply_f32_1(x, at, stride, count, panel, panel_at, panel_stride, tile, tile_at)
+        multiply_f32_1(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
     elif rows == 2:
-        multiply_f32_2(x, at, stride, count, panel, panel_at, panel_stride, tile, tile_at)
+        multiply_f32_2(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
     elif rows == 3:
-        multiply_f32_3(x, at, stride, count, panel, panel_at, panel_stride, tile, tile_at)
+        multiply_f32_3(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
     elif rows == 4:
-        multiply_f32_4(x, at, stride, count, panel, panel_at, panel_stride, tile, tile_at)
+        multiply_f32_4(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
     elif rows == 5:
-        multiply_f32_5(x, at, stride, count, panel, panel_at, panel_stride, tile, tile_at)
+        multiply_f32_5(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
     elif rows == 6:
-        multiply_f32_6(x, at, stride, count, panel, panel_at, panel_stride, tile, tile_at)
+        multiply_f32_6(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
     else:
-        multiply_f32_7(x, at, stride, count, panel, panel_at, panel_stride, tile, tile_at)
+        multiply_f32_7(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
 
 
 @kernel
 def _multiply_q4(
-    x: Any, at: int, stride: int, rows: int, groups: int, panel: Any, panel_at: int,
-    ahead: int, tile: Any, tile_at: int,
+    x: Uint8Array, at: int, stride: int, rows: int, groups: int, packed: Uint8Array,
+    panel_at: int, ahead: int, tile: Float32Array, tile_at: int,
 ) -> None:  # fmt: skip
+    """Compute tile[rows, 32] = rows of activation blocks @ a Q4 panel, for 1 to 4 rows."""
     if rows == 1:
-        multiply_q4_1(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
+        multiply_q4_1(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
     elif rows == 2:
-        multiply_q4_2(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
+        multiply_q4_2(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
     elif rows == 3:
-        multiply_q4_3(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
+        multiply_q4_3(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
     else:
-        multiply_q4_4(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
+        multiply_q4_4(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
 
 
 @kernel
 def _multiply_q8(
-    x: Any, at: int, stride: int, rows: int, groups: int, panel: Any, panel_at: int,
-    ahead: int, tile: Any, tile_at: int,
+    x: Uint8Array, at: int, stride: int, rows: int, groups: int, packed: Uint8Array,
+    panel_at: int, ahead: int, tile: Float32Array, tile_at: int,
 ) -> None:  # fmt: skip
+    """Compute tile[rows, 32] = rows of activation blocks @ a Q8 panel, for 1 to 4 rows."""
     if rows == 1:
-        multiply_q8_1(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
+        multiply_q8_1(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
     elif rows == 2:
-        multiply_q8_2(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
+        multiply_q8_2(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
     elif rows == 3:
-        multiply_q8_3(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
+        multiply_q8_3(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
     else:
-        multiply_q8_4(x, at, stride, groups, panel, panel_at, ahead, tile, tile_at)
+        multiply_q8_4(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
 
 
 @kernel
-def rounded_at(at: int) -> int:
-    """Byte at which the block of the 32 floats at ``at`` starts, in an array of blocks."""
-    return at // GROUP * ROUNDED_BYTES
-
-
-@kernel
-def multiply_weights(
-    x: Any, rounded: Any, at: int, inputs: int, rows: int, weights: Any, panel_at: int,
-    weight_format: int, ahead: int, tile: Any, tile_at: int,
+def _multiply_panel(
+    x: Activations, at: int, rows: int, weights: LinearWeights, panel_at: int, number: int,
+    tile: Float32Array, tile_at: int,
 ) -> None:  # fmt: skip
-    """tile[rows, 32] = x[rows, inputs] @ one panel; codes take x as ``rounded`` blocks.
+    """Compute tile[rows, 32] = x[rows, inputs] @ one panel.
 
-    ahead: see ``fetched_from``.
+    Args:
+        x: quantised weights take the blocks, float32 weights the values.
+        at: element at which the first of these rows starts.
+        rows: of the tile.
+        weights: all panels.
+        panel_at: byte at which the panel starts.
+        number: of the tile, see ``_prefetch_distance``.
+        tile: float32, [rows, 32] at tile_at.
     """
-    if weight_format == DENSE:
-        multiply_floats(x, at, inputs, rows, inputs, weights, panel_at, PANEL, tile, tile_at)
+    inputs, packed = weights.inputs, weights.packed
+    if weights.format == DENSE:
+        _multiply_f32(x.values, at, inputs, rows, packed, panel_at, tile, tile_at)
         return
-    block, stride, groups = rounded_at(at), rounded_at(inputs), inputs // GROUP
-    if weight_format == Q4:
-        _multiply_q4(rounded, block, stride, rows, groups, weights, panel_at, ahead, tile, tile_at)
+    block, stride, groups = block_at(at), block_at(inputs), inputs // GROUP
+    ahead = _prefetch_distance(number, groups, weights.format)
+    if weights.format == Q4:
+        _multiply_q4(x.quants, block, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
     else:
-        _multiply_q8(rounded, block, stride, rows, groups, weights, panel_at, ahead, tile, tile_at)
+        _multiply_q8(x.quants, block, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
 
 
 @kernel
-def _work_share(panels: int, threads: int) -> int:
-    """Panels to claim at once: long runs stream well, small ones even out a busy core."""
+def _prefetch_distance(number: int, groups: int, weight_format: int) -> int:
+    """Return how many bytes ahead of a panel its tile of that number prefetches weights.
+
+    The first tile reads the panel from memory, those after it from the cache. They would leave
+    memory idle, so the three tiles after the first prefetch a third of the next panel each.
+    """
+    if number == 0:
+        return 0
+    if weight_format == Q4:
+        return groups * _Q4_BLOCK + (number - 1) * Q4_FETCHED
+    return groups * _Q8_BLOCK + (number - 1) * Q8_FETCHED
+
+
+@kernel
+def _panels_per_claim(panels: int, threads: int) -> int:
+    """Return how many panels to claim at once: long runs stream well, short ones balance load."""
     return max(1, panels // (threads * 4))
 
 
 @kernel
-def fetched_from(number: int, size: int, weight_format: int) -> int:
-    """How many bytes from a panel's blocks on its tile of that number fetches weights.
-
-    The first tile reads the panel from memory and those after it find it in the cache. They would
-    leave memory idle, so they fetch the next panel: the three after the first a third each.
-    """
-    if number == 0:
-        return 0
-    part = Q4_FETCHED if weight_format == Q4 else Q8_FETCHED
-    return size + (number - 1) * part
-
-
-@kernel
 def linear(
-    sync: Any, threads: int, x: Any, rounded: Any, x_at: int, rows: int, inputs: int,
-    weights: Any, weights_at: int, weight_format: int, outputs: int, bias: Any, bias_at: int,
-    out: Any, out_stride: int, residual: bool, multiplier: float, heights: Any, tile: Any,
+    context: ThreadContext, x: Activations, x_at: int, weights: LinearWeights, layer: int,
+    out: LinearOutput, tiling: Tiling,
 ) -> None:  # fmt: skip
-    """out = x @ W.T + b, or out += multiplier * (x @ W.T + b) where ``residual``.
+    """Compute out = x @ W.T + b, or add it to ``out`` where that is a residual.
 
-    x: float32 [rows, inputs] at x_at. rounded: uint8, the same as blocks of dots.py, for weights
-    that are codes. weights: uint8, the matrix's panels from byte weights_at. bias: float32 at
-    bias_at. out: float32 [rows, out_stride]. heights: a matrix's row of a plan, see tiles.py.
-    tile: this thread's scratch, float32 [8 * 32].
+    Args:
+        context: this thread.
+        x: the inputs, [out.rows, weights.inputs].
+        x_at: element of ``x`` at which the first row starts.
+        weights: W and b of all layers.
+        layer: whose to use.
+        out: where the outputs go.
+        tiling: how to cut the rows, and this thread's memory.
     """
-    panels = (outputs + PANEL - 1) // PANEL
-    size = panel_bytes(weight_format, inputs)
-    share = _work_share(panels, threads)
+    panels = (weights.outputs + PANEL - 1) // PANEL
+    size = panel_bytes(weights.format, weights.inputs)
+    weights_at, bias_at = layer * weights.layer_bytes, layer * weights.outputs
+    claim = _panels_per_claim(panels, context.threads)
+    products = tiling.products
     while True:
-        first = take_work(sync, share)
+        first = take_work(context.sync, claim)
         if first >= panels:
             break
-        for panel in range(first, min(first + share, panels)):
+        for panel in range(first, min(first + claim, panels)):
             row = number = 0
-            while row < rows:
-                count: Any = np.int64(heights[min(rows - row, PLANNED_ROWS)])
-                multiply_weights(
-                    x, rounded, x_at + row * inputs, inputs, count, weights,
-                    weights_at + panel * size, weight_format,
-                    fetched_from(number, size, weight_format), tile, 0,
-                )  # fmt: skip
+            while row < out.rows:
+                count: Any = np.int64(tiling.rows[min(out.rows - row, MAX_TABLE_ROWS)])
+                at = x_at + row * weights.inputs
+                panel_at = weights_at + panel * size
+                _multiply_panel(x, at, count, weights, panel_at, number, products, 0)
                 for r in range(count):
                     for lane in range(0, PANEL, LANES):
                         column = panel * PANEL + lane
-                        target = (row + r) * out_stride + column
-                        value = add(load(tile, r * PANEL + lane), load(bias, bias_at + column))
-                        if residual:
-                            value = fma(splat(multiplier), value, load(out, target))
-                        store(out, target, value)
+                        target = (row + r) * out.stride + column
+                        bias = load(weights.bias, bias_at + column)
+                        value = add(load(products, r * PANEL + lane), bias)
+                        if out.residual:
+                            value = fma(splat(out.multiplier), value, load(out.values, target))
+                        store(out.values, target, value)
                 row += count
                 number += 1
 
 
 @kernel
 def activate(x: Any, kind: int) -> Any:
-    """The MLP's activation on a vector: SiLU, or GELU in its tanh form."""
+    """Apply the MLP's activation to a vector: SiLU, or GELU in its tanh form."""
     one = splat(1.0)
     if kind == SILU:
         return divide(x, add(one, exp(subtract(splat(0.0), x))))
@@ -226,82 +303,84 @@ def activate(x: Any, kind: int) -> Any:
 
 @kernel
 def gated_linear(
-    sync: Any, threads: int, x: Any, rounded: Any, x_at: int, rows: int, inputs: int, gate: Any,
-    up: Any, gate_at: int, up_at: int, gate_format: int, up_format: int, outputs: int, gated: bool,
-    gate_bias: Any, up_bias: Any, bias_at: int, activation: int, out: Any, rounded_out: Any,
-    heights: Any, tile: Any,
+    context: ThreadContext, x: Activations, x_at: int, rows: int, weights: GateUpWeights,
+    layer: int, out: Activations, tiling: Tiling,
 ) -> None:  # fmt: skip
-    """out = act(x @ G.T + g) * (x @ U.T + u), or act(x @ U.T + u) where not ``gated``.
+    """Compute out = act(x @ G.T + g) * (x @ U.T + u), or act(x @ U.T + u) where not gated.
 
-    Arguments as of ``linear``; out: float32 [rows, outputs]; rounded_out: the same as blocks, if
-    it is not empty; tile: [2 * 8 * 32] float32.
+    Args:
+        context: this thread.
+        x: the inputs, [rows, inputs].
+        x_at: element of ``x`` at which the first row starts.
+        rows: rows to compute.
+        weights: G, g, U, u of all layers.
+        layer: whose to use.
+        out: [rows, outputs], quantised too.
+        tiling: how to cut the rows, and this thread's memory.
     """
-    panels = outputs // PANEL
-    gate_size = panel_bytes(gate_format, inputs)
-    up_size = panel_bytes(up_format, inputs)
-    up_tile = MAX_TILE_ROWS * PANEL
-    share = _work_share(panels, threads)
+    gate, up = weights.gate, weights.up
+    panels = up.outputs // PANEL
+    gate_size = panel_bytes(gate.format, gate.inputs)
+    up_size = panel_bytes(up.format, up.inputs)
+    gate_at, up_at = layer * gate.layer_bytes, layer * up.layer_bytes
+    bias_at = layer * up.outputs
+    claim = _panels_per_claim(panels, context.threads)
+    products, up_tile = tiling.products, MAX_TILE_ROWS * PANEL
     while True:
-        first = take_work(sync, share)
+        first = take_work(context.sync, claim)
         if first >= panels:
             break
-        for panel in range(first, min(first + share, panels)):
+        for panel in range(first, min(first + claim, panels)):
             row = number = 0
             while row < rows:
-                count: Any = np.int64(heights[min(rows - row, PLANNED_ROWS)])
-                at = x_at + row * inputs
-                if gated:
-                    multiply_weights(
-                        x, rounded, at, inputs, count, gate, gate_at + panel * gate_size,
-                        gate_format, fetched_from(number, gate_size, gate_format), tile, 0,
-                    )  # fmt: skip
-                multiply_weights(
-                    x, rounded, at, inputs, count, up, up_at + panel * up_size, up_format,
-                    fetched_from(number, up_size, up_format), tile, up_tile,
-                )  # fmt: skip
+                count: Any = np.int64(tiling.rows[min(rows - row, MAX_TABLE_ROWS)])
+                at = x_at + row * up.inputs
+                if weights.gated:
+                    panel_at = gate_at + panel * gate_size
+                    _multiply_panel(x, at, count, gate, panel_at, number, products, 0)
+                panel_at = up_at + panel * up_size
+                _multiply_panel(x, at, count, up, panel_at, number, products, up_tile)
                 for r in range(count):
-                    target = (row + r) * outputs + panel * PANEL
+                    target = (row + r) * up.outputs + panel * PANEL
                     for lane in range(0, PANEL, LANES):
-                        column = panel * PANEL + lane
-                        cell = r * PANEL + lane
-                        value = add(load(tile, up_tile + cell), load(up_bias, bias_at + column))
-                        if gated:
-                            opened = add(load(tile, cell), load(gate_bias, bias_at + column))
-                            value = multiply(activate(opened, activation), value)
+                        column, product = bias_at + panel * PANEL + lane, r * PANEL + lane
+                        value = add(load(products, up_tile + product), load(up.bias, column))
+                        if weights.gated:
+                            opened = add(load(products, product), load(gate.bias, column))
+                            value = multiply(activate(opened, weights.activation), value)
                         else:
-                            value = activate(value, activation)
-                        store(out, target + lane, value)
-                    if len(rounded_out) > 0:
-                        round_row(out, target, PANEL, rounded_out, rounded_at(target))
+                            value = activate(value, weights.activation)
+                        store(out.values, target + lane, value)
+                    quantize(out, target, PANEL)
                 row += count
                 number += 1
 
 
 @kernel
 def embed(
-    token: int, weights: Any, weight_format: int, inputs: int, multiplier: float, out: Any,
-    out_at: int,
-) -> None:  # fmt: skip
-    """out[out_at + k] = multiplier * weight of output ``token`` and input k."""
+    token: int, weights: LinearWeights, multiplier: float, out: Float32Array, out_at: int
+) -> None:
+    """Look up a token: out[out_at + k] = multiplier * weight of output ``token`` and input k."""
     panel, lane = token // PANEL, token % PANEL
-    base = panel * panel_bytes(weight_format, inputs)
+    packed, inputs = weights.packed, weights.inputs
+    base = panel * panel_bytes(weights.format, inputs)
     half = PANEL // 2
     for group in range(inputs // GROUP):
-        if weight_format == DENSE:
+        if weights.format == DENSE:
             block = base + group * _DENSE_BLOCK
             for k in range(GROUP):
-                value = float_at(weights, block + (k * PANEL + lane) * 4)
+                value = float_at(packed, block + (k * PANEL + lane) * 4)
                 out[out_at + group * GROUP + k] = value * multiplier
             continue
-        block = base + group * (_Q4_BLOCK if weight_format == Q4 else _Q8_BLOCK)
-        scale = half_to_float(weights, block + lane * 2)
-        minimum = half_to_float(weights, block + (PANEL + lane) * 2)
-        codes = block + 2 * PANEL * 2
+        block = base + group * (_Q4_BLOCK if weights.format == Q4 else _Q8_BLOCK)
+        scale = half_to_float(packed, block + lane * 2)
+        minimum = half_to_float(packed, block + (PANEL + lane) * 2)
+        quants = block + 2 * PANEL * 2
         for k in range(GROUP):
             four, i = k // 4, k % 4
-            if weight_format == Q4:
-                byte = weights[codes + (four * half + lane % half) * 4 + i]
-                code = (byte >> 4) if lane >= half else (byte & 15)
+            if weights.format == Q4:
+                byte = packed[quants + (four * half + lane % half) * 4 + i]
+                quant = (byte >> 4) if lane >= half else (byte & 15)
             else:
-                code = np.int64(weights[codes + (four * PANEL + lane) * 4 + i]) - 128
-            out[out_at + group * GROUP + k] = (code * scale + minimum) * multiplier
+                quant = np.int64(packed[quants + (four * PANEL + lane) * 4 + i]) - 128
+            out[out_at + group * GROUP + k] = (quant * scale + minimum) * multiplier

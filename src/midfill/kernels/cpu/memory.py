@@ -1,4 +1,4 @@
-"""Memory that kernels work on: zeros that start where a cache line does, or a page."""
+"""Arrays that kernels work on: their types, and memory aligned to cache lines or pages."""
 
 import contextlib
 import mmap
@@ -7,15 +7,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+Float32Array = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Uint8Array = npt.NDArray[np.uint8]
+
 LINE = 64
-"""Bytes of a cache line."""
+"""Bytes per cache line."""
 
 
 def aligned_zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An array of zeros in C order whose first element is at a multiple of 64 bytes.
+    """Return zeros in C order whose first element lies at a multiple of 64 bytes.
 
-    A vector of 16 float32 fills a cache line. Where an array starts anywhere, every such vector
-    lies on two, and takes twice as long to read or to write.
+    A vector of 16 float32 fills one cache line. In an array that starts anywhere else, every such
+    vector lies on two lines and takes twice as long to read or write.
     """
     kind = np.dtype(dtype)
     size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
@@ -25,7 +30,7 @@ def aligned_zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDA
 
 
 def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The array, or a copy that starts at a multiple of 64 bytes."""
+    """Return the array itself, or a copy that starts at a multiple of 64 bytes."""
     if array.ctypes.data % LINE == 0:
         return array
     copy = aligned_zeros(array.shape, array.dtype)
@@ -33,12 +38,12 @@ def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return copy
 
 
-def untouched(size: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-    """[size] zeros of ``dtype``, backed by the system's smallest pages.
+def small_page_zeros(size: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+    """Return [size] zeros backed by the system's smallest pages, taken only as they are written.
 
-    For pools that are large and filled bit by bit in many places. numpy asks for pages of 2 MiB:
-    the first token written in every layer and head of a pool then takes hundreds of megabytes, and
-    the time to clear them.
+    For pools that are large and filled in many places at once. NumPy asks for pages of 2 MiB: the
+    first token, which is written in every layer and head of a pool, would take hundreds of
+    megabytes and the time to clear them.
     """
     kind = np.dtype(dtype)
     if size == 0:

@@ -1,14 +1,15 @@
-"""Work on one row at a time: norms and the rotary embedding.
+"""Norms and the rotary embedding, one row at a time.
 
-Norms sum 16 partial sums over the row and add those as a tree: the same order for every row.
+A norm keeps 16 partial sums over the row and adds them as a tree: the same order for every row.
 """
 
 from math import sqrt
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.simd import (
     LANES,
     add,
@@ -24,14 +25,45 @@ from midfill.kernels.cpu.simd import (
 RMS, LAYER = 0, 1
 
 
+class NormWeights(NamedTuple):
+    """A norm of all layers.
+
+    Attributes:
+        weight: float32 [layers * size], one layer after the other.
+        bias: float32 [layers * size]; may be empty for RMSNorm.
+        size: elements of a row, a multiple of 16.
+        kind: RMS or LAYER.
+        epsilon: added to the variance.
+    """
+
+    weight: Float32Array
+    bias: Float32Array
+    size: int
+    kind: int
+    epsilon: float
+
+
+class RopeTables(NamedTuple):
+    """The rotary embedding's angles.
+
+    Attributes:
+        cos, sin: float32 [positions * half].
+        half: half of a head's dimensions.
+    """
+
+    cos: Float32Array
+    sin: Float32Array
+    half: int
+
+
 @kernel
 def norm(
-    kind: int, x: Any, x_at: int, size: int, epsilon: float, weight: Any, bias: Any,
-    weight_at: int, out: Any, out_at: int,
-) -> None:  # fmt: skip
-    """RMSNorm (kind 0) or LayerNorm (kind 1) of x[x_at:x_at + size]; size a multiple of 16."""
+    x: Float32Array, x_at: int, weights: NormWeights, layer: int, out: Float32Array, out_at: int
+) -> None:
+    """Compute RMSNorm or LayerNorm of the row at x[x_at], to out[out_at]; may be in place."""
+    size, weight_at = weights.size, layer * weights.size
     mean = splat(np.float32(0.0))
-    if kind == LAYER:
+    if weights.kind == LAYER:
         total = splat(np.float32(0.0))
         for i in range(0, size, LANES):
             total = add(total, load(x, x_at + i))
@@ -41,30 +73,27 @@ def norm(
         centred = subtract(load(x, x_at + i), mean)
         squares = fma(centred, centred, squares)
     variance = sum_lanes(squares) / np.float32(size)
-    factor = splat(np.float32(1.0 / sqrt(variance + np.float32(epsilon))))
+    factor = splat(np.float32(1.0 / sqrt(variance + np.float32(weights.epsilon))))
     for i in range(0, size, LANES):
-        scaled = multiply(
-            multiply(subtract(load(x, x_at + i), mean), factor), load(weight, weight_at + i)
-        )
-        if kind == LAYER:
-            scaled = add(scaled, load(bias, weight_at + i))
+        centred = subtract(load(x, x_at + i), mean)
+        scaled = multiply(multiply(centred, factor), load(weights.weight, weight_at + i))
+        if weights.kind == LAYER:
+            scaled = add(scaled, load(weights.bias, weight_at + i))
         store(out, out_at + i, scaled)
 
 
 @kernel
-def rotate(
-    x: Any, x_at: int, half: int, cos: Any, sin: Any, position: int, out: Any, out_at: int
-) -> None:
-    """Rotary embedding of one head, its halves turned against each other (NEOX order)."""
-    table = position * half
+def rotate(x: Float32Array, at: int, rope: RopeTables, position: int) -> None:
+    """Rotate the head at x[at] in place, its halves against each other (NEOX order)."""
+    half, table = rope.half, position * rope.half
     whole = half - half % LANES
     for i in range(0, whole, LANES):
-        cosine, sine = load(cos, table + i), load(sin, table + i)
-        lower, upper = load(x, x_at + i), load(x, x_at + half + i)
-        store(out, out_at + i, subtract(multiply(lower, cosine), multiply(upper, sine)))
-        store(out, out_at + half + i, add(multiply(upper, cosine), multiply(lower, sine)))
+        cosine, sine = load(rope.cos, table + i), load(rope.sin, table + i)
+        lower, upper = load(x, at + i), load(x, at + half + i)
+        store(x, at + i, subtract(multiply(lower, cosine), multiply(upper, sine)))
+        store(x, at + half + i, add(multiply(upper, cosine), multiply(lower, sine)))
     for i in range(whole, half):
-        c, s = cos[table + i], sin[table + i]
-        low, high = x[x_at + i], x[x_at + half + i]
-        out[out_at + i] = low * c - high * s
-        out[out_at + half + i] = high * c + low * s
+        c, s = rope.cos[table + i], rope.sin[table + i]
+        low, high = x[at + i], x[at + half + i]
+        x[at + i] = low * c - high * s
+        x[at + half + i] = high * c + low * s

@@ -1,13 +1,20 @@
-"""One segment of keys: scores of a tile of rows, and their weighted sum of V.
+"""One segment of keys: scores of a tile of query rows, and their weighted sums of V.
 
-A tile of few rows reads K where it lies; for many rows keys are turned to panels first
-(key_panels.py). V is always read where it lies. Rows are done some at a time, each group over
-the whole segment, so that its sums stay in registers.
+A tile of few rows reads K in place; for many rows keys are transposed to panels first
+(key_panels.py). V is always read in place. Rows are computed a few at a time, each group over the
+whole segment, so that its sums stay in registers.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from midfill.kernels.cpu.cell_kernels import (
+from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.key_panels import (
+    score_panel_3,
+    score_panel_4,
+    score_panel_5,
+    transpose_keys,
+)
+from midfill.kernels.cpu.kv_products import (
     score_keys_1,
     score_keys_2,
     score_keys_3,
@@ -23,101 +30,138 @@ from midfill.kernels.cpu.cell_kernels import (
     weigh_values_5x32,
     weigh_values_5x64,
 )
-from midfill.kernels.cpu.cell_spans import CellSpan
-from midfill.kernels.cpu.jit import kernel
-from midfill.kernels.cpu.key_panels import score_panel_3, score_panel_4, score_panel_5, turn_keys
+from midfill.kernels.cpu.kv_spans import KVSpan
+from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.simd import LANES, load, multiply, store
 
 SEGMENT = 256
 """Keys whose scores are kept at a time."""
-FEW_ROWS = 8
-"""Up to so many rows read keys where they lie."""
+MAX_ROWS_IN_PLACE = 8
+"""With at most this many rows, keys are read in place."""
+
+
+class SegmentRows(NamedTuple):
+    """The rows of a query tile, and which keys of a segment they see.
+
+    Row r sees keys up to limit + r // group (exclusive); with a window, only the last ``window``
+    of these. Keys are numbered from the segment's first.
+
+    Attributes:
+        total: the tile's query rows times ``group``.
+        group: query heads per KV head.
+        limit: keys that the first row sees; beyond 0..SEGMENT if it sees none, or all.
+        window: of sliding-window attention; 0 is none.
+        head_dim: elements of a query, key or value.
+    """
+
+    total: int
+    group: int
+    limit: int
+    window: int
+    head_dim: int
 
 
 @kernel
-def _rows_at_once(left: int) -> int:
-    """How many of the rows that are left are done next: 4, or what lets no single one remain."""
+def _next_rows(left: int) -> int:
+    """Return how many of the rows left are computed next: 4, or what leaves no single row over."""
     if left <= 5:
         return left
     return 3 if left == 6 else 4
 
 
 @kernel
-def _nothing(span: Any) -> Any:
-    """A span of no cells."""
-    return CellSpan(span.cells, span.base, span.slots, span.first, span.length * 0)
+def _empty(span: KVSpan) -> KVSpan:
+    """Return a span of no entries."""
+    return KVSpan(span.entries, span.base, span.slots, span.first, span.length * 0)
 
 
 @kernel
 def _score_in_place(
-    queries: Any, rows: int, head_dim: int, keys: Any, ahead: Any, scores: Any
+    queries: Float32Array, rows: SegmentRows, keys: KVSpan, ahead: KVSpan, scores: Float32Array
 ) -> None:
-    row = 0
-    while row < rows:
-        query, to, stride = row * head_dim, row * SEGMENT, SEGMENT
-        n = min(rows - row, 4) if rows - row != 5 else 3
+    """Compute scores[rows, 256], reading the keys where they lie."""
+    row, dim = 0, rows.head_dim
+    while row < rows.total:
+        query, to, stride = row * dim, row * SEGMENT, SEGMENT
+        n = min(rows.total - row, 4) if rows.total - row != 5 else 3
         if n == 4:
             for key in range(0, keys.length, LANES):
-                score_keys_4(queries, query, head_dim, keys, key, ahead, scores, to + key, stride)
+                score_keys_4(queries, query, dim, keys, key, ahead, scores, to + key, stride)
         elif n == 3:
             for key in range(0, keys.length, LANES):
-                score_keys_3(queries, query, head_dim, keys, key, ahead, scores, to + key, stride)
+                score_keys_3(queries, query, dim, keys, key, ahead, scores, to + key, stride)
         elif n == 2:
             for key in range(0, keys.length, LANES):
-                score_keys_2(queries, query, head_dim, keys, key, ahead, scores, to + key, stride)
+                score_keys_2(queries, query, dim, keys, key, ahead, scores, to + key, stride)
         else:
             for key in range(0, keys.length, LANES):
-                score_keys_1(queries, query, head_dim, keys, key, ahead, scores, to + key, stride)
-        ahead = _nothing(ahead)
+                score_keys_1(queries, query, dim, keys, key, ahead, scores, to + key, stride)
+        ahead = _empty(ahead)
         row += n
 
 
 @kernel
 def _score_panel(
-    queries: Any, first: int, rows: int, head_dim: int, panel: Any, scores: Any, at: int
-) -> None:
-    """scores[first:rows, 16] at ``at``; rows - first >= 3."""
-    row = first
-    while row < rows:
-        n = _rows_at_once(rows - row)
-        query, to = row * head_dim, at + row * SEGMENT
+    queries: Float32Array, rows: SegmentRows, first: int, panel: Float32Array,
+    scores: Float32Array, at: int,
+) -> None:  # fmt: skip
+    """Compute scores of rows from ``first`` on, at least 3 of them, with a panel of 16 keys."""
+    row, dim = first, rows.head_dim
+    while row < rows.total:
+        n = _next_rows(rows.total - row)
+        query, to = row * dim, at + row * SEGMENT
         if n == 4:
-            score_panel_4(queries, query, head_dim, panel, scores, to, SEGMENT)
+            score_panel_4(queries, query, dim, panel, scores, to, SEGMENT)
         elif n == 3:
-            score_panel_3(queries, query, head_dim, panel, scores, to, SEGMENT)
+            score_panel_3(queries, query, dim, panel, scores, to, SEGMENT)
         else:
-            score_panel_5(queries, query, head_dim, panel, scores, to, SEGMENT)
+            score_panel_5(queries, query, dim, panel, scores, to, SEGMENT)
         row += n
 
 
 @kernel
 def score_segment(
-    queries: Any, rows: int, group: int, limit: int, head_dim: int, keys: Any, ahead: Any,
-    panel: Any, scores: Any,
+    queries: Float32Array, rows: SegmentRows, keys: KVSpan, ahead: KVSpan, panel: Float32Array,
+    scores: Float32Array,
 ) -> None:  # fmt: skip
-    """scores[rows, 256] = queries[rows, head_dim] times keys, at least where a row sees them.
+    """Compute scores[rows, 256] = queries times keys, at least where a row sees the key.
 
-    Row r sees keys up to limit + r // group (exclusive). panel: float32 [head_dim, 16], scratch.
-    Cells of the span ``ahead`` are fetched meanwhile.
+    Args:
+        queries: float32 [rows * head_dim].
+        rows: the tile.
+        keys: the segment's keys.
+        ahead: entries to prefetch meanwhile.
+        panel: float32 [head_dim * 16], scratch.
+        scores: float32 [rows * 256].
     """
-    if rows <= FEW_ROWS:
-        _score_in_place(queries, rows, head_dim, keys, ahead, scores)
+    if rows.total <= MAX_ROWS_IN_PLACE:
+        _score_in_place(queries, rows, keys, ahead, scores)
         return
     for key in range(0, keys.length, LANES):
-        turn_keys(keys, key, head_dim, ahead, panel)
-        blind = max(0, key - limit + 1) * group
-        _score_panel(queries, min(blind, rows - 3), rows, head_dim, panel, scores, key)
+        transpose_keys(keys, key, rows.head_dim, ahead, panel)
+        blind = max(0, key - rows.limit + 1) * rows.group
+        _score_panel(queries, rows, min(blind, rows.total - 3), panel, scores, key)
 
 
 @kernel
 def multiply_scales(
-    scales: Any, base: int, slots: Any, first: int, count: int, gathered: Any, rows: int,
-    scores: Any,
+    scales: Float32Array, head_at: int, span: KVSpan, gathered: Float32Array, rows: int,
+    scores: Float32Array,
 ) -> None:  # fmt: skip
-    """scores[rows, 256] *= scales of ``count`` slots, column by column."""
-    for part in range(0, count, LANES):
+    """Multiply scores[rows, 256] by the scales of a span's entries, column by column.
+
+    Args:
+        scales: key_scales or value_scales of the cache.
+        head_at: number of the head's entry of slot 0.
+        span: the entries.
+        gathered: float32 [16], scratch.
+        rows: of ``scores``.
+        scores: float32 [rows * 256].
+    """
+    for part in range(0, span.length, LANES):
         for j in range(LANES):
-            gathered[j] = scales[base + slots[first + min(part + j, count - 1)]]
+            entry = span.slots[span.first + min(part + j, span.length - 1)]
+            gathered[j] = scales[head_at + entry]
         factor = load(gathered, 0)
         for row in range(rows):
             at = row * SEGMENT + part
@@ -125,14 +169,14 @@ def multiply_scales(
 
 
 def _weigher(one: Any, two: Any, three: Any, four: Any, five: Any) -> Any:
-    """Make a kernel that takes the one of five generated for its number of rows."""
+    """Make a kernel that calls the one of five generated for its number of rows."""
 
     @kernel
     def weigh(
-        n: int, weights: Any, at: int, values: Any, first: int, end: int, head_dim: int, d: int,
-        ahead: Any, sums: Any, to: int,
+        n: int, weights: Float32Array, at: int, values: KVSpan, first: int, end: int,
+        head_dim: int, d: int, ahead: KVSpan, sums: Float32Array, to: int,
     ) -> None:  # fmt: skip
-        """sums[n] at ``to`` = weights[n, first:end] at ``at`` @ the width of V from d on."""
+        """Compute sums[n] at ``to`` = weights[n, first:end] at ``at`` @ V from dimension d on."""
         s = SEGMENT
         if n == 4:
             four(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
@@ -158,29 +202,32 @@ _weigh_narrow = _weigher(
 
 @kernel
 def weigh_segment(
-    weights: Any, rows: int, group: int, limit: int, window: int, head_dim: int, values: Any,
-    ahead: Any, sums: Any, at: int,
+    weights: Float32Array, rows: SegmentRows, values: KVSpan, ahead: KVSpan, sums: Float32Array,
+    at: int,
 ) -> None:  # fmt: skip
-    """sums[rows, head_dim] at ``at`` = weights[rows, 256] @ V.
+    """Compute sums[rows, head_dim] at ``at`` = weights[rows, 256] @ V.
 
-    Row r sees keys up to limit + r // group (exclusive), and with a window only that many of the
-    last ones; the weights of others are 0. Cells of the span ``ahead`` are fetched meanwhile.
+    Args:
+        weights: float32 [rows * 256]; 0 for keys that a row does not see.
+        rows: the tile.
+        values: the segment's values.
+        ahead: entries to prefetch meanwhile.
+        sums: float32, where the sums go.
+        at: element of ``sums`` at which they start.
     """
-    row = 0
-    while row < rows:
-        n = _rows_at_once(rows - row)
-        first = max(0, limit + row // group - window) if window > 0 else 0
-        end = min(values.length, limit + (row + n - 1) // group)
+    row, dim, window = 0, rows.head_dim, rows.window
+    while row < rows.total:
+        n = _next_rows(rows.total - row)
+        first = max(0, rows.limit + row // rows.group - window) if window > 0 else 0
+        end = min(values.length, rows.limit + (row + n - 1) // rows.group)
         d = 0
-        while d < head_dim:
-            from_row, to = row * SEGMENT, at + row * head_dim + d
-            if d + 64 <= head_dim:
-                _weigh_wide(n, weights, from_row, values, first, end, head_dim, d, ahead, sums, to)
+        while d < dim:
+            from_row, to = row * SEGMENT, at + row * dim + d
+            if d + 64 <= dim:
+                _weigh_wide(n, weights, from_row, values, first, end, dim, d, ahead, sums, to)
                 d += 64
             else:
-                _weigh_narrow(
-                    n, weights, from_row, values, first, end, head_dim, d, ahead, sums, to
-                )
+                _weigh_narrow(n, weights, from_row, values, first, end, dim, d, ahead, sums, to)
                 d += 32
-            ahead = _nothing(ahead)
+            ahead = _empty(ahead)
         row += n

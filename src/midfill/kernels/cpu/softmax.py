@@ -1,15 +1,15 @@
-"""Softmax over keys that come segment by segment.
+"""Online softmax: attention over keys that arrive segment by segment.
 
 Each segment gives a row the maximum of its scores, the sum of their exponentials and a weighted
-sum of V. Segments are merged in order (online softmax: Milakov and Gimelshein, 2018). A row's
-state is two float32: the maximum, before the exponential, and the sum.
+sum of V. Segments are merged in order (Milakov and Gimelshein, 2018).
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.simd import (
     LANES,
     add,
@@ -30,17 +30,30 @@ from midfill.kernels.cpu.simd import (
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
+class SoftmaxSums(NamedTuple):
+    """Attention of some rows over some keys, before the division.
+
+    Attributes:
+        states: float32 [rows * 2], per row the largest score (-inf if no key was seen) and the
+            sum of exp(score - largest).
+        sums: float32 [rows * head_dim], V weighted with exp(score - largest).
+    """
+
+    states: Float32Array
+    sums: Float32Array
+
+
 @kernel
-def clear_states(states: Any, at: int, rows: int) -> None:
-    """The state of rows that have seen nothing."""
-    for row in range(at, at + rows):
+def clear_states(states: Float32Array, first: int, rows: int) -> None:
+    """Set the state of rows from ``first`` on to that of rows that have seen no key."""
+    for row in range(first, first + rows):
         states[row * 2] = _MINUS_INFINITY
         states[row * 2 + 1] = np.float32(0.0)
 
 
 @kernel
-def _clear(x: Any, start: int, end: int) -> None:
-    """x[start:end] = 0, in whole vectors."""
+def _clear(x: Float32Array, start: int, end: int) -> None:
+    """Set x[start:end] to 0, in whole vectors."""
     zero = splat(np.float32(0.0))
     for i in range(start, end, LANES):
         store(x, i, zero)
@@ -48,11 +61,11 @@ def _clear(x: Any, start: int, end: int) -> None:
 
 @kernel
 def softmax_row(
-    scores: Any, at: int, count: int, first: int, end: int, states: Any, row: int
+    scores: Float32Array, at: int, count: int, first: int, end: int, states: Float32Array, row: int
 ) -> None:
-    """Turn a row's scores of ``count`` keys into exponentials, of keys first <= j < end alone.
+    """Replace a row's ``count`` scores by exponentials, and set its state.
 
-    The others' become 0. The row's state is set.
+    Keys outside first <= key < end are not seen: their exponentials are 0.
     """
     low, high = max(first, 0), min(end, count)
     if low >= high:
@@ -68,7 +81,7 @@ def softmax_row(
     for part in range(start + LANES, stop, LANES):
         peaks = maximum(peaks, load(scores, at + part))
     peak = max_lanes(peaks)
-    # Scores that are all infinite: any number will do that keeps exp away from inf - inf.
+    # If all scores are infinite, any finite shift keeps exp away from inf - inf.
     shift = splat(peak if peak > _MINUS_INFINITY else np.float32(0.0))
     total = splat(np.float32(0.0))
     for part in range(start, stop, LANES):
@@ -83,44 +96,45 @@ def softmax_row(
 
 @kernel
 def _merge_row(
-    total: Any, total_at: int, total_sums: Any, total_sums_at: int, part: Any, part_at: int,
-    part_sums: Any, part_sums_at: int, head_dim: int,
-) -> None:  # fmt: skip
-    """Merge one row's segment into what came before it, if anything."""
-    if part[part_at] == _MINUS_INFINITY:
+    total: SoftmaxSums, row: int, part: SoftmaxSums, part_row: int, head_dim: int
+) -> None:
+    """Merge one row's segment into the segments before it, if there were any."""
+    state, part_state = row * 2, part_row * 2
+    at, part_at = row * head_dim, part_row * head_dim
+    if part.states[part_state] == _MINUS_INFINITY:
         return
-    if total[total_at] == _MINUS_INFINITY:
-        total[total_at], total[total_at + 1] = part[part_at], part[part_at + 1]
+    if total.states[state] == _MINUS_INFINITY:
+        total.states[state] = part.states[part_state]
+        total.states[state + 1] = part.states[part_state + 1]
         for d in range(0, head_dim, LANES):
-            store(total_sums, total_sums_at + d, load(part_sums, part_sums_at + d))
+            store(total.sums, at + d, load(part.sums, part_at + d))
         return
-    peak = max(total[total_at], part[part_at])
-    old = exp(splat(total[total_at] - peak))
-    new = exp(splat(part[part_at] - peak))
-    total[total_at] = peak
-    total[total_at + 1] = total[total_at + 1] * max_lanes(old) + part[part_at + 1] * max_lanes(new)
+    peak = max(total.states[state], part.states[part_state])
+    old = exp(splat(total.states[state] - peak))
+    new = exp(splat(part.states[part_state] - peak))
+    total.states[state] = peak
+    before, added = total.states[state + 1], part.states[part_state + 1]
+    total.states[state + 1] = before * max_lanes(old) + added * max_lanes(new)
     for d in range(0, head_dim, LANES):
-        kept = multiply(load(total_sums, total_sums_at + d), old)
-        store(total_sums, total_sums_at + d, fma(load(part_sums, part_sums_at + d), new, kept))
+        kept = multiply(load(total.sums, at + d), old)
+        store(total.sums, at + d, fma(load(part.sums, part_at + d), new, kept))
 
 
 @kernel
 def merge_rows(
-    totals: Any, total_sums: Any, states: Any, sums: Any, at: int, rows: int, head_dim: int
+    totals: SoftmaxSums, parts: SoftmaxSums, first: int, rows: int, head_dim: int
 ) -> None:
-    """Merge a segment's rows, which start at row ``at`` of states and sums, into totals."""
-    for r in range(rows):
-        _merge_row(
-            totals, r * 2, total_sums, r * head_dim, states, (at + r) * 2, sums,
-            (at + r) * head_dim, head_dim,
-        )  # fmt: skip
+    """Merge a segment's rows, which start at row ``first`` of ``parts``, into ``totals``."""
+    for row in range(rows):
+        _merge_row(totals, row, parts, first + row, head_dim)
 
 
 @kernel
 def finish_row(
-    states: Any, row: int, sums: Any, sums_at: int, head_dim: int, out: Any, out_at: int
+    totals: SoftmaxSums, row: int, head_dim: int, out: Float32Array, out_at: int
 ) -> None:
-    """out = weighted V over the sum of weights."""
-    divisor = splat(states[row * 2 + 1])
+    """Write a row's attention to out[out_at]: its weighted V over the sum of its weights."""
+    divisor = splat(totals.states[row * 2 + 1])
+    at = row * head_dim
     for d in range(0, head_dim, LANES):
-        store(out, out_at + d, divide(load(sums, sums_at + d), divisor))
+        store(out, out_at + d, divide(load(totals.sums, at + d), divisor))

@@ -1,20 +1,19 @@
-"""A team of threads that run one compiled function together (SPMD).
+"""A pool of threads that run one compiled function together (SPMD).
 
-A forward pass has hundreds of short parallel phases. Starting a parallel region for each costs
-more than some of them last, so the team enters the compiled function once a step, and the
-threads meet at barriers of a few hundred nanoseconds inside it.
+A forward pass has hundreds of short parallel phases. Starting a parallel region for each would
+take longer than some of them last. So the pool enters the compiled function once per step, and
+its threads meet inside at barriers of a few hundred nanoseconds.
 
-``sync`` is an int64 array shared by the team; its cells lie on cache lines of their own.
+The threads share ``sync``, int64 [80]: counters at the indices below, each on its own cache lines.
 """
 
 import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from midfill.kernels.cpu.atomics import (
     atomic_add,
@@ -24,20 +23,37 @@ from midfill.kernels.cpu.atomics import (
     spin_pause,
 )
 from midfill.kernels.cpu.jit import entry_point, kernel
+from midfill.kernels.cpu.memory import Int64Array
 
 ARRIVED, GENERATION, WORK, STARTED, ENDED = 0, 16, 32, 48, 64
-SYNC_CELLS = 80
+SYNC_SIZE = 80
 SPINS_BEFORE_YIELD = 64
-"""A few microseconds. Whoever spins on may hold the very core that the others wait for; a yield
-on a core that nobody else wants costs next to nothing."""
+"""A few microseconds. A thread that spins for longer may hold the very core that the others wait
+for; yielding a core that nobody else wants costs next to nothing."""
 _YIELDS_BEFORE_SLEEP = 3000
-"""Some milliseconds, longer than a busy engine takes from one step to the next: a core that has
-gone to sleep needs a good part of a millisecond to get back to work."""
+"""Some milliseconds, longer than a busy engine takes from one step to the next: a core that went
+to sleep needs a good part of a millisecond to wake up."""
+
+
+class ThreadContext(NamedTuple):
+    """One thread's view of a step.
+
+    Attributes:
+        thread: this thread's index, 0 <= thread < threads.
+        threads: threads that run the step.
+        sync: int64 [80], shared; see the module.
+        clock: int64 [threads, 16], see clock.py.
+    """
+
+    thread: int
+    threads: int
+    sync: Int64Array
+    clock: Int64Array
 
 
 @kernel
-def barrier(sync: Any, threads: int) -> None:
-    """Wait for the whole team; then the next phase's work starts at item 0."""
+def barrier(sync: Int64Array, threads: int) -> None:
+    """Wait for all threads; then start the next phase's work at item 0."""
     if threads == 1:
         atomic_store(sync, WORK, 0)
         return
@@ -56,16 +72,16 @@ def barrier(sync: Any, threads: int) -> None:
 
 
 @kernel
-def take_work(sync: Any, items: int) -> int:
-    """Claim the next ``items`` work items of this phase; returns the first."""
+def take_work(sync: Int64Array, items: int) -> int:
+    """Claim the next ``items`` work items of this phase and return the first."""
     return atomic_add(sync, WORK, items)
 
 
 @entry_point
-def _look_out(sync: Any, cell: int, value: int) -> None:
-    """Wait until sync[cell] == value, but not for ever: whoever called can also sleep."""
+def _spin_until(sync: Int64Array, index: int, value: int) -> None:
+    """Wait until sync[index] == value, but only for a while: the caller can also sleep."""
     spins = 0
-    while atomic_load(sync, cell) != value:
+    while atomic_load(sync, index) != value:
         spin_pause()
         spins += 1
         if spins >= SPINS_BEFORE_YIELD:
@@ -78,19 +94,23 @@ _Task = tuple[int, Callable[..., None], tuple[Any, ...]]
 _Outcome = tuple[int, BaseException | None]
 
 
-class Team:
-    """Threads that wait between steps. ``run`` is called from one thread at a time.
+class ThreadPool:
+    """Threads that wait between steps; call ``run`` from one thread at a time.
 
-    Tasks and outcomes go through queues, which are the truth. Before a thread sleeps in one, it
-    looks out for a while for a sign that there will be something: STARTED holds the number of the
-    latest run, ENDED how many workers are through with it.
+    Tasks and outcomes are passed through queues. Before a thread sleeps in one, it spins for a
+    while on a counter: STARTED holds the number of the latest run, ENDED the number of workers
+    that have finished it.
 
-    The threads end with ``close``, with the team itself, or when the program ends.
+    The threads end with ``close``, when the pool is garbage-collected, or with the program.
+
+    Attributes:
+        threads: threads that run a function, the calling one included.
+        sync: int64 [80], the counters they share.
     """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.sync: npt.NDArray[np.int64] = np.zeros(SYNC_CELLS, np.int64)
+        self.sync: Int64Array = np.zeros(SYNC_SIZE, np.int64)
         self._tasks: list[SimpleQueue[_Task | None]] = []
         self._done: SimpleQueue[_Outcome] = SimpleQueue()
         self._runs = 0
@@ -98,18 +118,21 @@ class Team:
         for thread in range(1, threads):
             tasks: SimpleQueue[_Task | None] = SimpleQueue()
             self._tasks.append(tasks)
-            # No reference to the team itself, or it would live as long as its threads.
+            # No reference to the pool itself, or it would live as long as its threads.
             arguments = (thread, threads, self.sync, tasks, self._done)
             workers.append(
                 threading.Thread(target=_work, args=arguments, name=f"kernel-{thread}", daemon=True)
             )
             workers[-1].start()
-        # Joined, not left to die: a thread that wakes while the interpreter goes away can take
-        # the process down.
+        # Joined at exit: a thread that wakes up during interpreter shutdown can crash the process.
         self._end = weakref.finalize(self, _end_workers, self._tasks, workers)
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call function(thread, threads, sync, *arguments) on every thread; wait for all."""
+        """Call function(thread, threads, sync, *arguments) on every thread and wait for all.
+
+        Raises:
+            BaseException: the first failure of any thread.
+        """
         self._runs += 1
         self.sync[ENDED] = 0
         for tasks in self._tasks:
@@ -121,10 +144,10 @@ class Team:
         except BaseException as failure:
             failures.append(failure)
         missing = len(self._tasks)
-        _look_out(self.sync, ENDED, missing)
+        _spin_until(self.sync, ENDED, missing)
         while missing:
             run, outcome = self._done.get()
-            # An interrupted run (Ctrl-C) leaves its outcomes behind; they are not this one's.
+            # An interrupted run (Ctrl-C) leaves outcomes behind; skip those of earlier runs.
             missing -= run == self._runs
             if outcome is not None and run == self._runs:
                 failures.append(outcome)
@@ -139,11 +162,11 @@ class Team:
 def _work(
     thread: int,
     threads: int,
-    sync: npt.NDArray[np.int64],
+    sync: Int64Array,
     tasks: "SimpleQueue[_Task | None]",
     done: "SimpleQueue[_Outcome]",
 ) -> None:
-    """One thread's life: task after task until None comes."""
+    """Run tasks until None arrives; the body of a worker thread."""
     run = 0
     while (task := tasks.get()) is not None:
         run, function, arguments = task
@@ -153,9 +176,9 @@ def _work(
         except BaseException as failure:
             outcome = failure
         done.put((run, outcome))
-        sync[ENDED] += 1  # should two threads collide here, the caller sleeps in the queue
+        sync[ENDED] += 1  # if two threads collide here, the caller sleeps in the queue
         del task, function, arguments, outcome
-        _look_out(sync, STARTED, run + 1)
+        _spin_until(sync, STARTED, run + 1)
 
 
 def _end_workers(

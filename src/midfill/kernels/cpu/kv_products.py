@@ -1,10 +1,10 @@
-"""Attention's inner loops over KV cells where they lie: scores of 16 keys, and weighted values.
+"""Attention's inner loops over KV entries where they lie: scores of 16 keys, and weighted values.
 
 Lanes of a score run over head_dim: a query times a key is 16 partial sums over d, d + 16, ... in
-order, added up as a tree. Values are summed key after key. Each query row has its own sums, so a
-row's result is the same bit for bit whatever other rows a call does.
+order, which are added as a tree. Values are summed key after key. Each query row has sums of its
+own, so a row has the same bits whatever other rows a call computes.
 
-Keys and values are in any precision of cells.py, in any order of slots.
+Keys and values are in any format of kv_cache.py, in any order of slots.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from midfill.kernels.cpu.cell_spans import SpanCode
+from midfill.kernels.cpu.kv_spans import SpanCode
 from midfill.kernels.cpu.simd import (
     F32,
     F32_VECTOR,
@@ -36,7 +36,7 @@ _EIGHT = ir.VectorType(F32, 8)
 
 
 def _halves(builder: ir.IRBuilder, value: Any, count: int) -> tuple[Any, Any]:
-    """The first and the last half of a vector of ``count`` lanes."""
+    """Split a vector of ``count`` lanes into its first and its last half."""
     half = count // 2
     low, high = (
         builder.shuffle_vector(value, value, _lanes(range(start, start + half)))
@@ -68,7 +68,7 @@ def _fold(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> Any:
 
 
 def _fold_four(builder: ir.IRBuilder, sums: Sequence[Any]) -> Any:
-    """The partial sums of four keys, added up to two each: of keys 0, 2, 1, 3 in this order.
+    """Add the partial sums of four keys up to two per key: of keys 0, 2, 1, 3 in this order.
 
     Lanes i and i + 8 are added, then i and i + 4, then i and i + 2.
     """
@@ -78,7 +78,7 @@ def _fold_four(builder: ir.IRBuilder, sums: Sequence[Any]) -> Any:
 
 
 def _fold_sixteen(builder: ir.IRBuilder, fours: Sequence[Any]) -> Any:
-    """The scores of 16 keys, in order, of four results of ``_fold_four``."""
+    """Return the scores of 16 keys, in order, from four results of ``_fold_four``."""
     low, high = (_fold(builder, fours[i], fours[i + 1], 1) for i in (0, 2))
     keys = (0, 4, 2, 6, 1, 5, 3, 7)  # of ``low``, as they come out; 8 more in ``high``
     order = [8 * (key // 8) + keys.index(key % 8) for key in range(LANES)]
@@ -86,39 +86,42 @@ def _fold_sixteen(builder: ir.IRBuilder, fours: Sequence[Any]) -> Any:
 
 
 class Sums:
-    """rows x columns running sums that LLVM keeps in registers; they start at 0."""
+    """rows x columns running sums of vectors, which LLVM keeps in registers; they start at 0."""
 
     def __init__(self, builder: ir.IRBuilder, rows: int, columns: int) -> None:
         self._builder = builder
-        self._cells = [
+        self._sums = [
             [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(columns)]
             for _ in range(rows)
         ]
         self.clear()
 
     def clear(self) -> None:
-        for row in self._cells:
-            for cell in row:
-                self._builder.store(constant(0.0), cell)
+        """Set all sums to 0."""
+        for row in self._sums:
+            for total in row:
+                self._builder.store(constant(0.0), total)
 
     def add(self, row: int, column: int, a: Any, b: Any) -> None:
-        builder, cell = self._builder, self._cells[row][column]
-        builder.store(fused_multiply_add(builder, a, b, builder.load(cell)), cell)
+        """Add a * b to a sum."""
+        builder, total = self._builder, self._sums[row][column]
+        builder.store(fused_multiply_add(builder, a, b, builder.load(total)), total)
 
     def row(self, row: int) -> list[Any]:
-        return [self._builder.load(cell) for cell in self._cells[row]]
+        """Return a row's sums."""
+        return [self._builder.load(total) for total in self._sums[row]]
 
 
 def row_pointers(builder: ir.IRBuilder, start: Any, stride: Any, rows: int) -> list[Any]:
-    """Pointers to rows that are ``stride`` elements apart."""
+    """Return pointers to rows that are ``stride`` elements apart."""
     return [builder.gep(start, [builder.mul(stride, integer(r))]) for r in range(rows)]
 
 
 def _four_keys(
     builder: ir.IRBuilder, query_rows: Sequence[Any], keys: SpanCode, index: Any, chunks: Any
 ) -> Sums:
-    """Partial sums [rows, 4] of queries times the keys from ``index`` on."""
-    pointers = [keys.cell(builder.add(index, integer(column))) for column in range(4)]
+    """Compute partial sums [rows, 4] of queries times the four keys from ``index`` on."""
+    pointers = [keys.entry(builder.add(index, integer(column))) for column in range(4)]
     sums = Sums(builder, len(query_rows), 4)
     with cgutils.for_range(builder, chunks, intp=I64) as chunk:
         d = builder.mul(chunk.index, integer(LANES))
@@ -131,7 +134,7 @@ def _four_keys(
 
 
 def _score_keys(rows: int) -> Any:
-    """Generate the kernel of ``rows`` query rows."""
+    """Generate the kernel for ``rows`` query rows."""
 
     def operation(
         typing_context: Any,
@@ -145,17 +148,21 @@ def _score_keys(rows: int) -> Any:
         scores_at: Any,
         scores_stride: Any,
     ) -> tuple[Any, Codegen]:
-        """scores[r, 0:16] = queries[r] times 16 keys of a span, from number ``key`` on.
+        """Compute scores[r, 0:16] = queries[r] times 16 keys of a span, from number ``key`` on.
 
-        queries: float32 [rows, head_dim] at queries_at. Behind the span's end scores are of no
-        meaning. Cells of the same numbers are fetched of the span ``ahead``.
+        Args:
+            queries: float32, [rows, head_dim] at queries_at.
+            keys: a KVSpan.
+            ahead: a KVSpan whose entries of the same numbers are prefetched.
+            scores: float32, rows scores_stride apart, from scores_at on; meaningless beyond the
+                span's end.
         """
 
         def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             queries, queries_at, dim, keys, key, ahead, scores, at, stride = arguments
             kinds = signature.args
             span = SpanCode(context, builder, kinds[3], keys, dim)
-            fetched = SpanCode(context, builder, kinds[5], ahead, dim)
+            prefetched = SpanCode(context, builder, kinds[5], ahead, dim)
             start = address(context, builder, kinds[0], queries, queries_at)
             query_rows = row_pointers(builder, start, dim, rows)
             chunks = builder.sdiv(dim, integer(LANES))
@@ -168,7 +175,7 @@ def _score_keys(rows: int) -> Any:
             rounds = builder.sdiv(builder.add(wanted, integer(3)), integer(4))
             with cgutils.for_range(builder, rounds, intp=I64) as four:
                 index = builder.add(key, builder.mul(four.index, integer(4)))
-                fetched.fetch(index, 4)
+                prefetched.prefetch(index, 4)
                 sums = _four_keys(builder, query_rows, span, index, chunks)
                 for r in range(rows):
                     place = builder.gep(folded, [builder.add(four.index, integer(4 * r))])
@@ -186,7 +193,7 @@ def _score_keys(rows: int) -> Any:
 
 
 def _weigh_values(rows: int, vectors: int) -> Any:
-    """Generate the kernel of ``rows`` rows of weights and ``vectors`` * 16 dimensions."""
+    """Generate the kernel for ``rows`` rows of weights and ``vectors`` * 16 dimensions."""
 
     def operation(
         typing_context: Any,
@@ -202,25 +209,28 @@ def _weigh_values(rows: int, vectors: int) -> Any:
         sums: Any,
         sums_at: Any,
     ) -> tuple[Any, Codegen]:
-        """sums[r, :width] = weights[r, first:end] @ V[first:end, dim:dim + width].
+        """Compute sums[r, :width] = weights[r, first:end] @ V[first:end, dim:dim + width].
 
-        weights: float32, rows weights_stride apart. values: a span, V. sums: float32, rows
-        head_dim apart. Cells first to end are fetched of the span ``ahead``.
+        Args:
+            weights: float32, rows weights_stride apart, from weights_at on.
+            values: a KVSpan, V.
+            ahead: a KVSpan whose entries first to end are prefetched.
+            sums: float32, rows head_dim apart, from sums_at on.
         """
 
         def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             weights, at, stride, values, first, end, head_dim, dim, ahead, sums, to = arguments
             kinds = signature.args
             span = SpanCode(context, builder, kinds[3], values, head_dim)
-            fetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
+            prefetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
             start = address(context, builder, kinds[0], weights, at)
             weight_rows = row_pointers(builder, start, stride, rows)
             totals = Sums(builder, rows, vectors)
             with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
-                fetched.fetch(loop.index, 1)
-                cell = span.cell(loop.index)
+                prefetched.prefetch(loop.index, 1)
+                entry = span.entry(loop.index)
                 parts = [
-                    span.load(cell, builder.add(dim, integer(v * LANES))) for v in range(vectors)
+                    span.load(entry, builder.add(dim, integer(v * LANES))) for v in range(vectors)
                 ]
                 for r, row in enumerate(weight_rows):
                     weight = broadcast(builder, builder.load(builder.gep(row, [loop.index])))

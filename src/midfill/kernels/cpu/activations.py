@@ -1,0 +1,135 @@
+"""Activations: rows of float32, and the same rows quantised to int8 for quantised weights.
+
+Each 32 consecutive floats are quantised together to one block of 48 bytes:
+
+    bytes 0-31    32 int8 quants
+    bytes 32-35   scale, float32
+    bytes 36-39   scale * (sum of quants), float32
+    bytes 40-43   -128 * (sum of quants), int32
+    bytes 44-47   unused
+
+So float k of an array belongs to block k // 32. Whoever writes a row quantises it.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.memory import Float32Array, Uint8Array
+from midfill.kernels.cpu.packing import GROUP
+from midfill.kernels.cpu.simd import (
+    F32,
+    F32_VECTOR,
+    I8,
+    I32,
+    I32_VECTOR,
+    LANES,
+    Codegen,
+    absolute,
+    add,
+    address,
+    f32x16,
+    integer,
+    llvm_call,
+    load,
+    max_lanes,
+    maximum,
+    multiply,
+    splat,
+    store_unaligned,
+    sum_lanes,
+)
+
+ACTIVATION_BLOCK_BYTES = 48
+SCALE, SCALED_SUM, OFFSET = 32, 36, 40
+"""Where in a block the three numbers that follow the quants start, in bytes."""
+_STEPS = np.float32(127.0)
+
+
+class Activations(NamedTuple):
+    """Rows of activations, one after the other.
+
+    Attributes:
+        values: float32 [rows * width].
+        quants: uint8 [rows * width / 32 * 48], the blocks of ``values``; empty where all of the
+            model's weights are float32.
+    """
+
+    values: Float32Array
+    quants: Uint8Array
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _round(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+    """Return the nearest whole number, ties to even, lane by lane."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return llvm_call(builder, "llvm.rint.v16f32", [arguments[0]], F32_VECTOR)
+
+    return f32x16(f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _put_bytes(typing_context: Any, array: Any, offset: Any, value: Any) -> tuple[Any, Codegen]:
+    """Write whole numbers -128..127 as 16 int8 at byte ``offset`` of a uint8 array."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        whole = builder.fptosi(arguments[2], I32_VECTOR)
+        store_unaligned(builder, builder.trunc(whole, ir.VectorType(I8, LANES)), pointer)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _put_sums(
+    typing_context: Any, array: Any, offset: Any, scale: Any, total: Any
+) -> tuple[Any, Codegen]:
+    """Write the three numbers that follow the quants of the block at byte ``offset``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, offset, scale, total = arguments
+        pointer = address(context, builder, signature.args[0], array, offset)
+        biased = builder.fptosi(builder.fmul(total, F32(-128.0)), I32)
+        for at, value in (
+            (SCALE, scale),
+            (SCALED_SUM, builder.fmul(scale, total)),
+            (OFFSET, biased),
+        ):
+            store_unaligned(builder, value, builder.gep(pointer, [integer(at)]))
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.float32, types.float32), codegen
+
+
+@kernel
+def block_at(element: int) -> int:
+    """Return the byte at which the block of the 32 floats that start at ``element`` lies."""
+    return element // GROUP * ACTIVATION_BLOCK_BYTES
+
+
+@kernel
+def quantize(rows: Activations, at: int, size: int) -> None:
+    """Quantise values[at:at + size] into their blocks, if the model needs them."""
+    if len(rows.quants) > 0:
+        quantize_row(rows.values, at, size, rows.quants, block_at(at))
+
+
+@kernel
+def quantize_row(x: Float32Array, x_at: int, size: int, blocks: Uint8Array, at: int) -> None:
+    """Quantise x[x_at:x_at + size], a multiple of 32 floats, to blocks from byte ``at`` on."""
+    for group in range(size // GROUP):
+        element = x_at + group * GROUP
+        low, high = load(x, element), load(x, element + LANES)
+        span = max_lanes(maximum(absolute(low), absolute(high)))
+        factor = splat(_STEPS / span if span > np.float32(0.0) else np.float32(0.0))
+        low, high = _round(multiply(low, factor)), _round(multiply(high, factor))
+        block = at + group * ACTIVATION_BLOCK_BYTES
+        _put_bytes(blocks, block, low)
+        _put_bytes(blocks, block + LANES, high)
+        _put_sums(blocks, block, span / _STEPS, sum_lanes(add(low, high)))

@@ -1,0 +1,173 @@
+"""KV cache: K and V of all slots, in the precision the cache is kept in.
+
+An entry is the K or V vector of one token and one KV head. The entries of a layer and head lie in
+slot order, so the KV of consecutive slots is one stream of memory: an array of entries is
+[layers, kv_heads, slots, head_dim], flat. Its dtype tells the format:
+
+    float32   as computed
+    uint16    float16, rounded to nearest; what is too large is stored as +-65504
+    int8      quants -127..127, times the entry's own scale, float32 [layers, kv_heads, slots]
+
+An entry is rounded once, when it is written. Every reader sees the rounded values, also those of
+the same step, so answers do not depend on how a prompt was cut into chunks.
+"""
+
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from midfill.kernels.cpu.halves import load_halves, store_halves
+from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.memory import Float32Array, small_page_zeros
+from midfill.kernels.cpu.simd import (
+    F32_VECTOR,
+    I8,
+    I32_VECTOR,
+    LANES,
+    Codegen,
+    absolute,
+    address,
+    f32x16,
+    llvm_call,
+    load,
+    load_unaligned,
+    max_lanes,
+    maximum,
+    multiply,
+    splat,
+    store_unaligned,
+)
+
+I8_VECTOR = ir.VectorType(I8, LANES)
+_STEPS = np.float32(127.0)
+
+
+KVArray = npt.NDArray[np.generic]
+"""Entries in any format: float32, uint16 or int8."""
+
+
+class KVFormat(StrEnum):
+    """How a KV cache stores its numbers."""
+
+    F32 = "f32"
+    F16 = "f16"
+    I8 = "i8"
+
+
+_DTYPES: dict[KVFormat, Any] = {
+    KVFormat.F32: np.float32,
+    KVFormat.F16: np.uint16,
+    KVFormat.I8: np.int8,
+}
+
+
+class KVCache(NamedTuple):
+    """K and V of all slots.
+
+    Attributes:
+        keys, values: [layers * kv_heads * slots * head_dim], float32, uint16 or int8; keys are
+            stored after the rotary embedding.
+        key_scales, value_scales: float32 [layers * kv_heads * slots]; empty unless int8.
+    """
+
+    keys: KVArray
+    values: KVArray
+    key_scales: Float32Array
+    value_scales: Float32Array
+
+    @classmethod
+    def allocate(cls, kv_format: KVFormat, entries: int, head_dim: int) -> "KVCache":
+        """Return a cache of zeros for ``entries`` entries of K and as many of V."""
+        keys, key_scales = allocate_kv(kv_format, entries, head_dim)
+        values, value_scales = allocate_kv(kv_format, entries, head_dim)
+        return cls(keys, values, key_scales, value_scales)
+
+
+def entry_bytes(kv_format: KVFormat, head_dim: int) -> int:
+    """Return the bytes of one entry, its scale included."""
+    scale = 4 if kv_format is KVFormat.I8 else 0
+    return head_dim * np.dtype(_DTYPES[kv_format]).itemsize + scale
+
+
+def allocate_kv(kv_format: KVFormat, entries: int, head_dim: int) -> tuple[KVArray, Float32Array]:
+    """Return zeros: entries [entries * head_dim] and scales [entries], or [0] without scales."""
+    scales = entries if kv_format is KVFormat.I8 else 0
+    values = small_page_zeros(entries * head_dim, _DTYPES[kv_format])
+    return values, small_page_zeros(scales, np.float32).view(np.float32)
+
+
+def load_entry_vector(context: Any, builder: ir.IRBuilder, array_type: Any, pointer: Any) -> Any:
+    """Generate a load of 16 numbers of an entry as float32; of quants, without their scale."""
+    if array_type.dtype == types.float32:
+        return load_unaligned(builder, pointer, F32_VECTOR)
+    if array_type.dtype == types.uint16:
+        return load_halves(context, builder, pointer)
+    quants = builder.sext(load_unaligned(builder, pointer, I8_VECTOR), I32_VECTOR)
+    return builder.sitofp(quants, F32_VECTOR)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def is_quantized(typing_context: Any, entries: Any) -> tuple[Any, Codegen]:
+    """Return whether entries are quants with a scale; known when the kernel is compiled."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_constant(types.boolean, signature.args[0].dtype == types.int8)
+
+    return types.boolean(entries), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_entry(typing_context: Any, entries: Any, offset: Any) -> tuple[Any, Codegen]:
+    """Load lanes 0..15 from entries[offset:offset + 16], as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
+        return load_entry_vector(context, builder, signature.args[0], pointer)
+
+    return f32x16(entries, types.intp), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_entry(typing_context: Any, entries: Any, offset: Any, value: Any) -> tuple[Any, Codegen]:
+    """Store entries[offset:offset + 16] = value, rounded to the nearest that the format holds."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        pointer = address(context, builder, kind, arguments[0], arguments[1])
+        value = arguments[2]
+        if kind.dtype == types.float32:
+            store_unaligned(builder, value, pointer)
+        elif kind.dtype == types.uint16:
+            store_halves(context, builder, value, pointer)
+        else:
+            whole = llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
+            quants = builder.trunc(builder.fptosi(whole, I32_VECTOR), I8_VECTOR)
+            store_unaligned(builder, quants, pointer)
+        return context.get_dummy_value()
+
+    return types.void(entries, types.intp, f32x16), codegen
+
+
+@kernel
+def write_entry(
+    x: Float32Array, x_at: int, head_dim: int, entries: KVArray, scales: Float32Array, entry: int
+) -> None:
+    """Round x[x_at:x_at + head_dim] to entry number ``entry``."""
+    at = entry * head_dim
+    if not is_quantized(entries):
+        for d in range(0, head_dim, LANES):
+            store_entry(entries, at + d, load(x, x_at + d))
+        return
+    largest = splat(np.float32(0.0))
+    for d in range(0, head_dim, LANES):
+        largest = maximum(largest, absolute(load(x, x_at + d)))
+    span = max_lanes(largest)
+    scales[entry] = span / _STEPS
+    factor = splat(_STEPS / span if span > np.float32(0.0) else np.float32(0.0))
+    for d in range(0, head_dim, LANES):
+        store_entry(entries, at + d, multiply(load(x, x_at + d), factor))

@@ -1,0 +1,71 @@
+"""KV cache: entries are rounded as NumPy rounds, and kernels read back what is stored."""
+
+import numpy as np
+import pytest
+
+from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.kv_cache import (
+    KVFormat,
+    allocate_kv,
+    entry_bytes,
+    load_entry,
+    write_entry,
+)
+from midfill.kernels.cpu.simd import store
+
+DIM = 32
+
+
+@kernel
+def _read(entries, out):  # type: ignore[no-untyped-def]
+    for d in range(0, len(out), 16):
+        store(out, d, load_entry(entries, d))
+
+
+def round_trip(values: np.ndarray, kv_format: KVFormat) -> tuple[np.ndarray, np.ndarray]:
+    """The stored array, and what is read of it without scales."""
+    entries, scales = allocate_kv(kv_format, len(values) // DIM, DIM)
+    for entry in range(len(values) // DIM):
+        write_entry(values, entry * DIM, DIM, entries, scales, entry)
+    out = np.empty(len(values), np.float32)
+    _read(entries, out)
+    return entries, out
+
+
+def test_halves_are_rounded_to_nearest_as_numpy_does() -> None:
+    rng = np.random.default_rng(0)
+    # Every exponent that float16 knows, and smaller ones: subnormals, zeros and ties.
+    values = (rng.normal(size=64_000) * 2.0 ** rng.integers(-28, 15, 64_000)).astype(np.float32)
+    values[:4096] = np.arange(0x3C00, 0x4C00, dtype=np.uint16).view(np.float16)
+    values[:2048] += np.spacing(values[:2048].astype(np.float16)).astype(np.float32) / 2
+    entries, out = round_trip(values, KVFormat.F16)
+    expected = values.astype(np.float16)
+    np.testing.assert_array_equal(entries, expected.view(np.uint16))
+    np.testing.assert_array_equal(out, expected.astype(np.float32))
+
+
+def test_what_is_too_large_for_a_half_becomes_the_largest_half() -> None:
+    values = np.zeros(DIM, np.float32)
+    values[:5] = 1e6, -1e6, 65519, np.inf, -np.inf
+    _, out = round_trip(values, KVFormat.F16)
+    np.testing.assert_array_equal(out[:5], [65504, -65504, 65504, 65504, -65504])
+
+
+def test_quants_err_by_at_most_half_a_step_of_their_own_entry() -> None:
+    rng = np.random.default_rng(1)
+    values = rng.normal(size=(50, DIM)).astype(np.float32) * 10.0 ** rng.integers(-3, 4, (50, 1))
+    values = values.astype(np.float32)
+    values[7] = 0
+    entries, scales = allocate_kv(KVFormat.I8, 50, DIM)
+    for entry in range(50):
+        write_entry(values.reshape(-1), entry * DIM, DIM, entries, scales, entry)
+    back = entries.reshape(50, DIM) * scales[:, None]
+    assert (np.abs(back - values) <= np.abs(values).max(axis=1, keepdims=True) / 253).all()
+    _, quants = round_trip(values.reshape(-1), KVFormat.I8)
+    np.testing.assert_array_equal(quants.reshape(50, DIM), entries.reshape(50, DIM))
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+def test_sizes_are_those_of_the_arrays(kv_format: KVFormat) -> None:
+    entries, scales = allocate_kv(kv_format, 10, DIM)
+    assert entries.nbytes + scales.nbytes == 10 * entry_bytes(kv_format, DIM)
