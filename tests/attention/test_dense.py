@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.attention.dense import Window, attend, plan_attention
+from midfill.attention.dense import Window, attend, prepare_metadata
 from midfill.forward.batch import ForwardBatch
 
 KV_HEADS, GROUP, HEAD_DIM, SLOTS, SCALE = 2, 3, 8, 200, 0.3
@@ -16,7 +16,7 @@ KV_HEADS, GROUP, HEAD_DIM, SLOTS, SCALE = 2, 3, 8, 200, 0.3
 
 @dataclass
 class Problem:
-    """A batch of requests given as (new rows, KV length), over random cells."""
+    """A batch of requests given as (new rows, KV length), over a random KV cache."""
 
     batch: ForwardBatch
     queries: torch.Tensor
@@ -65,8 +65,8 @@ def naive(case: Problem, window: Window) -> torch.Tensor:
 
 
 def dense(case: Problem, window: Window) -> torch.Tensor:
-    groups = plan_attention(case.batch, {window}, torch.device("cpu"))
-    return attend(case.queries, case.keys, case.values, groups, window, SCALE)
+    metadata = prepare_metadata(case.batch, {window}, torch.device("cpu"))
+    return attend(case.queries, case.keys, case.values, metadata, window, SCALE)
 
 
 def request_shapes() -> st.SearchStrategy[tuple[int, int]]:
@@ -84,11 +84,11 @@ def test_every_row_sees_the_keys_up_to_its_own_within_the_window(
     torch.testing.assert_close(dense(case, window), naive(case, window), rtol=0, atol=1e-5)
 
 
-def test_one_plan_serves_layers_with_and_without_a_window() -> None:
+def test_one_preparation_serves_layers_with_and_without_a_window() -> None:
     case = problem([(1, 30), (7, 20), (1, 9), (5, 5)])
-    groups = plan_attention(case.batch, {None, 4}, torch.device("cpu"))
+    metadata = prepare_metadata(case.batch, {None, 4}, torch.device("cpu"))
     for window in (None, 4):
-        actual = attend(case.queries, case.keys, case.values, groups, window, SCALE)
+        actual = attend(case.queries, case.keys, case.values, metadata, window, SCALE)
         torch.testing.assert_close(actual, naive(case, window), rtol=0, atol=1e-5)
 
 
@@ -97,9 +97,8 @@ def test_decodes_of_similar_length_share_a_call_and_padding_stays_below_half(
     window: Window,
 ) -> None:
     lengths = [100, 101, 102, 150, 10, 11, 3]
-    groups = plan_attention(
-        problem([(1, length) for length in lengths]).batch, {window}, torch.device("cpu")
-    )
+    batch = problem([(1, length) for length in lengths]).batch
+    groups = prepare_metadata(batch, {window}, torch.device("cpu")).groups
     assert len(groups) == 3
     assert sum(group.rows.numel() for group in groups) == len(lengths)
     kept = sum(min(length, window or length) for length in lengths)
@@ -107,5 +106,5 @@ def test_decodes_of_similar_length_share_a_call_and_padding_stays_below_half(
 
 
 def test_a_window_reads_only_the_keys_it_can_see() -> None:
-    groups = plan_attention(problem([(4, 100)]).batch, {10}, torch.device("cpu"))
+    groups = prepare_metadata(problem([(4, 100)]).batch, {10}, torch.device("cpu")).groups
     assert groups[0].views[10].slots.shape == (1, 13)

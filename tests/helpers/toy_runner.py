@@ -52,6 +52,10 @@ class ToyRunner:
     def weight_bytes(self) -> int:
         return self._weights.nbytes
 
+    @property
+    def description(self) -> str:
+        return "toy"
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         _check(batch)
         self.batches.append(batch)

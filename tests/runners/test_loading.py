@@ -9,7 +9,7 @@ from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.errors import CheckpointError, MidfillError
 from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.loading import choose_slots, describe_runner, load_runner
+from midfill.runners.loading import choose_slots, load_runner
 from midfill.runners.torch_runner import TorchRunner
 from midfill.system.memory import available_memory
 
@@ -27,7 +27,7 @@ def test_a_backend_is_what_was_asked_for(
     options = ModelOptions(backend=backend, device="cpu", threads=1, kv_memory=KV_MEMORY)  # type: ignore[arg-type]
     runner = load_runner(open_checkpoint(tiny_folder), options)
     assert isinstance(runner, kind)
-    assert describe_runner(runner) == described
+    assert runner.description == described
     assert (runner.slots, runner.kv_bytes) == (100, KV_MEMORY)
 
 

@@ -1,4 +1,4 @@
-"""The decoder's layer loop is open; what it leaves in the cells is what a runner relies on."""
+"""The decoder runs in ranges of layers, and writes the KV cache that a runner relies on."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,35 +39,35 @@ def batch(stepper: Stepper) -> ForwardBatch:
 
 def test_layers_run_in_ranges(stepper: Stepper, decoder: Decoder, batch: ForwardBatch) -> None:
     whole = stepper.runner.forward(batch)
-    state = decoder.prepare(batch)
+    prepared = decoder.prepare(batch)
     hidden = decoder.embed(batch)
     for first, end in ((0, 1), (1, 1), (1, 3)):
-        hidden = decoder.run_layers(hidden, state, first, end)
-    assert torch.equal(decoder.logits(hidden, batch), whole)
+        hidden = decoder.run_layers(prepared, hidden, first, end)
+    assert torch.equal(decoder.compute_logits(batch, hidden), whole)
 
 
 def test_a_layer_can_be_skipped(decoder: Decoder, batch: ForwardBatch) -> None:
-    state = decoder.prepare(batch)
-    hidden = decoder.run_layers(decoder.embed(batch), state, 0, 1)
-    hidden = decoder.run_layers(hidden, state, 2, 3)
-    assert decoder.logits(hidden, batch).isfinite().all()
-    assert not decoder.cells.keys[1].any()
+    prepared = decoder.prepare(batch)
+    hidden = decoder.run_layers(prepared, decoder.embed(batch), 0, 1)
+    hidden = decoder.run_layers(prepared, hidden, 2, 3)
+    assert decoder.compute_logits(batch, hidden).isfinite().all()
+    assert not decoder.kv_cache.keys[1].any()
 
 
 def test_only_the_slots_to_write_are_written(decoder: Decoder, batch: ForwardBatch) -> None:
-    decoder.run_layers(decoder.embed(batch), decoder.prepare(batch), 0, 3)
+    decoder.run_layers(decoder.prepare(batch), decoder.embed(batch), 0, 3)
     written = torch.zeros(64, dtype=torch.bool)
     written[torch.from_numpy(batch.write_slots).long()] = True
-    for cells in (decoder.cells.keys, decoder.cells.values):
-        assert torch.equal(cells.flatten(2).any(2), written.expand(3, -1))
+    for entries in (decoder.kv_cache.keys, decoder.kv_cache.values):
+        assert torch.equal(entries.flatten(2).any(2), written.expand(3, -1))
 
 
 def test_keys_are_stored_after_the_rotary_embedding_and_values_as_they_are(
     decoder: Decoder, batch: ForwardBatch
 ) -> None:
-    state = decoder.prepare(batch)
+    prepared = decoder.prepare(batch)
     hidden = decoder.embed(batch)
-    decoder.run_layers(hidden, state, 0, 1)
+    decoder.run_layers(prepared, hidden, 0, 1)
 
     layer = decoder.weights.layers[0]
     normed = torch.nn.functional.rms_norm(hidden, (64,), layer.attn_norm.weight, 1e-5)
@@ -75,9 +75,9 @@ def test_keys_are_stored_after_the_rotary_embedding_and_values_as_they_are(
     keys, values = keys.view(8, 2, 32), values.view(8, 2, 32)
     cos, sin = rope_tables(decoder.config, 8)
     slots = torch.from_numpy(batch.write_slots).long()
-    torch.testing.assert_close(decoder.cells.values[0, slots], values)
+    torch.testing.assert_close(decoder.kv_cache.values[0, slots], values)
     for row, position in enumerate(batch.positions):
         turns = torch.complex(torch.tensor(cos[position]), torch.tensor(sin[position]))
         turned = torch.complex(keys[row, :, :16], keys[row, :, 16:]) * turns
         expected = torch.cat((turned.real, turned.imag), dim=-1)
-        torch.testing.assert_close(decoder.cells.keys[0, slots[row]], expected)
+        torch.testing.assert_close(decoder.kv_cache.keys[0, slots[row]], expected)

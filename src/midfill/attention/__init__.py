@@ -1,1 +1,1 @@
-"""Attention over slots, device-agnostic: which keys a query looks at, and the sum over them."""
+"""Attention over slots in torch, on any device."""

@@ -1,7 +1,7 @@
 """Dense attention over slots in torch: a query sees every key before it, or those in a window.
 
 Works on any device. Nothing runs row by row: a prefill chunk is one call, and decodes of similar
-length share one.
+length share a call.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -16,19 +16,19 @@ from midfill.forward.batch import ForwardBatch
 
 IntArray = npt.NDArray[np.integer]
 Window = int | None
-"""How many keys a query sees, itself included; None is all."""
+"""How many keys a query sees, its own included; None means all."""
 
 
 @dataclass(frozen=True)
 class KeyView:
-    """The keys that a group's queries look at under one window.
+    """The keys that a group's queries attend to under one window.
 
     Attributes:
         slots: [requests, keys] int64; short requests are padded with slot 0.
-        mask: [requests, 1, queries, keys] bool, True where a query sees a key; None where the
-            mask needs no storing.
-        causal: without a mask: queries are the keys' own rows, each sees those up to itself.
-            Otherwise every query sees every key.
+        mask: [requests, 1, queries, keys] bool, True where a query sees a key; None if no mask is
+            needed.
+        causal: without a mask, whether query i sees keys 0..i of as many keys; otherwise every
+            query sees every key.
     """
 
     slots: torch.Tensor
@@ -38,7 +38,7 @@ class KeyView:
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Requests with equally many new rows, attended to in one call.
+    """Requests with the same number of new rows, computed in one call.
 
     Attributes:
         rows: [requests, queries] int64, rows of the packed batch.
@@ -49,46 +49,57 @@ class AttentionGroup:
     views: Mapping[Window, KeyView]
 
 
-def plan_attention(
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Which keys each row of a batch attends to.
+
+    Attributes:
+        groups: together they hold every row once.
+    """
+
+    groups: tuple[AttentionGroup, ...]
+
+
+def prepare_metadata(
     batch: ForwardBatch, windows: Collection[Window], device: torch.device
-) -> tuple[AttentionGroup, ...]:
-    """Group a batch's requests and find out once, for all layers, what each query sees.
+) -> AttentionMetadata:
+    """Group a batch's requests and determine, once for all layers, which keys each query sees.
 
     Args:
         batch: the step.
         windows: every window that some layer has.
-        device: where the groups' tensors go.
+        device: where the tensors go.
     """
     groups = []
     for members in _members(batch):
         rows = np.stack([_span(batch.query_indptr, request) for request in members])
         views = {window: _key_view(batch, members, window, device) for window in windows}
         groups.append(AttentionGroup(_to_device(rows, device), views))
-    return tuple(groups)
+    return AttentionMetadata(tuple(groups))
 
 
 def attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    groups: tuple[AttentionGroup, ...],
+    metadata: AttentionMetadata,
     window: Window,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of all rows of a batch in one layer.
+    """Compute the attention of all rows of a batch in one layer.
 
     Args:
         queries: [rows, query_heads, head_dim].
-        keys, values: the layer's cells [slots, kv_heads, head_dim], the batch's own rows written.
-        groups: from ``plan_attention``; together they hold every row.
-        window: this layer's.
-        scale: multiplies q.k.
+        keys, values: the layer's KV cache [slots, kv_heads, head_dim], the batch's rows written.
+        metadata: from ``prepare_metadata``.
+        window: of this layer.
+        scale: factor of q.k.
 
     Returns:
         [rows, query_heads, head_dim].
     """
     outputs = torch.empty_like(queries)
-    for group in groups:
+    for group in metadata.groups:
         view = group.views[window]
         outputs[group.rows] = _attend_group(
             queries[group.rows], keys[view.slots], values[view.slots], view, scale
@@ -99,12 +110,12 @@ def attend(
 def _attend_group(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, view: KeyView, scale: float
 ) -> torch.Tensor:
-    """[requests, queries, heads, head_dim] over [requests, keys, kv_heads, head_dim]."""
+    """Compute attention of [requests, queries, heads, head_dim] over [requests, keys, ...]."""
     requests, rows, heads, head_dim = queries.shape
     kv_heads = keys.shape[2]
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     if rows == 1:
-        # The query heads of a group take the place of rows: K and V are read once, not copied.
+        # The query heads of a group stand in for rows, so K and V are read once and not copied.
         queries = queries.view(requests, kv_heads, heads // kv_heads, head_dim)
     else:
         queries = queries.transpose(1, 2)
@@ -119,7 +130,10 @@ def _attend_group(
 
 
 def _members(batch: ForwardBatch) -> Iterator[list[int]]:
-    """Which requests go together: a prefill chunk alone, decodes up to twice the shortest's KV."""
+    """Yield the requests of each group: one prefill chunk, or decodes of similar length.
+
+    The longest KV of a group's decodes is at most twice the shortest.
+    """
     queries = np.diff(batch.query_indptr)
     lengths = np.diff(batch.kv_indptr)
     yield from ([int(request)] for request in np.flatnonzero(queries > 1))
@@ -140,7 +154,7 @@ def _key_view(
     queries = int(np.diff(batch.query_indptr)[members[0]])
     seen = [batch.kv_slots[_span(batch.kv_indptr, request)] for request in members]
     if window is not None:
-        # What even the first query no longer sees is not read at all.
+        # Keys that even the first query no longer sees are not read.
         seen = [slots[max(0, len(slots) - queries - window + 1) :] for slots in seen]
     lengths = np.array([len(slots) for slots in seen])
     padded = np.zeros((len(members), lengths.max()), np.int64)
@@ -154,7 +168,7 @@ def _key_view(
 
 
 def _mask(lengths: IntArray, queries: int, window: Window, device: torch.device) -> torch.Tensor:
-    """[requests, 1, queries, keys] bool; a request's queries are its last keys."""
+    """Return [requests, 1, queries, keys] bool; a request's queries are its last keys."""
     key = torch.arange(int(lengths.max()), device=device)
     first_query = _to_device(lengths - queries, device)
     own = first_query[:, None] + torch.arange(queries, device=device)

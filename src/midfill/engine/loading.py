@@ -14,7 +14,7 @@ from midfill.engine.scheduler import SchedulerPolicy
 from midfill.engine.speculation import Speculation
 from midfill.engine.step_cost import MeasuredStepCost
 from midfill.forward.runner import Runner
-from midfill.runners.loading import describe_runner, load_runner
+from midfill.runners.loading import load_runner
 from midfill.system.progress import Progress
 
 
@@ -49,7 +49,7 @@ def load_engine(
         token_bytes=checkpoint.tokenizer.token_bytes,
     )
     info = EngineInfo(
-        backend=describe_runner(runner),
+        backend=runner.description,
         layers=runner.config.layers,
         weight_bytes=runner.weight_bytes,
         kv_bytes=runner.kv_bytes,

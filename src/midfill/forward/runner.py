@@ -35,6 +35,11 @@ class Runner(Protocol):
         """Size of the weights in memory, in bytes."""
         ...
 
+    @property
+    def description(self) -> str:
+        """What runs the model, in words: "CPU kernels, 2 threads"."""
+        ...
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write K and V of the batch to its slots; return logits [outputs, vocab] float32.
 

@@ -1,4 +1,4 @@
-"""load_runner: which implementation runs a checkpoint, and with how many KV slots."""
+"""load_runner: choose the implementation that runs a checkpoint, and its number of KV slots."""
 
 import torch
 
@@ -13,24 +13,26 @@ from midfill.runners.torch_runner import TorchRunner
 from midfill.system.memory import available_memory
 from midfill.system.progress import Progress
 
-# A prefix cache of more full contexts than this is not worth what else the memory could do.
-_MOST_CONTEXTS = 16
-_CPU_SHARE = 0.25  # of the free memory: the machine is somebody's
-_GPU_SHARE = 0.85  # of what the weights leave; the rest is for activations
+_MAX_CONTEXTS = 16
+"""A prefix cache of more full contexts is not worth its memory."""
+_CPU_SHARE = 0.25
+"""Of the free memory: other programs use the machine too."""
+_GPU_SHARE = 0.85
+"""Of the memory that the weights leave; the rest is for activations."""
 
 
 def load_runner(
     checkpoint: Checkpoint, options: ModelOptions, progress: Progress | None = None
 ) -> Runner:
-    """Load a checkpoint's weights and set memory aside for its KV.
+    """Load a checkpoint's weights and allocate its KV cache.
 
     Args:
         checkpoint: the model.
-        options: all but ``token_budget`` and ``max_running`` matter here.
-        progress: hears (stage, done, total).
+        options: all but ``token_budget`` and ``max_running`` are used.
+        progress: called with (stage, done, total).
 
     Raises:
-        CheckpointError: the checkpoint is broken or of a shape the backend can't run.
+        CheckpointError: the checkpoint is broken or has a shape the backend can't run.
         MidfillError: options that can't be met.
     """
     config = checkpoint.config
@@ -61,25 +63,16 @@ def load_runner(
     )
 
 
-def describe_runner(runner: Runner) -> str:
-    """What computes, for people."""
-    if isinstance(runner, CpuRunner):
-        return f"CPU kernels, {runner.threads} thread{'' if runner.threads == 1 else 's'}"
-    if isinstance(runner, TorchRunner):
-        return f"PyTorch on {runner.decoder.device}"
-    return type(runner).__name__
-
-
 def choose_slots(
     config: ModelConfig, options: ModelOptions, free_bytes: float, slot_bytes: int
 ) -> int:
-    """KV slots for ``options.kv_memory``, or for a pool sized from what is free.
+    """Return the number of KV slots for ``options.kv_memory``, or for the free memory.
 
     Args:
         config: the model.
-        options: ``kv_memory`` and ``context`` matter here.
-        free_bytes: what the pool may take where ``kv_memory`` doesn't say.
-        slot_bytes: of one token's KV.
+        options: ``kv_memory`` and ``context`` are used.
+        free_bytes: what the KV cache may take if ``kv_memory`` is not set.
+        slot_bytes: bytes of one token's KV.
 
     Raises:
         MidfillError: the memory holds no useful number of tokens.
@@ -88,7 +81,7 @@ def choose_slots(
     if options.kv_memory is not None:
         slots = options.kv_memory // slot_bytes
     else:
-        slots = min(int(free_bytes) // slot_bytes, _MOST_CONTEXTS * context)
+        slots = min(int(free_bytes) // slot_bytes, _MAX_CONTEXTS * context)
     if slots < 16:
         raise MidfillError(
             f"{options.kv_memory or int(free_bytes)} bytes of KV memory hold {slots} tokens of this"

@@ -1,8 +1,7 @@
 """Decoder: the forward pass of every family in plain torch, on any device.
 
 This is the reference that other implementations are tested against, and what runs on CUDA. Rows
-of all requests are packed; the layer loop is open, so that a caller may run a range of layers and
-change the rows between them.
+of all requests are packed. A caller may run a range of layers and change the rows between them.
 """
 
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from midfill.arrays import Int32Array
-from midfill.attention.dense import AttentionGroup, attend, plan_attention
+from midfill.attention.dense import AttentionMetadata, attend, prepare_metadata
 from midfill.forward.batch import ForwardBatch
 from midfill.models.config import ModelConfig
 from midfill.runners.rope import rope_tables
@@ -19,8 +18,8 @@ from midfill.runners.torch_weights import Affine, DecoderWeights, LayerWeights
 
 
 @dataclass(frozen=True)
-class Cells:
-    """The KV cells of all slots.
+class KVCache:
+    """K and V of all slots.
 
     Attributes:
         keys, values: [layers, slots, kv_heads, head_dim]; keys are stored after the rotary
@@ -33,8 +32,8 @@ class Cells:
     @classmethod
     def empty(
         cls, config: ModelConfig, slots: int, device: torch.device, dtype: torch.dtype
-    ) -> "Cells":
-        """Cells of zeros: what padding reads must be finite, or 0 * NaN would spread."""
+    ) -> "KVCache":
+        """Return a cache of zeros: padding reads slot 0, and 0 * NaN would spread."""
         shape = (config.layers, slots, config.kv_heads, config.head_dim)
         return cls(
             torch.zeros(shape, device=device, dtype=dtype),
@@ -47,89 +46,98 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class BatchState:
-    """What the layers need to know of a batch, on the decoder's device.
+class PreparedBatch:
+    """What the layers need of a batch, on the decoder's device.
 
     Attributes:
         cos, sin: [rows, 1, head_dim / 2] float32, of each row's position.
         write_slots: [rows] int64.
-        groups: who attends to what.
+        attention: which keys each row attends to.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     write_slots: torch.Tensor
-    groups: tuple[AttentionGroup, ...]
+    attention: AttentionMetadata
 
 
 class Decoder:
-    """Weights and the computation over them; KV goes into the cells it is given.
+    """Weights, a KV cache and the computation over them.
 
     Args:
         config: the architecture.
-        weights: all on one device and of one dtype, which hidden rows then have too.
-        cells: on the same device.
+        weights: all on one device and of one dtype, which hidden rows have too.
+        kv_cache: on the same device.
     """
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, cells: Cells) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, kv_cache: KVCache) -> None:
         self.config = config
         self.weights = weights
-        self.cells = cells
+        self.kv_cache = kv_cache
         self.device = weights.embed.device
         cos, sin = rope_tables(config, config.context)
         self._cos = torch.from_numpy(cos).to(self.device)
         self._sin = torch.from_numpy(sin).to(self.device)
         self._windows = {config.window_of(layer) for layer in range(config.layers)}
 
-    def prepare(self, batch: ForwardBatch) -> BatchState:
-        """Bring to the device, once for all layers, what they need to know of a batch."""
+    def prepare(self, batch: ForwardBatch) -> PreparedBatch:
+        """Copy to the device, once for all layers, what they need of a batch."""
         positions = self._indices(batch.positions)
-        return BatchState(
+        return PreparedBatch(
             cos=self._cos[positions][:, None],
             sin=self._sin[positions][:, None],
             write_slots=self._indices(batch.write_slots),
-            groups=plan_attention(batch, self._windows, self.device),
+            attention=prepare_metadata(batch, self._windows, self.device),
         )
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden rows before the first layer, [rows, hidden]."""
+        """Return the tokens' embeddings: hidden rows [rows, hidden]."""
         hidden = functional.embedding(self._indices(batch.token_ids), self.weights.embed)
         return hidden * self.config.embedding_multiplier
 
     def run_layers(
-        self, hidden: torch.Tensor, state: BatchState, first: int, end: int
+        self, batch: PreparedBatch, hidden: torch.Tensor, first: int, end: int
     ) -> torch.Tensor:
-        """Hidden rows [rows, hidden] after layers first <= i < end, whose K and V are written."""
+        """Run layers first <= i < end, which write K and V of the batch's rows.
+
+        Args:
+            batch: from ``prepare``.
+            hidden: [rows, hidden]; not changed.
+            first, end: the layers.
+
+        Returns:
+            New hidden rows [rows, hidden].
+        """
         multiplier = self.config.residual_multiplier
         for index in range(first, end):
             layer = self.weights.layers[index]
-            attended = self._attention(index, layer, self._norm(hidden, layer.attn_norm), state)
+            attended = self._attention(index, layer, self._norm(hidden, layer.attn_norm), batch)
             hidden = hidden.add(attended, alpha=multiplier)
             expanded = self._mlp(layer, self._norm(hidden, layer.mlp_norm))
             hidden = hidden.add(expanded, alpha=multiplier)
         return hidden
 
-    def logits(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [outputs, vocab] float32 of the rows the batch wants them for."""
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [outputs, vocab] float32 of the rows that want them."""
         rows = hidden[self._indices(batch.logit_rows)]
         logits = functional.linear(self._norm(rows, self.weights.final_norm), self.weights.head)
         return logits.float() / self.config.logits_divisor
 
     def _attention(
-        self, index: int, layer: LayerWeights, hidden: torch.Tensor, state: BatchState
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, batch: PreparedBatch
     ) -> torch.Tensor:
         config = self.config
-        keys, values = self.cells.keys[index], self.cells.values[index]
+        keys, values = self.kv_cache.keys[index], self.kv_cache.values[index]
         heads = [config.query_heads, config.kv_heads, config.kv_heads]
         qkv = _linear(hidden, layer.qkv).view(-1, sum(heads), config.head_dim)
         q, k, v = torch.split(qkv, heads, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k = _rotate(q, state), _rotate(k, state)
-        keys[state.write_slots] = k
-        values[state.write_slots] = v
+        q, k = _rotate(q, batch), _rotate(k, batch)
+        keys[batch.write_slots] = k
+        values[batch.write_slots] = v
         window = config.window_of(index)
-        attended = attend(q, keys, values, state.groups, window, config.score_scale)
+        attended = attend(q, keys, values, batch.attention, window, config.score_scale)
         return _linear(attended.flatten(1), layer.o)
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
@@ -149,7 +157,7 @@ class Decoder:
                 return functional.gelu(values, approximate="tanh")
 
     def _norm(self, values: torch.Tensor, norm: Affine) -> torch.Tensor:
-        """The norm of the last dimension, computed in float32 whatever the dtype."""
+        """Norm the last dimension, in float32 whatever the dtype."""
         size, epsilon = norm.weight.shape, self.config.norm_epsilon
         if self.config.norm == "layer":
             return functional.layer_norm(values, size, norm.weight, norm.bias, epsilon)
@@ -163,8 +171,8 @@ def _linear(values: torch.Tensor, affine: Affine) -> torch.Tensor:
     return functional.linear(values, affine.weight, affine.bias)
 
 
-def _rotate(heads: torch.Tensor, state: BatchState) -> torch.Tensor:
-    """The rotary embedding of [rows, heads, head_dim], in float32."""
+def _rotate(heads: torch.Tensor, batch: PreparedBatch) -> torch.Tensor:
+    """Apply the rotary embedding to [rows, heads, head_dim], in float32."""
     first, second = heads.float().chunk(2, dim=-1)
-    rotated = (first * state.cos - second * state.sin, second * state.cos + first * state.sin)
+    rotated = (first * batch.cos - second * batch.sin, second * batch.cos + first * batch.sin)
     return torch.cat(rotated, dim=-1).to(heads.dtype)

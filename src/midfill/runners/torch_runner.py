@@ -5,22 +5,25 @@ import torch
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
 from midfill.forward.batch import ForwardBatch
-from midfill.runners.torch_decoder import Cells, Decoder
+from midfill.runners.torch_decoder import Decoder, KVCache
 from midfill.runners.torch_weights import load_weights
 
 
 class TorchRunner:
-    """Implements ``forward.runner.Runner`` on any device torch has.
+    """Implements ``forward.runner.Runner`` on any device of torch.
+
+    ``embed``, ``run_layers`` and ``compute_logits`` run a step in parts, over hidden rows that the
+    caller owns.
 
     Args:
-        checkpoint: the model; its weights are put on the device, once.
+        checkpoint: the model; its weights are copied to the device.
         slots: how many tokens' KV to make room for.
         device: "cpu", "cuda", "cuda:1", ...
         dtype: of weights, KV and hidden rows; logits are always float32.
 
     Raises:
         CheckpointError: a tensor can't be read.
-        MidfillError: torch sees no such device.
+        MidfillError: torch finds no such device.
     """
 
     def __init__(
@@ -34,28 +37,46 @@ class TorchRunner:
         self.config = checkpoint.config
         target = _find_device(device)
         weights = load_weights(checkpoint, target, dtype)
-        cells = Cells.empty(self.config, slots, target, dtype)
-        self.decoder = Decoder(self.config, weights, cells)
+        kv_cache = KVCache.empty(self.config, slots, target, dtype)
+        self.decoder = Decoder(self.config, weights, kv_cache)
 
     @property
     def slots(self) -> int:
-        return self.decoder.cells.keys.shape[1]
+        return self.decoder.kv_cache.keys.shape[1]
 
     @property
     def kv_bytes(self) -> int:
-        return self.decoder.cells.bytes
+        return self.decoder.kv_cache.bytes
 
     @property
     def weight_bytes(self) -> int:
         return self.decoder.weights.bytes
 
-    @torch.inference_mode()
+    @property
+    def description(self) -> str:
+        return f"PyTorch on {self.decoder.device}"
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """See ``Runner.forward``; the logits lie on the runner's device."""
-        decoder = self.decoder
-        state = decoder.prepare(batch)
-        hidden = decoder.run_layers(decoder.embed(batch), state, 0, self.config.layers)
-        return decoder.logits(hidden, batch)
+        """See ``Runner.forward``; the logits are on the runner's device."""
+        hidden = self.run_layers(batch, self.embed(batch), 0, self.config.layers)
+        return self.compute_logits(batch, hidden)
+
+    @torch.inference_mode()
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the tokens' embeddings: hidden rows [rows, hidden], on the runner's device."""
+        return self.decoder.embed(batch)
+
+    @torch.inference_mode()
+    def run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """Run layers first <= i < end; see ``Decoder.run_layers``."""
+        return self.decoder.run_layers(self.decoder.prepare(batch), hidden, first, end)
+
+    @torch.inference_mode()
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [outputs, vocab] float32 of the rows that want them."""
+        return self.decoder.compute_logits(batch, hidden)
 
 
 def _find_device(name: str) -> torch.device:
@@ -63,7 +84,7 @@ def _find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        # torch's messages run over many lines; the first says it.
+        # torch's messages have many lines; the first names the cause.
         reason = str(error).splitlines()[0]
         raise MidfillError(f"device {name!r} is not usable ({reason}); try 'cpu'") from error
     return device

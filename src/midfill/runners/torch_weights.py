@@ -1,6 +1,4 @@
-"""A checkpoint's weights as torch tensors on one device, fused where the forward pass reads them
-together.
-"""
+"""A checkpoint's weights as torch tensors on one device, fused where they are read together."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -13,7 +11,7 @@ from midfill.models.tensor_shapes import tensor_shapes
 
 @dataclass(frozen=True)
 class Affine:
-    """A linear layer's or a norm's parameters.
+    """The parameters of a linear layer or a norm.
 
     Attributes:
         weight: [out_features, in_features] of a linear layer, [features] of a norm.
@@ -30,10 +28,10 @@ class LayerWeights:
 
     Attributes:
         attn_norm, mlp_norm: before attention and before the MLP.
-        qkv: rows of q, k and v one after the other.
-        q_norm, k_norm: of each head, where the model has them.
+        qkv: rows of q, k and v, one below the other.
+        q_norm, k_norm: of each head; None if the model has none.
         o: attention's output projection.
-        up: rows of gate, where the MLP has one, then of up.
+        up: rows of gate, if the MLP has one, then rows of up.
         down: back to the hidden size.
     """
 
@@ -66,7 +64,7 @@ class DecoderWeights:
 def load_weights(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> DecoderWeights:
-    """Dequantise a checkpoint's tensors one by one and put them on the device.
+    """Dequantise a checkpoint's tensors one by one and copy them to the device.
 
     Raises:
         CheckpointError: a tensor can't be read.
@@ -106,14 +104,14 @@ class _Loader:
         )
 
     def _affine(self, *modules: str) -> Affine:
-        """The modules' weights and biases, stacked by rows."""
+        """Return the modules' weights and biases, stacked by rows."""
         weight = _stack([self._tensor(f"{module}.weight") for module in modules])
         if f"{modules[0]}.bias" not in self._names:
             return Affine(weight)
         return Affine(weight, _stack([self._tensor(f"{module}.bias") for module in modules]))
 
     def _tensor(self, name: str) -> torch.Tensor:
-        # The array may be a read-only map of the file, so the tensor gets memory of its own.
+        # The array may be a read-only map of the file, so the data is copied.
         tensor = torch.tensor(self._checkpoint.tensor(name).to_float32())
         return tensor.to(self._device, self._dtype)
 
