@@ -1,21 +1,16 @@
 """Background requests: prompts that are computed while the engine is idle, at no cost to others."""
 
-import random
-
 import msgspec
 import pytest
 import torch
 from serving import background, build_engine, check_idle, greedy_alone, request, serve
-from toy_runner import VOCAB, ToyRunner
+from toy_engine import prompt
+from toy_runner import ToyRunner
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineOutput
 from midfill.errors import InvalidRequestError
 from midfill.forward.batch import ForwardBatch
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=length)
 
 
 def engine(slots: int = 512, **options: int) -> Engine:

@@ -1,6 +1,5 @@
 """begins_with: answers begin with the required bytes and are otherwise the model's."""
 
-import random
 from functools import cache
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving import GREEDY, Answer, build_engine, next_logits, request, serve
+from toy_engine import prompt, sampling
 from toy_runner import VOCAB, ToyRunner
 
 from midfill.checkpoints.opening import open_checkpoint
@@ -39,16 +39,6 @@ BEGINNINGS = [
 
 def engine(slots: int = 512, eos: tuple[int, ...] = (END,), **options: int) -> Engine:
     return build_engine(ToyRunner(slots), eos, **options, token_bytes=TOKENS.__getitem__)
-
-
-def sampling(**fields: object) -> EngineSamplingParams:
-    return EngineSamplingParams(
-        **({"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | fields)
-    )
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=length)
 
 
 def healed(

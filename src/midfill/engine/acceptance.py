@@ -81,6 +81,6 @@ class Calibration:
         return (self._right + self._PRIOR_WEIGHT) / (self._expected + self._PRIOR_WEIGHT)
 
     def observe(self, rate: float, right: bool) -> None:
-        """Record whether a token that was right with estimated probability ``rate`` was right."""
+        """Record whether a drafted token was right, given its estimated probability ``rate``."""
         self._right = self._right * self._DECAY + right
         self._expected = self._expected * self._DECAY + rate

@@ -42,7 +42,7 @@ class DraftCounts:
 
 
 class Speculation:
-    """What an engine knows about drafts: who proposes them, who chooses, and how they did.
+    """Proposes drafts, has a policy choose among them, and learns how often they are right.
 
     Attributes:
         counts: how many drafts were verified and accepted.
@@ -83,9 +83,8 @@ class Speculation:
         drafts, probabilities = {}, {}
         for sequence_id in sampled_sequences(state, plan):
             sequence = sequences[sequence_id]
-            if (
-                len(sequence.answer_indices) == 1
-            ):  # siblings share the row that a draft would follow
+            # Siblings that have not forked yet share the row that a draft would follow.
+            if len(sequence.answer_indices) == 1:
                 draft = drafts[sequence_id] = propose_draft(sequence)
                 probabilities[sequence_id] = self._rates.acceptance_probabilities(
                     draft.evidence, sequence.calibration.factor
@@ -138,13 +137,13 @@ def propose_draft(sequence: Sequence) -> Draft:
     First the tokens that its constraint makes known or likely, then what followed the sequence's
     end where it occurred before.
     """
-    most = min(_MAX_DRAFT_TOKENS, sequence.max_length - sequence.length - 1)
-    spelled = [] if sequence.constraint is None else sequence.constraint.spelling()[:most]
+    room = min(_MAX_DRAFT_TOKENS, sequence.max_length - sequence.length - 1)
+    spelled = [] if sequence.constraint is None else sequence.constraint.spelling()[:room]
     tokens = sequence.tokens
     if spelled:
         known = np.array([token_id for token_id, _ in spelled], dtype=np.int32)
         tokens = np.concatenate((tokens, known))
-    found = prompt_lookup(tokens, most - len(spelled))
+    found = prompt_lookup(tokens, room - len(spelled))
     evidence = tuple(CERTAIN if certain else SPELLED for _, certain in spelled)
     draft = Draft(
         np.concatenate((tokens[sequence.length :], found.tokens)), evidence + found.evidence

@@ -107,7 +107,7 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
     """Refuse a request that the model or the pool can't serve.
 
     Args:
-        request: what came in.
+        request: the request.
         vocab: token ids are below it.
         max_length: maximum number of tokens, prompt and answer together.
 

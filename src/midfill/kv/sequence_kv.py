@@ -90,8 +90,8 @@ class SequenceKV:
         """Hand the KV of [n] int32 ``tokens`` over to the prefix cache and share it from now on.
 
         ``tokens`` are the sequence's from position 0, at most those whose KV has been computed.
-        Where another sequence has cached a position in the meantime, the own slot is freed and
-        the cached one used instead.
+        Where another sequence has cached a position in the meantime, the sequence frees its own
+        slot and uses the cached one.
         """
         count = len(tokens)
         if count == self.shared:
