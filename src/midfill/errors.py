@@ -4,6 +4,8 @@ Each carries a message that says what is wrong and what to do about it. The comm
 as one line; the server answers with it, in the shape of the client's API.
 """
 
+from collections.abc import Mapping
+
 
 class MidfillError(Exception):
     """Base of all errors that a user can cause; the message is meant for the user."""
@@ -15,12 +17,38 @@ class InvalidRequestError(MidfillError):
     Attributes:
         param: name of the offending field as the client spelled it, or None.
         code: machine-readable reason such as ``context_length_exceeded``, or None.
+        problem: the message without the field's name in front of it; None if it doesn't begin so.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        problem: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
+        self.problem = problem
+
+    @classmethod
+    def of_field(
+        cls, param: str, problem: str, *, code: str | None = None
+    ) -> "InvalidRequestError":
+        """Make an error that says ``param problem`` and whose field can be renamed."""
+        return cls(f"{param} {problem}", param=param, code=code, problem=problem)
+
+    def renamed(self, names: Mapping[str, str]) -> "InvalidRequestError":
+        """Return the error with its field as a client spells it.
+
+        Args:
+            names: from a field's name to the client's; fields that are not in it keep their names.
+        """
+        if self.param is None or self.param not in names or self.problem is None:
+            return self
+        return self.of_field(names[self.param], self.problem, code=self.code)
 
 
 class ModelNotFoundError(MidfillError):

@@ -1,11 +1,11 @@
-"""LLM: a model in this process, for Python programs. No server, no second process."""
+"""LLM: a model in the calling process, for Python programs. No server, no second process."""
 
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.checkpoints.opening import open_model
@@ -33,18 +33,27 @@ __all__ = ["LLM", "AnswerStream", "GeneratedAnswer", "GenerationResult", "Sampli
 DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=128)
 
 
+class InfillOptions(TypedDict, total=False):
+    """What ``LLM.infill`` takes beside the text; ``InfillRequest`` documents each."""
+
+    layout: RequestedLayout
+    document: str | None
+    context: Sequence[ContextFile]
+    path: str
+    repository: str
+
+
 class LLM:
-    """A loaded model. Its prefix cache lives as long as it does, so edits of a text cost little.
+    """A loaded model. Its prefix cache lives as long as the object, so edits of a text cost little.
 
-    It computes only while it is called: the server's prefill in idle time has no counterpart here.
-
-    Any thread may call it; all share the engine, whose steps they take turns in running.
+    It computes only while it is called: there is no prefill in idle time as in the server. It is
+    thread-safe: threads that wait for answers take turns in running the engine's steps.
 
     Attributes:
-        fim_format: the model's FIM tokens and their order; None where it has none, and ``infill``
-            sees the prefix alone.
-        info: what computes, memory, load time, and ``info.context``, the most tokens of a prompt
-            and its answer.
+        fim_format: the model's FIM tokens and their order; None if it has none, in which case
+            ``infill`` shows it the prefix alone.
+        info: the backend, memory, load time, and ``info.context``, the maximum number of tokens of
+            a prompt and its answer.
     """
 
     def __init__(
@@ -63,16 +72,16 @@ class LLM:
         fim_tokens: tuple[str, str, str] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Load a model, fetching it first if need be.
+        """Load a model; fetch it first if it is not stored yet.
 
         Args:
             model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
             backend, device, weights, threads, context, kv_memory, kv_dtype, speculation: see
                 ``midfill.config.ModelOptions``.
-            adapter: folder of a LoRA adapter to merge into it, or "none"; None takes the one that
-                midfill ships for a model of this name, if it does.
-            fim_tokens: the prefix, suffix and middle token, where midfill doesn't know them.
-            progress: hears (stage, done, total).
+            adapter: folder of a LoRA adapter to merge into the model, or "none". None takes the
+                adapter that midfill ships for a model of this name, if there is one.
+            fim_tokens: the prefix, suffix and middle token, for models that midfill doesn't know.
+            progress: called with (stage, done, total).
 
         Raises:
             MidfillError: the model can't be found or loaded.
@@ -110,14 +119,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Let go of the model's threads; its memory goes with the object."""
+        """End the model's threads. Its memory is freed with the object."""
         close = getattr(self._runner, "close", None)
         if close is not None:
             close()
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Number of token ids; all are below it."""
         return self._tokenizer.vocab_size
 
     @property
@@ -130,17 +139,17 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | None = None,
     ) -> list[GenerationResult]:
-        """Go on from each prompt, all at once.
+        """Continue each prompt, all in one batch.
 
         Args:
             prompts: a text, texts, or lists of token ids. Special tokens in texts are parsed.
-            sampling: how; greedy, up to 128 tokens, when None.
+            sampling: how to generate; greedy, at most 128 tokens, if None.
 
         Returns:
-            One result a prompt, in order.
+            One result per prompt, in order.
 
         Raises:
-            InvalidRequestError: a prompt or a parameter that can't be.
+            InvalidRequestError: a prompt or a parameter that can't be used.
         """
         items = [prompts] if isinstance(prompts, str) else prompts
         return self._results([self._prompt(item) for item in items], self._checked(sampling))
@@ -148,7 +157,7 @@ class LLM:
     def generate_stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
     ) -> AnswerStream:
-        """Go on from a prompt, piece by piece; closing the stream ends the request."""
+        """Continue a prompt, piece by piece; closing the stream ends the request."""
         return self._stream(self._prompt(prompt), self._checked(sampling))
 
     def infill(
@@ -157,38 +166,44 @@ class LLM:
         suffix: str,
         sampling: SamplingParams | None = None,
         *,
-        layout: RequestedLayout = "auto",
-        document: str | None = None,
-        context: Sequence[ContextFile] = (),
-        path: str = "",
-        repository: str = "",
         healing: bool = True,
+        **options: Unpack[InfillOptions],
     ) -> GenerationResult:
         """Fill in between two texts; special tokens in them stay text.
 
         Args:
             prefix, suffix: the text before and after the caret.
-            sampling: how; greedy, up to 128 tokens, when None.
-            layout, document, context, path, repository: see
-                ``midfill.infill.request.InfillRequest``.
-            healing: let the model write an unfinished last word again instead of going on right
-                at the caret; the answer's text is what comes after the caret either way.
+            sampling: how to generate; greedy, at most 128 tokens, if None.
+            healing: let the model write an unfinished last word again instead of continuing right
+                at the caret. The answer's text is what comes after the caret either way.
+            options: see ``InfillOptions``.
 
         Raises:
-            InvalidRequestError: a text or a parameter that can't be.
+            InvalidRequestError: a text or a parameter that can't be used.
         """
-        stream = self.infill_stream(
-            prefix,
-            suffix,
-            sampling,
-            layout=layout,
-            document=document,
-            context=context,
-            path=path,
-            repository=repository,
-            healing=healing,
+        return self.infill_stream(prefix, suffix, sampling, healing=healing, **options).result()
+
+    def infill_stream(
+        self,
+        prefix: str,
+        suffix: str,
+        sampling: SamplingParams | None = None,
+        *,
+        healing: bool = True,
+        **options: Unpack[InfillOptions],
+    ) -> AnswerStream:
+        """``infill``, piece by piece; closing the stream ends the request."""
+        request = InfillRequest(
+            prefix=prefix,
+            suffix=suffix,
+            layout=options.get("layout", "auto"),
+            document=options.get("document"),
+            context=tuple(options.get("context", ())),
+            path=options.get("path", ""),
+            repository=options.get("repository", ""),
         )
-        return stream.result()
+        sampling = self._checked(sampling)
+        return self._stream(self._infill_prompt(request, healing, sampling), sampling)
 
     def infill_all(
         self,
@@ -198,49 +213,23 @@ class LLM:
         healing: bool = True,
         progress: StageProgress | None = None,
     ) -> list[GenerationResult]:
-        """Fill in many holes, all at once.
+        """Fill in many holes, all in one batch.
 
         Args:
-            items: each one a request for the planner, or a layout to be used as it is.
-            sampling: how; greedy, up to 128 tokens, when None.
+            items: requests for the planner, or layouts to use as they are.
+            sampling: how to generate; greedy, at most 128 tokens, if None.
             healing: see ``infill``.
-            progress: hears (answered, total).
+            progress: called with (number of answered items, number of items).
 
         Returns:
-            One result an item, in order.
+            One result per item, in order.
 
         Raises:
-            InvalidRequestError: an item or a parameter that can't be.
+            InvalidRequestError: an item or a parameter that can't be used.
         """
         sampling = self._checked(sampling)
         prompts = [self._infill_prompt(item, healing, sampling) for item in items]
         return self._results(prompts, sampling, progress)
-
-    def infill_stream(
-        self,
-        prefix: str,
-        suffix: str,
-        sampling: SamplingParams | None = None,
-        *,
-        layout: RequestedLayout = "auto",
-        document: str | None = None,
-        context: Sequence[ContextFile] = (),
-        path: str = "",
-        repository: str = "",
-        healing: bool = True,
-    ) -> AnswerStream:
-        """``infill``, piece by piece; closing the stream ends the request."""
-        request = InfillRequest(
-            prefix=prefix,
-            suffix=suffix,
-            layout=layout,
-            document=document,
-            context=tuple(context),
-            path=path,
-            repository=repository,
-        )
-        sampling = self._checked(sampling)
-        return self._stream(self._infill_prompt(request, healing, sampling), sampling)
 
     def _prompt(self, prompt: str | Sequence[int]) -> Prompt:
         with self._encoding:

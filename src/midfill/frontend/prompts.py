@@ -299,22 +299,21 @@ class PromptEncoder:
     def _refuse_oversized(self, characters: int, field: str = "prompt") -> None:
         """Refuse what can't fit before spending time on tokenising it."""
         if characters > self.context * self._longest_token:
-            raise InvalidRequestError(
-                f"{field} has {characters} characters; "
-                f"this server's context is {self.context} tokens",
-                param=field,
+            raise InvalidRequestError.of_field(
+                field,
+                f"has {characters} characters; the context is {self.context} tokens",
                 code=_TOO_LONG,
             )
 
     def _check_length(self, count: int, field: str = "prompt") -> None:
         if count == 0:
-            raise InvalidRequestError(f"{field} is empty", param=field)
+            raise InvalidRequestError.of_field(field, "is empty")
         if count >= self.context:
-            named = "context and prompt together have" if field == "context" else f"{field} has"
-            raise InvalidRequestError(
-                f"{named} {count} tokens; this server's context of {self.context} tokens "
-                "leaves no room for an answer",
-                param=field,
+            has = "and prompt together have" if field == "context" else "has"
+            raise InvalidRequestError.of_field(
+                field,
+                f"{has} {count} tokens; the context of {self.context} tokens leaves no room for"
+                " an answer",
                 code=_TOO_LONG,
             )
 

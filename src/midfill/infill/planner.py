@@ -204,17 +204,16 @@ class Planner:
 
     def _check_text(self, text: str, field: str) -> None:
         if len(text) > self._options.max_characters:
-            raise InvalidRequestError(
-                f"{field} has {len(text)} characters; at most {self._options.max_characters}"
-                " are accepted",
-                param=field,
+            raise InvalidRequestError.of_field(
+                field,
+                f"has {len(text)} characters; at most {self._options.max_characters} are accepted",
             )
         if not text.isascii():
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise InvalidRequestError(
-                    f"{field} holds half a surrogate pair at character {error.start}; "
+                raise InvalidRequestError.of_field(
+                    field,
+                    f"holds half a surrogate pair at character {error.start}; "
                     "send whole Unicode characters",
-                    param=field,
                 ) from None

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations, through the model's own chat template."""
+"""POST /v1/chat/completions: conversations, with the model's own chat template."""
 
 import time
 import uuid
@@ -11,15 +11,17 @@ from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import Candidate, TokenLogprob
+from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.server.bodies import body_reference, read_json
 from midfill.server.event_stream import EventStream, while_connected
+from midfill.server.generation import Generation
 from midfill.server.openai_fields import GenerationFields, floor_logprob, usage_object
-from midfill.server.service import Generation, ModelService
+from midfill.server.service import ModelService
 
 
 class TextPart(msgspec.Struct, kw_only=True):
-    """A part of a message's content; this server takes text only."""
+    """A part of a message's content; this server accepts text only."""
 
     type: Literal["text"]
     text: str
@@ -33,7 +35,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
 
     def fields(self) -> dict[str, str]:
-        """What the template sees."""
+        """Return what the template sees."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
@@ -48,7 +50,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    # Known, so that they can be refused rather than ignored.
+    # Declared so that they are refused rather than ignored.
     suffix: msgspec.Raw | None = None
     midfill: msgspec.Raw | None = None
     tools: list[msgspec.Raw] | None = None
@@ -57,20 +59,20 @@ class ChatRequest(GenerationFields, kw_only=True):
 
 
 def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]) -> APIRouter:
-    """The endpoint."""
+    """Return the router of the endpoint."""
     router = APIRouter()
 
     @router.post("/v1/chat/completions", openapi_extra=body_reference(ChatRequest))
     async def chat_completions(
         request: Request, tenant: Annotated[str, Depends(tenant_of)]
     ) -> Response:
-        """The assistant's next message."""
+        """Generate the assistant's next message."""
         body = await read_json(request, ChatRequest, service.max_body_bytes)
         service.check_model(body.model)
         _refuse_unsupported(body)
         sampling = _sampling(body, service)
         messages = [message.fields() for message in body.messages]
-        prompt = await service.encode(lambda encoder: encoder.chat(messages))
+        prompt = await service.encode(PromptEncoder.chat, messages)
         generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
         answer = _ChatCompletion(body, sampling.n, generation, service.name)
         if body.stream:
@@ -116,7 +118,7 @@ def _sampling(body: ChatRequest, service: ModelService) -> SamplingParams:
 
 
 class _ChatCompletion:
-    """One answer, whole or as a stream of chunks."""
+    """One response, whole or as a stream of chunks."""
 
     def __init__(self, body: ChatRequest, answers: int, generation: Generation, model: str) -> None:
         self._logprobs = bool(body.logprobs)
@@ -131,7 +133,7 @@ class _ChatCompletion:
         }
 
     async def whole(self) -> dict[str, object]:
-        """The answer when all of it is there."""
+        """Return the whole response."""
         choices: list[dict[str, Any]] = [
             {
                 "index": index,
@@ -152,7 +154,7 @@ class _ChatCompletion:
         return {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
 
     async def events(self) -> AsyncGenerator[dict[str, object], None]:
-        """The answer in chunks; each choice's first tells the role."""
+        """Yield the response in chunks; the first of each choice holds the role."""
         started: set[int] = set()
         async for _, delta in self._generation.deltas():
             if delta.index not in started:

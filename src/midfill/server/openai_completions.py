@@ -19,24 +19,25 @@ from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.trim import Brackets, Lines
 from midfill.server.bodies import body_reference, read_json
 from midfill.server.event_stream import EventStream, while_connected
+from midfill.server.generation import Generation, check_answer_count
 from midfill.server.openai_fields import (
     GenerationFields,
     floor_logprob,
     midfill_object,
     usage_object,
 )
-from midfill.server.service import Generation, ModelService, most_choices
+from midfill.server.service import ModelService
 
 _DEFAULT_MAX_TOKENS = 16
 _MAX_CONTEXT_FILES = 256
 
 
 class ContextEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A file, or a part of one, that the model should see beside the document.
+    """A file, or a part of one, to show the model in addition to the document.
 
     Attributes:
         text: its text.
-        path: where it comes from, if that is known.
+        path: its path, if known.
     """
 
     text: str
@@ -54,20 +55,20 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The request's ``midfill`` object.
 
     Attributes:
-        layout: how to lay the prompt out; "auto" when null.
+        layout: how to lay the prompt out; null means "auto".
         document: the client's name for the document, if it has one.
-        window: "as-sent" forbids prompts with text of earlier requests beside what was sent now.
-        healing: false goes on right at the caret; otherwise the model writes the last tokens
-            before it again where a longer one could begin like them, and they are left out of the
-            answer.
-        context: other files to show the model; what changes least is put first.
-        path, repository: where the document is, told to the model as it was trained to read it.
+        window: "as-sent" forbids prompts that contain text of earlier requests.
+        healing: false continues right at the caret. Otherwise, where a longer token could begin
+            like the last tokens before the caret, the model writes these again, and they are left
+            out of the answer.
+        context: other files to show the model; those that change least come first.
+        path, repository: where the document is, shown in the model family's own format.
         trim: cut the answer where it begins to repeat the suffix.
         lines: "single" ends the answer at its first line break, "block" where the block around
             the caret ends.
         brackets: "close" closes what the answer leaves open.
 
-    A streamed answer that ``trim``, ``lines`` or ``brackets`` may change comes in one piece.
+    A streamed answer that ``trim``, ``lines`` or ``brackets`` may change arrives in one piece.
     """
 
     layout: RequestedLayout | None = None
@@ -100,24 +101,24 @@ class CompletionRequest(GenerationFields, kw_only=True):
     input_extra: list[ExtraInput] | None = None
 
     def context(self) -> tuple[ContextFile, ...]:
-        """Other files to show the model, in either spelling."""
+        """Return the other files to show the model, in either spelling."""
         extra = [ContextFile(one.text, one.filename or "") for one in self.input_extra or ()]
         own = self.midfill.context if self.midfill is not None else None
         return (*extra, *(ContextFile(one.text, one.path or "") for one in own or ()))
 
 
 def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]) -> APIRouter:
-    """The endpoint."""
+    """Return the router of the endpoint."""
     router = APIRouter()
 
     @router.post("/v1/completions", openapi_extra=body_reference(CompletionRequest))
     async def completions(request: Request, tenant: Annotated[str, Depends(tenant_of)]) -> Response:
-        """Go on from a prompt, or fill in between ``prompt`` and ``suffix``."""
+        """Continue a prompt, or fill in between ``prompt`` and ``suffix``."""
         body = await read_json(request, CompletionRequest, service.max_body_bytes)
         service.check_model(body.model)
         sampling = _sampling(body, service)
-        prompts = await service.encode(lambda encoder: _prompts(body, tenant, encoder))
-        most_choices(len(prompts), sampling.n)
+        prompts = await service.encode(_encode_prompts, body, tenant)
+        check_answer_count(len(prompts), sampling.n)
         generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
         answer = _Completion(body, generation, service.name)
         if body.stream:
@@ -144,9 +145,8 @@ def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
     return sampling
 
 
-def _prompts(body: CompletionRequest, tenant: str, encoder: PromptEncoder) -> list[Prompt]:
+def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str) -> list[Prompt]:
     """Encode what ``prompt`` holds: a text, texts, token ids, or lists of token ids."""
-    fields = body.midfill or MidfillFields()
     given = body.prompt
     if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
         items: Sequence[object] = [given]
@@ -154,7 +154,7 @@ def _prompts(body: CompletionRequest, tenant: str, encoder: PromptEncoder) -> li
         items = given if isinstance(given, list) else [given]
     if not items:
         raise InvalidRequestError("prompt is empty", param="prompt")
-    most_choices(len(items), 1)
+    check_answer_count(len(items), 1)
     names = _context_names(body)
     if len({type(item) for item in items}) > 1 or isinstance(items[0], int):
         raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
@@ -166,41 +166,42 @@ def _prompts(body: CompletionRequest, tenant: str, encoder: PromptEncoder) -> li
                     "a prompt of token ids can't have a suffix; send text", param="suffix"
                 )
             prompts.append(encoder.tokens(item))
-            continue
-        assert isinstance(item, str)
-        request = InfillRequest(
-            prefix=item,
-            suffix=body.suffix or "",
-            raw=body.suffix is None,
-            layout=fields.layout or "auto",
-            document=fields.document,
-            tenant=tenant,
-            window=fields.window or "stable",
-            context=body.context(),
-            path=fields.path or "",
-            repository=fields.repository or "",
-        )
-        try:
-            prompt = encoder.infill(
-                request,
-                healing=fields.healing is not False,
-                stop_token_ids=body.stop_token_ids or (),
-            )
-        except InvalidRequestError as error:
-            name = names.get(error.param or "")
-            if name is None:
-                raise
-            message = str(error).replace(error.param or "", name, 1)
-            raise InvalidRequestError(message, param=name, code=error.code) from None
-        prompts.append(prompt)
+        else:
+            assert isinstance(item, str)
+            try:
+                prompts.append(_encode_text(encoder, body, item, tenant))
+            except InvalidRequestError as error:
+                raise error.renamed(names) from None
     return prompts
 
 
+def _encode_text(encoder: PromptEncoder, body: CompletionRequest, text: str, tenant: str) -> Prompt:
+    """Encode a text: the prefix where there is a suffix, otherwise a raw prompt."""
+    fields = body.midfill or MidfillFields()
+    request = InfillRequest(
+        prefix=text,
+        suffix=body.suffix or "",
+        raw=body.suffix is None,
+        layout=fields.layout or "auto",
+        document=fields.document,
+        tenant=tenant,
+        window=fields.window or "stable",
+        context=body.context(),
+        path=fields.path or "",
+        repository=fields.repository or "",
+    )
+    return encoder.infill(
+        request,
+        healing=fields.healing is not False,
+        stop_token_ids=body.stop_token_ids or (),
+    )
+
+
 def _context_names(body: CompletionRequest) -> dict[str, str]:
-    """How the client spelled the fields that tell of other files.
+    """Return how the client spelled the fields about other files, by InfillRequest's names.
 
     Raises:
-        InvalidRequestError: there are too many, or they come with a prompt that is not infilled.
+        InvalidRequestError: there are too many files, or the prompt is not to be infilled.
     """
     fields = body.midfill or MidfillFields()
     context = "input_extra" if body.input_extra else "midfill.context"
@@ -220,7 +221,7 @@ def _context_names(body: CompletionRequest) -> dict[str, str]:
 
 
 class _Completion:
-    """One answer, whole or as a stream of chunks."""
+    """One response, whole or as a stream of chunks."""
 
     def __init__(self, body: CompletionRequest, generation: Generation, model: str) -> None:
         self._echo = bool(body.echo)
@@ -236,7 +237,7 @@ class _Completion:
         }
 
     async def whole(self) -> dict[str, object]:
-        """The answer when all of it is there."""
+        """Return the whole response."""
         responses = self._generation.responses
         choices = [
             self._choice(place, index, self._prefix(place))
@@ -258,7 +259,7 @@ class _Completion:
         return answer
 
     async def events(self) -> AsyncGenerator[dict[str, object], None]:
-        """The answer in chunks."""
+        """Yield the response in chunks."""
         started: set[int] = set()
         async for place, delta in self._generation.deltas():
             number = place * self._answers + delta.index
@@ -290,7 +291,7 @@ class _Completion:
         }
 
     def _add_midfill(self, answer: dict[str, object], choices: Sequence[dict[str, Any]]) -> None:
-        """Tell how prompts were laid out: in the answer, or of several prompts in each choice."""
+        """Add how prompts were laid out, to each choice if there are several prompts."""
         responses = self._generation.responses
         targets: list[dict[str, Any]] = list(choices) if len(responses) > 1 else [answer]
         for target in targets:

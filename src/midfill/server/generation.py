@@ -1,0 +1,141 @@
+"""Generation: the answers to one API request, from the engine's tokens to text."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from midfill.engine.client import EngineClient, OutputStream
+from midfill.engine.request import EngineOutput
+from midfill.errors import InvalidRequestError
+from midfill.frontend.answer import AnswerDelta
+from midfill.frontend.prompts import Prompt
+from midfill.frontend.response import Response, Usage
+from midfill.frontend.sampling import SamplingParams
+from midfill.server.metrics import Metrics
+from midfill.tokens.tokenizer import Tokenizer
+
+MAX_ANSWERS_PER_REQUEST = 1024
+
+
+class Generation:
+    """The answers to one API request.
+
+    Attributes:
+        responses: one per prompt.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        metrics: Metrics,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        stream_interval: float,
+        on_complete: Callable[[], None],
+    ) -> None:
+        """Prepare the requests; ``deltas`` submits them.
+
+        Args:
+            engine: where they run.
+            metrics: counts them.
+            tokenizer: turns their tokens into text.
+            prompts: the prompts.
+            sampling: how their answers are generated.
+            tenant: whose prefix cache to use.
+            stream_interval: see ``EngineRequest``.
+            on_complete: called once all answers are complete.
+        """
+        self._engine = engine
+        self._metrics = metrics
+        self._on_complete = on_complete
+        self._answers = len(prompts) * sampling.n
+        identity = uuid.uuid4().hex
+        self._requests = [
+            prompt.request(f"{identity}-{index}", sampling, tenant, stream_interval)
+            for index, prompt in enumerate(prompts)
+        ]
+        self._places = {request.request_id: i for i, request in enumerate(self._requests)}
+        self.responses = [Response(prompt, sampling, tokenizer) for prompt in prompts]
+        self._started = time.perf_counter()
+        self._last_token: dict[tuple[int, int], float] = {}
+
+    @property
+    def usage(self) -> Usage:
+        """The cost of all prompts so far."""
+        return sum((response.usage for response in self.responses), Usage())
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
+        """Submit the requests; yield (prompt index, delta) until all answers are complete.
+
+        Closing the generator early ends the requests in the engine.
+
+        Raises:
+            InvalidRequestError: the engine can never run one of the prompts.
+            GenerationError: the engine failed on one of them.
+            QueueFullError: too many tokens are queued.
+            EngineDeadError: the engine is not ready, or it died.
+        """
+        complete = 0
+        try:
+            with self._engine.submit(*self._requests) as outputs:
+                async for output in outputs:
+                    delta = self._push(output, outputs)
+                    if delta is None:
+                        continue
+                    complete += delta.finish_reason is not None
+                    yield self._places[output.request_id], delta
+            self._on_complete()
+        finally:
+            for _ in range(self._answers - complete):
+                self._metrics.answer_finished("abort")
+
+    def _push(self, output: EngineOutput, outputs: OutputStream) -> AnswerDelta | None:
+        """Turn an output into text, and count it."""
+        place = self._places[output.request_id]
+        response = self.responses[place]
+        if output.token_ids:
+            self._record_tokens(place, output.index, len(output.token_ids))
+        delta = response.push(output)
+        if delta is not None and delta.finish_reason is not None:
+            if output.finish_reason is None:
+                # A stop string has ended the answer, of which the engine doesn't know.
+                outputs.cancel(output.request_id, output.index)
+            self._metrics.answer_finished(delta.finish_reason)
+            if response.finished:
+                self._record_usage(response.usage)
+        return delta
+
+    def _record_tokens(self, place: int, index: int, tokens: int) -> None:
+        """Record the latency of an answer's new tokens."""
+        now = time.perf_counter()
+        before = self._last_token.get((place, index))
+        if before is not None:
+            self._metrics.next_tokens(now - before, tokens)
+        elif index == 0:
+            self._metrics.first_token(now - self._started)
+        self._last_token[place, index] = now
+
+    def _record_usage(self, usage: Usage) -> None:
+        self._metrics.request_finished(
+            time.perf_counter() - self._started,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+        )
+
+
+def check_answer_count(prompts: int, answers: int) -> None:
+    """Refuse requests for too many answers.
+
+    Raises:
+        InvalidRequestError: more than MAX_ANSWERS_PER_REQUEST.
+    """
+    if prompts * answers > MAX_ANSWERS_PER_REQUEST:
+        raise InvalidRequestError(
+            f"{prompts} prompts with {answers} answers each are too many;"
+            f" at most {MAX_ANSWERS_PER_REQUEST} answers per request",
+            param="prompt" if prompts > answers else "n",
+        )
