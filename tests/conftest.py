@@ -26,12 +26,14 @@ CHAT_TEMPLATE = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the tests a cache folder of their own; it shares compiled kernels and fetched models."""
+    """Give the tests a cache folder of their own, with the user's kernels and models in it."""
     users, tests = cache_folder(), Path(tempfile.mkdtemp(prefix="midfill-tests-"))
     for name in ("kernels", "models"):
         (users / name).mkdir(parents=True, exist_ok=True)
         (tests / name).symlink_to(users / name)
     os.environ["MIDFILL_CACHE"] = str(tests)
+    # Tiny models gain nothing from torch's threads, and lose much where cores are busy.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.add_cleanup(lambda: shutil.rmtree(tests, ignore_errors=True))
 
 

@@ -32,7 +32,9 @@ def make_trainable(model: Any, recipe: TrainingRecipe, sentinel_ids: Sequence[in
         The model itself for full training, PEFT's wrapper around it for LoRA.
     """
     if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Older releases of transformers have only the second name.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
         model.enable_input_require_grads()
     if recipe.method == "full":
         model.requires_grad_(True)
