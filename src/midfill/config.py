@@ -27,21 +27,21 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a model is loaded and run. Crosses the process boundary, so plain values only.
 
     Attributes:
-        backend: "cpu" is midfill's compiled CPU kernels, "torch" plain PyTorch on any device;
-            "auto" takes PyTorch when it sees a CUDA GPU and the kernels otherwise.
+        backend: "cpu" is midfill's compiled CPU kernels, "torch" is PyTorch on any device; "auto"
+            takes PyTorch if it finds a CUDA GPU and the kernels otherwise.
         device: torch device such as "cuda:0", for the torch backend; None lets torch choose.
-        weights: how the CPU kernels keep the weights: "auto" as the checkpoint stores them,
-            without loss where that is possible; the others quantise (or dequantise) them all.
-        threads: CPU threads of a step; None takes the cores this process may use.
-        context: most tokens of a prompt and its answer; None takes the model's own.
-        kv_memory: bytes for KV; None sizes it from the memory that is free.
-        kv_dtype: how the CPU kernels keep KV: "auto" is float32 beside float32 weights and float16
-            otherwise; "i8" has a scale for each token and head.
-        token_budget: most tokens a step runs.
-        max_running: most answers in progress at a time; others wait.
+        weights: how the CPU kernels store the weights: "auto" as in the checkpoint,
+            losslessly where possible; the others quantise (or dequantise) all of them.
+        threads: CPU threads per step; None takes the cores this process may use.
+        context: maximum tokens of a prompt and its answer; None takes the model's own.
+        kv_memory: bytes for KV; None sizes it from free memory.
+        kv_dtype: how the CPU kernels store KV: "auto" is float32 with float32 weights and float16
+            otherwise; "i8" has one scale per token and head.
+        token_budget: maximum tokens per step.
+        max_running: maximum number of answers in progress; others wait.
         adapter: folder of the LoRA adapter that is merged into the model; None for none.
-        speculation: run drafts of an answer's next tokens, copied from its own text, where they
-            make steps shorter than the tokens they save. Answers are the same with and without.
+        speculation: verify drafts of an answer's next tokens, copied from its own text, where that
+            saves more time than it costs. Answers are the same with and without.
     """
 
     backend: Backend = "auto"
@@ -68,17 +68,16 @@ class ServeOptions:
 
     Attributes:
         model: name or path, see ``midfill models``.
-        served_name: what clients call it; None takes ``model``, of a path the last part.
+        served_name: the model's name for clients; None takes ``model``, or the last part of a path.
         host, port: where to listen; port 0 takes a free one.
         api_keys: keys that clients must send, each with a cache of its own; no keys let everyone
             in.
-        fim_tokens: the model's FIM sentinels (prefix, suffix, middle), where midfill doesn't know
-            them.
+        fim_tokens: the model's FIM sentinels, if midfill doesn't know them.
         max_body_bytes: maximum size of a request body.
         max_queued_tokens: maximum number of prompt tokens whose requests wait for their first
             token; requests beyond it are refused with status 429.
-        idle_prefill: compute the prompts that documents will probably ask for next while the
-            engine has nothing else to do.
+        idle_prefill: compute the prompts that documents will probably need next while the engine
+            is idle.
         stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
             held back to be sent together; 0 sends each at once.
         options: how the model is run.

@@ -1,10 +1,10 @@
-"""The command line. Each command is a file here; heavy imports wait until a command runs."""
+"""The command line. Each command has a file here; heavy imports wait until a command runs."""
 
 import sys
 
 
 def main() -> None:
-    """Entry point: a MidfillError is one line on standard error and exit status 1."""
+    """Run the command line; a MidfillError becomes one line on standard error and exit status 1."""
     from midfill.cli.app import app
     from midfill.errors import MidfillError
 

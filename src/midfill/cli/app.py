@@ -16,7 +16,7 @@ from midfill.version import __version__
 app = typer.Typer(
     name="midfill",
     help="An LLM server for infilling: it computes only what an edit changed.",
-    epilog="Start with: midfill serve (fetches a small model the first time).",
+    epilog="Start with: midfill serve (downloads a small model the first time).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

@@ -18,10 +18,10 @@ from midfill.cli.bench_options import (
     UrlOption,
 )
 from midfill.cli.bench_peers import peers
-from midfill.cli.counts import parse_counts
 from midfill.cli.options import ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
+from midfill.cli.values import parse_counts
 from midfill.errors import MidfillError
 from midfill.reporting.publish import publish
 from midfill.system.extras import require

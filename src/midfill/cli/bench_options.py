@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from midfill.cli.options import parse_fim_tokens
 from midfill.cli.outputs import writable
+from midfill.cli.values import parse_fim_tokens
 from midfill.config import FimTokens
 
 UrlOption = Annotated[

@@ -6,10 +6,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from midfill.cli.counts import parse_counts
-from midfill.cli.options import ThreadsOption, parse_fim_tokens
+from midfill.cli.options import ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption, writable
 from midfill.cli.progress import show_steps
+from midfill.cli.values import parse_counts, parse_fim_tokens
 from midfill.config import FimTokens
 from midfill.errors import MidfillError
 from midfill.reporting.publish import publish, write_json

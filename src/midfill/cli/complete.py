@@ -1,4 +1,4 @@
-"""``midfill complete``: infill at a place in a file and show it there."""
+"""``midfill complete``: infill at a place in a file, and show the result there."""
 
 import re
 import sys
@@ -32,8 +32,8 @@ class Caret:
     """A place in a file.
 
     Attributes:
-        line: its number, from 1.
-        prefix, suffix: the file's text before and after it.
+        line: the line's number, from 1.
+        prefix, suffix: the file's text before and after the place.
     """
 
     line: int
@@ -46,8 +46,8 @@ def complete(
         str,
         typer.Argument(
             metavar="FILE:LINE[:COL]",
-            help="Where to fill in: lines and columns count from 1, the caret stands before the"
-            " column's character; without COL at the line's end.",
+            help="Where to fill in: lines and columns count from 1, and the caret stands before the"
+            " column's character; without COL it stands at the line's end.",
         ),
     ],
     model: ModelOption = None,
@@ -60,10 +60,11 @@ def complete(
         bool, typer.Option(help="Cut the answer where it begins to repeat what comes after it.")
     ] = True,
     lines: Annotated[
-        Lines, typer.Option(help="How far to go: one line, to the end of the block, or on and on.")
+        Lines,
+        typer.Option(help="Where to cut: after one line, at the end of the block, or nowhere."),
     ] = "block",
     brackets: Annotated[
-        Brackets, typer.Option(help="Whether to close brackets the answer leaves open.")
+        Brackets, typer.Option(help="Whether to close brackets that the answer leaves open.")
     ] = "keep",
     around: Annotated[int, typer.Option(min=0, help="Lines to show around it.")] = 4,
     fim_tokens: FimTokensOption = None,
@@ -71,7 +72,7 @@ def complete(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
 ) -> None:
-    """Fill in at a place in a file and show the result there; the file stays as it is."""
+    """Fill in at a place in a file, and show the result there; the file is not changed."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
     from midfill.frontend.post_processing import PostProcessing
@@ -98,8 +99,8 @@ def complete(
         )
     with llm:
         answer = llm.infill_stream(caret.prefix, caret.suffix, sampling)
-        for piece in render(caret, (delta.text for delta in answer), around, _has_colours()):
-            sys.stdout.write(piece)
+        for text in render(caret, (delta.text for delta in answer), around, _has_colours()):
+            sys.stdout.write(text)
             sys.stdout.flush()
     if llm.fim_format is None:
         typer.echo(
@@ -109,11 +110,11 @@ def complete(
 
 
 def find_caret(place: str) -> Caret:
-    """Read FILE:LINE[:COL] and the file.
+    """Parse FILE:LINE[:COL], and read the file.
 
     Raises:
-        typer.BadParameter: not of that form.
-        MidfillError: no such file, line or column, or not text.
+        typer.BadParameter: the text is not of that form.
+        MidfillError: there is no such file, line or column, or the file is no text.
     """
     match = _PLACE.fullmatch(place)
     if match is None:
@@ -140,11 +141,11 @@ def find_caret(place: str) -> Caret:
 
 
 def render(caret: Caret, answer: Iterator[str], around: int, colours: bool) -> Iterator[str]:
-    """The lines around the caret with the answer in place, piece by piece.
+    """Yield the lines around the caret with the answer in place, as the answer arrives.
 
     Args:
-        caret: where.
-        answer: the text to put there, as it comes.
+        caret: the place.
+        answer: the text to insert there, in parts.
         around: lines to show before and after.
         colours: whether to mark the answer and dim the line numbers.
     """
@@ -158,8 +159,8 @@ def render(caret: Caret, answer: Iterator[str], around: int, colours: bool) -> I
     for number, line in enumerate(before[:-1], first):
         yield f"{gutter(number)}{line}\n"
     yield f"{gutter(caret.line)}{before[-1]}"
-    for piece in answer:
-        for number, line in enumerate(piece.split("\n")):
+    for part in answer:
+        for number, line in enumerate(part.split("\n")):
             if number:
                 yield f"\n{gutter(None)}"
             if line:

@@ -1,4 +1,4 @@
-"""``midfill generate``: go on from a prompt, in this process."""
+"""``midfill generate``: continue a prompt, in this process."""
 
 import sys
 from typing import Annotated
@@ -19,7 +19,7 @@ from midfill.cli.options import (
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads standard input.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: ModelOption = None,
     adapter: AdapterOption = None,
     max_tokens: MaxTokensOption = 128,
@@ -30,7 +30,7 @@ def generate(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
 ) -> None:
-    """Go on from a prompt and print what the model writes, as it comes."""
+    """Continue a prompt, and print what the model writes as it arrives."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
     from midfill.frontend.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""Options that name files for results: one that can't be written is refused before the work."""
+"""Options that name files for results. A file that can't be written is refused before the work."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ _PLOT_ENDINGS = (".png", ".svg", ".pdf")
 
 
 def writable(path: Path | None) -> Path | None:
-    """Callback of an option that names a file to write.
+    """Check a file to write; the callback of an option.
 
     Raises:
         MidfillError: there can be no such file.
@@ -35,12 +35,15 @@ def _drawable(path: Path | None) -> Path | None:
 
 PlotOption = Annotated[
     Path | None,
-    typer.Option(callback=_drawable, help="Write a plot here (.png, .svg, .pdf)."),
+    typer.Option(callback=_drawable, help="Write a plot to this file (.png, .svg, .pdf)."),
 ]
 DocsOption = Annotated[
     Path | None,
-    typer.Option(callback=writable, help="Put the tables into this Markdown file."),
+    typer.Option(callback=writable, help="Write the tables into this Markdown file."),
 ]
 SectionOption = Annotated[
-    str, typer.Option(metavar="NAME", help="Where in it: between <!-- NAME --> and <!-- /NAME -->.")
+    str,
+    typer.Option(
+        metavar="NAME", help="The section for them, between <!-- NAME --> and <!-- /NAME -->."
+    ),
 ]

@@ -1,4 +1,4 @@
-"""Progress of long work on the terminal."""
+"""Display of the progress of long work on the terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,11 @@ from midfill.system.progress import Progress
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """A bar on standard error that hears (what, done, total), bytes or steps; gone at the end."""
+    """Show a progress bar on standard error, which disappears at the end.
+
+    Yields:
+        The function to report progress to, in bytes or steps.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -26,12 +30,12 @@ def show_progress() -> Iterator[Progress]:
     ) as bars:
         bar = bars.add_task("starting", total=None, amount="")
 
-        def tell(what: str, done: int, total: int) -> None:
+        def report(stage: str, done: int, total: int) -> None:
             in_bytes = total > 1_000_000
             amount = f"{format_size(done)} of {format_size(total)}" if in_bytes else ""
-            bars.update(bar, description=what, completed=done, total=total or None, amount=amount)
+            bars.update(bar, description=stage, completed=done, total=total or None, amount=amount)
 
-        yield tell
+        yield report
 
 
 @contextmanager

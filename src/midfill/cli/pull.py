@@ -1,4 +1,4 @@
-"""``midfill pull`` and ``midfill models``: what is on disk, and getting more."""
+"""``midfill pull`` and ``midfill models``: download models, and list them."""
 
 from typing import Annotated
 
@@ -10,12 +10,12 @@ def pull(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="ORG/NAME on the Hugging Face hub, or a name of 'midfill models'; the default"
-            " model if left out.",
+            help="ORG/NAME on the Hugging Face hub, or a name that 'midfill models' lists; by"
+            " default the default model.",
         ),
     ] = None,
 ) -> None:
-    """Fetch a model; an interrupted download goes on where it stopped."""
+    """Download a model; an interrupted download continues where it stopped."""
     from midfill.checkpoints import model_store
     from midfill.cli.progress import show_progress
 
@@ -25,11 +25,17 @@ def pull(
 
 
 def models() -> None:
-    """List the models that can be served by name."""
+    """List the models that can be served by name.
+
+    Other models of the same families are served from a path or the hub.
+    Every family is tested with tiny random checkpoints against transformers,
+    llama with real weights (SmolLM2-135M), too.
+    """
     from rich.console import Console
     from rich.table import Table
 
     from midfill.checkpoints.model_store import DEFAULT_MODEL, list_models
+    from midfill.models.families import FAMILIES
     from midfill.reporting.sizes import format_size
 
     table = Table(box=None, pad_edge=False)
@@ -40,3 +46,4 @@ def models() -> None:
         where = str(entry.path) if entry.state == "ready" else ""
         table.add_row(name, format_size(entry.bytes), entry.format, entry.state, where)
     Console().print(table)
+    Console().print(f"Families: {', '.join(sorted(FAMILIES))}", highlight=False)

@@ -1,0 +1,49 @@
+"""Values of options as people write them: sizes in bytes, lists of counts, FIM tokens."""
+
+import re
+
+import typer
+
+from midfill.config import FimTokens
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of "2GB", "512M", "1.5GiB" or "1000000"; units are powers of 1024.
+
+    Raises:
+        typer.BadParameter: the text is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a size; write it like 2GB or 512MB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Return positive numbers separated by commas.
+
+    Raises:
+        typer.BadParameter: the text is no list of positive numbers.
+    """
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise typer.BadParameter(f"{text!r} is no list of numbers like 512,1500")
+    return counts
+
+
+def parse_fim_tokens(text: str) -> FimTokens:
+    """Return the sentinels named by "PRE,SUF,MID".
+
+    Raises:
+        typer.BadParameter: the text does not name exactly three.
+    """
+    parts = text.split(",")
+    if len(parts) != 3 or not all(parts):
+        raise typer.BadParameter("name three tokens: PREFIX,SUFFIX,MIDDLE")
+    return FimTokens(*parts)
