@@ -51,7 +51,7 @@ SAMPLING_RANGES = (
 )
 
 
-def require(
+def check_parameter(
     params: EngineSamplingParams,
     field: str,
     holds: bool,
@@ -94,13 +94,15 @@ def check_sampling_ranges(
         InvalidRequestError: names the first field that is out of range.
     """
     for field, contains, meaning in SAMPLING_RANGES:
-        require(params, field, contains(getattr(params, field)), meaning, names)
+        check_parameter(params, field, contains(getattr(params, field)), meaning, names)
     logprobs_fit = params.logprobs is None or 0 <= params.logprobs <= max_logprobs
-    require(params, "logprobs", logprobs_fit, f"from 0 to {max_logprobs}", names)
+    check_parameter(params, "logprobs", logprobs_fit, f"from 0 to {max_logprobs}", names)
     for token_id, bias in params.logit_bias.items():
         known = 0 <= token_id < vocab
-        require(params, "logit_bias", known, f"of token ids from 0 to {vocab - 1}", names)
-        require(params, "logit_bias", -100 <= bias <= 100, "of values from -100 to 100", names)
+        check_parameter(params, "logit_bias", known, f"of token ids from 0 to {vocab - 1}", names)
+        check_parameter(
+            params, "logit_bias", -100 <= bias <= 100, "of values from -100 to 100", names
+        )
 
 
 def validate(request: EngineRequest, vocab: int, max_length: int) -> None:

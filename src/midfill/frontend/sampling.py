@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from midfill.engine.request import EngineSamplingParams
-from midfill.engine.validation import check_sampling_ranges, require
+from midfill.engine.validation import check_parameter, check_sampling_ranges
 from midfill.frontend.post_processing import PostProcessing
 
 MAX_LOGPROBS = 20
@@ -76,7 +76,7 @@ def check_sampling(
     """
 
     def check(field: str, holds: bool, meaning: str) -> None:
-        require(sampling, field, holds, meaning, names)
+        check_parameter(sampling, field, holds, meaning, names)
 
     biases = len(sampling.logit_bias)
     check("logit_bias", biases <= MAX_LOGIT_BIASES, f"of at most {MAX_LOGIT_BIASES} entries")
