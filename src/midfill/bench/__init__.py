@@ -1,1 +1,1 @@
-"""Speed: loads, measurements, tables and plots."""
+"""Benchmarks of speed: loads, measurements, tables and plots."""

@@ -1,4 +1,4 @@
-"""Where a step's time goes, beside the bytes and the arithmetic it can't do without."""
+"""Where a step's time goes, beside the bytes and operations that the model requires."""
 
 import itertools
 import random
@@ -40,13 +40,13 @@ from midfill.system.machine import Machine, describe_machine
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is made to do, again and again.
+    """What the engine does repeatedly.
 
     Attributes:
-        name: for people.
+        name: shown in tables.
         streams: requests at once.
-        context: tokens of each that are in the cache before.
-        rows: tokens each has to compute at a time; 1 decodes.
+        context: cached tokens per request.
+        rows: tokens to compute per request and step; 1 decodes.
         repeats: how often it is measured.
     """
 
@@ -74,11 +74,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """One part of the time.
 
     Attributes:
-        name: for people.
+        name: shown in tables.
         seconds: the mean over repeats and threads.
-        bytes_least: bytes that must come from memory.
-        operations_least: additions and multiplications that must be done.
-        seconds_least: the time that the machine's ceilings leave possible.
+        bytes_least: bytes that must be read from memory.
+        operations_least: required additions and multiplications.
+        seconds_least: the least time that the machine's ceilings allow for both.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """A load and where the time of one repeat went; the parts add up to ``seconds``."""
+    """A load and the parts of one repeat's time, which add up to ``seconds``."""
 
     load: Load
     seconds: float
@@ -107,7 +107,7 @@ class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Reading(NamedTuple):
-    """Seconds since the engine's start, and of its threads in each phase, their mean."""
+    """Seconds since the engine's start, and in each phase, the mean over threads."""
 
     busy: float
     forward: float
@@ -115,7 +115,7 @@ class _Reading(NamedTuple):
     phases: npt.NDArray[np.float64]
 
     def since(self, earlier: "_Reading", repeats: int) -> "_Reading":
-        """What one repeat took."""
+        """Return the time of one repeat."""
         return _Reading(
             (self.busy - earlier.busy) / repeats,
             (self.forward - earlier.forward) / repeats,
@@ -130,7 +130,7 @@ def measure_profile(
     threads: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ProfileReport:
-    """Load ``model`` on the CPU kernels and take every load's time apart; without speculation.
+    """Load ``model`` on the CPU kernels, without speculation, and break every load's time down.
 
     Raises:
         MidfillError: the model can't be found, loaded, or run by the CPU kernels.
@@ -161,7 +161,7 @@ def measure_profile(
 
 
 class _Bench:
-    """An engine that is made to work."""
+    """Runs loads on an engine and reads its clocks."""
 
     def __init__(self, engine: Engine, runner: CpuRunner, ticks_per_second: float) -> None:
         self._engine = engine
@@ -171,7 +171,7 @@ class _Bench:
         self._numbers = itertools.count()
 
     def decode(self, load: Load) -> _Reading:
-        """Steps that give every stream one token."""
+        """Run steps that give every stream one token."""
         prompts = [self._tokens(load.context) for _ in range(load.streams)]
         names = [self._ask(prompt, load.repeats + 16) for prompt in prompts]
         begun: set[str] = set()
@@ -187,7 +187,7 @@ class _Bench:
         return spent
 
     def extend(self, load: Load) -> _Reading:
-        """Cached prompts that have grown by some tokens, each time by others."""
+        """Run requests whose cached prompts have grown by tokens that are new each time."""
         prompts = [self._tokens(load.context) for _ in range(load.streams)]
         for prompt in prompts:
             self._ask(prompt, 1)
@@ -219,7 +219,7 @@ class _Bench:
 
 
 def _parts(runner: CpuRunner, load: Load, spent: _Reading, roofline: Roofline) -> list[Part]:
-    """One repeat's time, and what the model makes necessary of it."""
+    """Return the parts of one repeat's time, with what the model requires of each."""
 
     def of(*phases: int) -> float:
         return float(spent.phases[list(phases)].sum())
@@ -241,7 +241,7 @@ def _parts(runner: CpuRunner, load: Load, spent: _Reading, roofline: Roofline) -
 
 
 class _Least(NamedTuple):
-    """What a part can't do without; see ``Part``."""
+    """What a part requires; see ``Part``."""
 
     bytes: float
     operations: float
@@ -260,7 +260,7 @@ class _Least(NamedTuple):
 def _product(
     model: PackedModel, matrices: tuple[str, ...], rows: int, roofline: Roofline
 ) -> _Least:
-    """Weights read once, and two operations a weight and row."""
+    """Return what matrix products require: weights read once, two operations per weight and row."""
     size = operations = seconds = 0.0
     for name in matrices:
         if name not in model.matrices:
@@ -276,7 +276,7 @@ def _product(
 
 
 def _attention(runner: CpuRunner, load: Load, roofline: Roofline) -> _Least:
-    """K and V of the context read once; two products a query head, row and cached token."""
+    """Return what attention requires: K and V read once, two products per head, row and token."""
     config = runner.config
     context = load.context + (load.repeats / 2 if load.rows == 1 else load.rows / 2)
     size = load.streams * context * slot_bytes(config, runner.kv_format)
@@ -287,7 +287,7 @@ def _attention(runner: CpuRunner, load: Load, roofline: Roofline) -> _Least:
 
 
 def profile_tables(report: ProfileReport) -> Group:
-    """For the terminal."""
+    """Return the tables for the terminal."""
     drawn = []
     for results in map(_table, report.loads):
         table = results.drawn(title_justify="left", box=SIMPLE_HEAD)
@@ -299,7 +299,7 @@ def profile_tables(report: ProfileReport) -> Group:
 
 
 def profile_markdown(report: ProfileReport) -> str:
-    """For docs/benchmarks.md."""
+    """Return the tables for docs/benchmarks.md."""
     parts = []
     for results in map(_table, report.loads):
         parts += [f"**{results.title}**", results.markdown(numbers="---:")]

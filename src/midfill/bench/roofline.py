@@ -1,4 +1,4 @@
-"""What a chip can do at best: bytes read and multiply-adds done a second, measured on the spot.
+"""A chip's ceilings: bytes read and multiply-adds done per second.
 
 Both are measured on all threads at once, since cores share the memory's bandwidth and their clock
 falls when all of them work.
@@ -38,7 +38,7 @@ from midfill.kernels.cpu.thread_pool import ThreadPool
 _BUFFER_BYTES = 512 * 2**20
 """Far more than any cache holds."""
 _CHAINS = 16
-"""Sums kept going at once: enough to hide how long one instruction takes."""
+"""Independent sums: enough to hide the latency of an instruction."""
 _ROUNDS = 1_000_000
 _REPEATS = 5
 
@@ -48,8 +48,8 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         bytes_per_second: read from memory.
-        int8_per_second: operations on int8 codes, two for each product that is added.
-        float32_per_second: operations on float32, likewise.
+        int8_per_second: operations on int8, two for each product that is added.
+        float32_per_second: operations on float32, counted likewise.
     """
 
     bytes_per_second: float
@@ -58,7 +58,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_roofline(threads: int) -> Roofline:
-    """Measure for some 3 seconds on ``threads`` threads; each figure is the best of some runs."""
+    """Measure for about 3 seconds on ``threads`` threads; each figure is the best of 5 runs."""
     buffer = np.ones(_BUFFER_BYTES // 4, np.float32)
     sink = np.zeros((threads, LANES), np.float32)
     lanes = 2 * LANES * _CHAINS * _ROUNDS * threads
@@ -70,21 +70,21 @@ def measure_roofline(threads: int) -> Roofline:
 
 
 def _best(threads: int, function: Callable[..., None], *arguments: Any) -> float:
-    """Seconds of the fastest run of a kernel on every thread."""
-    team = ThreadPool(threads)
-    function(0, threads, team.sync, *arguments)  # compiles
+    """Return the seconds of the fastest run of a kernel on all threads."""
+    pool = ThreadPool(threads)
+    function(0, threads, pool.sync, *arguments)  # compiles
     seconds = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
-        team.run(function, *arguments)
+        pool.run(function, *arguments)
         seconds.append(time.perf_counter() - started)
-    team.close()
+    pool.close()
     return min(seconds)
 
 
 @kernel
 def _read(thread: int, threads: int, sync: Any, buffer: npt.NDArray[np.float32], sink: Any) -> None:
-    """Add up this thread's part of a buffer."""
+    """Sum this thread's part of a buffer."""
     share = len(buffer) // threads // (4 * LANES) * (4 * LANES)
     first = second = third = fourth = splat(np.float32(0.0))
     for at in range(thread * share, (thread + 1) * share, 4 * LANES):
@@ -97,7 +97,7 @@ def _read(thread: int, threads: int, sync: Any, buffer: npt.NDArray[np.float32],
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _chained_codes(typing_context: Any, rounds: Any, seed: Any) -> tuple[Any, Codegen]:
-    """Sums of products of codes, each sum waiting for its last product alone."""
+    """Sum products of int8 in independent chains."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rounds, seed = arguments
@@ -107,7 +107,7 @@ def _chained_codes(typing_context: Any, rounds: Any, seed: Any) -> tuple[Any, Co
         ]
         weights = splat_i32(builder, seed)
         with cgutils.for_range(builder, rounds, intp=I64) as loop:
-            # Another number each round, or the compiler would multiply once, before the loop.
+            # Another number each round, or the compiler would hoist the product out of the loop.
             x = splat_i32(builder, builder.add(seed, builder.trunc(loop.index, I32)))
             for cell in sums:
                 added = add_products(context, builder, builder.load(cell), weights, x, small=True)
@@ -119,7 +119,7 @@ def _chained_codes(typing_context: Any, rounds: Any, seed: Any) -> tuple[Any, Co
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _chained_floats(typing_context: Any, rounds: Any, seed: Any) -> tuple[Any, Codegen]:
-    """The same with float32."""
+    """Sum products of float32 in independent chains."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rounds, seed = arguments
@@ -135,7 +135,7 @@ def _chained_floats(typing_context: Any, rounds: Any, seed: Any) -> tuple[Any, C
 
 
 def _first_lane(builder: Any, cells: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
-    """Lane 0 of all sums together, so that none of them is left out as unused."""
+    """Combine lane 0 of all sums, so that none of them is optimized away."""
     total = reduce(combine, [builder.load(cell) for cell in cells])
     return builder.extract_element(total, I32(0))
 

@@ -2,15 +2,15 @@
 
 Source: "EFIM: Efficient Serving of LLMs for Infilling Tasks with Improved KV Cache Reuse"
 (Guo et al., Euro-Par 2025, arXiv 2505.21889), its serving experiment: the suffix is a file's
-second half; the prefix starts with a seventh of the first half and grows by a seventh a round;
-all users work at once. Here with fewer users and shorter answers, on files of the standard
-library. Three ways to ask:
+second half; the prefix starts with a seventh of the first half and grows by a seventh per round;
+all users work at once. Here it has fewer users and shorter answers, on files of the standard
+library. Three ways of laying prompts out:
 
     fim     the client sends PRE prefix SUF suffix MID
     efim    the client sends PRE head SUF suffix MID rest, head being the first round's prefix
     native  the client sends prefix and suffix; the server chooses the layout
 
-Every run puts a first line of its own into its documents, so that no run finds another's KV.
+Every run puts a unique first line into its documents, so that no run finds another's KV.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ class RoundsOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The load.
 
     Attributes:
-        layouts: which ways of asking to measure.
+        layouts: which to measure.
         users: documents edited at once.
-        rounds: requests a user sends, one after the other; at most 7.
+        rounds: requests per user, one after the other; at most 7.
         output_tokens: tokens of each answer, end-of-text ignored.
-        repeats: runs of each layout, in turn; figures are medians.
+        repeats: runs per layout, in turn; figures are medians.
         sentinels: texts of the PRE, SUF and MID tokens, which ``fim`` and ``efim`` need.
-        seed: which files.
+        seed: chooses the files.
     """
 
     layouts: tuple[Layout, ...] = LAYOUTS
@@ -61,12 +61,12 @@ class LayoutResult(msgspec.Struct, frozen=True, kw_only=True):
     """One layout's figures; seconds are medians over repeats (and users, for TTFT).
 
     Attributes:
-        wall_seconds: first request sent to last answer whole.
+        wall_seconds: from the first request to the end of the last answer.
         requests_per_second: users * rounds / wall_seconds.
         first_ttft_seconds, later_ttft_seconds: of round 1, of the rounds after it.
-        first_computed, later_computed: prompt tokens computed a request.
+        first_computed, later_computed: prompt tokens computed per request.
         increment: tokens by which a later round's prompt is longer than the one before.
-        most_over_increment: worst later round's computed tokens less its increment.
+        most_over_increment: maximum over later rounds of computed tokens less the increment.
         ttft_by_round: seconds, for the plot.
         runs: wall seconds of every run.
     """
@@ -93,7 +93,7 @@ class RoundsReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_layouts(text: str) -> tuple[Layout, ...]:
-    """Layouts as named on the command line, separated by commas.
+    """Return the layouts that a list separated by commas names.
 
     Raises:
         MidfillError: an unknown name, or none.
@@ -107,7 +107,7 @@ def parse_layouts(text: str) -> tuple[Layout, ...]:
 
 
 def round_texts(document: str, number: int) -> tuple[str, str, str]:
-    """(head, prefix, suffix) of round ``number`` (from 1); head is round 1's prefix."""
+    """Return head, prefix and suffix of round ``number`` (from 1); head is round 1's prefix."""
     middle = len(document) // 2
     step = middle // STEPS
     return document[:step], document[: step * number], document[middle:]
@@ -116,10 +116,10 @@ def round_texts(document: str, number: int) -> tuple[str, str, str]:
 def payload(
     layout: Layout, document: str, number: int, options: RoundsOptions, model: str
 ) -> dict[str, Any]:
-    """The body of one request.
+    """Return the body of one request.
 
-    Without a seed, since nobody reads the answers, and vLLM 0.32's engine dies on a CPU of one in a
-    request that is sampled and whose prompt takes several steps.
+    It has no seed: answers are not compared, and vLLM 0.32's engine on a CPU crashes on a sampled
+    request with a seed whose prompt takes several steps.
     """
     head, prefix, suffix = round_texts(document, number)
     body: dict[str, Any] = {
@@ -143,7 +143,7 @@ def payload(
 async def run_once(
     client: Client, layout: Layout, options: RoundsOptions, model: str
 ) -> tuple[float, list[list[Measurement]]]:
-    """All users through all rounds; returns wall seconds and measurements [user][round]."""
+    """Run all users through all rounds; return wall seconds and measurements [user][round]."""
     mark = f"# {uuid.uuid4()}\n"
     documents = standard_library_documents(options.users, seed=options.seed)
 
@@ -159,7 +159,7 @@ async def run_once(
 
 
 def summarise(runs: list[tuple[float, list[list[Measurement]]]]) -> LayoutResult:
-    """Medians over the runs of one layout."""
+    """Return the medians over the runs of one layout."""
     users = [user for _, answers in runs for user in answers]
     rounds = len(users[0])
     pairs = [(user[i - 1], user[i]) for user in users for i in range(1, rounds)]
@@ -192,7 +192,7 @@ async def measure_rounds(
     """Run every layout ``repeats`` times, in turn, after one small request to warm up.
 
     Raises:
-        MidfillError: the model refuses a request, or a layout needs sentinels nobody knows.
+        MidfillError: the model refuses a request, or a layout needs sentinels that are unknown.
     """
     if options.sentinels is None:
         options = msgspec.structs.replace(options, sentinels=client.sentinels)
@@ -214,33 +214,33 @@ async def measure_rounds(
 
 
 _LEGEND = (
-    "Speed up: requests/s against fim. Grown by: tokens a later round's prompt is longer than the "
-    "one before. Later computed: prompt tokens computed in a later round. Most over: the worst "
-    "later round's computed tokens less what its prompt had grown by."
+    "Speed-up: requests/s against fim. Grown by: tokens by which a later round's prompt is longer "
+    "than the one before. Later computed: prompt tokens computed in a later round. Most over: "
+    "maximum over later rounds of computed tokens less what the prompt had grown by."
 )
 
 
 def rounds_table(report: RoundsReport) -> ResultTable:
-    """A row for each layout."""
+    """A row per layout."""
     options = report.options
     return ResultTable(
         title="EFIM rounds load",
         rows=[_cells(name, result, report) for name, result in report.layouts.items()],
         caption=f"{report.model}, {options.users} users x {options.rounds} rounds, "
-        f"{options.output_tokens} tokens out, median of {options.repeats} runs a layout; "
+        f"{options.output_tokens} tokens out, median of {options.repeats} runs per layout; "
         f"{report.machine}. {_LEGEND}",
     )
 
 
 def _cells(name: str, result: LayoutResult, report: RoundsReport) -> dict[str, str]:
-    """Heads are short: the table should fit a terminal of 80 columns."""
+    """Cells of a row, with short heads: the table should fit a terminal of 80 columns."""
     base = report.layouts.get("fim")
     speed_up = result.requests_per_second / base.requests_per_second if base else None
     return {
         "layout": name,
         "wall s": f"{result.wall_seconds:.2f}",
         "req/s": f"{result.requests_per_second:.2f}",
-        "speed up": "-" if speed_up is None else f"{speed_up:.2f}x",
+        "speed-up": "-" if speed_up is None else f"{speed_up:.2f}x",
         "first TTFT ms": f"{result.first_ttft_seconds * 1000:.0f}",
         "later TTFT ms": f"{result.later_ttft_seconds * 1000:.0f}",
         "grown by": f"{result.increment:.0f}",
@@ -250,7 +250,7 @@ def _cells(name: str, result: LayoutResult, report: RoundsReport) -> dict[str, s
 
 
 def plot_rounds(report: RoundsReport, path: Path) -> None:
-    """Time to first token by round, one line a layout; the file's ending chooses the format."""
+    """Plot time to first token by round, a line per layout; the file's ending is the format."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Prefill and decode speed of one request at a time, through the whole engine."""
+"""Prefill and decode speed of one request at a time through the whole engine."""
 
 import random
 import time
@@ -21,7 +21,7 @@ class SpeedOptions(msgspec.Struct, frozen=True, kw_only=True):
         prefill: prompt lengths, in tokens.
         contexts: tokens before the first decoded one.
         decoded: tokens decoded at each context.
-        repeats: runs of each; figures are medians.
+        repeats: runs per figure; figures are medians.
     """
 
     prefill: tuple[int, ...] = (512, 1500)
@@ -31,7 +31,7 @@ class SpeedOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rate(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens a second: the median run, the slowest and the fastest."""
+    """Tokens per second of the median run, the slowest and the fastest."""
 
     tokens_per_second: float
     slowest: float
@@ -42,7 +42,7 @@ class SpeedReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one call measured.
 
     Attributes:
-        engine: what computes, memory, and the time from the model's name to ready.
+        engine: its backend, its memory, and how long it took to load.
         prefill: by prompt length.
         decode: by context.
     """
@@ -63,9 +63,9 @@ def measure_speed(
 ) -> SpeedReport:
     """Load ``model`` twice (the first time may compile and pack) and measure.
 
-    Prompts are random tokens of their own, so nothing is found in the cache. After them a model
-    soon repeats itself, which speculation would turn into speed that text doesn't have; it is off.
-    A prefill's time ends with the first token, a decode's begins there.
+    Each prompt is new random tokens, so nothing is found in the cache. After them a model soon
+    repeats itself, which speculation would turn into speed that real text doesn't have, so it is
+    off. Prefill is timed up to the first token, decode from there.
     """
     progress(f"loading {model}")
     LLM(model, threads=threads).close()
@@ -96,7 +96,7 @@ def measure_speed(
 
 
 def _answer_rates(llm: LLM, prompt: list[int], tokens: int) -> tuple[float, float]:
-    """Prompt tokens a second up to the first text, and tokens a second from there to the end."""
+    """Return prompt tokens per second up to the first token, and tokens per second after it."""
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     started = time.perf_counter()
     arrivals = []
@@ -113,7 +113,7 @@ def _rate(rates: list[float]) -> Rate:
 
 
 def speed_table(report: SpeedReport) -> ResultTable:
-    """A row for each length of prompt."""
+    """A row per prompt length."""
     engine = report.engine
     prefill = [_cells(f"prefill of {n} tokens", rate) for n, rate in report.prefill.items()]
     decode = [_cells(f"decode at {n} tokens", rate) for n, rate in report.decode.items()]

@@ -45,7 +45,7 @@ def rounds(
     url: UrlOption = None,
     model: LoadedModelOption = None,
     layouts: Annotated[
-        str, typer.Option(help="Which ways of asking to measure, separated by commas.")
+        str, typer.Option(help="Layouts to measure, separated by commas.")
     ] = "fim,efim,native",
     users: Annotated[
         int | None,
@@ -72,7 +72,7 @@ def rounds(
     plot: PlotOption = None,
     docs: DocsOption = None,
 ) -> None:
-    """EFIM's load: documents that grow at the caret, round after round.
+    """Measure EFIM's load: documents that grow at the caret, round after round.
 
     fim sends PRE prefix SUF suffix MID each time; efim keeps the first prefix in place and sends
     what grew after MID; native sends prefix and suffix and lets the server choose.
@@ -112,8 +112,8 @@ def rounds(
 
     async def measure() -> None:
         async with open_client(url, model, fim_tokens, threads, console) as client:
-            with console.status("warming up") as status:
-                report = await measure_rounds(client, options, status.update)
+            with show_steps("warming up") as progress:
+                report = await measure_rounds(client, options, progress)
         table = rounds_table(report)
         publish(report, table.drawn(), table.markdown(), section="rounds", json=json, docs=docs)
         if plot is not None:
@@ -141,7 +141,7 @@ def speed(
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
-    """Prefill and decode speed of one request at a time, the model loaded into this process."""
+    """Measure prefill and decode speed of one request at a time, in this process."""
     from midfill.bench.speed import SpeedOptions, measure_speed, speed_table
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
@@ -156,8 +156,8 @@ def speed(
         arguments += ["--repeats", str(options.repeats)]
         _compare("speed", [*arguments, *_threads(threads)], compare, pairs, json, docs)
         return
-    with Console(stderr=True).status("loading") as status:
-        report = measure_speed(model or DEFAULT_MODEL, options, threads, status.update)
+    with show_steps("loading") as progress:
+        report = measure_speed(model or DEFAULT_MODEL, options, threads, progress)
     table = speed_table(report)
     publish(report, table.drawn(), table.markdown(), section="speed", json=json, docs=docs)
 
@@ -196,17 +196,17 @@ def profile(
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
-    """Where a step's time goes on the CPU kernels, beside what its bytes and FLOPs need at least.
+    """Show where a step's time goes on the CPU kernels, beside the least that it requires.
 
-    MB and MFLOP are what a step can't do without: weights and KV read once, and the products.
-    "least ms" is their time at the speed of memory, or at the rate the chip reaches in registers;
-    "reached" is that as a share of the measured time.
+    MB and MFLOP are what a step requires: weights and KV read once, and the products. "least ms"
+    is their time at the speed of memory, or at the rate that the chip reaches in registers;
+    "reached" is that time as a share of the measured one.
     """
     from midfill.bench.profile import measure_profile, profile_markdown, profile_tables
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
-    with Console(stderr=True).status("loading") as status:
-        report = measure_profile(model or DEFAULT_MODEL, threads=threads, progress=status.update)
+    with show_steps("loading") as progress:
+        report = measure_profile(model or DEFAULT_MODEL, threads=threads, progress=progress)
     drawn, markdown = profile_tables(report), profile_markdown(report)
     publish(report, drawn, markdown, section="profile", json=json, docs=docs)
 
@@ -214,18 +214,18 @@ def profile(
 @app.command()
 def precision(
     model: ModelArgument = None,
-    tokens: Annotated[int, typer.Option(min=100, help="About how many to compare.")] = 20_000,
+    tokens: Annotated[int, typer.Option(min=100, help="How many to compare, about.")] = 20_000,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
-    """What rounding weights, activations and KV costs: divergence from float32 on real code."""
+    """Measure what rounding weights, activations and KV costs: divergence from float32 on code."""
     from midfill.bench.precision import measure_precision, precision_table
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
-    with Console(stderr=True).status("loading") as status:
+    with show_steps("loading") as progress:
         report = measure_precision(
-            model or DEFAULT_MODEL, tokens=tokens, threads=threads, progress=status.update
+            model or DEFAULT_MODEL, tokens=tokens, threads=threads, progress=progress
         )
     table = precision_table(report)
     publish(report, table.drawn(), table.markdown(), section="precision", json=json, docs=docs)
@@ -246,7 +246,7 @@ def edits(
         str | None,
         typer.Option(help="Count this model's tokens; pieces of words if not set."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="All chance follows from it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of all random choices.")] = 0,
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
@@ -275,8 +275,8 @@ def edits(
         from midfill.checkpoints.opening import open_checkpoint
 
         counting = {"tokenize": open_checkpoint(resolve(model)).tokenizer.encode, "unit": model}
-    with Console(stderr=True).status("preparing") as status:
-        report = run_edits(options, progress=status.update, **counting)
+    with show_steps("preparing") as progress:
+        report = run_edits(options, progress=progress, **counting)
     drawn, markdown = edits_table(report), edits_markdown(report)
     publish(report, drawn, markdown, section="edits", json=json, docs=docs)
 
@@ -293,9 +293,10 @@ def replay(
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
-    """An editing session against a model: tokens computed and time to first token, by layout.
+    """Replay an editing session against a model: tokens computed and time to first token.
 
-    The session is a short one of 'bench edits'; planner is the server's own choice.
+    The session is a short one of 'bench edits', laid out in each way; planner is the server's own
+    choice.
     """
     require("bench replay", ["httpx"], extra="bench")
     from midfill.bench.clients import open_client
@@ -306,13 +307,13 @@ def replay(
     async def measure() -> None:
         async with open_client(url, model, fim_tokens, threads, console) as client:
             name = await client.model()
-            with console.status("warming up") as status:
+            with show_steps("warming up") as progress:
                 results = await replay_edits(
                     client,
                     rounds=requests,
                     output_tokens=output_tokens,
                     seed=seed,
-                    progress=status.update,
+                    progress=progress,
                 )
         table = replay_table(results, name)
         publish(results, table.drawn(), table.markdown(), section="replay", json=json, docs=docs)

@@ -12,24 +12,26 @@ from midfill.config import FimTokens
 UrlOption = Annotated[
     str | None,
     typer.Option(
-        help="An OpenAI-style server, e.g. http://127.0.0.1:8080/v1. Without it the model is"
-        " loaded here, into this process."
+        help="An OpenAI-style server, e.g. http://127.0.0.1:8080/v1; if not set, the model is"
+        " loaded into this process."
     ),
 ]
 LoadedModelOption = Annotated[
-    str | None, typer.Option(help="Model to load here; the default model if not given.")
+    str | None, typer.Option(help="Model to load into this process; the default model if not set.")
 ]
 TargetFimTokensOption = Annotated[
     FimTokens | None,
     typer.Option(
         parser=parse_fim_tokens,
         metavar="PRE,SUF,MID",
-        help="The model's FIM tokens. Loaded here, a model without any gets three spare ones: that"
-        " changes its answers, not its speed.",
+        help="The model's FIM tokens. A model without any, loaded into this process, gets three"
+        " spare tokens: that changes its answers, not its speed.",
     ),
 ]
 OutputTokensOption = Annotated[int, typer.Option(min=1, help="Tokens of each answer.")]
-JsonOption = Annotated[Path | None, typer.Option(callback=writable, help="Write all figures here.")]
+JsonOption = Annotated[
+    Path | None, typer.Option(callback=writable, help="Write all figures to this file.")
+]
 CompareOption = Annotated[
     str | None,
     typer.Option(
@@ -39,5 +41,8 @@ CompareOption = Annotated[
     ),
 ]
 PairsOption = Annotated[
-    int, typer.Option(min=6, help="With --compare: pairs of runs, 12 of them give good intervals.")
+    int,
+    typer.Option(
+        min=6, help="With --compare: how many pairs of runs; more give narrower intervals."
+    ),
 ]

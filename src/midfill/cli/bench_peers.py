@@ -1,4 +1,4 @@
-"""``midfill bench peers``, the command."""
+"""The command ``midfill bench peers``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,14 +16,14 @@ from midfill.reporting.publish import publish, write_json
 from midfill.system.extras import require
 
 ModelOption = Annotated[
-    str | None, typer.Option(help="A GGUF file, folder or name; the default model if not given.")
+    str | None, typer.Option(help="A GGUF file, folder or name; the default model if not set.")
 ]
 ServersOption = Annotated[
     str, typer.Option("--only", help="Which servers to run, separated by commas.")
 ]
 LoadsOption = Annotated[str, typer.Option(help="Which loads to measure, separated by commas.")]
 QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Shorter and fewer of all: a minute for midfill alone.")
+    bool, typer.Option("--quick", help="Shorter and fewer loads: a minute for midfill alone.")
 ]
 PrefillOption = Annotated[str | None, typer.Option(help="Prompt lengths; 512,2000,6000.")]
 ContextsOption = Annotated[
@@ -39,7 +39,7 @@ LoadLimitOption = Annotated[
     float,
     typer.Option(
         min=1,
-        help="Seconds. Loads whose prompts alone would take a server longer are left out.",
+        help="Seconds. Loads whose prompts alone would take a server longer are skipped.",
     ),
 ]
 LlamaServerOption = Annotated[

@@ -1,1 +1,1 @@
-"""Results for people: tables, documents, plots."""
+"""Presentation of results: tables, sections of documents, sizes."""

@@ -1,12 +1,12 @@
-"""docs/benchmarks.md is made of sections that the benchmarks write themselves."""
+"""Sections of a document that benchmarks write, as in docs/benchmarks.md."""
 
 from pathlib import Path
 
 
 def replace_section(path: Path, name: str, body: str) -> None:
-    """Put ``body`` between the marks ``<!-- name -->`` and ``<!-- /name -->`` of a document.
+    """Replace what is between the marks ``<!-- name -->`` and ``<!-- /name -->`` of a document.
 
-    A document without the marks gets the section at its end; a missing one is made.
+    If the document lacks the marks, the section is added at its end; a missing document is created.
     """
     start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     section = f"{start}\n{body.strip()}\n{end}"

@@ -1,4 +1,4 @@
-"""publish: a benchmark's figures on the terminal, as JSON and as a section of a document."""
+"""Publish a benchmark's figures on the terminal, as JSON and as a section of a document."""
 
 from pathlib import Path
 
@@ -18,13 +18,13 @@ def publish(
     json: Path | None,
     docs: Path | None,
 ) -> None:
-    """Show a report, and write it where that is wanted.
+    """Print a report, and write it to files.
 
     Args:
-        report: all figures, as msgspec can encode them.
-        drawn: what the terminal shows of them.
-        markdown: what a document says of them.
-        section: where in the document, see ``replace_section``.
+        report: all figures, of types that msgspec encodes.
+        drawn: their form on the terminal.
+        markdown: their form in a document.
+        section: the document's section, see ``replace_section``.
         json, docs: files to write; None writes none.
     """
     Console().print(drawn)

@@ -1,4 +1,4 @@
-"""ResultTable: what was measured, as a table on the terminal and as Markdown."""
+"""ResultTable: a table of results, for the terminal and as Markdown."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ class ResultTable:
     """A table before it is drawn.
 
     Attributes:
-        rows: each one column's head -> cell; all have the same heads.
-        labels: how many columns, the first ones, hold words; the others hold numbers.
-        title: stands above it on the terminal.
-        caption: sentences below it.
+        rows: mappings of column heads to cells; all have the same heads.
+        labels: how many of the first columns hold words; the others hold numbers.
+        title: shown above it on the terminal.
+        caption: shown below it.
     """
 
     rows: Sequence[Mapping[str, str]]
@@ -25,16 +25,16 @@ class ResultTable:
     caption: str | None = None
 
     def drawn(self, **style: Any) -> Table:
-        """For the terminal; ``style`` goes to rich's ``Table``."""
+        """Return the table for the terminal; ``style`` is passed to rich's ``Table``."""
         table = Table(title=self.title, caption=self.caption, **style)
         for place, head in enumerate(self.rows[0]):
             table.add_column(head, justify="left" if place < self.labels else "right")
         for row in self.rows:
-            table.add_row(*map(Text, row.values()))  # names may look like rich's markup
+            table.add_row(*map(Text, row.values()))  # names may contain rich's markup
         return table
 
     def markdown(self, *, numbers: str = "---") -> str:
-        """For a document, without the title; ``numbers`` is what aligns columns of numbers."""
+        """Return the table for a document, without title; ``numbers`` aligns columns of numbers."""
         heads = list(self.rows[0])
         rule = ["---"] * self.labels + [numbers] * (len(heads) - self.labels)
         lines = [heads, rule, *(row.values() for row in self.rows)]

@@ -1,8 +1,8 @@
-"""Numbers of bytes, written for people."""
+"""Numbers of bytes in readable units."""
 
 
 def format_size(count: int) -> str:
-    """A number of bytes with three digits and a unit."""
+    """Return a number of bytes with three significant digits and a unit."""
     size = float(count)
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 1000 or unit == "GB":

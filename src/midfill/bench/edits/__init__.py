@@ -1,1 +1,1 @@
-"""Editing sessions: what they cost under each prompt layout, counted and replayed."""
+"""Editing sessions: their cost under each prompt layout, counted and replayed."""

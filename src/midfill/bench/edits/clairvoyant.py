@@ -4,8 +4,8 @@ Every prompt takes its cached tokens from one earlier prompt, its *parent*. For 
 prompts form a tree, and the cheapest cut of every prompt follows exactly by dynamic programming
 from the leaves to the root, over every character position at once. Parents and cuts are then
 improved in turn: given the cuts, each prompt's best parent is looked up; given the parents, the
-cuts are computed anew. Started from the cuts of any other strategy, the result is never dearer
-than that strategy (in this module's count of tokens, which can be off by one where segments meet).
+cuts are computed anew. Started from the cuts of another strategy, the result never costs more than
+that strategy (in this module's count of tokens, which can be off by one where segments meet).
 """
 
 import bisect
@@ -28,12 +28,12 @@ def clairvoyant_cuts(
     starts: Sequence[Sequence[int]] = (),
     pieces: Pieces = PieceTokenizer.pieces,
 ) -> list[int]:
-    """Where to cut each prompt of ONE document's session.
+    """Return where to cut each prompt of ONE document's session.
 
     Args:
         rounds: the requests, in order.
-        starts: cuts of other strategies, to start from as well.
-        pieces: text to its tokens' texts.
+        starts: cuts of other strategies, as further starting points.
+        pieces: splits a text into the texts of its tokens.
     """
     states = [_State.of(one, pieces) for one in rounds]
     best: list[int] = []
@@ -53,13 +53,14 @@ def clairvoyant_cuts(
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """One request and its tokens before each character position.
+    """A request and the number of its tokens before each character position.
 
     Attributes:
+        round: the request.
         whole: int64 [len(prefix) + 1]: tokens that end at or before each position.
         split: int64 [len(prefix) + 1]: 1 where a cut would split a token in two, else 0.
-        suffix: int64 [len(suffix) + 1]: as ``whole``.
-        length: tokens of the prompt, wherever it is cut (``split`` comes on top).
+        suffix: int64 [len(suffix) + 1]: as ``whole``, of the suffix.
+        length: tokens of the prompt, wherever it is cut (``split`` is added to it).
     """
 
     round: Round
@@ -77,13 +78,14 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Costs of a prompt (the child) after its parent.
+    """The costs of a prompt (the child) after its parent.
 
     Attributes:
         same: int64 [head + 1]: tokens computed when both are cut at k; head is what the two
             prefixes share.
-        whole: the child's tokens in the first k characters of its prefix.
-        length: int64 [len(child prefix) + 1]: the child's tokens when nothing is shared, by cut.
+        whole: int64 [len(child prefix) + 1]: the child's tokens before each position.
+        length: int64 [len(child prefix) + 1]: its tokens by cut, the last one left out, when
+            nothing is shared.
     """
 
     same: Counts
@@ -109,7 +111,7 @@ class _Link:
         return len(self.same) - 1
 
     def best_child_cut(self, parent_cut: int, after: Counts) -> tuple[int, int]:
-        """Cheapest cut of the child and the cost from there on, for one cut of the parent."""
+        """Return the child's cheapest cut for one cut of the parent, and the cost from there on."""
         reach = min(parent_cut, self.head)
         costs = after + self.length - self.whole[reach]
         costs[:reach] += self.whole[reach] - self.whole[:reach]
@@ -119,7 +121,7 @@ class _Link:
         return cut, int(costs[cut])
 
     def best_costs(self, parent_length: int, after: Counts) -> Counts:
-        """``best_child_cut``'s cost for every cut of the parent, int64 [parent_length + 1]."""
+        """Return ``best_child_cut``'s cost by cut of the parent, int64 [parent_length + 1]."""
         alone = after + self.length
         shorter = np.minimum.accumulate(alone - self.whole)  # child cut at or before k
         longer = np.minimum.accumulate(alone[::-1])[::-1]  # child cut at or after k
@@ -131,7 +133,7 @@ class _Link:
 
 
 def _best_cuts(states: Sequence[_State], parents: Sequence[int]) -> tuple[int, list[int]]:
-    """The cheapest cuts for given parents (parents[0] is 0, the root has none), and their cost."""
+    """Return the cheapest cuts for given parents, with their cost; parents[0] is not used."""
     after = [np.zeros(len(state.round.prefix) + 1, np.int64) for state in states]
     links: list[_Link | None] = [None] * len(states)
     for number in range(len(states) - 1, 0, -1):
@@ -148,7 +150,7 @@ def _best_cuts(states: Sequence[_State], parents: Sequence[int]) -> tuple[int, l
 
 
 def _best_parents(rounds: Sequence[Round], cuts: Sequence[int]) -> list[int]:
-    """Each prompt's earlier prompt with the longest common start: a neighbour in sorted order."""
+    """Return the earlier prompt that shares most with each prompt: a neighbour in sorted order."""
     seen: list[tuple[str, int]] = []
     parents = []
     for number, (one, cut) in enumerate(zip(rounds, cuts, strict=True)):
@@ -162,7 +164,7 @@ def _best_parents(rounds: Sequence[Round], cuts: Sequence[int]) -> list[int]:
 
 
 def _tokens_before(text: str, pieces: Pieces) -> tuple[Counts, Counts]:
-    """Whole tokens before each position, and 1 where a position is inside one."""
+    """Return the whole tokens before each position, and 1 where a position is inside a token."""
     lengths = np.array([len(piece) for piece in pieces(text)], np.int64)
     ends = np.zeros(len(text) + 1, np.int64)
     ends[np.cumsum(lengths)] = 1

@@ -1,9 +1,9 @@
-"""What a prompt costs: tokens that a prefix cache does not hold.
+"""The cost of a prompt: its tokens that a prefix cache does not hold.
 
-The cache modelled here is the engine's radix cache at token granularity that has lost nothing
-yet: a prompt's cost is its length less the longest prefix it shares with ANY earlier prompt of
-the session (and with the tokens generated after it), but never less than one, since the last
-token always has to be computed. All layouts are counted by this one rule.
+The cache modelled here is the engine's radix cache at token granularity before any eviction: a
+prompt's cost is its length less the longest prefix that it shares with ANY earlier prompt of the
+session (and the tokens generated after it). It is at least one, since the last token always has to
+be computed. All layouts are counted by this one rule.
 """
 
 import bisect
@@ -16,36 +16,36 @@ from midfill.infill.layout import Segment
 
 Tokenize = Callable[[str], list[int]]
 
-# About 3.5 characters a token on source code, like the vocabularies of code models: a line break
-# with its indentation, a piece of a word or number with the space before it, a sign or two.
+# About 3.5 characters per token of source code, as in the vocabularies of code models: a line break
+# with its indentation, part of a word or number with the space before it, one or two symbols.
 _PIECE = re.compile(r"\n+[ \t]*|[ ]?[^\W\d_]{1,8}|[ ]?\d{1,3}|[ ]?[^\w\s]{1,2}|\s+|_|.", re.DOTALL)
 
 
 class PieceTokenizer:
     """A stand-in for a model's tokenizer, so that edits can be counted without a model.
 
-    Like a real one it merges characters into pieces that depend on what stands next to them.
+    As in a real one, pieces depend on the characters around them.
     """
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of the text's pieces, from 0 up in order of first appearance."""
+        """Return the ids of a text's pieces, numbered from 0 in order of first appearance."""
         ids = self._ids
         return [ids.setdefault(piece, len(ids)) for piece in self.pieces(text)]
 
     @staticmethod
     def pieces(text: str) -> list[str]:
-        """The text in pieces."""
+        """Split a text into pieces."""
         return _PIECE.findall(text)
 
 
 class PromptEncoder:
-    """Prompts as strings with one character a token, so that comparing them is fast.
+    """Encodes prompts as strings of one character per token, which are fast to compare.
 
     Args:
-        tokenize: text to ids; called for each segment by itself, unchanged ones only once.
+        tokenize: text to ids; called per segment, once for segments that don't change.
     """
 
     def __init__(self, tokenize: Tokenize) -> None:
@@ -54,7 +54,7 @@ class PromptEncoder:
         self._sentinels: dict[int, str] = {}
 
     def __call__(self, segments: Sequence[Segment]) -> str:
-        """One character a token."""
+        """Encode a prompt."""
         return "".join(
             self._sentinels.setdefault(segment.token_id, chr(1 + len(self._sentinels)))
             if isinstance(segment, Sentinel)
@@ -63,25 +63,25 @@ class PromptEncoder:
         )
 
     def text(self, text: str) -> str:
-        """A text segment's tokens."""
+        """Encode a text segment."""
         found = self._seen.get(text)
         if found is None:
             if len(self._seen) >= 64:
                 self._seen.pop(next(iter(self._seen)))
-            # Past the surrogates; the characters below them are the sentinels'.
+            # Above the surrogates; characters below them are sentinels.
             found = "".join([chr(0xE000 + token) for token in self._tokenize(text)])
             self._seen[text] = found
         return found
 
 
 class PrefixCache:
-    """Longest match with any earlier prompt: in sorted order it is next to the new one."""
+    """Finds the longest match with any earlier prompt, a neighbour in sorted order."""
 
     def __init__(self) -> None:
         self._prompts: list[str] = []
 
     def match(self, prompt: str) -> int:
-        """Tokens of the prompt that are cached, at most all but the last."""
+        """Return how many of a prompt's tokens are cached, at most all but the last."""
         where = bisect.bisect_left(self._prompts, prompt)
         shared = max(
             (common_prefix(near, prompt) for near in self._prompts[max(0, where - 1) : where + 1]),
@@ -90,12 +90,12 @@ class PrefixCache:
         return min(shared, len(prompt) - 1)
 
     def add(self, prompt: str) -> None:
-        """Remember a prompt with all its tokens."""
+        """Add all tokens of a prompt."""
         bisect.insort(self._prompts, prompt)
 
 
 def count_computed(prompts: Sequence[str], generated: Sequence[str] | None = None) -> list[int]:
-    """Tokens each prompt has to compute, one cache for all.
+    """Return the tokens that each prompt has to compute, with one cache for all.
 
     Args:
         prompts: in order, from one ``PromptEncoder``.

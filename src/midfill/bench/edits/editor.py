@@ -13,14 +13,14 @@ RoundKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One request of an editor.
+    """A request of an editor.
 
     Attributes:
-        document: which file, for bookkeeping; clients need not send it.
+        document: the file's name, for bookkeeping; it is not sent.
         prefix, suffix: the text around the caret.
-        kind: what the user had just done.
-        shown: the completion the model answered with, as far as the session depends on it;
-            its tokens were generated, so their KV can be in the cache.
+        kind: what the user has just done.
+        shown: the model's completion, as far as the session depends on it; its tokens were
+            generated, so their KV can be in the cache.
     """
 
     document: str
@@ -56,7 +56,7 @@ class Habits:
 
 @dataclass(slots=True)
 class Writing:
-    """A text being written: how much of it stands already."""
+    """A text being written; its first ``done`` characters are in the file."""
 
     text: str
     done: int = 0
@@ -69,7 +69,7 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What undo needs to take a change back."""
+    """What undo needs to revert a change."""
 
     start: int
     inserted: int
@@ -84,9 +84,9 @@ class OpenFile:
     """A file in the editor.
 
     Attributes:
-        name, text, caret: as it stands.
-        gaps: (position, missing text) still to be written; they move along with edits.
-        writing: what is being written at the caret.
+        name, text, caret: its current state.
+        gaps: (position, missing text) still to be written; positions follow the edits.
+        writing: the text being written at the caret.
     """
 
     name: str
@@ -97,7 +97,7 @@ class OpenFile:
     _changes: list[_Change] = field(default_factory=list)
 
     def replace(self, start: int, end: int, new: str, caret: int) -> None:
-        """Put ``new`` in place of text[start:end] and the caret at ``caret``."""
+        """Replace text[start:end] by ``new`` and move the caret, so that undo can revert it."""
         self._changes.append(
             _Change(
                 start, len(new), self.text[start:end], self.caret, self.writing, self.writing.done
@@ -106,7 +106,7 @@ class OpenFile:
         self.replace_for_good(start, end, new, caret)
 
     def replace_for_good(self, start: int, end: int, new: str, caret: int) -> None:
-        """``replace`` that undo does not know of."""
+        """Replace text[start:end] by ``new`` and move the caret, unknown to undo."""
         shift = len(new) - (end - start)
         self.text = self.text[:start] + new + self.text[end:]
         self.caret = caret
@@ -116,7 +116,7 @@ class OpenFile:
         ]
 
     def undo(self) -> bool:
-        """Take the last change back; the caret returns to where it was. False if there is none."""
+        """Revert the last change, with the caret; return False if there is none."""
         if not self._changes:
             return False
         change = self._changes.pop()
@@ -126,17 +126,17 @@ class OpenFile:
         return True
 
     def forget_changes(self) -> None:
-        """Undo goes no further back than here."""
+        """Let undo revert nothing that was done before."""
         self._changes.clear()
 
 
 class Editor:
-    """One user with some files open; ``rounds`` grows by what the editor sends.
+    """One user with open files; ``rounds`` holds the requests that the editor has sent.
 
     Args:
-        files: the open files, the first one in front.
+        files: the open files, the current one first.
         habits: how the user writes.
-        generator: where all chance comes from.
+        generator: of all random choices.
     """
 
     def __init__(self, files: Sequence[OpenFile], habits: Habits, generator: random.Random) -> None:
@@ -147,18 +147,18 @@ class Editor:
         self._random = generator
 
     def send(self, kind: RoundKind) -> None:
-        """Ask for a completion at the caret."""
+        """Request a completion at the caret."""
         file = self.file
         self.rounds.append(Round(file.name, file.text[: file.caret], file.text[file.caret :], kind))
 
     def go(self, caret: int) -> None:
-        """Move the caret; some moves send a request."""
+        """Move the caret; a share of moves sends a request."""
         self.file.caret = caret
         if self._random.random() < self._habits.request_on_jump:
             self.send("jump")
 
     def erase(self, count: int, steps: Sequence[int]) -> None:
-        """Delete backwards from the caret, so many characters at a time."""
+        """Delete backwards from the caret, some characters at a time."""
         file = self.file
         while count > 0:
             step = min(count, self._random.choice(steps))
@@ -168,7 +168,7 @@ class Editor:
             self.send("delete")
 
     def write_some(self) -> None:
-        """Get on with ``file.writing`` by one action, chosen by habit."""
+        """Continue ``file.writing`` with one action, drawn by habit."""
         habits = self._habits
         actions = {
             self._type: habits.typing,
@@ -215,7 +215,7 @@ class Editor:
                 self.send("undo")
 
     def _show(self) -> str:
-        """Let the model have answered here: to the end of this line or of some more."""
+        """Show a completion at the caret, to the end of this line or of the next few."""
         file = self.file
         last = self.rounds[-1] if self.rounds else None
         here = (file.name, file.text[: file.caret], file.text[file.caret :])
@@ -236,11 +236,11 @@ class Editor:
 def windowed(
     rounds: Sequence[Round], *, characters: int | None = None, lines: int | None = None
 ) -> list[Round]:
-    """The same session as a client sends it that gives only a window around the caret.
+    """Return the same session with only a window around the caret.
 
     Args:
-        characters: that many before and after the caret; or
-        lines: that many whole lines before and after the caret's own.
+        characters: how many before and after the caret; or
+        lines: how many whole lines before and after the caret's own.
     """
     sent = []
     for one in rounds:

@@ -1,4 +1,4 @@
-"""Laying a session out in every way, and counting what each way computes."""
+"""The layouts of a session's prompts, and what each of them computes."""
 
 import time
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ Prompts = Sequence[Sequence[Segment]]
 
 @dataclass(frozen=True, slots=True)
 class PlannedSession:
-    """What midfill's planner made of a session.
+    """A session as midfill's planner lays it out.
 
     Attributes:
         prompts: segments of each request.
-        cuts: characters before the suffix in each.
-        milliseconds: processor time each took to plan.
+        cuts: characters before the suffix in each request.
+        milliseconds: processor time of planning each request.
     """
 
     prompts: list[tuple[Segment, ...]]
@@ -33,7 +33,7 @@ class PlannedSession:
 
 
 def plan(rounds: Sequence[Round]) -> PlannedSession:
-    """Ask a fresh planner, which sees the texts and nothing else."""
+    """Lay a session out by a new planner, which sees the texts alone."""
     planner = Planner(FORMAT)
     planned = PlannedSession([], [], [])
     for one in rounds:
@@ -47,12 +47,12 @@ def plan(rounds: Sequence[Round]) -> PlannedSession:
 
 
 def psm_cuts(rounds: Sequence[Round]) -> list[int]:
-    """The whole prefix before the suffix."""
+    """Return PSM's cuts: the whole prefix comes before the suffix."""
     return [len(one.prefix) for one in rounds]
 
 
 def efim_cuts(rounds: Sequence[Round]) -> list[int]:
-    """EFIM as published: a file's first prefix stays before the suffix as long as it can."""
+    """Return EFIM's cuts, as published: a file's first prefix stays in place while it can."""
     heads: dict[str, str] = {}
     cuts = []
     for one in rounds:
@@ -64,7 +64,7 @@ def efim_cuts(rounds: Sequence[Round]) -> list[int]:
 
 
 def best_cuts(rounds: Sequence[Round], starts: Sequence[Sequence[int]]) -> list[int]:
-    """The clairvoyant's cuts, file by file; see ``clairvoyant_cuts``."""
+    """Return the clairvoyant's cuts, file by file; see ``clairvoyant_cuts``."""
     places: dict[str, list[int]] = {}
     for number, one in enumerate(rounds):
         places.setdefault(one.document, []).append(number)
@@ -78,7 +78,7 @@ def best_cuts(rounds: Sequence[Round], starts: Sequence[Sequence[int]]) -> list[
 
 
 def cut_prompts(rounds: Sequence[Round], cuts: Sequence[int]) -> Prompts:
-    """The texts as sent, cut at given places."""
+    """Lay the requests out with given cuts."""
     return [
         lay_out(FORMAT, one.prefix, one.suffix, cut)[0]
         for one, cut in zip(rounds, cuts, strict=True)
@@ -86,9 +86,10 @@ def cut_prompts(rounds: Sequence[Round], cuts: Sequence[int]) -> Prompts:
 
 
 def count(rounds: Sequence[Round], prompts: Prompts, encode: PromptEncoder) -> list[int]:
-    """Tokens each request computes. Completions shown were generated, so they are cached too.
+    """Return the tokens that each request computes.
 
-    They are counted as token healing makes them: tokenised together with the increment.
+    Completions that were shown have been generated, so they are cached too. They are tokenized
+    together with the increment, as by token healing.
     """
     generated = [
         encode(_with_answer(segments, one.shown))
@@ -98,7 +99,7 @@ def count(rounds: Sequence[Round], prompts: Prompts, encode: PromptEncoder) -> l
 
 
 def most_over_typed(rounds: Sequence[Round], computed: Sequence[int], encode: PromptEncoder) -> int:
-    """Of all requests after text was typed at the caret: tokens computed less tokens typed."""
+    """Return the most tokens over those typed that a request after typing at the caret computes."""
     worst = 0
     for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False):
         typed = one.prefix[len(before.prefix) :]
@@ -108,7 +109,7 @@ def most_over_typed(rounds: Sequence[Round], computed: Sequence[int], encode: Pr
 
 
 def most_for_accepting(rounds: Sequence[Round], computed: Sequence[int]) -> int:
-    """The most tokens any request computes after a completion was accepted."""
+    """Return the most tokens that a request after accepting a completion computes."""
     return max(
         (
             cost
@@ -120,7 +121,7 @@ def most_for_accepting(rounds: Sequence[Round], computed: Sequence[int]) -> int:
 
 
 def _follows(before: Round, one: Round) -> bool:
-    """Whether text was put in at the caret, and nothing else changed."""
+    """Whether text was inserted at the caret and nothing else changed."""
     same_place = (before.document, before.suffix) == (one.document, one.suffix)
     return same_place and one.prefix.startswith(before.prefix)
 

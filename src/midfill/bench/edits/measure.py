@@ -324,7 +324,7 @@ def _cells(result: SessionResult) -> dict[str, str]:
 
 def _short_cells(result: SessionResult) -> dict[str, str]:
     computed = result.tokens_computed
-    cells = {"session": _label(result)}
+    cells = {"session": result.name}
     cells |= {layout: f"{computed[layout] / 1000:.1f}" for layout in LAYOUTS}
     for head, layout in (("/clair", "clairvoyant"), ("/efim", "efim"), ("/psm", "psm")):
         cells[head] = f"{computed['planner'] / computed[layout]:.3f}"
@@ -362,5 +362,8 @@ def _histories(report: EditsReport) -> str:
         f"{ranges[layout].low:.3f} to {ranges[layout].high:.3f} of {layout}"
         for layout in ("clairvoyant", "efim", "psm")
     )
-    count = sum(bool(one.commit) for one in report.sessions)
-    return f"The planner over {count} histories, lowest to highest: {shares}.\n"
+    pinned = [_label(one).removeprefix("git: ") for one in report.sessions if one.commit]
+    return (
+        f"The planner's tokens over {len(pinned)} histories ({', '.join(pinned)}), lowest to "
+        f"highest: {shares}.\n"
+    )

@@ -1,8 +1,8 @@
 """A short editing session replayed against a model: tokens computed and time to first token.
 
-The requests are those of one session of the mix, one after the other. Each layout gets its own
-run; a first line of its own in every file keeps it from finding another run's KV. ``planner``
-sends prefix and suffix and lets the server choose; the other layouts are filled in here.
+The requests are those of one session of the mix, one after the other. Each layout is a run of its
+own; a unique first line in every file keeps it from finding another run's KV. ``planner`` sends
+prefix and suffix and lets the server choose; the other layouts are laid out here.
 """
 
 import uuid
@@ -32,8 +32,8 @@ class ReplayResult(msgspec.Struct, frozen=True, kw_only=True):
         requests: how many.
         prompt_tokens, computed_tokens: over all requests, as the server counts them.
         ttft_seconds: median over the requests.
-        ttft_p90_seconds: nine of ten requests are faster.
-        wall_seconds: all requests, one after the other.
+        ttft_p90_seconds: the 90th percentile.
+        wall_seconds: of all requests, one after the other.
     """
 
     requests: int
@@ -58,7 +58,10 @@ async def replay_edits(
     Args:
         rounds: requests of the session.
         output_tokens: tokens of each answer, end-of-text ignored. What the model writes does not
-            change the session: the next request is what it was recorded to be.
+            change the session: the next request is the recorded one.
+        seed: which session.
+        names: the layouts.
+        progress: receives which layout is being replayed.
 
     Raises:
         MidfillError: the model refuses a request, or its FIM tokens are needed and not known.
@@ -82,7 +85,7 @@ async def replay_edits(
 
 
 def _session(rounds: int, seed: int, sentinels: Sentinels) -> list[Round]:
-    """A session over files that spell none of the sentinels: raw prompts would parse them."""
+    """Return a session over files without the sentinels' texts, which raw prompts would parse."""
     texts = standard_library_documents(3 * _FILES, seed=seed)
     clean = [text for text in texts if not any(name and name in text for name in sentinels)]
     sources = {f"{number}.py": text for number, text in enumerate(clean[:_FILES])}
@@ -90,7 +93,7 @@ def _session(rounds: int, seed: int, sentinels: Sentinels) -> list[Round]:
 
 
 def _marked(rounds: Sequence[Round]) -> list[Round]:
-    """The session with a new first line in each file."""
+    """Return the session with a unique first line in each file."""
     mark = uuid.uuid4()
     return [replace(one, prefix=f"# {mark} {one.document}\n{one.prefix}") for one in rounds]
 
@@ -130,7 +133,7 @@ def _summary(measured: Sequence[Measurement]) -> ReplayResult:
 
 
 def replay_table(results: Mapping[str, ReplayResult], model: str) -> ResultTable:
-    """A row for each layout."""
+    """A row per layout."""
     requests = next(iter(results.values())).requests
     return ResultTable(
         title="An editing session, replayed",

@@ -15,17 +15,17 @@ from midfill.bench.edits.editor import Editor, Habits, OpenFile, Round, Writing
 
 @dataclass(frozen=True, slots=True)
 class EditingMix:
-    """What the user does; weights of actions are relative to each other.
+    """What the user does how often; weights of actions are relative to each other.
 
     Attributes:
         habits: how text is written.
-        write: getting on with the text at the caret.
+        write: continuing the text at the caret.
         look: going elsewhere, half of the time to write something there.
-        below: a change below the caret that leaves the caret where it is.
+        below: a change below the caret; the caret stays where it is.
         switch: going to another file.
         rewrite: going to the end of a line, deleting some of it backwards, writing it again.
         near: share of moves that stay close.
-        block_lines: most lines of a missing block.
+        block_lines: maximum lines of a missing block.
     """
 
     habits: Habits = field(default_factory=Habits)
@@ -43,11 +43,11 @@ _PLAIN = EditingMix(habits=_TYPING, look=0, below=0, switch=0, rewrite=0)
 
 
 def _typing_with(**weights: float) -> EditingMix:
-    """Plain typing, and these habits."""
+    """Return plain typing with these habits added."""
     return replace(_PLAIN, habits=replace(_TYPING, **weights))
 
 
-# The mix, and what each kind of action does by itself amid plain typing.
+# The mix, and each kind of action by itself amid plain typing.
 SESSION_KINDS: Mapping[str, EditingMix] = {
     "mix": EditingMix(),
     "typing": _PLAIN,
@@ -64,13 +64,13 @@ SESSION_KINDS: Mapping[str, EditingMix] = {
 def edit_session(
     sources: Mapping[str, str], mix: EditingMix, *, rounds: int, seed: int
 ) -> list[Round]:
-    """The requests of one user at work on some files.
+    """Return the requests of one user working on some files.
 
     Args:
-        sources: file name -> text, the state the user works towards.
+        sources: file name -> the text that the user works towards.
         mix: what the user does how often.
         rounds: how many requests.
-        seed: everything random follows from it.
+        seed: of all random choices.
     """
     generator = random.Random(seed)
     files = [_with_gaps(name, text, mix, generator) for name, text in sources.items()]
@@ -81,7 +81,7 @@ def edit_session(
 
 
 def _with_gaps(name: str, text: str, mix: EditingMix, generator: random.Random) -> OpenFile:
-    """The file with a block missing at about every thirtieth line; the caret at its end."""
+    """Return a file with a block missing at about every thirtieth line, the caret at its end."""
     file = OpenFile(name, "")
     lines = text.splitlines(keepends=True)
     number = 0
@@ -108,7 +108,7 @@ class _User:
         editor.send("open")
 
     def act(self) -> None:
-        """Do one thing; most of them send requests."""
+        """Do one thing; most things send requests."""
         if not self.editor.file.writing.rest:
             self._next_gap()
         mix = self._mix
@@ -122,7 +122,7 @@ class _User:
         self._random.choices(list(actions), list(actions.values()))[0]()
 
     def _next_gap(self) -> None:
-        """Go on to a missing block, mostly a near one, or to any line when none is left."""
+        """Move to a missing block, often a near one, or to any line when none is left."""
         file = self.editor.file
         if file.gaps:
             file.gaps.sort(key=lambda gap: abs(gap[0] - file.caret))
@@ -135,7 +135,7 @@ class _User:
         self.editor.go(where)
 
     def _something(self) -> Writing:
-        """Something to write: a copy of a few lines of the file itself."""
+        """Return something to write: a copy of a few of the file's own lines."""
         lines = [line for line in self.editor.file.text.splitlines(keepends=True) if line.strip()]
         first = self._random.randrange(len(lines)) if lines else 0
         return Writing("".join(lines[first : first + self._random.randint(1, 4)]) or "pass\n")

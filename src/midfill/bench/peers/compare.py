@@ -47,18 +47,18 @@ QUICK = PeersOptions(
     repeats=2,
     round_repeats=1,
 )
-"""A choice that takes midfill a minute on two cores."""
+"""A choice of loads that takes midfill a minute on two cores."""
 
 _BLOCK = 128
-"""Sequences are rounded up to vLLM's block on a CPU, so that all have the same room."""
+"""Tokens of vLLM's block on a CPU; sequences are rounded up to it, so all have the same room."""
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Where the user says the peers are.
+    """The peers' programs, where the user names them.
 
     Attributes:
-        llama_server: the program.
+        llama_server: llama.cpp's server.
         vllm_python: an interpreter that has vllm.
     """
 
@@ -67,7 +67,7 @@ class Programs:
 
 
 def parse_names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
-    """Names separated by commas, in the order of ``known``.
+    """Return the names that a list separated by commas holds, in the order of ``known``.
 
     Raises:
         MidfillError: an unknown name, or none.
@@ -132,10 +132,10 @@ def compare_peers(
 def _finished(
     earlier: PeersReport, model: ComparedModel, options: PeersOptions, room: Room
 ) -> list[ServerResult]:
-    """The servers of an earlier run that were measured to the end.
+    """Return the servers of an earlier run that were measured to the end.
 
     Raises:
-        MidfillError: it measured something else, or elsewhere.
+        MidfillError: it measured other loads, another model or another machine.
     """
     chosen = {name: getattr(options, name) for name in ("servers", "llama_formats", "vllm_dtypes")}
     same = (
@@ -169,7 +169,7 @@ def _launches(
     folder: Path,
     progress: Progress,
 ) -> Iterator[Launch | Missing]:
-    """The servers to run, each made ready when its turn has come."""
+    """Yield the servers to run; each is prepared when its turn comes."""
     if MIDFILL in options.servers:
         if model.random_weights:
             # It repeats itself without end, and drafts would always be right.
@@ -181,10 +181,10 @@ def _launches(
                 yield launch_midfill(model, room, speculation=False, kinds=("decode",))
     if LLAMA_CPP in options.servers:
         for weights in formats_for(model, options.llama_formats):
-            progress(f"llama.cpp: weights {weights}; the first time they are made")
+            progress(f"llama.cpp: preparing weights, {weights}")
             links = folder / "links"
             yield launch_llama_cpp(model, room, programs.llama_server, links, weights)
     if VLLM in options.servers:
         for dtype in options.vllm_dtypes:
-            progress("vllm: looking for it; the first time the model is converted")
+            progress(f"vllm: preparing weights, {dtype}")
             yield launch_vllm(model, room, programs.vllm_python, dtype)

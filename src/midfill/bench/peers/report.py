@@ -1,4 +1,4 @@
-"""A comparison of servers as tables for the terminal and as Markdown."""
+"""A comparison of servers as tables, for the terminal and as Markdown."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,19 +34,19 @@ _NATIVE_LEGEND = (
     "each way of laying prompts out on the client: what an unchanged client gains."
 )
 _SHARE_LEGEND = (
-    "Tokens/s as a share of what memory allows if a step only read the weights once and each "
-    "stream's KV."
+    "Tokens/s as a share of what memory's bandwidth allows when a step reads the weights once and "
+    "each stream's KV."
 )
 Row = tuple[str, str, str]
 
 
 def peers_tables(report: PeersReport) -> Group:
-    """For the terminal."""
+    """Return the tables for the terminal."""
     return Group(*map(_drawn, _tables(report)), *_notes(report))
 
 
 def peers_markdown(report: PeersReport) -> str:
-    """For docs/benchmarks.md."""
+    """Return the tables for docs/benchmarks.md."""
     parts = [table.markdown() for table in _tables(report)]
     if notes := _notes(report):
         parts.append("\n".join(f"- {note.replace(chr(10), ' / ')}" for note in notes))
@@ -65,7 +65,7 @@ def _tables(report: PeersReport) -> list[ResultTable]:
 
 
 def _columns(report: PeersReport) -> dict[str, list[ServerResult]]:
-    """Column's name -> servers whose figures it shows: midfill's two runs are one column."""
+    """Return column -> servers whose figures it shows; midfill's two runs are one column."""
     columns: dict[str, list[ServerResult]] = {}
     for server in report.servers:
         name = MIDFILL if server.name == MIDFILL_PLAIN else server.name
@@ -78,7 +78,7 @@ def _peers(report: PeersReport) -> dict[str, list[ServerResult]]:
 
 
 def _rows(report: PeersReport) -> list[Row]:
-    """(load, layout, measure) of all figures: kinds in the order of loads, each as it came."""
+    """Return (load, layout, measure) of all figures, kinds in the order of loads."""
     found: dict[Row, str] = {}
     for server in report.servers:
         for one in server.figures:
@@ -93,7 +93,7 @@ def _find(servers: Sequence[ServerResult], row: Row) -> Figure | None:
 
 
 def _ratios(report: PeersReport) -> ResultTable:
-    """midfill beside each peer on the same prompts; no rows without both."""
+    """midfill beside each peer on the same prompts; no rows without figures of both."""
     peers = _peers(report)
     rows = []
     for row in _rows(report):
@@ -105,7 +105,7 @@ def _ratios(report: PeersReport) -> ResultTable:
 
 
 def _native_ratios(report: PeersReport) -> ResultTable:
-    """midfill's native layout beside every other of midfill and peers; no rows without it."""
+    """midfill's native layout beside every layout of all servers; no rows without it."""
     rows = []
     for row in _rows(report):
         load, layout, measure = row
@@ -121,7 +121,7 @@ def _native_ratios(report: PeersReport) -> ResultTable:
 
 
 def _figures(report: PeersReport) -> ResultTable:
-    """A row for every load, layout and measure."""
+    """A row per load, layout and measure."""
     rows = []
     for row in _rows(report):
         figures = {name: _find(servers, row) for name, servers in _columns(report).items()}
@@ -135,7 +135,7 @@ def _labels(row: Row) -> dict[str, str]:
 
 
 def _shares(report: PeersReport) -> ResultTable:
-    """Decode figures beside their bound; no rows where none was measured."""
+    """Decode figures as shares of their bound; no rows if there are none."""
     rows = []
     for row in _rows(report):
         figures = {name: _find(servers, row) for name, servers in _columns(report).items()}
@@ -155,7 +155,7 @@ def _servers(report: PeersReport) -> ResultTable:
             "peak memory": _gigabytes(one.peak_rss_bytes),
             "bandwidth": f"{one.bytes_per_second / 1e9:.1f} GB/s",
             "weights read": f"{one.weight_bytes / 1e6:.0f} MB",
-            "KV read a token": f"{one.kv_bytes_per_token / 1e3:.1f} KB",
+            "KV read per token": f"{one.kv_bytes_per_token / 1e3:.1f} KB",
         }
         for one in report.servers
     ]
@@ -175,14 +175,14 @@ def _caption(report: PeersReport) -> str:
 
 
 def _notes(report: PeersReport) -> list[str]:
-    """What was not measured, and why; a line each."""
+    """Return what was not measured and why, one line each."""
     notes = [f"{name} was left out: {reason}" for name, reason in report.missing.items()]
     for server in report.servers:
         if server.error:
             notes.append(f"{server.name} ended early: {server.error}")
         if server.more_tokens:
             notes.append(
-                f"{server.name} reads texts as other tokens: a small one is {server.more_tokens:+d}"
+                f"{server.name} tokenizes texts differently: a small one by {server.more_tokens:+d}"
             )
         notes += [f"{server.name}, {load}: {why}" for load, why in server.skipped.items()]
     return notes
@@ -196,7 +196,7 @@ def _cell(one: Figure | None) -> str:
 
 
 def _number(value: float) -> str:
-    """With three digits or all before the point."""
+    """Format a number with three significant digits, or all before the point."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -218,7 +218,7 @@ def _share(one: Figure | None) -> str:
 
 
 def _drawn(table: ResultTable) -> Table:
-    """A load's name stands in the first of its rows alone."""
+    """Draw a table; a load's name is shown in the first of its rows alone."""
     head, *_ = table.rows[0]
     before = [{head: ""}, *table.rows]
     rows = [

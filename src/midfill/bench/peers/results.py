@@ -1,4 +1,4 @@
-"""What a comparison of servers finds: figures by load, and the servers they were taken on."""
+"""The results of a comparison of servers: figures by load, and the servers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,35 +20,35 @@ NATIVE = "native"
 """Prefix and suffix as they are, laid out by the server."""
 
 TOKENS_PER_SECOND = "tokens/s"
-"""The one measure of which more is better; all others are times."""
+"""The only measure of which more is better; all others are times."""
 
 
 class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure.
 
     Attributes:
-        servers: which, of "midfill", "llama.cpp" and "vllm".
+        servers: of "midfill", "llama.cpp" and "vllm".
         llama_formats: weights that llama.cpp is measured with, each as a server of its own:
             ``STORED``, or a type of llama-quantize such as "q4_k_m".
         vllm_dtypes: likewise for vLLM: "float32", "bfloat16".
-        loads: which, of ``loads.LOADS``.
+        loads: of ``loads.LOADS``.
         prefill: prompt lengths, in tokens.
         contexts: tokens before the first decoded one.
         streams: answers decoded at once.
         decoded: tokens of each stream.
         users: documents edited at once in the rounds load.
-        rounds: requests a user sends; at most 7.
+        rounds: requests per user; at most 7.
         output_tokens: tokens of each answer of rounds and of the editing session.
         keystrokes: requests of the keystroke load; ten characters are typed before each.
-        document_tokens: length of the document they are typed into.
+        document_tokens: length of the document that they are typed into.
         session: requests of the editing session.
         repeats: runs of prefill and decode.
         round_repeats: runs of rounds.
-        threads: of every server.
-        load_limit: seconds. A load that would take a server longer for its prompts alone, at the
-            prefill speed just measured, is left out; a request without an answer for that long
-            ends the server's run.
-        start_limit: seconds a server may take until it answers.
+        threads: per server.
+        load_limit: seconds. A load whose prompts alone would take a server longer, at the prefill
+            speed just measured, is skipped; a request without an answer for that long ends the
+            server's run.
+        start_limit: seconds until a server must answer.
         seed: chooses files and tokens.
     """
 
@@ -75,17 +75,17 @@ class PeersOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One load's figure on one server.
+    """A load's figure on a server.
 
     Attributes:
         kind: of load, see ``loads``.
-        load: as the tables name it, such as "decode at 2,000, 4 streams".
+        load: its name, such as "decode at 2,000, 4 streams".
         measure: ``TOKENS_PER_SECOND``, or a time with its unit, such as "TTFT ms".
-        layout: how prompts were laid out: "fim", "efim", "psm" by the client, "native" by the
-            server; "" where there is nothing to lay out.
+        layout: of prompts: "fim", "efim", "psm" by the client, "native" by the server; "" where
+            there is nothing to lay out.
         median, lowest, highest: over the runs.
         runs: how many.
-        bound: tokens/s if nothing but memory's bandwidth counted; None where that says little.
+        bound: tokens/s that memory's bandwidth allows; None where other limits matter.
     """
 
     kind: str
@@ -108,7 +108,7 @@ def figure(
     layout: str = "",
     bound: float | None = None,
 ) -> Figure:
-    """The median of some runs' values, and their spread."""
+    """Make a figure of the values of some runs."""
     return Figure(
         kind=kind,
         load=load,
@@ -123,24 +123,25 @@ def figure(
 
 
 class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One server's run.
+    """A server's run.
 
     Attributes:
         name: as in ``PeersOptions.servers``, with the format or dtype where a peer is run in
             several; midfill is run twice, see ``MIDFILL_PLAIN``.
-        version: as the server tells it.
+        version: that the server reports.
         precision: of its weights, activations and KV.
-        settings: what it was started with, beside model, port and name.
+        settings: its options beside model, port and name.
         ready_seconds: from its start until it answered /health; None if it never did.
-        peak_rss_bytes: most memory resident at one time in all its processes; None where the
-            system doesn't tell.
-        weight_bytes: read for a token, see ``kv_bytes_per_token``.
-        kv_bytes_per_token: read for each token of context, for each token decoded.
+        peak_rss_bytes: peak of the memory resident in all its processes; None if the system has
+            no /proc.
+        weight_bytes: of weights read per decoding step.
+        kv_bytes_per_token: of KV read per decoded token and token of context.
         bytes_per_second: this machine's memory bandwidth, measured just before.
-        figures: what was measured.
-        skipped: load -> why it was not.
-        error: why the run ended early; "" where it didn't.
-        more_tokens: by which the server counts a small text longer than the model's own tokenizer.
+        figures: of the loads that were measured.
+        skipped: load -> why it was not measured.
+        error: why the run ended early; "" if it didn't.
+        more_tokens: how many tokens more than the model's own tokenizer the server counts in a
+            small text.
     """
 
     name: str
@@ -158,7 +159,7 @@ class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
     more_tokens: int = 0
 
     def find(self, load: str, measure: str, layout: str) -> Figure | None:
-        """The figure of that name, if it was measured."""
+        """Return a figure, or None if it was not measured."""
         for one in self.figures:
             if (one.load, one.measure, one.layout) == (load, measure, layout):
                 return one
@@ -170,9 +171,9 @@ class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: its name.
-        kv_tokens: tokens of KV that each server was given room for.
-        servers: in the order they were run.
-        missing: server -> one line that says how to install it.
+        kv_tokens: tokens of KV that each server has room for.
+        servers: in the order in which they ran.
+        missing: server -> why it is missing, one line.
     """
 
     model: str
@@ -183,7 +184,7 @@ class PeersReport(msgspec.Struct, frozen=True, kw_only=True):
     missing: dict[str, str]
 
     def own(self, load: str, measure: str, layout: str) -> Figure | None:
-        """midfill's figure, from whichever of its two runs measured it."""
+        """Return midfill's figure from whichever of its runs measured it."""
         for server in self.servers:
             if server.name in (MIDFILL, MIDFILL_PLAIN):
                 found = server.find(load, measure, layout)

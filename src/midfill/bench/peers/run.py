@@ -1,4 +1,4 @@
-"""One server's run through the loads: started, warmed up, measured, ended, whatever happens."""
+"""A server's run through the loads: started, warmed up, measured, and ended in any case."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,10 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Work:
-    """What every server is to do.
+    """The work of every server.
 
     Attributes:
-        progress: is told what is being done.
+        model: the model.
+        prompts: made with its tokenizer.
+        options: the loads.
+        progress: receives what is being done.
     """
 
     model: ComparedModel
@@ -39,7 +42,7 @@ class Work:
 
 @dataclass
 class _Findings:
-    """What a run has come to so far; kept when it ends early."""
+    """The results of a run so far, kept when it ends early."""
 
     bytes_per_second: float
     figures: list[Figure] = field(default_factory=list)
@@ -52,14 +55,14 @@ class _Findings:
 
 
 class _RunOverError(MidfillError):
-    """The server is gone or no longer answers."""
+    """The server has ended or doesn't answer."""
 
 
 def run_server(launch: Launch, work: Work, log: Path) -> ServerResult:
-    """One server from start to end; a failure of it is part of the result.
+    """Run one server from start to end; its failure is part of the result.
 
     Args:
-        log: a new file for what it says.
+        log: a new file for its output.
     """
     work.progress(f"{launch.name}: memory bandwidth")
     found = _Findings(measure_roofline(work.options.threads).bytes_per_second)
@@ -139,10 +142,10 @@ async def _measure(process: ServerProcess, launch: Launch, work: Work, found: _F
 
 
 async def _attempt(process: ServerProcess, what: str, asked: Awaitable[T]) -> T:
-    """Await something of the server.
+    """Await a request or a load.
 
     Raises:
-        _RunOverError: it failed because the server is gone or does not answer.
+        _RunOverError: it failed because the server has ended or doesn't answer.
         MidfillError: it failed otherwise.
     """
     try:
@@ -156,12 +159,12 @@ async def _attempt(process: ServerProcess, what: str, asked: Awaitable[T]) -> T:
 
 
 def reason_to_skip(load: Load, context: int, figures: Sequence[Figure], limit: float) -> str | None:
-    """Why a load should not be tried, if it should not.
+    """Return why a load should be skipped, or None.
 
     Args:
-        context: the model's longest sequence.
-        figures: what was measured before; prefill's tell how fast prompts are computed.
-        limit: seconds that a load's prompts may take.
+        context: maximum tokens of a sequence.
+        figures: measured before; those of prefill tell how fast prompts are computed.
+        limit: maximum seconds for a load's prompts.
     """
     if load.sequence > context:
         return f"takes {load.sequence:,} tokens, the model has {context:,}"

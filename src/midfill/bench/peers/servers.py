@@ -1,4 +1,4 @@
-"""How midfill's own server and its peers are started: one ``Launch`` each, or why there is none."""
+"""How midfill's own server and its peers are started: a ``Launch`` each, or why it is missing."""
 
 import re
 import sys
@@ -17,12 +17,12 @@ _UNITS = {"bytes": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 
 @dataclass(frozen=True)
 class Room:
-    """What every server is given alike.
+    """Resources that every server gets alike.
 
     Attributes:
-        threads: to compute with.
-        sequence: tokens of the longest prompt with its answer.
-        sequences: how many of them are kept at once.
+        threads: of computation.
+        sequence: maximum tokens of a prompt with its answer.
+        sequences: how many of them at once.
     """
 
     threads: int
@@ -37,11 +37,11 @@ class Room:
 
 @dataclass(frozen=True)
 class ReadBytes:
-    """What decoding has to read from memory.
+    """Bytes that decoding reads from memory.
 
     Attributes:
-        weights: bytes a step.
-        kv_per_token: bytes for each token of context of each answer.
+        weights: per step.
+        kv_per_token: per token of context of each answer.
     """
 
     weights: int
@@ -50,17 +50,17 @@ class ReadBytes:
 
 @dataclass(frozen=True)
 class Launch:
-    """One server, ready to be started.
+    """A server, ready to be started.
 
     Attributes:
         name, version, precision, settings: as in ``ServerResult``.
-        command: its arguments; a port is put in where one is the text ``PORT``.
-        environment: beside this process's own.
-        layouts: of ``ALL_LAYOUTS``, those it understands.
+        command: program and arguments; an argument ``PORT`` is replaced by a port.
+        environment: variables added to this process's own.
+        layouts: those of ``ALL_LAYOUTS`` that it understands.
         kinds: of loads to measure on it.
-        first_start: whether to start it once more before, because a first start makes things that
-            later ones find: compiled kernels, packed weights.
-        read_bytes: of the running server, from what it has said so far.
+        first_start: whether to start it once before, because the first start compiles kernels and
+            packs weights for later ones.
+        read_bytes: what the running server reads, given its output so far.
     """
 
     name: str
@@ -83,7 +83,8 @@ class Missing:
     """A server that can't be started here.
 
     Attributes:
-        reason: one line, with the command that installs it where that would help.
+        name: as in ``ServerResult``.
+        reason: one line, with the command that installs it where that helps.
     """
 
     name: str
@@ -132,12 +133,12 @@ def _is_quantised(model: ComparedModel) -> bool:
 
 
 def _kv_bytes(model: ComparedModel) -> int:
-    """Bytes of a token's KV, as ``--kv-cache-dtype auto`` keeps it."""
+    """Return the bytes of a token's KV with ``--kv-cache-dtype auto``."""
     return model.kv_values_per_token * (2 if _is_quantised(model) else 4)
 
 
 def _read_bytes(banner: str, model: ComparedModel) -> ReadBytes:
-    """Bytes as the server's own banner tells them; of weights it keeps them packed its own way."""
+    """Return the bytes that the server's banner states; weights are packed in its own format."""
     weights, kv = _BANNER_WEIGHTS.search(banner), _BANNER_KV.search(banner)
     return ReadBytes(
         weights=(

@@ -45,8 +45,8 @@ def launch_vllm(
     The first time a GGUF file is converted to a Hugging Face folder, with vLLM's interpreter.
 
     Args:
-        python: an interpreter that has vllm; None looks for a program vllm on PATH,
-            and in this interpreter.
+        python: an interpreter that has vllm; None searches PATH for the program vllm, and this
+            interpreter.
         dtype: of weights, activations and KV; one of ``DTYPES``.
     """
     name = VLLM if dtype == "float32" else f"{VLLM} {dtype}"
@@ -88,12 +88,12 @@ def launch_vllm(
 
 
 def _find(python: Path | None) -> tuple[str, str] | None:
-    """An interpreter and its vllm's version."""
+    """Return an interpreter that has vllm, and vllm's version."""
     if python is not None:
         candidates = [str(python)]
     else:
         program = shutil.which("vllm")
-        # A script that pip installs lies beside its interpreter.
+        # pip installs scripts beside their interpreter.
         candidates = [str(Path(program).parent / "python")] if program is not None else []
         if importlib.util.find_spec("vllm") is not None:
             candidates.append(sys.executable)
@@ -110,7 +110,7 @@ def _find(python: Path | None) -> tuple[str, str] | None:
 
 
 def _cores(threads: int) -> str:
-    """The first cores that this process may use, as vLLM wants threads bound."""
+    """Return the first cores that this process may use, in vLLM's format for binding threads."""
     try:
         allowed = sorted(os.sched_getaffinity(0))
     except AttributeError:
