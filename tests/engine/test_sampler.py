@@ -1,7 +1,7 @@
 """The sampler against a naive reference that always looks at the whole vocabulary.
 
-Draws are stratified instead of random: with draws (i + 1/2) / N, a right sampler chooses every
-token p * N times, give or take one, whatever order it walks the tokens in.
+Draws are stratified instead of random: with draws (i + 1/2) / N, a correct sampler chooses every
+token p * N times, plus or minus one, in whatever order it walks through the tokens.
 """
 
 import math
@@ -197,7 +197,7 @@ def test_extreme_temperatures_do_not_overflow(temperature: float) -> None:
         assert all(0 <= token < 50 for token in chosen)
 
 
-def test_the_largest_draw_stays_among_the_kept_tokens() -> None:
+def test_the_largest_draw_selects_a_kept_token() -> None:
     logits = torch.tensor([[0.0, -1.0, -2.0, -200.0, -torch.inf]])
     last = math.nextafter(1.0, 0.0)
     for extra in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.1}, {"typical_p": 0.99}):
@@ -217,7 +217,7 @@ def test_the_smallest_draw_skips_tokens_that_were_filtered_out() -> None:
     assert chosen != 0
 
 
-def test_torchs_threads_are_left_as_they_were() -> None:
+def test_the_number_of_torch_threads_is_restored() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -337,7 +337,9 @@ class TestLogitsThatAreNotFinite:
     )
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_a_row_without_a_finite_value_gives_none_and_spoils_nobody(self, value: float) -> None:
+    def test_a_row_without_a_finite_value_gives_none_and_leaves_others_unchanged(
+        self, value: float
+    ) -> None:
         logits = torch.cat([torch.full((1, 30), value), random_logits(30, 6)])
         for params in self.PARAMS:
             bad, good = sample(logits, [row(params, 0.4, 0), row(params, 0.4, 1)])
@@ -353,7 +355,7 @@ class TestLogitsThatAreNotFinite:
 
 
 class TestLogprobs:
-    def test_they_are_the_models_before_temperature_filters_and_penalties(self) -> None:
+    def test_they_are_the_models_own_before_temperature_filters_and_penalties(self) -> None:
         logits = random_logits(50, 7)
         params = EngineSamplingParams(
             temperature=0.4, top_k=5, logprobs=3, repetition_penalty=1.5, logit_bias={3: 5.0}
@@ -447,7 +449,7 @@ class TestAllowedTokens:
         assert sampled.logprobs.logprob == pytest.approx(truth, abs=1e-5)
         assert sampled.logprobs.top == free.logprobs.top
 
-    def test_rows_with_and_without_do_not_touch_each_other(self) -> None:
+    def test_rows_with_and_without_do_not_affect_each_other(self) -> None:
         logits = torch.cat([random_logits(3000, seed) for seed in range(4)])
         kinds = [{}, {"temperature": 0.0}, {"top_k": 40}, {"top_p": 0.9}]
         rows = [
