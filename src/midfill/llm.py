@@ -243,7 +243,7 @@ class LLM:
         stops = sampling.stop_token_ids
         with self._encoding:
             if isinstance(item, PromptLayout):
-                return self._prompts.laid_out(item, healing=healing, stop_token_ids=stops)
+                return self._prompts.encode_layout(item, healing=healing, stop_token_ids=stops)
             return self._prompts.infill(item, healing=healing, stop_token_ids=stops)
 
     def _checked(self, sampling: SamplingParams | None) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""OutputBuffer: what is told at once, what waits, and that nothing is lost or mixed up."""
+"""OutputBuffer: what is sent at once, what is held, and that nothing is lost or mixed up."""
 
 import math
 
@@ -43,96 +43,96 @@ def output(*tokens: int, name: str = "x", index: int = 0, last: bool = False) ->
     )
 
 
-def told(buffer: OutputBuffer, now: float) -> list[tuple[str, int, list[int]]]:
+def sent(buffer: OutputBuffer, now: float) -> list[tuple[str, int, list[int]]]:
     return [(one.request_id, one.index, one.token_ids) for one in buffer.take(now)]
 
 
 def started(asked: EngineRequest) -> OutputBuffer:
-    """A buffer that has told a request's first token."""
+    """A buffer that has sent a request's first token."""
     buffer = OutputBuffer(token_bytes)
-    buffer.expect(asked)
+    buffer.register(asked)
     buffer.add([output(1)], 0.0)
-    assert told(buffer, 0.0) == [("x", 0, [1])]
+    assert sent(buffer, 0.0) == [("x", 0, [1])]
     return buffer
 
 
-def test_the_first_token_is_told_at_once_and_the_next_ones_together() -> None:
+def test_the_first_token_is_sent_at_once_and_the_next_ones_together() -> None:
     buffer = started(request())
     buffer.add([output(2)], 0.1)
     buffer.add([output(4)], 0.6)
-    assert told(buffer, 1.0) == []
-    assert told(buffer, 1.1) == [("x", 0, [2, 4])]
+    assert sent(buffer, 1.0) == []
+    assert sent(buffer, 1.1) == [("x", 0, [2, 4])]
     buffer.add([output(1)], 1.2)
-    assert told(buffer, 1.2) == []
+    assert sent(buffer, 1.2) == []
 
 
-def test_the_end_is_told_at_once_with_all_that_was_held() -> None:
+def test_the_end_is_sent_at_once_with_all_that_was_held() -> None:
     buffer = started(request())
     buffer.add([output(2)], 0.1)
     buffer.add([output(4, last=True)], 0.2)
     assert [(one.token_ids, one.finish_reason) for one in buffer.take(0.2)] == [([2, 4], "length")]
 
 
-def test_a_token_that_may_complete_a_stop_string_is_told_at_once() -> None:
+def test_a_token_that_may_complete_a_stop_string_is_sent_at_once() -> None:
     buffer = started(request(stop_bytes=b"\n"))
     buffer.add([output(2)], 0.1)
-    assert told(buffer, 0.1) == []
+    assert sent(buffer, 0.1) == []
     buffer.add([output(3)], 0.2)
-    assert told(buffer, 0.2) == [("x", 0, [2, 3])]
+    assert sent(buffer, 0.2) == [("x", 0, [2, 3])]
     buffer.add([output(4)], 1.15)
-    assert told(buffer, 1.15) == []  # it has not waited since 0.1
+    assert sent(buffer, 1.15) == []  # it was not held since 0.1
 
 
-def test_healed_bytes_are_not_the_first_that_is_seen() -> None:
+def test_tokens_of_healed_bytes_are_sent_at_once_until_text_is_seen() -> None:
     buffer = OutputBuffer(token_bytes)
-    buffer.expect(request(begins_with=b"ab"))
+    buffer.register(request(begins_with=b"ab"))
     for now, token in enumerate((1, 2)):
         buffer.add([output(token)], now / 10)
-        assert told(buffer, now / 10) == [("x", 0, [token])]
+        assert sent(buffer, now / 10) == [("x", 0, [token])]
     buffer.add([output(4)], 0.3)
-    assert told(buffer, 0.3) == []
+    assert sent(buffer, 0.3) == []
 
 
-def test_what_is_not_streamed_waits_for_its_end_or_a_stop() -> None:
+def test_an_answer_that_is_not_streamed_is_held_until_its_end_or_a_stop_string() -> None:
     buffer = started(request(interval=math.inf, stop_bytes=b"\n"))
     buffer.add([output(2)], 0.1)
-    assert told(buffer, 1e9) == []
+    assert sent(buffer, 1e9) == []
     buffer.add([output(3)], 1e9)
-    assert told(buffer, 1e9) == [("x", 0, [2, 3])]
+    assert sent(buffer, 1e9) == [("x", 0, [2, 3])]
 
 
-def test_streams_that_wait_come_with_the_one_that_has_waited_long_enough() -> None:
+def test_all_streams_are_sent_once_one_was_held_long_enough() -> None:
     buffer = OutputBuffer(token_bytes)
     for name, interval in (("slow", 5.0), ("fast", 1.0), ("whole", math.inf)):
-        buffer.expect(request(name, interval=interval))
+        buffer.register(request(name, interval=interval))
         buffer.add([output(1, name=name)], 0.0)
-    told(buffer, 0.0)
+    sent(buffer, 0.0)
     for name in ("slow", "fast", "whole"):
         buffer.add([output(2, name=name)], 0.5)
-    assert told(buffer, 1.5) == [("slow", 0, [2]), ("fast", 0, [2])]
-    assert told(buffer, 1e9) == []
+    assert sent(buffer, 1.5) == [("slow", 0, [2]), ("fast", 0, [2])]
+    assert sent(buffer, 1e9) == []
 
 
-def test_many_streams_wait_longer() -> None:
+def test_many_streams_are_held_longer() -> None:
     buffer = OutputBuffer(token_bytes)
     names = [f"r{number}" for number in range(100)]
     for name in names:
-        buffer.expect(request(name, interval=0.025))
+        buffer.register(request(name, interval=0.025))
         buffer.add([output(1, name=name)], 0.0)
-    assert len(told(buffer, 0.0)) == 100
+    assert len(sent(buffer, 0.0)) == 100
     buffer.add([output(2, name=name) for name in names], 0.0)
-    assert told(buffer, 0.1) == []
-    assert len(told(buffer, 0.5)) == 100
+    assert sent(buffer, 0.1) == []
+    assert len(sent(buffer, 0.5)) == 100
 
 
 @pytest.mark.parametrize("interval", [0.0, 1.0])
-def test_a_request_nobody_named_or_that_wants_each_token_is_never_held(interval: float) -> None:
+def test_unknown_requests_and_those_without_an_interval_are_never_held(interval: float) -> None:
     buffer = OutputBuffer(token_bytes)
     if not interval:
-        buffer.expect(request(interval=0.0))
+        buffer.register(request(interval=0.0))
     for _ in range(2):
         buffer.add([output(1)], 0.0)
-        assert told(buffer, 0.0) == [("x", 0, [1])]
+        assert sent(buffer, 0.0) == [("x", 0, [1])]
 
 
 def test_log_probabilities_stay_with_their_tokens() -> None:
@@ -148,7 +148,7 @@ def test_log_probabilities_stay_with_their_tokens() -> None:
 
 
 @given(st.data())
-def test_every_token_is_told_once_and_in_order(data: st.DataObject) -> None:
+def test_every_token_is_sent_once_and_in_order(data: st.DataObject) -> None:
     intervals = st.sampled_from((0.0, 0.5, 2.0, math.inf))
     requests = [
         request(f"r{number}", interval=data.draw(intervals), stop_bytes=b"\n", n=2)
@@ -156,9 +156,9 @@ def test_every_token_is_told_once_and_in_order(data: st.DataObject) -> None:
     ]
     buffer = OutputBuffer(token_bytes)
     for one in requests:
-        buffer.expect(one)
+        buffer.register(one)
     made: dict[tuple[str, int], list[int]] = {}
-    heard: dict[tuple[str, int], list[int]] = {}
+    received: dict[tuple[str, int], list[int]] = {}
     going = [(one.request_id, index) for one in requests for index in range(2)]
     ended = set()
     now = 0.0
@@ -173,11 +173,11 @@ def test_every_token_is_told_once_and_in_order(data: st.DataObject) -> None:
             if last:
                 going.remove(key)
         buffer.add(step, now)
-        for told_now in buffer.take(now):
-            key = (told_now.request_id, told_now.index)
+        for one in buffer.take(now):
+            key = (one.request_id, one.index)
             assert key not in ended
-            heard.setdefault(key, []).extend(told_now.token_ids)
-            if told_now.finish_reason is not None:
+            received.setdefault(key, []).extend(one.token_ids)
+            if one.finish_reason is not None:
                 ended.add(key)
         assert ended == made.keys() - set(going)
-    assert heard == made
+    assert received == made

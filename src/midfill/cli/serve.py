@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 API_KEY_VARIABLE = "MIDFILL_API_KEY"
 
 HostOption = Annotated[str, typer.Option(help="Address to listen on.")]
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+PortOption = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+]
 ServedNameOption = Annotated[
     str | None, typer.Option(help="What clients call the model.", metavar="NAME")
 ]
@@ -100,7 +102,7 @@ def serve(
     stream_interval: OldStreamIntervalOption = None,
     speculation: SpeculationOption = True,
 ) -> None:
-    """Serve a model over OpenAI's API; without MODEL a small one, fetched the first time."""
+    """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
     import logging
 
     from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
@@ -160,7 +162,7 @@ def _api_keys(given: list[str] | None) -> tuple[str, ...]:
 
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
-    """What is served, in a few lines."""
+    """Return what is shown when the server is ready: what it serves and how to try it."""
     from midfill.reporting.sizes import format_size
     from midfill.version import __version__
 
@@ -174,7 +176,7 @@ def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
             "suffix": "\n\n\nprint(area(2, 3))\n",
         }
     else:
-        infill = "no FIM tokens known: answers see the prefix alone (--fim-tokens names some)"
+        infill = "no FIM tokens known: the model sees the prefix alone (--fim-tokens names some)"
         body = {"prompt": "def mean(values):\n    return "}
     body |= {"max_tokens": 16, "temperature": 0}
     adapter = f"\n  adapter  {info.adapter}" if info.adapter is not None else ""

@@ -1,4 +1,4 @@
-"""What the server and the engine process say to each other: msgpack over one ZeroMQ pair."""
+"""Messages between the server and the engine process: msgpack over a ZeroMQ pair of sockets."""
 
 import msgspec
 
@@ -7,17 +7,17 @@ from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine tells of itself when it is ready.
+    """What an engine reports of itself when it is ready.
 
     Attributes:
-        backend: what computes, for people: "cpu kernels, 2 threads", "torch on cuda:0".
-        layers: of the model.
-        weight_bytes: of the weights in memory.
-        kv_bytes: of the KV pool.
-        slots: tokens the KV pool holds.
-        context: most tokens of a prompt and its answer.
-        load_seconds: from the engine's start to here.
-        adapter: name of the adapter merged into the model; None for none.
+        backend: what computes, to be displayed: "cpu kernels, 2 threads", "torch on cuda:0".
+        layers: number of the model's layers.
+        weight_bytes: size of the weights in memory.
+        kv_bytes: size of the KV pool.
+        slots: number of tokens that the KV pool holds.
+        context: maximum number of tokens of a prompt and its answer.
+        load_seconds: time from the start of loading until ready.
+        adapter: name of the adapter merged into the model; None if there is none.
     """
 
     backend: str
@@ -31,7 +31,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """To the engine, first: load the checkpoint at this path."""
+    """To the engine, its first message: load the checkpoint at this path."""
 
     path: str
     options: ModelOptions
@@ -44,7 +44,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: end a request, or one of its answers, before its next step."""
+    """To the engine: end a request, or one of its answers, before the next step."""
 
     request_id: str
     index: int | None = None
@@ -59,20 +59,25 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: it takes requests now."""
+    """From the engine: it accepts requests now."""
 
     info: EngineInfo
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, last: it can't start, and why. ``error`` names a class of midfill.errors."""
+    """From the engine, its last message: it can't start.
+
+    Attributes:
+        error: name of the exception's class, if possible one of midfill.errors.
+        message: the exception's message.
+    """
 
     error: str
     message: str
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a request that can never run; see InvalidRequestError."""
+    """From the engine: a request can never run; see InvalidRequestError."""
 
     request_id: str
     message: str
@@ -81,14 +86,14 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: a request that it could not take because of a bug."""
+    """From the engine: a request failed because of a bug; others are not affected."""
 
     request_id: str
     message: str
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):
-    """From the engine while it works: what its OutputBuffer lets out, and its numbers as of now."""
+    """From the engine while it works: outputs, and its current numbers."""
 
     outputs: list[EngineOutput]
     stats: EngineStats

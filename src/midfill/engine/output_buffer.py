@@ -1,9 +1,9 @@
-"""OutputBuffer: what a step produced, until the server is told.
+"""OutputBuffer: holds outputs back, to send several tokens to the server in one message.
 
-A message to the server costs it, and then its client, about as much time as a small model's step
-takes, on the same cores. So a token that nobody waits for is told together with the next ones.
-At once go the first of an answer that the client can see, the last, and every one that may
-complete a stop string, since the server alone knows text and ends the answer there.
+A message costs the server, and then its client, about as much time as a step of a small model, on
+the same cores. So most tokens are held and sent together with the following ones. Sent at once are
+the first token of an answer that the client can see, the last, and each that may complete a stop
+string, since only the server knows text and can end the answer there.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +12,19 @@ from math import inf
 
 from midfill.engine.request import EngineOutput, EngineRequest, TokenLogprobs
 
-_SECONDS_A_STREAM = 0.003
-"""Held at least so long for each stream: sending a message to all then takes the server and the
-clients about a tenth of the time, measured on two cores."""
+_SECONDS_PER_STREAM = 0.003
+"""Tokens are held at least this long per stream. Sending a message to all streams then takes the
+server and the clients about a tenth of the time, measured on two cores."""
 
 
 @dataclass
 class _Answer:
-    """One answer that goes on.
+    """One unfinished answer.
 
     Attributes:
-        hidden: bytes that it writes yet before the client sees any.
-        held: not told yet, oldest first.
-        held_since: when the oldest of them came.
+        hidden: how many healed bytes it has yet to write before the client sees any text.
+        held: outputs not yet sent, oldest first.
+        held_since: time of the oldest of them, in seconds.
     """
 
     hidden: int
@@ -34,22 +34,27 @@ class _Answer:
 
 @dataclass
 class _Request:
+    """One unfinished request; see EngineRequest for ``interval`` and ``stop_bytes``."""
+
     interval: float
     stop_bytes: frozenset[int]
     answers: dict[int, _Answer]
 
 
 class OutputBuffer:
-    """The outputs of all requests on their way out."""
+    """The outputs of all requests on their way to the server.
+
+    Args:
+        token_bytes: returns the bytes of a token, b"" for ids that stand for no text.
+    """
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        """``token_bytes``: the bytes of a token, b"" for ids that stand for no text."""
         self._token_bytes = token_bytes
         self._requests: dict[str, _Request] = {}
         self._ready: list[EngineOutput] = []
 
-    def expect(self, request: EngineRequest) -> None:
-        """A request was queued. Outputs of requests that were never named are not held."""
+    def register(self, request: EngineRequest) -> None:
+        """Prepare for a request's outputs. Outputs of unknown requests are not held."""
         if request.stream_interval > 0.0 and not request.background:
             hidden = len(request.begins_with)
             self._requests[request.request_id] = _Request(
@@ -59,7 +64,7 @@ class OutputBuffer:
             )
 
     def add(self, outputs: Sequence[EngineOutput], now: float) -> None:
-        """Take a step's outputs, at time ``now`` in seconds of any clock."""
+        """Add a step's outputs at time ``now``, in seconds of any clock."""
         for output in outputs:
             request = self._requests.get(output.request_id)
             if request is None:
@@ -70,17 +75,17 @@ class OutputBuffer:
                 answer.held_since = now
             answer.held.append(output)
             if self._is_urgent(output, request, answer):
-                self._tell(answer)
+                self._release(answer)
             if output.finish_reason is not None:
                 del request.answers[output.index]
                 if not request.answers:
                     del self._requests[output.request_id]
 
     def take(self, now: float) -> list[EngineOutput]:
-        """What the server is told now.
+        """Return what is to be sent now, and forget it.
 
-        Once one answer has waited long enough, all that stream are told: the server is woken
-        anyway.
+        Once one streamed answer has been held long enough, all of them are sent: the server is
+        woken anyway.
         """
         waiting = [
             (request.interval, answer)
@@ -88,17 +93,18 @@ class OutputBuffer:
             if request.interval < inf
             for answer in request.answers.values()
         ]
-        least = _SECONDS_A_STREAM * len(waiting)
+        minimum = _SECONDS_PER_STREAM * len(waiting)
         if any(
-            answer.held and now - answer.held_since >= max(interval, least)
+            answer.held and now - answer.held_since >= max(interval, minimum)
             for interval, answer in waiting
         ):
             for _, answer in waiting:
-                self._tell(answer)
+                self._release(answer)
         ready, self._ready = self._ready, []
         return ready
 
     def _is_urgent(self, output: EngineOutput, request: _Request, answer: _Answer) -> bool:
+        """Whether an output has to be sent at once; counts down the answer's hidden bytes."""
         if output.finish_reason is not None:
             return True
         texts = [self._token_bytes(token_id) for token_id in output.token_ids]
@@ -107,14 +113,15 @@ class OutputBuffer:
             return True
         return any(not request.stop_bytes.isdisjoint(text) for text in texts)
 
-    def _tell(self, answer: _Answer) -> None:
+    def _release(self, answer: _Answer) -> None:
+        """Let what an answer holds be sent."""
         if answer.held:
-            self._ready.append(_joined(answer.held))
+            self._ready.append(_join(answer.held))
             answer.held = []
 
 
-def _joined(outputs: list[EngineOutput]) -> EngineOutput:
-    """Outputs of one answer, in order, as one."""
+def _join(outputs: list[EngineOutput]) -> EngineOutput:
+    """Return consecutive outputs of one answer as one."""
     last = outputs[-1]
     if len(outputs) == 1:
         return last

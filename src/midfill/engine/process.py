@@ -165,7 +165,7 @@ class Inbox:
         except InvalidRequestError as error:
             self._send(Rejected(request.request_id, str(error), error.param, error.code))
         else:
-            self._buffer.expect(request)
+            self._buffer.register(request)
 
 
 def _load(start: Start, started: float, send: Send) -> tuple["Engine", OutputBuffer, EngineInfo]:

@@ -1,4 +1,4 @@
-"""GenerationResult and AnswerStream: what Python programs get, whole or piece by piece."""
+"""GenerationResult and AnswerStream: what LLM returns, whole or piece by piece."""
 
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ class GeneratedAnswer:
     """One answer.
 
     Attributes:
-        text: without the prompt.
-        token_ids: its tokens, the one that ended it and those of healed bytes included.
+        text: the answer, without the prompt.
+        token_ids: its tokens, including the one that ended it and those of healed bytes.
         finish_reason: "stop" or "length".
         stop_reason: the stop string or stop token id that ended it, if one did.
-        logprobs: one entry a token of the text; empty when not asked for.
+        logprobs: one entry per token of the text; empty if not asked for.
     """
 
     text: str
@@ -33,7 +33,7 @@ class GenerationResult:
 
     Attributes:
         answers: ``SamplingParams.n`` of them.
-        usage: what they cost; ``usage.cached_tokens`` of the prompt were not computed.
+        usage: what they cost.
         layout: how the prompt was laid out; None for token ids.
     """
 
@@ -48,7 +48,7 @@ class GenerationResult:
 
 
 class AnswerStream(Iterator[AnswerDelta]):
-    """The answers to one prompt, piece by piece. Closing it ends the request."""
+    """The answers to one prompt, piece by piece. Closing the stream ends the request."""
 
     def __init__(
         self, response: Response, deltas: Generator[tuple[int, AnswerDelta], None, None]
@@ -64,7 +64,7 @@ class AnswerStream(Iterator[AnswerDelta]):
 
     @property
     def usage(self) -> Usage:
-        """What it has cost so far."""
+        """The cost so far."""
         return self._response.usage
 
     @property
@@ -73,21 +73,21 @@ class AnswerStream(Iterator[AnswerDelta]):
         return self._response.prompt.report
 
     def result(self) -> GenerationResult:
-        """Wait for the rest; then the whole answers, pieces that were read before included.
+        """Read the rest and return the whole answers, including what was read before.
 
-        Of a stream that was closed early: what had been read.
+        If the stream was closed early, only what was read before.
         """
         for _ in self:
             pass
         return whole_answers(self._response, self._read)
 
     def close(self) -> None:
-        """End the request; nothing more comes."""
+        """End the request; the stream yields nothing more."""
         self._deltas.close()
 
 
 def whole_answers(response: Response, deltas: Iterable[AnswerDelta]) -> GenerationResult:
-    """The answers to one prompt, put together from all their pieces."""
+    """Return the answers to one prompt, put together from their pieces."""
     pieces: dict[int, list[AnswerDelta]] = {}
     for delta in deltas:
         pieces.setdefault(delta.index, []).append(delta)

@@ -1,4 +1,4 @@
-"""InProcessEngine: an engine in this process, whose steps its callers take turns in running."""
+"""InProcessEngine: an engine in the calling process, whose callers take turns in running steps."""
 
 import itertools
 import threading
@@ -14,13 +14,13 @@ from midfill.frontend.sampling import SamplingParams
 
 
 class InProcessEngine:
-    """An engine that any number of threads may call; there is none that only runs it.
+    """An engine that any number of threads may call. No thread is dedicated to running it.
 
-    Whoever waits for an answer runs the next step. A step also brings outputs for others, which
-    are put where they look for them.
+    A thread that waits for an answer runs the next step. The step may also produce outputs for
+    other threads, which find them in their requests' mailboxes.
 
     Args:
-        engine: nobody else may use it.
+        engine: must not be used by anything else.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -38,20 +38,20 @@ class InProcessEngine:
     def answer(
         self, responses: Sequence[Response], sampling: SamplingParams
     ) -> Generator[tuple[int, AnswerDelta], None, None]:
-        """Run prompts to their end, as (place in ``responses``, delta).
+        """Generate answers; yield (index in ``responses``, delta) until all are complete.
 
-        Requests begin with the first ``next`` and end with the generator, closed or exhausted.
+        The requests are queued at the first ``next``, and end when the generator is closed.
 
         Raises:
-            InvalidRequestError: a prompt that can never run.
-            GenerationError: the engine gave up on one.
+            InvalidRequestError: a prompt can never run.
+            GenerationError: the engine failed on one.
         """
         places = {f"{next(self._numbers)}": place for place in range(len(responses))}
         try:
             for request_id, place in places.items():
                 self._add(request_id, responses[place].prompt, sampling)
             while not all(response.finished for response in responses):
-                for output in self._step_until_news(places):
+                for output in self._next_outputs(places):
                     place = places[output.request_id]
                     delta = responses[place].push(output)
                     if delta is not None:
@@ -70,33 +70,34 @@ class InProcessEngine:
             self._mailboxes[request_id] = deque()
 
     def _end(self, request_id: str, index: int) -> None:
-        """End an answer: a stop string was found in it before the engine knows."""
+        """End an answer in which a stop string was found, of which the engine doesn't know."""
         with self._lock:
             self._engine.cancel(request_id, index)
 
     def _drop(self, request_id: str) -> None:
-        """End a request, wherever it is."""
+        """End a request, whether or not it is complete."""
         with self._lock:
             if self._mailboxes.pop(request_id, None) is not None:
                 self._engine.cancel(request_id)
 
-    def _step_until_news(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        """Outputs for these requests; runs a step if none has come yet."""
+    def _next_outputs(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """Return outputs of these requests; run a step if there are none yet."""
         with self._lock:
-            news = self._collect(request_ids)
-            if not news:
+            outputs = self._collect(request_ids)
+            if not outputs:
                 for output in self._engine.step():
                     mailbox = self._mailboxes.get(output.request_id)
                     if mailbox is not None:
                         mailbox.append(output)
-                news = self._collect(request_ids)
-            return news
+                outputs = self._collect(request_ids)
+            return outputs
 
     def _collect(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        news: list[EngineOutput] = []
+        """Empty the mailboxes of these requests."""
+        outputs: list[EngineOutput] = []
         for request_id in request_ids:
             mailbox = self._mailboxes.get(request_id)
             if mailbox:
-                news += mailbox
+                outputs += mailbox
                 mailbox.clear()
-        return news
+        return outputs

@@ -1,4 +1,4 @@
-"""Prompts: what clients send, as token ids: raw text, ids, the text around a caret, a chat."""
+"""PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -18,22 +18,23 @@ from midfill.tokens.healing import TokenTrie
 from midfill.tokens.layout_encoder import LayoutEncoder
 from midfill.tokens.tokenizer import Tokenizer
 
-# A cautious guess: text remembered from earlier requests is not to fill the context.
-_CHARACTERS_A_TOKEN = 2
+# A low estimate, so that text remembered from earlier requests does not fill the context.
+_CHARACTERS_PER_TOKEN = 2
 _TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutReport:
-    """How a prompt was laid out; clients see it as the answer's ``midfill`` object.
+    """How a prompt was laid out; clients see it in the response's ``midfill`` object.
 
     Attributes:
-        layout: what was built.
-        cut: characters of the prefix before the suffix in the prompt; None for a raw prompt.
-        sentinels: whether the model has FIM tokens. Without, neither the suffix nor extra context
-            was seen.
-        document: the server's id of the document; None where none is kept.
-        healed: bytes of the text before the caret that the model wrote again.
+        layout: the layout that was chosen.
+        cut: number of the prefix's characters that stand before the suffix in the prompt; None
+            for a raw prompt.
+        sentinels: whether the model has FIM tokens. Without them it sees neither the suffix nor
+            other files.
+        document: the planner's id of the document; None if it keeps none.
+        healed: number of bytes before the caret that the model writes again.
     """
 
     layout: LayoutName
@@ -49,12 +50,12 @@ class Prompt:
 
     Attributes:
         token_ids: never empty.
-        text: what the client sent before the place to go on from, for echoing.
+        text: what the client sent before the caret, to be echoed.
         report: how it was laid out; None for chats and token ids.
-        stop_token_ids: tokens that end the answer, beside the model's own end tokens.
-        begins_with: the last bytes before the caret, where they were left out of ``token_ids`` for
-            the answer to begin with (token healing).
-        prefix, suffix: the text around the place to go on from, as far as it is known.
+        stop_token_ids: tokens that end the answer, in addition to the model's own end tokens.
+        begins_with: the last bytes before the caret if they are left out of ``token_ids``, so that
+            the answer has to begin with them (token healing).
+        prefix, suffix: the text around the caret, as far as it is known.
     """
 
     token_ids: list[int]
@@ -72,7 +73,7 @@ class Prompt:
         tenant: str = "",
         stream_interval: float = 0.0,
     ) -> EngineRequest:
-        """What the engine is asked; see ``EngineRequest``."""
+        """Return the request for the engine; see ``EngineRequest`` for the arguments."""
         return EngineRequest(
             request_id=request_id,
             token_ids=self.token_ids,
@@ -86,18 +87,18 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedPrompt:
-    """A prompt that will probably be wanted next.
+    """A prompt that will probably be needed next.
 
     Attributes:
-        token_ids: to be in the cache by then.
-        layout: the planner's.
+        token_ids: the prompt.
+        layout: the planner's layout of it.
     """
 
     token_ids: list[int]
     layout: PromptLayout
 
     def request(self, request_id: str, tenant: str = "") -> EngineRequest:
-        """What the engine is asked: to compute it when there is nothing else to do."""
+        """Return the request for the engine: compute the prompt when idle."""
         return EngineRequest(
             request_id=request_id,
             token_ids=self.token_ids,
@@ -108,12 +109,12 @@ class ExpectedPrompt:
 
 
 class PromptEncoder:
-    """Makes prompts for one model. Remembers documents; call it from one thread at a time.
+    """Makes prompts for one model. It remembers documents, and is not thread-safe.
 
     Args:
-        checkpoint: gives tokenizer and chat template.
+        checkpoint: its tokenizer and chat template are used.
         format: the model's FIM format, or None.
-        context: most tokens of a prompt and its answer.
+        context: maximum number of tokens of a prompt and its answer.
 
     Attributes:
         context: the same.
@@ -127,7 +128,7 @@ class PromptEncoder:
         self._planner = Planner(
             format,
             PlannerOptions(
-                max_prompt_characters=context * _CHARACTERS_A_TOKEN,
+                max_prompt_characters=context * _CHARACTERS_PER_TOKEN,
                 fragments=checkpoint.metadata.get(FRAGMENTS_KEY) is True,
             ),
         )
@@ -142,17 +143,17 @@ class PromptEncoder:
         healing: bool = True,
         stop_token_ids: Collection[int] = (),
     ) -> Prompt:
-        """The prompt for a caret, or of a raw text (``request.raw``).
+        """Return the prompt for the text around a caret, or for a raw text (``request.raw``).
 
         Args:
             request: the text and how to lay it out.
-            healing: let the model write an unfinished last word again, see ``infill.healing``;
-                means nothing to a raw prompt that is sent as it is.
-            stop_token_ids: tokens that the client wants to end the answer. The answer can't write
-                one again, so nothing is healed where one would be taken back.
+            healing: let the model write an unfinished last word again, see ``tokens.healing``. No
+                effect on a raw prompt that is sent as it is.
+            stop_token_ids: tokens that end the answer at the client's wish. The answer can't write
+                one of them again, so a prompt whose last tokens hold one is not healed.
 
         Raises:
-            InvalidRequestError: too long, empty, or a layout that doesn't fit the request.
+            InvalidRequestError: the prompt is too long or empty, or the layout doesn't fit it.
         """
         self._refuse_oversized(len(request.prefix) + len(request.suffix))
         self._refuse_oversized(
@@ -160,31 +161,31 @@ class PromptEncoder:
         )
         self._refuse_oversized(len(request.path) + len(request.repository), "path")
         try:
-            prompt, last = self._planned(request)
+            prompt, last = self._plan(request)
         except InvalidRequestError as error:
             if error.code != _TOO_LONG or request.window == "as-sent":
                 raise
-            # What the planner added from earlier requests may be what was too much.
-            prompt, last = self._planned(dataclasses.replace(request, window="as-sent"))
-        return self._healed(prompt, last, stop_token_ids) if healing else prompt
+            # It may fit without the text that the planner added from earlier requests.
+            prompt, last = self._plan(dataclasses.replace(request, window="as-sent"))
+        return self._heal(prompt, last, stop_token_ids) if healing else prompt
 
-    def laid_out(
+    def encode_layout(
         self,
         layout: PromptLayout,
         *,
         healing: bool = True,
         stop_token_ids: Collection[int] = (),
     ) -> Prompt:
-        """The prompt of a layout that the caller made, as ``infill`` makes it of the planner's.
+        """Return the prompt for a layout of the caller's own; arguments as in ``infill``.
 
         Raises:
-            InvalidRequestError: too long or empty.
+            InvalidRequestError: the prompt is too long or empty.
         """
-        prompt, last = self._encoded(layout, layout.planned_prefix, layout.planned_suffix)
-        return self._healed(prompt, last, stop_token_ids) if healing else prompt
+        prompt, last = self._encode(layout, layout.planned_prefix, layout.planned_suffix)
+        return self._heal(prompt, last, stop_token_ids) if healing else prompt
 
-    def _planned(self, request: InfillRequest) -> tuple[Prompt, int]:
-        """The prompt, and how many tokens at its end are user text that the answer continues."""
+    def _plan(self, request: InfillRequest) -> tuple[Prompt, int]:
+        """Lay a request out and encode it; returns what ``_encode`` does."""
         layout = self._planner.plan_and_record(request)
         if layout.layout == "verbatim" and request.layout not in ("auto", "verbatim"):
             raise InvalidRequestError(
@@ -195,11 +196,11 @@ class PromptEncoder:
         filled = request.raw and layout.layout != "verbatim"  # its texts are not the request's
         prefix = layout.planned_prefix if filled else request.prefix
         suffix = layout.planned_suffix if filled else request.suffix
-        prompt, last = self._encoded(layout, prefix, suffix)
+        prompt, last = self._encode(layout, prefix, suffix)
         return dataclasses.replace(prompt, text=request.prefix), last
 
-    def _encoded(self, layout: PromptLayout, prefix: str, suffix: str) -> tuple[Prompt, int]:
-        """The prompt of a layout, and how many tokens at its end the answer continues."""
+    def _encode(self, layout: PromptLayout, prefix: str, suffix: str) -> tuple[Prompt, int]:
+        """Return a layout's prompt, and how many tokens at its end the answer continues."""
         parts = self._layouts.encode_parts(layout)
         ids = [token_id for part in parts for token_id in part]
         self._check_length(len(ids), _too_long_field(layout, parts, self.context))
@@ -214,10 +215,10 @@ class PromptEncoder:
         is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")
         return prompt, len(parts[-1]) if is_open else 0
 
-    def _healed(self, prompt: Prompt, last: int, stop_token_ids: Collection[int]) -> Prompt:
-        """The prompt without those of its ``last`` tokens that a longer one might have swallowed.
+    def _heal(self, prompt: Prompt, last: int, stop_token_ids: Collection[int]) -> Prompt:
+        """Return the prompt without those of its ``last`` tokens that a longer token could replace.
 
-        Its first token stays in any case: the engine can't start from nothing.
+        Its first token always stays, since the engine can't start from an empty prompt.
         """
         if not last:
             return prompt
@@ -253,18 +254,18 @@ class PromptEncoder:
         self._planner.record_computed(expected.layout)
 
     def raw(self, text: str) -> Prompt:
-        """The prompt for a raw text; special tokens in it are parsed.
+        """Return the prompt for a raw text; special tokens in it are parsed.
 
         Raises:
-            InvalidRequestError: too long or empty.
+            InvalidRequestError: the text is too long or empty.
         """
         return self.infill(InfillRequest(prefix=text, raw=True))
 
     def tokens(self, token_ids: Sequence[int]) -> Prompt:
-        """The prompt of given token ids, sent as they are.
+        """Return the prompt for token ids, which are sent as they are.
 
         Raises:
-            InvalidRequestError: too many, none, or ids the model doesn't have.
+            InvalidRequestError: there are too many or none, or the model doesn't have one of them.
         """
         self._check_length(len(token_ids))
         vocab = self._tokenizer.vocab_size
@@ -272,18 +273,18 @@ class PromptEncoder:
             if not 0 <= token_id < vocab:
                 raise InvalidRequestError(
                     f"prompt holds token id {str(token_id)[:24]}; "
-                    f"this model's go from 0 to {vocab - 1}",
+                    f"this model's ids go from 0 to {vocab - 1}",
                     param="prompt",
                 )
         text = self._tokenizer.decode(token_ids)
         return Prompt(list(token_ids), text, prefix=text)
 
     def chat(self, messages: Sequence[Message]) -> Prompt:
-        """The prompt of a conversation.
+        """Return the prompt for a conversation.
 
         Raises:
-            InvalidRequestError: the model has no chat template, it refuses the messages, or they
-                are too long.
+            InvalidRequestError: the model has no chat template, the template is broken or refuses
+                the messages, or they are too long.
         """
         if self._chat is None:
             raise InvalidRequestError(
@@ -297,7 +298,7 @@ class PromptEncoder:
         return Prompt(ids, "")
 
     def _refuse_oversized(self, characters: int, field: str = "prompt") -> None:
-        """Refuse what can't fit before spending time on tokenising it."""
+        """Refuse a text that can't fit, before time is spent on tokenising it."""
         if characters > self.context * self._longest_token:
             raise InvalidRequestError.of_field(
                 field,
@@ -321,14 +322,14 @@ class PromptEncoder:
 def fim_format(
     checkpoint: Checkpoint, fim_tokens: tuple[str, str, str] | None = None
 ) -> FimFormat | None:
-    """A checkpoint's FIM format, or None where it has no sentinels that midfill knows.
+    """Return a checkpoint's FIM format, or None if it has no sentinels that midfill knows.
 
     Args:
         checkpoint: the model.
-        fim_tokens: the prefix, suffix and middle token, where the user names them.
+        fim_tokens: the prefix, suffix and middle token, if the user names them.
 
     Raises:
-        InvalidRequestError: a named token is none of the model's special tokens.
+        InvalidRequestError: a named token is not one of the model's special tokens.
     """
     special_tokens = checkpoint.tokenizer.special_tokens
     if fim_tokens is not None:
@@ -337,7 +338,7 @@ def fim_format(
 
 
 def _too_long_field(layout: PromptLayout, parts: Sequence[Sequence[int]], context: int) -> str:
-    """Which field a too long prompt is due to: the context, if it would fit without."""
+    """Return the field that makes a prompt too long: "context" if it would fit without."""
     extra = sum(
         len(part)
         for segment, part in zip(layout.segments, parts[1:], strict=True)
@@ -362,7 +363,7 @@ def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def _longest_token(tokenizer: Tokenizer) -> int:
-    """Bytes of the longest token: no text of more characters than that fits one token."""
+    """Return the bytes of the longest token; a token stands for at most as many characters."""
     return max(
         max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)),
         max((len(text) for text in tokenizer.special_tokens), default=1),

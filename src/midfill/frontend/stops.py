@@ -1,8 +1,8 @@
-"""Stop strings found in a text that grows, whatever chunks it comes in.
+"""StopScanner: finds stop strings in a text that arrives in chunks.
 
-The matcher of Aho and Corasick ("Efficient string matching: an aid to bibliographic search",
-1975): its state is the longest end of the text seen so far that begins some stop string, and that
-end is exactly what has to be held back until it is known whether the stop string comes.
+The matcher is the one of Aho and Corasick ("Efficient string matching: an aid to bibliographic
+search", 1975). Its state is the longest suffix of the text so far that is a prefix of some stop
+string. Exactly this suffix has to be held back until it is known whether the stop string follows.
 """
 
 from collections import deque
@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """The automaton of a set of stop strings; immutable, shared by all answers of a request.
+    """The automaton for a set of stop strings; immutable, shared by all answers of a request.
 
-    The string that ends first in the text wins; of several that end there, the longest.
+    It finds the string that ends first in the text, and of several that end there the longest.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -29,17 +29,17 @@ class StopStrings:
         return len(self._next) > 1
 
     def advance(self, state: int, character: str) -> int:
-        """The state after one more character; 0 is the start."""
+        """Return the state after one more character; 0 is the initial state."""
         while state and character not in self._next[state]:
             state = self._fallback[state]
         return self._next[state].get(character, 0)
 
     def held(self, state: int) -> int:
-        """Characters at the text's end that may be the start of a stop string."""
+        """Return how many characters at the text's end may be the start of a stop string."""
         return self._depth[state]
 
     def matched(self, state: int) -> int:
-        """Length of the stop string the text ends with, or 0."""
+        """Return the length of the stop string that the text ends with, or 0."""
         return self._matched[state]
 
     def _insert(self, stop: str) -> None:
@@ -55,7 +55,7 @@ class StopStrings:
         self._matched[state] = len(stop)
 
     def _link(self) -> None:
-        """Set each state's fallback: the longest proper end of it that is a state too."""
+        """Set each state's fallback: its longest proper suffix that is a state as well."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
@@ -66,14 +66,17 @@ class StopStrings:
 
 
 class StopScanner:
-    """One answer's text on its way out: emits what can't be part of a stop string.
+    """The scanner of one answer: lets text pass that can't be part of a stop string.
+
+    Args:
+        stops: the automaton.
+        include_stop: let the stop string itself pass, too.
 
     Attributes:
         stopped: the stop string that was found, or None.
     """
 
     def __init__(self, stops: StopStrings, *, include_stop: bool = False) -> None:
-        """``include_stop`` lets the stop string itself out, too."""
         self._stops = stops
         self._include_stop = include_stop
         self._state = 0
@@ -81,7 +84,7 @@ class StopScanner:
         self.stopped: str | None = None
 
     def push(self, text: str) -> str:
-        """Take more text and return what may be shown; nothing after a stop string."""
+        """Add text and return what can be shown now; nothing after a stop string."""
         if self.stopped is not None:
             return ""
         if not self._stops:
@@ -101,6 +104,6 @@ class StopScanner:
         return seen[:shown]
 
     def flush(self) -> str:
-        """The answer has ended: what was held back is text after all."""
+        """Return what was held back, once the answer has ended without a stop string."""
         held, self._held, self._state = self._held, "", 0
         return held

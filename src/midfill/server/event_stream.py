@@ -1,4 +1,4 @@
-"""Answers that end when the client goes away: event streams, and waiting for a whole answer."""
+"""Responses whose work is cancelled when the client disconnects: streamed or whole."""
 
 import asyncio
 import contextlib
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work``; if the client goes away first, cancel it.
+    """Return the result of ``work``; cancel it if the client disconnects first.
 
     The request's body must have been read.
 
     Raises:
-        ClientGoneError: the client went away.
+        ClientGoneError: the client disconnected.
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
@@ -38,20 +38,22 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 class EventStream(Response):
     """Server-sent events as OpenAI sends them, with ``[DONE]`` at the end.
 
-    Nothing is sent before the first event is there, so a request that fails until then is
-    answered with a proper status. A failure after that is an event with OpenAI's error object.
+    Nothing is sent before the first event is available, so that a request that fails until then
+    gets an error status. A later failure becomes an event with OpenAI's error object.
+
+    Args:
+        events: what to send as JSON; closed when the client disconnects.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[object, None]) -> None:
-        """``events`` is closed when the client goes away."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it all (ASGI)."""
+        """Send the response (ASGI)."""
         with contextlib.suppress(ClientGoneError):
             await while_connected(receive, self._send_all(send))
 

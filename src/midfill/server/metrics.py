@@ -1,5 +1,7 @@
-"""Metrics for Prometheus. The names after ``midfill:`` are vLLM's, so its dashboards work with
-the prefix exchanged; what vLLM has no name for is added in the same style.
+"""Metrics for Prometheus.
+
+The names after ``midfill:`` are vLLM's, so that its dashboards work with the prefix exchanged.
+What vLLM has no name for is named in the same style.
 """
 
 from collections.abc import Iterator
@@ -46,14 +48,16 @@ class Metrics:
         self._whole = self._histogram(
             "e2e_request_latency_seconds", "Time from request to last token in seconds.", _SECONDS
         )
-        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens a request.", _TOKENS)
+        self._prompt = self._histogram(
+            "request_prompt_tokens", "Prompt tokens per request.", _TOKENS
+        )
         self._computed = self._histogram(
             "request_computed_prompt_tokens",
-            "Prompt tokens a request that were not in the cache.",
+            "Prompt tokens per request that were not in the cache.",
             (0, *_TOKENS),
         )
         self._generation = self._histogram(
-            "request_generation_tokens", "Generated tokens a request.", _TOKENS
+            "request_generation_tokens", "Generated tokens per request.", _TOKENS
         )
         self._finished = Counter(
             "midfill:request_success", "Answers by how they ended.", [_LABEL, "finished_reason"],
@@ -61,27 +65,27 @@ class Metrics:
         )  # fmt: skip
 
     def first_token(self, seconds: float) -> None:
-        """A request's first token came out so long after the request."""
+        """Record the time from a request to its first token."""
         self._first_token.observe(seconds)
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
-        """So many more tokens of an answer came, so long after those before."""
+        """Record that ``tokens`` tokens of an answer arrived ``seconds`` after the ones before."""
         for _ in range(tokens):
             self._between_tokens.observe(seconds / tokens)
 
     def answer_finished(self, reason: str) -> None:
-        """An answer is complete, or was aborted ("abort")."""
+        """Count an answer that is complete, or that was aborted ("abort")."""
         self._finished.labels(self._model, reason).inc()
 
     def request_finished(self, seconds: float, prompt: int, cached: int, generated: int) -> None:
-        """A request is complete; the counts are tokens."""
+        """Record a complete request: its duration and numbers of tokens."""
         self._whole.observe(seconds)
         self._prompt.observe(prompt)
         self._computed.observe(prompt - cached)
         self._generation.observe(generated)
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -110,16 +114,19 @@ class _EngineCollector(Collector):
                 self._engine.queued_tokens,
             ),
             "num_requests_background": (
-                "Prompts to compute while there is nothing else to do.",
+                "Prompts to compute while the engine is idle.",
                 stats.background,
             ),
             "kv_cache_usage_perc": (
                 "Share of the KV slots that answers in progress use (1 is all).",
                 used / total if total else 0.0,
             ),
-            "kv_slots": ("KV slots (tokens) in all.", total),
-            "kv_slots_free": ("KV slots that hold nothing.", stats.slots_free),
-            "kv_slots_cached": ("KV slots of the prefix cache nobody uses.", stats.slots_cached),
+            "kv_slots": ("KV slots (tokens) in total.", total),
+            "kv_slots_free": ("Empty KV slots.", stats.slots_free),
+            "kv_slots_cached": (
+                "KV slots of the prefix cache that no answer uses.",
+                stats.slots_cached,
+            ),
         }
         counters = {
             "prompt_tokens": ("Prompt tokens.", stats.prompt_tokens),
@@ -129,16 +136,16 @@ class _EngineCollector(Collector):
             "num_preemptions": ("Answers put back into the queue.", stats.preemptions),
             "computed_tokens": ("Tokens that went through the model.", stats.computed_tokens),
             "background_tokens": (
-                "Of these, the ones nobody had asked for yet.",
+                "Of these, tokens of prompts computed in idle time.",
                 stats.background_tokens,
             ),
-            "spec_decode_num_drafts": ("Drafts verified.", stats.drafts),
+            "spec_decode_num_drafts": ("Verified drafts.", stats.drafts),
             "spec_decode_num_draft_tokens": ("Tokens of drafts.", stats.draft_tokens),
             "spec_decode_num_accepted_tokens": (
-                "Of these, the ones that were right.",
+                "Of these, accepted ones.",
                 stats.accepted_tokens,
             ),
-            "evicted_tokens": ("Tokens the prefix cache gave up.", stats.evicted_tokens),
+            "evicted_tokens": ("Tokens evicted from the prefix cache.", stats.evicted_tokens),
             "steps": ("Forward passes.", stats.steps),
             "busy_seconds": ("Time spent in steps.", stats.busy_seconds),
             "forward_seconds": ("Time spent in forward passes.", stats.forward_seconds),

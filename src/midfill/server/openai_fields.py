@@ -1,7 +1,7 @@
-"""What OpenAI's generation endpoints have in common: sampling fields, usage, the midfill object.
+"""What OpenAI's generation endpoints share: sampling fields, usage, the midfill object.
 
-Fields that this server doesn't know are ignored, as OpenAI and vLLM do; what it knows but can't do
-is refused, so that nobody believes it was done.
+Unknown fields are ignored, as by OpenAI and vLLM. Known fields that are not supported are refused
+rather than silently ignored.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from midfill.frontend.prompts import Prompt
 from midfill.frontend.response import Usage
 from midfill.frontend.sampling import SamplingParams
 
-LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON has not
+LOWEST_LOGPROB = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -23,9 +23,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
-    """Fields of both endpoints; null means the default everywhere.
+    """Fields of both endpoints; null always means the default.
 
-    Those from ``top_k`` to ``include_stop_str_in_output`` are vLLM's additions.
+    The fields from ``top_k`` to ``include_stop_str_in_output`` are vLLM's additions.
     """
 
     model: str | None = None
@@ -50,11 +50,11 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
 
     def sampling(self, *, default_max_tokens: int, logprobs: int | None) -> SamplingParams:
-        """The sampling these fields ask for, not yet checked."""
+        """Return the sampling parameters that the fields ask for, not yet checked."""
         given: dict[str, Any] = {
             "max_tokens": default_max_tokens if self.max_tokens is None else self.max_tokens,
             "logprobs": logprobs,
-            # vLLM's older spelling of "all tokens".
+            # vLLM's former value for "all tokens".
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
             "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
@@ -81,7 +81,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
 
 def usage_object(usage: Usage) -> dict[str, object]:
-    """OpenAI's ``usage``; ``cached_tokens`` were not computed."""
+    """Return OpenAI's ``usage`` object."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -91,7 +91,7 @@ def usage_object(usage: Usage) -> dict[str, object]:
 
 
 def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
-    """The answer's ``midfill``: how the prompt was laid out and what of it was computed."""
+    """Return the response's ``midfill`` object; None if the prompt has no layout."""
     if prompt.report is None:
         return None
     fields: dict[str, object] = {
@@ -110,5 +110,5 @@ def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
 
 
 def floor_logprob(logprob: float) -> float:
-    """A log probability that JSON can hold."""
+    """Return a log probability that JSON can hold."""
     return max(logprob, LOWEST_LOGPROB)

@@ -8,7 +8,7 @@ from midfill.server.service import ModelService
 
 
 def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]) -> APIRouter:
-    """The list and the one entry it has."""
+    """Return the router of the list and of its one entry."""
     router = APIRouter(dependencies=[Depends(tenant_of)])
 
     def card() -> dict[str, object]:

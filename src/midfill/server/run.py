@@ -1,4 +1,4 @@
-"""run_server: bind, load, listen; from ServeOptions to a running server."""
+"""run_server: from ServeOptions to a running server: bind, load, listen."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from midfill.system.progress import Progress
 
 _log = logging.getLogger(__name__)
 
-_SHUTDOWN_SECONDS = 3  # for answers in progress, after that they are cut off
+_SHUTDOWN_SECONDS = 3  # for answers in progress; then they are cut off
 
 
 def run_server(
@@ -40,8 +40,8 @@ def run_server(
     Args:
         options: what to serve and how.
         path: the checkpoint, already on disk.
-        on_progress: hears (stage, done, total) while the engine loads.
-        on_ready: hears the URL, the engine and the service once connections are taken.
+        on_progress: called with (stage, done, total) while the engine loads.
+        on_ready: called with the URL, the engine's info and the service once clients can connect.
 
     Raises:
         MidfillError: the address can't be used, or the model can't be loaded.
@@ -63,17 +63,17 @@ def run_server(
 async def open_service(
     options: ServeOptions, path: Path, on_progress: Progress | None = None
 ) -> AsyncIterator[ModelService]:
-    """A model with its engine process, ready to serve; both end with the block.
+    """Load a model and start its engine process; both end with the ``with`` block.
 
     Raises:
         MidfillError: the model can't be loaded.
     """
-    # Looked at here first: what is wrong with it is said before a process is started for it.
+    # Opened here first, so that its faults are reported before a process is started for it.
     run = options.options
     checkpoint = open_model(path, run.adapter_path, run.weights)
     engine = EngineClient(path, run, on_progress, options.max_queued_tokens)
     try:
-        # Building the tokenizer takes a while, too.
+        # Both take a while: building the tokenizer and starting the engine.
         format, info = await asyncio.gather(
             asyncio.to_thread(fim_format, checkpoint, options.fim_tokens), engine.start()
         )
@@ -105,7 +105,7 @@ async def _serve(
 ) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    # Until uvicorn takes over, so that the engine is not left behind by a kill while it loads.
+    # Until uvicorn installs its own handler, so that SIGTERM while loading ends the engine, too.
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     async with open_service(options, path, on_progress) as service:
         config = uvicorn.Config(
@@ -116,8 +116,8 @@ async def _serve(
             lifespan="off",
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
-        # From here on connections wait in the queue until uvicorn takes them, so that whoever
-        # hears "ready" can connect at once.
+        # From here on connections wait in the backlog until uvicorn accepts them, so that clients
+        # can connect as soon as on_ready is called.
         listener.listen(config.backlog)
         if on_ready is not None and service.engine.info is not None:
             on_ready(_url(listener), service.engine.info, service)
@@ -132,7 +132,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _short_name(model: str) -> str:
-    """A local file's or folder's own name; any other name as it is."""
+    """Return the last part of a path to a file or folder; any other name as it is."""
     path = Path(model).expanduser()
     if not path.exists():
         return model
@@ -141,7 +141,7 @@ def _short_name(model: str) -> str:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the address from now on; it listens once the model is loaded."""
+    """Return a socket bound to the address; it listens once the model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
