@@ -1,0 +1,58 @@
+"""load_engine composes the policies from the model's options."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from serving import request, serve
+from tiny_checkpoints import VOCAB
+
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.config import ModelOptions
+from midfill.engine.loading import load_engine, scheduler_policy, speculation
+from midfill.engine.policies.idle_prefill import IdlePrefill
+from midfill.engine.policies.sarathi_serve import SarathiServe
+from midfill.forward.batch import ForwardBatch
+from midfill.runners.cpu_runner import CpuRunner
+
+
+def test_the_options_reach_the_policies() -> None:
+    options = ModelOptions(token_budget=7, max_running=3)
+    assert scheduler_policy(options) == IdlePrefill(SarathiServe(token_budget=7, max_running=3))
+    assert speculation(ModelOptions(speculation=False)) is None
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_no_step_of_a_loaded_engine_exceeds_them(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, drafts: bool
+) -> None:
+    batches: list[ForwardBatch] = []
+    forward = CpuRunner.forward
+
+    def recorded(runner: CpuRunner, batch: ForwardBatch) -> object:
+        batches.append(batch)
+        return forward(runner, batch)
+
+    monkeypatch.setattr(CpuRunner, "forward", recorded)
+    options = ModelOptions(
+        backend="cpu",
+        threads=1,
+        kv_memory=4 * 2**20,
+        token_budget=11,
+        max_running=3,
+        speculation=drafts,
+    )
+    engine, runner, info = load_engine(open_checkpoint(tiny_folder), options)
+    rng = random.Random(0)
+    serve(engine, [request(f"r{i}", rng.choices(range(1, VOCAB), k=30) * 2) for i in range(6)])
+    assert max(batch.rows for batch in batches) == 11
+    assert max(batch.requests for batch in batches) == 3
+    assert info.slots == runner.slots == engine.stats().slots_total
+
+
+def test_loading_counts_from_the_given_start(tiny_folder: Path) -> None:
+    options = ModelOptions(backend="cpu", threads=1, kv_memory=2**20)
+    started = time.perf_counter() - 1000.0
+    _, _, info = load_engine(open_checkpoint(tiny_folder), options, started=started)
+    assert info.load_seconds >= 1000.0
