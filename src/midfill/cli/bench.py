@@ -2,19 +2,19 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 from rich.console import Console
 
 from midfill.cli.bench_options import (
+    ClientFimTokensOption,
     CompareOption,
     JsonOption,
     LoadedModelOption,
     OutputTokensOption,
     PairsOption,
-    TargetFimTokensOption,
     UrlOption,
 )
 from midfill.cli.bench_peers import peers
@@ -22,9 +22,13 @@ from midfill.cli.options import ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts
+from midfill.config import FimTokens
 from midfill.errors import MidfillError
 from midfill.reporting.publish import publish
 from midfill.system.extras import require
+
+if TYPE_CHECKING:
+    from midfill.bench.rounds import RoundsOptions
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -63,7 +67,7 @@ def rounds(
             help="Runs per layout, whose medians are shown; 3 if not set, with --compare 1.",
         ),
     ] = None,
-    fim_tokens: TargetFimTokensOption = None,
+    fim_tokens: ClientFimTokensOption = None,
     threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
     compare: CompareOption = None,
@@ -99,14 +103,7 @@ def rounds(
     if compare is not None:
         if url is not None or plot is not None:
             raise MidfillError("--compare runs both versions here: it takes no --url and no --plot")
-        arguments = ["--layouts", ",".join(options.layouts)]
-        arguments += ["--users", str(options.users), "--rounds", str(options.rounds)]
-        arguments += ["--output-tokens", str(output_tokens), "--repeats", str(options.repeats)]
-        arguments += ["--seed", str(seed)]
-        if model is not None:
-            arguments += ["--model", _absolute(model)]
-        if fim_tokens is not None:
-            arguments += ["--fim-tokens", ",".join(fim_tokens)]
+        arguments = _rounds_arguments(options, model, fim_tokens)
         _compare("rounds", [*arguments, *_threads(threads)], compare, pairs, json, docs)
         return
 
@@ -180,8 +177,22 @@ def _compare(
     publish(report, table.drawn(), table.markdown(), section=section, json=json, docs=docs)
 
 
+def _rounds_arguments(
+    options: "RoundsOptions", model: str | None, fim_tokens: FimTokens | None
+) -> list[str]:
+    """Return the arguments that make ``bench rounds`` run with these options."""
+    arguments = ["--layouts", ",".join(options.layouts), "--seed", str(options.seed)]
+    for name in ("users", "rounds", "output_tokens", "repeats"):
+        arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if model is not None:
+        arguments += ["--model", _absolute(model)]
+    if fim_tokens is not None:
+        arguments += ["--fim-tokens", ",".join(fim_tokens)]
+    return arguments
+
+
 def _absolute(model: str) -> str:
-    """The model, by its absolute path where it is one."""
+    """Return a model that is named by a path by its absolute path."""
     return str(Path(model).absolute()) if Path(model).exists() else model
 
 
@@ -288,7 +299,7 @@ def replay(
     requests: Annotated[int, typer.Option(min=2, help="Requests of the session.")] = 120,
     output_tokens: OutputTokensOption = 8,
     seed: Annotated[int, typer.Option(help="Which session.")] = 0,
-    fim_tokens: TargetFimTokensOption = None,
+    fim_tokens: ClientFimTokensOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     docs: DocsOption = None,

@@ -19,7 +19,7 @@ UrlOption = Annotated[
 LoadedModelOption = Annotated[
     str | None, typer.Option(help="Model to load into this process; the default model if not set.")
 ]
-TargetFimTokensOption = Annotated[
+ClientFimTokensOption = Annotated[
     FimTokens | None,
     typer.Option(
         parser=parse_fim_tokens,
