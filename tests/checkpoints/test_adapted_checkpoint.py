@@ -180,7 +180,7 @@ class TestQuantisedBases:
         assert np.abs(after.to_float32()[ROWS] - values).max() <= 1.1 * step
 
     @pytest.mark.parametrize("kind", ["q4_k", "q6_k"])
-    def test_blocks_of_256_become_eight_bits(self, tmp_path: Path, kind: str) -> None:
+    def test_kinds_with_blocks_of_256_become_q8_0(self, tmp_path: Path, kind: str) -> None:
         sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
         base = write_tiny("llama", tmp_path / "base", **sizes)
         settings = {"target_modules": ["down_proj"], "trainable_token_indices": ROWS}
@@ -270,7 +270,7 @@ class TestIdentity:
         assert own.rounding == "stochastic"
         assert AdaptedCheckpoint(checkpoint, own.adapter, rounding="nearest").rounding == "nearest"
 
-    def test_room_for_more_bits_is_used(self, base: Path, folder: Path) -> None:
+    def test_the_merge_is_exact_for_q8_and_f32_weights(self, base: Path, folder: Path) -> None:
         exact = {}
         for weights in ("auto", "q4", "q8", "f32"):
             checkpoint = open_model(base, folder, weights)  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ class TestIdentity:
             exact[weights] = checkpoint.exact
         assert exact == {"auto": False, "q4": False, "q8": True, "f32": True}
 
-    def test_without_an_adapter_it_is_the_base(self, base: Path) -> None:
+    def test_without_an_adapter_the_base_is_opened(self, base: Path) -> None:
         assert not isinstance(open_model(base), AdaptedCheckpoint)
 
 
@@ -297,7 +297,7 @@ class TestMetadata:
         ids = open_checkpoint(base).tokenizer.special_tokens
         assert ids[END_OF_TEXT] in after.stop_token_ids
 
-    def test_they_win_over_the_bases_own_word(self, base: Path, adapter: Adapter) -> None:
+    def test_they_override_the_bases_own_metadata(self, base: Path, adapter: Adapter) -> None:
         checkpoint = open_checkpoint(base)
         checkpoint.metadata = {
             "tokenizer.ggml.fim_pre_token_id": 1,

@@ -62,7 +62,7 @@ def test_what_peft_writes_is_read(base: Path, written: Path) -> None:
     assert adapter.record.base_digest == checkpoint.content_digest
 
 
-def test_an_adapter_without_a_record_says_nothing_of_fim(base: Path, folder: Path) -> None:
+def test_an_adapter_without_a_record_names_no_fim_tokens(base: Path, folder: Path) -> None:
     (folder / "midfill.json").unlink()
     adapter = load_adapter(folder, open_checkpoint(base))
     assert adapter.record == AdapterRecord()
@@ -102,7 +102,7 @@ def test_the_older_name_of_token_rows_is_read(base: Path, folder: Path) -> None:
     np.testing.assert_array_equal(rows.values, expected.values)
 
 
-def test_the_fingerprint_follows_what_it_does(base: Path, folder: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_the_weights(base: Path, folder: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(base)
     first = load_adapter(folder, checkpoint).fingerprint
     (folder / "README.md").write_text("other words")
@@ -114,7 +114,7 @@ def test_the_fingerprint_follows_what_it_does(base: Path, folder: Path, tmp_path
 
 
 class TestContentDigest:
-    def test_it_is_the_same_wherever_the_model_lies(self, base: Path, tmp_path: Path) -> None:
+    def test_the_digest_is_independent_of_the_path(self, base: Path, tmp_path: Path) -> None:
         copy = tmp_path / "copy"
         copy.mkdir()
         for file in base.iterdir():
@@ -122,7 +122,9 @@ class TestContentDigest:
         assert open_checkpoint(copy).content_digest == open_checkpoint(base).content_digest
         assert open_checkpoint(copy).fingerprint != open_checkpoint(base).fingerprint
 
-    def test_other_weights_or_kinds_have_another(self, base: Path, tmp_path: Path) -> None:
+    def test_the_digest_differs_for_other_weights_or_kinds(
+        self, base: Path, tmp_path: Path
+    ) -> None:
         from safetensors.torch import load_file, save_file
 
         digests = {open_checkpoint(base).content_digest}
@@ -174,7 +176,7 @@ def refusal(base: Path, folder: Path, error: type[MidfillError] = CheckpointErro
         ({"trainable_token_indices": [1, 2, 3]}, r"has shape \[2, 64\].*ask for \[3, 64\]"),
     ],
 )
-def test_a_configuration_that_cant_be(
+def test_invalid_configurations_are_refused(
     base: Path, folder: Path, fields: dict[str, Any], problem: str
 ) -> None:
     edit_config(folder, fields)
@@ -209,7 +211,7 @@ def test_a_configuration_that_cant_be(
         ({TOKENS: torch.zeros(2, 32)}, r"has shape \[2, 32\]"),
     ],
 )
-def test_tensors_that_dont_fit(
+def test_tensors_that_do_not_fit_are_refused(
     base: Path, folder: Path, changed: dict[str, torch.Tensor | None], problem: str
 ) -> None:
     edit_tensors(
@@ -232,7 +234,7 @@ def test_tensors_that_dont_fit(
         ({"rounding": "up"}, "'rounding' must be one of nearest, diffusion, stochastic, not 'up'"),
     ],
 )
-def test_a_record_that_cant_be(
+def test_invalid_records_are_refused(
     base: Path, folder: Path, fields: dict[str, Any], problem: str
 ) -> None:
     write_record(folder, base, **fields)
@@ -264,7 +266,7 @@ def test_a_lora_on_a_tied_head_or_the_embedding(tmp_path: Path) -> None:
     assert "is a LoRA on the embedding" in refusal(tied, folder)
 
 
-def test_files_that_are_missing_or_broken(base: Path, folder: Path, tmp_path: Path) -> None:
+def test_missing_or_broken_files_are_named(base: Path, folder: Path, tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
     assert "no such folder" in refusal(base, missing, ModelNotFoundError)
     assert "no adapter_config.json" in refusal(base, tmp_path, ModelNotFoundError)

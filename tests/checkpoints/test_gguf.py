@@ -120,7 +120,7 @@ def halves_rotary(head: Float32Array, angles: Float32Array) -> Float32Array:
 
 
 class TestTensors:
-    def test_a_model_is_seen_through_canonical_names(self, path: Path) -> None:
+    def test_tensors_have_canonical_names(self, path: Path) -> None:
         checkpoint = GgufCheckpoint(path)
         assert checkpoint.config.layers == LAYERS
         assert checkpoint.config.tied_embeddings
@@ -138,7 +138,7 @@ class TestTensors:
             assert (tensor.name, tensor.kind) == (name, "f32")
             np.testing.assert_array_equal(tensor.to_float32(), stored[theirs])
 
-    def test_an_lm_head_of_its_own_is_found(self, tmp_path: Path) -> None:
+    def test_an_untied_lm_head_is_found(self, tmp_path: Path) -> None:
         head = np.ones((VOCAB, HIDDEN), np.float32)
         checkpoint = GgufCheckpoint(write(tmp_path / "m", weights() | {"output.weight": head}))
         assert not checkpoint.config.tied_embeddings
@@ -221,7 +221,7 @@ class TestTensors:
         expected = gguf.quants.dequantize(stored[name], type_)
         np.testing.assert_array_equal(tensor.to_float32(), expected)
 
-    def test_half_precision_is_read_as_it_is(self, tmp_path: Path) -> None:
+    def test_half_precision_is_read_unchanged(self, tmp_path: Path) -> None:
         stored = weights()
         half = stored["token_embd.weight"].astype(np.float16)
         brain = gguf.quants.quantize(stored["blk.0.attn_q.weight"], GGMLQuantizationType.BF16)
@@ -235,13 +235,13 @@ class TestTensors:
         exact = GgufCheckpoint(write(tmp_path / "f", weights())).tensor("layers.0.q.weight")
         np.testing.assert_allclose(query.to_float32(), exact.to_float32(), rtol=2**-8)
 
-    def test_a_tensor_it_does_not_have_is_an_error(self, path: Path) -> None:
+    def test_an_unknown_tensor_is_an_error(self, path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"tiny\.gguf: has no tensor 'lm_head\.weight'"):
             GgufCheckpoint(path).tensor("lm_head.weight")
 
 
 class TestWhatElseItHolds:
-    def test_metadata_leaves_the_vocabulary_out(self, path: Path) -> None:
+    def test_metadata_omits_the_vocabulary(self, path: Path) -> None:
         metadata = GgufCheckpoint(path).metadata
         assert metadata["general.architecture"] == "llama"
         assert metadata["tokenizer.ggml.pre"] == "smollm"
@@ -300,7 +300,7 @@ class TestBrokenFiles:
             path.write_bytes(data[:end])
             assert reason_not_to_open(path)
 
-    def test_other_files_are_told_apart(self, tmp_path: Path) -> None:
+    def test_other_kinds_of_files_are_recognised(self, tmp_path: Path) -> None:
         path = tmp_path / "m.gguf"
         path.write_bytes(b"PK\x03\x04 and so on")
         assert reason_not_to_open(path).startswith("not a GGUF file")
@@ -337,11 +337,11 @@ class TestBrokenFiles:
         write(path, weights() | {"token_embd.weight": np.zeros((VOCAB, HIDDEN), np.float64)})
         assert "'token_embd.weight' has type F64, which can't be" in reason_not_to_open(path)
 
-    def test_parts_of_a_split_file_say_so(self, path: Path) -> None:
+    def test_a_part_of_a_split_file_is_named_as_such(self, path: Path) -> None:
         write(path, weights(), more={"split.count": 3})
         assert reason_not_to_open(path).startswith("is one of 3 parts; merge them first")
 
-    def test_more_layers_than_tensors_are_not_even_counted(self, path: Path) -> None:
+    def test_more_layers_than_tensors_are_refused_at_once(self, path: Path) -> None:
         data = path.read_bytes()
         key = b"llama.block_count" + (4).to_bytes(4, "little")
         assert data.count(key) == 1
@@ -351,7 +351,7 @@ class TestBrokenFiles:
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
     @given(st.data())
-    def test_flipped_bytes_never_do_worse_than_a_clear_error(
+    def test_flipped_bytes_cause_at_worst_a_clear_error(
         self, path: Path, tmp_path: Path, data: st.DataObject
     ) -> None:
         content = bytearray(path.read_bytes())
@@ -373,7 +373,7 @@ class TestBrokenFiles:
 
 @pytest.mark.real_model
 class TestDefaultModel:
-    def test_it_opens_whole(self) -> None:
+    def test_the_real_model_opens(self) -> None:
         checkpoint = open_checkpoint(resolve(DEFAULT_MODEL))
         assert checkpoint.tokenizer.vocab_size == checkpoint.config.vocab == 49152
         assert len(checkpoint.fingerprint) == 64

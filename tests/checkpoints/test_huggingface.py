@@ -86,7 +86,7 @@ def write_raw(path: Path, header: object, data: bytes) -> None:
 
 class TestTensors:
     @pytest.mark.parametrize("writer", [write, write_shards])
-    def test_a_model_is_seen_through_canonical_names(self, tmp_path: Path, writer: Any) -> None:
+    def test_tensors_have_canonical_names(self, tmp_path: Path, writer: Any) -> None:
         stored = weights()
         checkpoint = open_checkpoint(writer(tmp_path / "model", stored))
         expected = tensor_shapes(checkpoint.config)
@@ -103,7 +103,7 @@ class TestTensors:
             assert (tensor.name, tensor.kind) == (name, "f32")
             np.testing.assert_array_equal(tensor.to_float32(), stored[theirs])
 
-    def test_half_precision_is_read_as_it_is(self, tmp_path: Path) -> None:
+    def test_half_precision_is_read_unchanged(self, tmp_path: Path) -> None:
         values = np.array([1.0, -2.5, 3.0e38, 1e-40], np.float32)
         exact_in_bf16 = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
         norm = np.tile(exact_in_bf16, 8)
@@ -125,7 +125,7 @@ class TestTensors:
         assert (brain.kind, brain.data.dtype) == ("bf16", np.uint16)
         np.testing.assert_array_equal(brain.to_float32(), norm)
 
-    def test_a_tied_head_is_not_listed_though_it_is_there(self, tmp_path: Path) -> None:
+    def test_a_stored_tied_head_is_not_listed(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "model", weights(), tie_word_embeddings=True)
         checkpoint = HuggingFaceCheckpoint(folder)
         assert "lm_head.weight" not in checkpoint.names()
@@ -164,7 +164,7 @@ class TestWhatElseItHolds:
         (folder / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 5.0}))
         assert HuggingFaceCheckpoint(folder).fingerprint not in (first, changed, touched)
 
-    def test_a_missing_tokenizer_is_missed_when_it_is_asked_for(self, tmp_path: Path) -> None:
+    def test_a_missing_tokenizer_is_an_error_at_first_use(self, tmp_path: Path) -> None:
         checkpoint = HuggingFaceCheckpoint(write(tmp_path / "model", weights()))
         with pytest.raises(CheckpointError, match=r"tokenizer\.json: the file is missing"):
             assert checkpoint.tokenizer
@@ -232,7 +232,7 @@ class TestBrokenFolders:
         reason = reason_not_to_open(folder)
         assert reason.endswith("'model.norm.weight' has type I8; midfill reads F32, F16, BF16")
 
-    def test_more_layers_than_tensors_are_not_even_counted(self, tmp_path: Path) -> None:
+    def test_more_layers_than_tensors_are_refused_at_once(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "model", weights(), num_hidden_layers=10**12)
         assert "too few for the 1000000000000 layers" in reason_not_to_open(folder)
 
@@ -254,7 +254,7 @@ class TestBrokenFolders:
         (folder / "config.json").write_text("nonsense")
         assert reason_not_to_open(folder).startswith("config.json: not valid JSON")
 
-    def test_what_is_no_model_at_all(self, tmp_path: Path) -> None:
+    def test_paths_without_a_model_are_errors(self, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError, match="neither a config"):
             open_checkpoint(tmp_path)
         folder = write(tmp_path / "model", weights())
@@ -274,7 +274,7 @@ class TestBrokenFolders:
     @given(
         st.one_of(st.none(), st.dictionaries(st.text(max_size=2), st.one_of(entries, st.text())))
     )
-    def test_headers_never_do_worse_than_a_clear_error(self, tmp_path: Path, header: Any) -> None:
+    def test_broken_headers_cause_at_worst_a_clear_error(self, tmp_path: Path, header: Any) -> None:
         folder = write(tmp_path / "model", weights())
         write_raw(folder / "model.safetensors", header, b"\x00" * 64)
         assert reason_not_to_open(folder)

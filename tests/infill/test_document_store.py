@@ -77,7 +77,7 @@ def test_tenants_never_share_a_document() -> None:
     assert store.find("c", "name", text[:100], text[100:]) is None
 
 
-def test_a_name_tells_equal_texts_apart() -> None:
+def test_a_name_distinguishes_equal_texts() -> None:
     store = DocumentStore(10**8)
     text = source(1)
     a = put(store, text, 100, name="a.py")
@@ -123,7 +123,7 @@ steps = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(steps)
-def test_the_books_always_balance(requests) -> None:
+def test_sizes_keys_and_tenants_stay_consistent(requests) -> None:
     """A store of a few documents under eviction: sizes, keys and tenants stay consistent."""
     texts = [source(seed, lines=40) for seed in range(6)]
     store = DocumentStore(4 * 12_000)

@@ -73,7 +73,7 @@ def test_gguf_metadata_wins_over_the_vocabulary() -> None:
     assert 7 in found.stop_token_ids
 
 
-def test_several_stop_tokens_may_stand_in_a_list() -> None:
+def test_several_stop_tokens_may_be_a_list() -> None:
     special = vocabulary(*QWEN, "<end>", "<gap>")
     metadata = {
         "tokenizer.ggml.fim_pre_token_id": 103,
@@ -117,7 +117,7 @@ def test_old_gguf_keys_and_tokenizer_config_fields_are_read(spelling) -> None:
 
 
 @pytest.mark.parametrize("nonsense", [2**32 - 1, -1, True, None, "no such token", 1.5])
-def test_unusable_metadata_is_passed_over(nonsense) -> None:
+def test_unusable_metadata_is_ignored(nonsense) -> None:
     special = vocabulary(*QWEN)
     metadata = {"tokenizer.ggml.fim_pre_token_id": nonsense}
     assert find_format("qwen2", special, metadata) == find_format("qwen2", special, {})

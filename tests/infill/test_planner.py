@@ -47,7 +47,7 @@ class Session:
 
 
 class TestLayouts:
-    def test_fixed_layouts_do_as_they_are_told(self) -> None:
+    def test_fixed_layouts_are_built_as_requested(self) -> None:
         session = Session(Planner(PSM))
         session.ask("abc", "xyz", layout="psm")
         assert spelled(session.layout) == "\1abc\2xyz\3"
@@ -77,7 +77,7 @@ class TestLayouts:
         layout = Planner(None).plan_and_record(InfillRequest(prefix="abc", suffix="xyz"))
         assert (spelled(layout), layout.layout) == ("abc", "prefix-only")
 
-    def test_verbatim_prompts_go_through_untouched(self) -> None:
+    def test_verbatim_prompts_are_unchanged(self) -> None:
         layout = Planner(PSM).plan_and_record(InfillRequest(prefix="a<PRE>b", layout="verbatim"))
         assert layout.segments == (TextSegment("a<PRE>b", "raw"),)
 
@@ -116,7 +116,7 @@ class TestSessions:
             costs.append(session.ask(TEXT[end - 2000 : end], TEXT[7000:9000]))
         assert costs[1:] == [1] * 59
 
-    def test_as_sent_windows_are_left_alone(self) -> None:
+    def test_as_sent_windows_are_unchanged(self) -> None:
         planner = Planner(PSM)
         for end in (5000, 5010, 5020):
             prefix = TEXT[end - 2000 : end]
@@ -136,7 +136,7 @@ class TestSessions:
         pieces = [s.text for s in layout.segments if getattr(s, "role", "") == "increment"]
         assert pieces[-3:] == ["pri", "nt(", "x"]
 
-    def test_what_is_expected_next_is_cheap_once_it_was_computed(self) -> None:
+    def test_an_expected_layout_is_cheap_once_it_is_computed(self) -> None:
         session = Session(Planner(PSM))
         session.ask(TEXT, TEXT)
         typed = TEXT + "x = 1\n" * 300
@@ -202,7 +202,7 @@ class TestIsolation:
         )
         assert layout.planned_prefix == TEXT[3400:5200]
 
-    def test_a_lying_name_changes_no_text(self) -> None:
+    def test_a_wrong_name_changes_no_text(self) -> None:
         planner = Planner(PSM)
         other = TEXT.replace("value", "other")
         for text in (TEXT, other, TEXT):

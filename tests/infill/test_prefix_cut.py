@@ -57,7 +57,7 @@ def test_an_edit_below_keeps_what_is_above_it() -> None:
     assert cache.ask(history, HEAD + "typed", changed) == len(BELOW) - 2000 + 1 + increment
 
 
-def test_going_back_to_an_earlier_place_finds_its_prompt() -> None:
+def test_returning_to_an_earlier_place_finds_its_prompt() -> None:
     history, cache = CutHistory(), Cache()
     text = HEAD + BELOW
     cache.ask(history, HEAD + "typed", BELOW)
@@ -190,7 +190,7 @@ def test_fragments_keep_the_borders_of_what_still_stands(increment: str, typed: 
         position += len(piece)
 
 
-def test_pieces_are_what_was_typed_one_after_the_other() -> None:
+def test_fragments_are_what_was_typed_in_order() -> None:
     history = CutHistory()
     first = history.choose_and_record(HEAD, BELOW).fragments
     assert history.choose_and_record(HEAD + "pri", BELOW).fragments == (*first, "pri")
@@ -198,14 +198,14 @@ def test_pieces_are_what_was_typed_one_after_the_other() -> None:
     assert history.choose_and_record(HEAD + "prinz", BELOW).fragments == (*first, "pri", "n", "z")
 
 
-def test_nothing_better_is_expected_after_a_fresh_cut() -> None:
+def test_there_is_no_better_cut_after_a_fresh_one() -> None:
     history = CutHistory()
     assert history.better_cut() is None
     history.choose_and_record(HEAD, BELOW)
     assert history.better_cut() is None
 
 
-def test_a_long_increment_is_expected_to_be_cut_anew_and_the_new_cut_is_used() -> None:
+def test_a_long_increment_has_a_better_cut_and_it_is_used() -> None:
     history = CutHistory()
     history.choose_and_record(HEAD, BELOW)
     typed = HEAD + "x = 1\n" * 300
@@ -218,7 +218,7 @@ def test_a_long_increment_is_expected_to_be_cut_anew_and_the_new_cut_is_used() -
     assert history.better_cut() is None
 
 
-def test_a_deletion_that_nears_the_cut_is_expected_to_pass_it() -> None:
+def test_a_deletion_close_to_the_cut_has_a_better_cut() -> None:
     history = CutHistory()
     history.choose_and_record(HEAD, BELOW)
     head = len(history.prompts[-1].head)
@@ -233,7 +233,7 @@ def test_a_deletion_that_nears_the_cut_is_expected_to_pass_it() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(-600, 600), max_size=20), st.integers(0, 3000))
-def test_preparing_what_is_expected_comes_to_an_end(moves: list[int], length: int) -> None:
+def test_recording_better_cuts_terminates(moves: list[int], length: int) -> None:
     history = CutHistory()
     text = HEAD
     for move in moves:

@@ -28,7 +28,7 @@ CODESTRAL = FimFormat("codestral", PRE, SUF, None, order="spm")
         (CODESTRAL, "<s><SUF>b<PRE>a", ("<s>", "a", "b")),
     ],
 )
-def test_a_filled_template_is_taken_apart(format, prompt, parts) -> None:
+def test_a_filled_template_is_parsed(format, prompt, parts) -> None:
     assert parse_template(format, prompt) == FilledTemplate(*parts)
 
 
@@ -49,7 +49,7 @@ def test_a_filled_template_is_taken_apart(format, prompt, parts) -> None:
         (CODESTRAL, "<PRE>a<SUF>b"),
     ],
 )
-def test_anything_else_is_left_alone(format, prompt) -> None:
+def test_any_other_prompt_is_no_template(format, prompt) -> None:
     assert parse_template(format, prompt) is None
     layout = Planner(format).plan_and_record(InfillRequest(prefix=prompt, raw=True))
     assert layout.layout == "verbatim"
@@ -61,7 +61,7 @@ texts = st.text(alphabet="ab<>PRESUFMID\n", max_size=12)
 
 @settings(deadline=None)
 @given(texts, texts, texts, st.sampled_from([PSM, SEED, CODESTRAL]))
-def test_what_is_recognised_is_what_was_filled_in(prefix, suffix, typed, format) -> None:
+def test_parsing_returns_what_was_filled_in(prefix, suffix, typed, format) -> None:
     if format is PSM:
         prompt = f"<PRE>{prefix}<SUF>{suffix}<MID>{typed}"
     else:
@@ -93,6 +93,6 @@ def test_a_client_that_fills_psm_itself_gets_a_standing_cut() -> None:
     assert later.segments[: len(first.segments) - 1] == first.segments[:-1]
 
 
-def test_layout_verbatim_leaves_templates_alone() -> None:
+def test_layout_verbatim_does_not_parse_templates() -> None:
     request = InfillRequest(prefix="<PRE>a<SUF>b<MID>", raw=True, layout="verbatim")
     assert Planner(PSM).plan_and_record(request).segments == (TextSegment(request.prefix, "raw"),)

@@ -206,7 +206,7 @@ def test_a_prompt_never_holds_text_the_document_does_not_have(steps, window, car
 
 @settings(max_examples=300, deadline=None)
 @given(st.text("ab\n", max_size=400), st.text("ab\n", max_size=400), st.data())
-def test_any_two_requests_whatsoever_can_be_laid_over_each_other(old, new, data) -> None:
+def test_any_two_requests_can_be_overlapped(old, new, data) -> None:
     """No matter how repetitive, the view stays consistent and keeps most of what was sent."""
     caret = data.draw(st.integers(0, len(old)))
     view = View.of(old[:caret], old[caret:])
@@ -222,7 +222,7 @@ def test_any_two_requests_whatsoever_can_be_laid_over_each_other(old, new, data)
         new = random.Random(len(new)).choice([new[1:], new + "ab", new[:-3], "b" + new])
 
 
-def test_memory_does_not_grow_without_end() -> None:
+def test_the_view_has_a_maximum_size() -> None:
     client = Client(TEXT * 10, 12_000, characters=500)
     for step in range(600):
         client.go(12_000 + step * 200)

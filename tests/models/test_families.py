@@ -203,7 +203,7 @@ class TestHuggingFace:
         ],
         ids=str,
     )
-    def test_what_it_cannot_run_is_one_line_that_says_why(
+    def test_an_unsupported_model_is_one_line_that_says_why(
         self, change: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(CheckpointError, match=f"config.json: .*{message}") as caught:
@@ -338,7 +338,7 @@ class TestGguf:
         ],
         ids=str,
     )
-    def test_what_it_cannot_run_is_one_line_that_says_why(
+    def test_an_unsupported_model_is_one_line_that_says_why(
         self, change: dict[str, object], message: str
     ) -> None:
         with pytest.raises(CheckpointError, match=f"GGUF metadata: .*{message}") as caught:

@@ -52,7 +52,7 @@ def test_a_folder_takes_the_place_of_an_old_one(tmp_path: Path) -> None:
     assert below(tmp_path) == {"x/a": "new"}
 
 
-def test_what_a_kill_left_is_no_obstacle(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_replaced(tmp_path: Path) -> None:
     for name in (".x.writing", ".x.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "left").write_text("left")

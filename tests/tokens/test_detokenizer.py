@@ -52,7 +52,7 @@ def test_pieces_add_up_to_decoding_all_at_once(data: bytes, sizes: list[int]) ->
 
 
 @given(st.text())
-def test_a_character_comes_out_with_its_last_byte(text: str) -> None:
+def test_a_character_is_returned_with_its_last_byte(text: str) -> None:
     detokenizer = Detokenizer(TOKENIZER)
     for character in text:
         *first, last = ids_of(character.encode())
@@ -61,7 +61,7 @@ def test_a_character_comes_out_with_its_last_byte(text: str) -> None:
     assert detokenizer.flush() == ""
 
 
-def test_control_tokens_write_nothing_and_do_not_part_a_character() -> None:
+def test_control_tokens_write_nothing_and_do_not_split_a_character() -> None:
     detokenizer = Detokenizer(TOKENIZER)
     end = TOKENIZER.special_tokens[END]
     first, second = ids_of("\u00e9".encode())

@@ -117,7 +117,7 @@ def test_a_token_that_was_not_allowed_is_refused() -> None:
     constraint.advance(b"anything")
 
 
-def test_backing_off_takes_the_tokens_a_longer_one_could_have_swallowed() -> None:
+def test_backing_off_removes_the_tokens_that_a_longer_one_could_contain() -> None:
     vocabulary = [b"pr", b"i", b"print", b"(", b" = ", b"in", b"q"]
     trie = TokenTrie(vocabulary)
     assert trie.back_off([4, 0, 1]).required == b"pri"  # print begins with pr + i
@@ -128,7 +128,7 @@ def test_backing_off_takes_the_tokens_a_longer_one_could_have_swallowed() -> Non
     assert trie.back_off([0, 6]).removed == 0
 
 
-def test_sentinels_are_never_taken_back() -> None:
+def test_sentinels_are_never_removed() -> None:
     trie = TokenTrie([b"", b"pri", b"print"])
     assert trie.back_off([1, 0]).removed == 0
     assert trie.back_off([1, 0, 1]).removed == 1

@@ -154,7 +154,7 @@ def write(folder: Path, name: str, **content: Any) -> None:
 
 
 class TestHuggingFaceFolder:
-    def test_truncation_and_padding_are_not_for_serving(self, folder: Path) -> None:
+    def test_truncation_and_padding_are_switched_off(self, folder: Path) -> None:
         text = "the quick brown fox"
         assert load_folder(folder).decode(load_folder(folder).encode(text)) == text
 
@@ -179,7 +179,7 @@ class TestHuggingFaceFolder:
         assert tokenizer.bos_token_id == 500
         assert tokenizer.encode("a", parse_special=True) == tokenizer.encode("a")
 
-    def test_tokenizer_config_has_the_last_word_on_bos(self, folder: Path) -> None:
+    def test_tokenizer_config_decides_on_bos(self, folder: Path) -> None:
         for flag in (True, False):
             write(folder, "tokenizer_config.json", bos_token="<|endoftext|>", add_bos_token=flag)
             assert load_folder(folder).add_bos is flag
@@ -244,7 +244,7 @@ def byte_level_metadata(pre: str = "smollm", **more: object) -> dict[str, object
 
 
 class TestByteLevelGguf:
-    def test_it_is_the_tokenizer_it_was_made_from(self, tokenizer: Tokenizer) -> None:
+    def test_it_equals_the_tokenizer_it_was_converted_from(self, tokenizer: Tokenizer) -> None:
         rebuilt = build_tokenizer(byte_level_metadata("gpt-2"))
         text = Path(__file__).read_text(encoding="utf-8")
         assert rebuilt.encode(text) == tokenizer.encode(text)
