@@ -29,7 +29,7 @@ OPTIONS = ModelOptions(threads=1, kv_memory=4 * 2**20)
 
 @dataclass
 class Running:
-    """A ready engine, the event loop it lives in, and what it told while loading."""
+    """A ready engine, its event loop, and the stages it reported while loading."""
 
     client: EngineClient
     loop: asyncio.Runner
@@ -66,7 +66,7 @@ async def idle(client: EngineClient) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_it_tells_its_progress_and_what_it_holds(engine: Running) -> None:
+def test_it_reports_its_progress_and_its_sizes(engine: Running) -> None:
     assert engine.stages
     client, info = engine.client, engine.client.info
     assert client.state == "ready"
@@ -99,7 +99,7 @@ def test_outputs_of_several_requests_come_in_one_stream(engine: Running) -> None
     engine.run(test())
 
 
-def test_what_can_never_run_is_refused_and_the_rest_goes_on(engine: Running) -> None:
+def test_a_request_that_can_never_run_is_refused_alone(engine: Running) -> None:
     async def test() -> None:
         client = engine.client
         bad = EngineRequest(request_id="bad", token_ids=[1] * 600, sampling=EngineSamplingParams())
@@ -159,7 +159,7 @@ def test_leaving_a_stream_cancels_it(engine: Running) -> None:
     engine.run(test())
 
 
-def test_one_answer_can_be_ended_while_the_others_go_on(engine: Running) -> None:
+def test_one_answer_can_be_ended_while_the_others_continue(engine: Running) -> None:
     async def test() -> None:
         client = engine.client
         await idle(client)
@@ -195,7 +195,7 @@ def test_a_stream_ends_when_its_answers_are_cancelled_one_by_one(engine: Running
 
 
 async def generated(stream: OutputStream) -> int:
-    """The number of tokens that a stream yields to its end."""
+    """Return the number of tokens that a stream yields until its end."""
     async with asyncio.timeout(60):
         return sum([len(output.token_ids) async for output in stream])
 
@@ -217,7 +217,7 @@ def test_a_request_that_cant_be_decoded_fails_alone(engine: Running) -> None:
 
 
 class FaultyEngine:
-    """An engine with a bug: it raises whatever it is asked, and forgets what it was adding."""
+    """An engine with bugs: every call raises."""
 
     def __init__(self) -> None:
         self.cancelled: list[str] = []
@@ -295,7 +295,9 @@ def test_a_killed_engine_fails_its_requests_and_is_restarted(engine: Running) ->
         (ModelOptions(backend="torch", device="cuda:77"), "cuda:77"),
     ],
 )
-def test_options_that_cant_be_met(tiny_folder: Path, options: ModelOptions, error: str) -> None:
+def test_options_that_cant_be_satisfied(
+    tiny_folder: Path, options: ModelOptions, error: str
+) -> None:
     with pytest.raises(MidfillError, match=error):
         asyncio.run(EngineClient(tiny_folder, options).start())
 

@@ -1,4 +1,4 @@
-"""Answers: engine outputs to text, log probabilities and finish reasons."""
+"""Answer: from engine outputs to text, log probabilities and finish reasons."""
 
 import itertools
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def text_of(deltas: list[AnswerDelta]) -> str:
 
 
 @given(st.text(min_size=1, max_size=20), st.data())
-def test_text_is_the_same_however_the_tokens_come(
+def test_text_does_not_depend_on_how_tokens_are_grouped(
     tokenizer: Tokenizer, text: str, data: st.DataObject
 ) -> None:
     ids = tokenizer.encode(text)
@@ -97,7 +97,7 @@ def test_a_stop_string_across_tokens_ends_the_answer(tokenizer: Tokenizer) -> No
     assert answer.tokens == 4  # what came after is not part of it
 
 
-def test_what_only_looked_like_a_stop_string_comes_out_at_the_end(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_stop_string_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
     ids = [i for letter in "ab#" for i in tokenizer.encode(letter)]
     outputs = [output([i]) for i in ids[:-1]] + [output(ids[-1:], "length")]
     _, deltas = run(tokenizer, outputs, SamplingParams(stop=("#!",)))
@@ -112,7 +112,7 @@ def test_half_a_character_at_the_end_becomes_a_replacement(tokenizer: Tokenizer)
     assert text_of(deltas) == "\ufffd"
 
 
-def test_logprobs_come_with_their_text(tokenizer: Tokenizer) -> None:
+def test_logprobs_are_returned_with_their_text(tokenizer: Tokenizer) -> None:
     ids = [i for letter in "a#b#!c" for i in tokenizer.encode(letter)]
     sampling = SamplingParams(stop=("#!",), logprobs=1)
     _, deltas = run(tokenizer, [output([i], logprobs=True) for i in ids], sampling)
@@ -125,7 +125,7 @@ def test_logprobs_come_with_their_text(tokenizer: Tokenizer) -> None:
     assert shown == text_of(deltas) == "a#b"
 
 
-def test_logprobs_of_zero_report_the_chosen_token_alone(tokenizer: Tokenizer) -> None:
+def test_logprobs_of_zero_report_only_the_chosen_token(tokenizer: Tokenizer) -> None:
     (token_id,) = tokenizer.encode("a")
     _, deltas = run(
         tokenizer, [output([token_id], "length", logprobs=True)], SamplingParams(logprobs=0)
@@ -136,7 +136,7 @@ def test_logprobs_of_zero_report_the_chosen_token_alone(tokenizer: Tokenizer) ->
     assert report.chosen.bytes == b"a"
 
 
-def test_an_error_of_the_engine_is_raised(tokenizer: Tokenizer) -> None:
+def test_an_engine_error_is_raised(tokenizer: Tokenizer) -> None:
     failed = EngineOutput(
         request_id="r", index=0, token_ids=[], finish_reason="error", error="no slots left"
     )
@@ -145,7 +145,7 @@ def test_an_error_of_the_engine_is_raised(tokenizer: Tokenizer) -> None:
 
 
 def byte_tokens(tokenizer: Tokenizer, written: bytes) -> list[int]:
-    """One token a byte."""
+    """Return one token per byte."""
     single = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     return [single[bytes([byte])] for byte in written]
 
@@ -154,7 +154,7 @@ def byte_tokens(tokenizer: Tokenizer, written: bytes) -> list[int]:
 def test_healed_bytes_are_left_out_to_the_byte(
     tokenizer: Tokenizer, before: str, after: str, data: st.DataObject
 ) -> None:
-    """Where a token reaches over the caret, and where healing began inside a character."""
+    """Covers tokens that reach across the caret, and healing from inside a character."""
     healed = data.draw(st.integers(0, len(before.encode())))
     written = (before + after).encode()[len(before.encode()) - healed :]
     ids = byte_tokens(tokenizer, written)
@@ -202,7 +202,7 @@ def test_a_token_that_begins_with_healed_bytes_is_reported_without_them(
     assert [candidate.text for candidate in report.top] == ["ken", "kenizer", "r"]
 
 
-def test_a_stop_string_in_healed_bytes_is_not_the_answers(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_in_healed_bytes_does_not_end_the_answer(tokenizer: Tokenizer) -> None:
     outputs = [output([i]) for i in byte_tokens(tokenizer, b"\n  a\n b")]
     _, deltas = run(tokenizer, outputs, SamplingParams(stop=("\n", " a")), healed=len("\n "))
     assert text_of(deltas) == ""
@@ -211,7 +211,7 @@ def test_a_stop_string_in_healed_bytes_is_not_the_answers(tokenizer: Tokenizer) 
     assert text_of(deltas) == " a"
 
 
-def test_a_trimmed_answer_comes_in_one_piece(tokenizer: Tokenizer) -> None:
+def test_a_post_processed_answer_arrives_in_one_piece(tokenizer: Tokenizer) -> None:
     outputs = [output([i], logprobs=True) for i in byte_tokens(tokenizer, b"abcd")]
     sampling = SamplingParams(logprobs=0, max_tokens=4)
     _, deltas = run(tokenizer, outputs, sampling, post_process=lambda text: text[:2])
@@ -223,7 +223,7 @@ def test_a_trimmed_answer_comes_in_one_piece(tokenizer: Tokenizer) -> None:
     assert [report.chosen.text for report in deltas[0].logprobs] == ["a", "b", "c", "d"]
 
 
-def test_a_single_line_ends_with_its_line_break(tokenizer: Tokenizer) -> None:
+def test_a_single_line_ends_at_its_line_break(tokenizer: Tokenizer) -> None:
     post_processing = PostProcessing(lines="single")
     sampling = SamplingParams(post_processing=post_processing)
     outputs = [output([i]) for i in byte_tokens(tokenizer, b"ab\r\ncd")]

@@ -1,4 +1,4 @@
-"""Chat templates: rendered in a sandbox; what users write never becomes a special token."""
+"""ChatTemplate: rendered in a sandbox; user text never becomes a special token."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_special_tokens_in_a_role_stay_text(tokenizer: Tokenizer) -> None:
     assert ids.count(tokenizer.special_tokens["<|endoftext|>"]) == 2
 
 
-def test_a_template_may_refuse(tokenizer: Tokenizer) -> None:
+def test_a_template_may_refuse_messages(tokenizer: Tokenizer) -> None:
     chat = template(tokenizer, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequestError, match="roles must alternate") as raised:
         chat.encode([{"role": "user", "content": ""}])
@@ -79,7 +79,7 @@ def test_a_template_cant_reach_out_of_its_sandbox(tokenizer: Tokenizer, source: 
         ("{{ '\\ud83d' }}", "surrogates"),
     ],
 )
-def test_whatever_a_template_raises_is_the_requests_error(
+def test_any_exception_of_a_template_is_an_invalid_request(
     tokenizer: Tokenizer, source: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as raised:
@@ -99,7 +99,7 @@ def test_a_broken_template_refuses_conversations_and_says_why(
     assert raised.value.param == "messages"
 
 
-def test_what_templates_use_is_there(tokenizer: Tokenizer) -> None:
+def test_common_extensions_of_templates_are_available(tokenizer: Tokenizer) -> None:
     chat = template(
         tokenizer,
         "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"

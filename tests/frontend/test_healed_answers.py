@@ -33,11 +33,11 @@ def llm(tiny_folder: Path) -> Iterator[LLM]:
 
 
 def written(result: GenerationResult, tokenizer: Tokenizer) -> bytes:
-    """All bytes the model wrote, the healed ones included."""
+    """Return all bytes that the model wrote, including healed ones."""
     return b"".join(map(tokenizer.token_bytes, result.answers[0].token_ids))
 
 
-def test_whatever_the_cut_the_model_writes_the_removed_bytes_first(
+def test_the_model_writes_the_removed_bytes_first_for_any_cut(
     llm: LLM, tokenizer: Tokenizer
 ) -> None:
     carets = [c for m in re.finditer(r"\w{3,}", CODE) for c in range(m.start() + 1, m.end())]
@@ -56,7 +56,9 @@ def test_whatever_the_cut_the_model_writes_the_removed_bytes_first(
     assert healed_at_all > len(carets) // 3
 
 
-def test_without_healing_the_model_goes_on_right_at_the_caret(llm: LLM, tiny_folder: Path) -> None:
+def test_without_healing_the_model_continues_right_at_the_caret(
+    llm: LLM, tiny_folder: Path
+) -> None:
     checkpoint = open_checkpoint(tiny_folder)
     prefix, suffix = CODE[:-5], AFTER
     prompt = PromptEncoder(checkpoint, fim_format(checkpoint), 512).infill(
@@ -102,7 +104,7 @@ def test_the_answer_is_the_same_cold_and_from_the_cache(llm: LLM, tiny_folder: P
         assert cold.infill(prefix + typed[-1], AFTER, GREEDY).answers == warm[-1].answers
 
 
-def test_a_token_that_ends_the_answer_is_never_taken_back(llm: LLM, tokenizer: Tokenizer) -> None:
+def test_a_token_that_ends_the_answer_is_never_removed(llm: LLM, tokenizer: Tokenizer) -> None:
     prefix = "x = 1;  "
     *_, stop = tokenizer.encode(prefix)
     ends = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, stop_token_ids=(stop,))
@@ -112,7 +114,7 @@ def test_a_token_that_ends_the_answer_is_never_taken_back(llm: LLM, tokenizer: T
         assert result.layout.healed == healed
 
 
-def test_logprobs_tell_of_the_text_alone(llm: LLM) -> None:
+def test_logprobs_cover_only_the_text(llm: LLM) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5)
     result = llm.infill("x = 1\ntoke", "\n", sampling, layout="spm")
     (answer,) = result.answers

@@ -25,7 +25,7 @@ def test_only_what_is_asked_for_is_changed(post_processing: PostProcessing, kept
     assert post_processing.apply(ANSWER, PREFIX, SUFFIX) == kept
 
 
-def test_nothing_is_held_back_unless_something_may_be_cut() -> None:
+def test_nothing_is_held_back_unless_the_answer_may_change() -> None:
     assert not PostProcessing()
     assert not SamplingParams().post_processing
     assert PostProcessing(overlap=True)

@@ -1,4 +1,4 @@
-"""Prompts: each way of asking, as token ids."""
+"""PromptEncoder: token ids for each kind of prompt."""
 
 import itertools
 from pathlib import Path
@@ -123,7 +123,7 @@ def test_remembered_text_never_makes_a_prompt_too_long(
     assert len(moved.token_ids) == len(first.token_ids) < CONTEXT
 
 
-def test_an_unfinished_word_is_left_for_the_answer_to_write(
+def test_an_unfinished_word_is_removed_for_the_answer_to_write(
     prompts: PromptEncoder, checkpoint: Checkpoint
 ) -> None:
     tokenizer = checkpoint.tokenizer
@@ -142,7 +142,7 @@ def test_an_unfinished_word_is_left_for_the_answer_to_write(
         assert healed.report.healed == len(healed.begins_with)
 
 
-def test_nothing_but_the_text_before_the_caret_is_healed(
+def test_only_text_before_the_caret_is_healed(
     prompts: PromptEncoder, checkpoint: Checkpoint
 ) -> None:
     template = "<fim_prefix>a = 1\n<fim_suffix>x<fim_middle>"
@@ -168,7 +168,7 @@ def test_healing_never_leaves_an_empty_prompt(checkpoint: Checkpoint) -> None:
         prompts.infill(InfillRequest(prefix="", suffix="x"))
 
 
-def test_context_comes_before_the_document_and_what_changed_after_what_did_not(
+def test_context_precedes_the_document_and_changed_files_follow_unchanged_ones(
     prompts: PromptEncoder, checkpoint: Checkpoint
 ) -> None:
     def ask(*files: ContextFile) -> str:
@@ -184,7 +184,9 @@ def test_context_comes_before_the_document_and_what_changed_after_what_did_not(
 
 
 @pytest.mark.parametrize("length", [CONTEXT, 10_000_000])
-def test_context_that_fills_the_context_is_named(prompts: PromptEncoder, length: int) -> None:
+def test_files_that_fill_the_context_are_named_in_the_error(
+    prompts: PromptEncoder, length: int
+) -> None:
     context = (ContextFile("ab" * length, "a.py"),)
     with pytest.raises(InvalidRequestError, match=r"^context") as raised:
         prompts.infill(InfillRequest(prefix="a", suffix="b", context=context))
@@ -193,7 +195,7 @@ def test_context_that_fills_the_context_is_named(prompts: PromptEncoder, length:
     prompts.infill(InfillRequest(prefix="a", suffix="b"))
 
 
-def test_after_deletions_close_to_the_cut_another_one_is_expected(prompts: PromptEncoder) -> None:
+def test_after_deletions_close_to_the_cut_another_cut_is_expected(prompts: PromptEncoder) -> None:
     prefix, suffix = "a = 1\nb = 2\n" * 6, "c\n"
     first = prompts.infill(InfillRequest(prefix=prefix, suffix=suffix))
     assert first.report is not None

@@ -1,4 +1,4 @@
-"""SamplingParams: what is refused, and what the engine gets."""
+"""SamplingParams: which values are refused, and what is passed to the engine."""
 
 import math
 
@@ -38,7 +38,7 @@ def test_the_clients_own_spelling_is_used() -> None:
     assert raised.value.param == "max_completion_tokens"
 
 
-def test_ordinary_values_pass() -> None:
+def test_ordinary_values_are_accepted() -> None:
     sampling = SamplingParams(
         max_tokens=5, temperature=0.2, top_p=0.95, top_k=20, seed=-1, stop=("\n",), logprobs=0, n=3
     )

@@ -1,4 +1,4 @@
-"""Stop strings: found wherever chunks break, never shown, nothing held back longer than needed."""
+"""StopScanner: finds stop strings across chunks and holds back no more than needed."""
 
 import hypothesis.strategies as st
 import pytest
@@ -28,7 +28,7 @@ def scan(chunks: list[str], stops: list[str], *, include: bool = False) -> tuple
 
 
 @given(st.lists(texts, max_size=6), st.lists(words, max_size=4), st.booleans())
-def test_same_result_however_the_text_is_cut(
+def test_the_result_does_not_depend_on_chunks(
     chunks: list[str], stops: list[str], include: bool
 ) -> None:
     text = "".join(chunks)
@@ -42,7 +42,7 @@ def test_same_result_however_the_text_is_cut(
 
 
 @given(texts, st.lists(words, min_size=1, max_size=4))
-def test_holds_back_only_what_may_become_a_stop_string(text: str, stops: list[str]) -> None:
+def test_only_what_may_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     scanner = StopScanner(StopStrings(stops))
     shown, seen = "", ""
     for character in text:
@@ -59,7 +59,7 @@ def test_holds_back_only_what_may_become_a_stop_string(text: str, stops: list[st
         assert len(held) == longest
 
 
-def test_nothing_comes_after_a_stop_string() -> None:
+def test_nothing_is_returned_after_a_stop_string() -> None:
     scanner = StopScanner(StopStrings(["END"]))
     assert scanner.push("one END two") == "one "
     assert scanner.push("three") == ""

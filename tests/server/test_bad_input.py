@@ -1,4 +1,4 @@
-"""Bad input: a 4xx in OpenAI's shape that names the field, and nobody else notices."""
+"""Bad input: a 4xx in OpenAI's shape that names the field; no other request is affected."""
 
 import gzip
 import json
@@ -207,11 +207,11 @@ def test_a_bad_field_of_a_chat(server: RunningServer, param: str, fields: dict[s
 
 
 @pytest.mark.parametrize(("param", "content"), BAD_BYTES, ids=lambda value: str(value)[:40])
-def test_a_body_that_is_no_json(server: RunningServer, param: str | None, content: bytes) -> None:
+def test_a_body_that_is_not_json(server: RunningServer, param: str | None, content: bytes) -> None:
     check_error(send(server, COMPLETIONS, content), param)
 
 
-def test_what_the_client_sent_is_not_quoted_at_length(server: RunningServer) -> None:
+def test_long_input_is_shortened_in_messages(server: RunningServer) -> None:
     for fields in ({"x" * 10**6: 1}, {"layout": "x" * 10**6}):
         response = server.post(COMPLETIONS, {"prompt": "a", "suffix": "", "midfill": fields})
         assert response.status_code == 400
@@ -236,7 +236,7 @@ values = st.recursive(
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_no_body_whatever_is_a_fault_of_the_server(
+def test_no_body_causes_a_server_error(
     server: RunningServer, kind: type[msgspec.Struct], data: st.DataObject
 ) -> None:
     fields = [name for name in kind.__struct_fields__ if name != "model"]
@@ -269,7 +269,7 @@ def test_a_prompt_longer_than_the_context(server: RunningServer) -> None:
         JSON | {"content-encoding": "gzip"},
     ],
 )
-def test_a_body_that_is_no_json_by_its_headers(
+def test_a_body_that_is_not_json_by_its_headers(
     server: RunningServer, headers: dict[str, str]
 ) -> None:
     content = gzip.compress(b'{"prompt": "a"}')
@@ -280,7 +280,9 @@ def test_a_body_that_is_no_json_by_its_headers(
     ("method", "path", "status"),
     [("GET", COMPLETIONS, 405), ("DELETE", "/health", 405), ("GET", "/v2", 404)],
 )
-def test_unknown_places(server: RunningServer, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_methods(
+    server: RunningServer, method: str, path: str, status: int
+) -> None:
     check_error(httpx.request(method, server.url + path), None, status)
 
 
@@ -298,7 +300,7 @@ def test_100_megabytes_are_refused_and_never_held(server: RunningServer, chunked
     assert peak_memory(server.process.pid) - before < 60 * 2**20
 
 
-def test_a_declared_length_is_refused_before_the_body_comes(server: RunningServer) -> None:
+def test_a_declared_length_is_refused_before_the_body_arrives(server: RunningServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     for length in ("100000000", "9" * 18, "9" * 30):
         with socket.create_connection((host, int(port)), timeout=5) as connection:
@@ -310,7 +312,7 @@ def test_a_declared_length_is_refused_before_the_body_comes(server: RunningServe
             assert status in (b"413", b"400")
 
 
-def test_a_client_that_hangs_up_in_its_body_is_forgotten(server: RunningServer) -> None:
+def test_a_client_that_disconnects_within_its_body_does_no_harm(server: RunningServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(
@@ -320,7 +322,7 @@ def test_a_client_that_hangs_up_in_its_body_is_forgotten(server: RunningServer) 
     assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_a_storm_of_bad_requests_changes_nothing_for_others(server: RunningServer) -> None:
+def test_many_bad_requests_do_not_affect_other_clients(server: RunningServer) -> None:
     body = {"prompt": "def storm(", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
     def stream() -> str:
@@ -361,7 +363,7 @@ def test_a_storm_of_bad_requests_changes_nothing_for_others(server: RunningServe
 
 
 def peak_memory(process_id: int) -> int:
-    """Most bytes of memory a process has ever held."""
+    """Return the peak memory of a process in bytes."""
     with open(f"/proc/{process_id}/status") as status:
         (line,) = (line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

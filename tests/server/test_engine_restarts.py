@@ -1,4 +1,4 @@
-"""Engines that die under load: the service comes back, and every client is told to try again."""
+"""Engines killed under load: the service recovers, and every failed request can be retried."""
 
 import os
 import signal
@@ -29,13 +29,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 @dataclass
 class Load:
-    """Clients that send one request after the other, and how these ended.
+    """Clients that send one request after the other, and how the requests ended.
 
     Attributes:
-        answered: requests that were answered to their end.
+        answered: number of complete answers.
         refused: errors with a status, as (status, Retry-After, error object).
         broken: error events of streams, as error objects.
-        others: whatever else happened; there should be nothing.
+        others: any other failure; there should be none.
     """
 
     url: str

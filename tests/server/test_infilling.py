@@ -1,4 +1,4 @@
-"""What infill requests can say beside prefix and suffix, through a real socket."""
+"""Fields of infill requests in addition to prefix and suffix, through a real socket."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ PREFIX, SUFFIX = "x = 1\ny = [2, 3]\nz = toke", ")\nprint(x)\n"
 
 
 def stream(server: RunningServer, **body: object) -> list[str]:
-    """The texts of a streamed answer's chunks that have any."""
+    """Return the texts of a streamed answer's chunks that have text."""
     with server.client.stream(
         "POST", f"{server.url}/v1/completions", json={**body, "stream": True}
     ) as response:
@@ -186,7 +186,7 @@ def test_idle_prefill_leaves_less_to_compute_and_changes_no_answer(tiny_folder: 
 
 
 def messages(server: RunningServer, **fields: Any) -> list[str]:
-    """The texts of a streamed answer's messages."""
+    """Return the texts of a streamed answer's messages."""
     client = server.openai()
     stream = client.completions.create(
         model=client.models.list().data[0].id, prompt="def f(", stream=True, temperature=0,
@@ -195,7 +195,7 @@ def messages(server: RunningServer, **fields: Any) -> list[str]:
     return [chunk.choices[0].text for chunk in stream]
 
 
-def test_tokens_of_a_stream_are_gathered_but_for_the_first_the_last_and_stops(
+def test_tokens_of_a_stream_are_sent_together_except_the_first_the_last_and_stops(
     tiny_folder: Path,
 ) -> None:
     with start(tiny_folder, "--no-speculation", "--stream-interval-ms", "0") as server:

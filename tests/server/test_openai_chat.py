@@ -28,7 +28,7 @@ def test_a_chat(server: RunningServer) -> None:
     assert answer.usage.completion_tokens == 10
 
 
-def test_a_streamed_chat_is_the_same_text(server: RunningServer) -> None:
+def test_a_streamed_chat_has_the_same_text(server: RunningServer) -> None:
     client = server.openai()
     options = {"model": "tiny-llama", "messages": MESSAGES, "max_tokens": 10, "n": 2, **GREEDY}
     whole = client.chat.completions.create(**options)
@@ -93,7 +93,7 @@ def test_without_a_limit_a_chat_ends_with_the_context(server: RunningServer) -> 
 @pytest.mark.parametrize(
     ("source", "message"), [("{{ 1 // 0 }}", "zero"), ("{% for %}", "template is broken")]
 )
-def test_a_template_that_fails_is_an_error_of_chats_alone(
+def test_a_template_that_fails_affects_chats_only(
     tiny_folder: Path, tmp_path: Path, source: str, message: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))

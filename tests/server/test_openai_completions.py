@@ -22,7 +22,7 @@ def test_a_completion(server: RunningServer) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
 
 
-def test_a_stream_is_the_same_text(server: RunningServer) -> None:
+def test_a_stream_has_the_same_text(server: RunningServer) -> None:
     client = server.openai()
     whole = client.completions.create(model="tiny-llama", prompt="class A", **GREEDY)
     stream = client.completions.create(
@@ -80,7 +80,7 @@ def test_the_answer_does_not_depend_on_the_cache(server: RunningServer) -> None:
     assert len(texts) == 1
 
 
-def test_sentinels_in_a_raw_prompt_are_parsed_and_in_a_document_not(server: RunningServer) -> None:
+def test_sentinels_are_parsed_in_a_raw_prompt_but_not_in_a_document(server: RunningServer) -> None:
     raw = server.complete(prompt="<fim_prefix>a<fim_suffix>b<fim_middle>", max_tokens=1)
     assert raw["midfill"]["layout"] == "psm"
     infill = server.complete(prompt="a", suffix="b", max_tokens=1)
@@ -146,7 +146,7 @@ def test_a_stop_string_is_not_shown(server: RunningServer) -> None:
     server.wait_for(lambda: server.metric("num_requests_running") == 0)
 
 
-def test_one_of_several_answers_that_meets_its_stop_string_ends_in_the_engine_too(
+def test_a_stop_string_ends_one_of_several_answers_in_the_engine(
     server: RunningServer,
 ) -> None:
     body = {"prompt": "def f(", "n": 3, "temperature": 1.5, "seed": 4, "max_tokens": 400}
@@ -206,7 +206,7 @@ def test_unknown_fields_and_nulls_are_ignored(server: RunningServer) -> None:
     assert answer["usage"]["completion_tokens"] == 1
 
 
-def test_many_at_once_get_what_each_gets_alone(server: RunningServer) -> None:
+def test_concurrent_requests_get_the_same_answers_as_alone(server: RunningServer) -> None:
     prompts = [f"def f{i}(x):\n    return x * {i}" for i in range(12)]
 
     def ask(prompt: str) -> str:

@@ -1,4 +1,4 @@
-"""More queued tokens than allowed: 429 and when to try again, in every way of asking."""
+"""Too many queued tokens: 429 with Retry-After, from every endpoint, streamed or not."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def server(tiny_folder: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def full_queue(server: RunningServer) -> Iterator[RunningServer]:
-    """A server whose engine stands still with a request in the queue, which is answered later."""
+    """A server whose engine is stopped while a request is queued, which is answered later."""
     engine = server.engine_process()
     answers: list[dict[str, object]] = []
     waiting = threading.Thread(
@@ -56,6 +56,6 @@ def test_requests_beyond_the_queue_are_refused(
     assert "at most 60" in error["message"]
 
 
-def test_openais_client_knows_the_error(full_queue: RunningServer) -> None:
+def test_openais_client_recognises_the_error(full_queue: RunningServer) -> None:
     with pytest.raises(openai.RateLimitError):
         full_queue.openai().completions.create(model="tiny-llama", prompt=TEXT)

@@ -16,7 +16,7 @@ SOURCE = inspect.getsource(textwrap)
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[RunningServer]:
-    """The base as it was before it was taught to infill."""
+    """The base model without the adapter that taught it to infill."""
     with start(DEFAULT_MODEL, "--kv-memory", "512MB", "--adapter", "none") as server:
         yield server
 
@@ -63,7 +63,7 @@ def test_without_fim_tokens_the_suffix_is_not_seen_and_the_answer_says_so(
     assert "no FIM tokens" in plain.banner
 
 
-def test_it_goes_on_from_half_a_word_and_stops_by_itself(infilling: RunningServer) -> None:
+def test_it_continues_half_a_word_and_stops_by_itself(infilling: RunningServer) -> None:
     answer = infilling.complete(
         prompt='def area(width, height):\n    """The area of a rectangle."""\n    return wid',
         suffix="\n\n\nprint(area(2, 3))\n",
@@ -76,7 +76,7 @@ def test_it_goes_on_from_half_a_word_and_stops_by_itself(infilling: RunningServe
     assert "smollm2-135m-fim" in infilling.banner
 
 
-def test_rounds_of_a_document_compute_the_increment_alone(infilling: RunningServer) -> None:
+def test_rounds_of_a_document_compute_only_the_increment(infilling: RunningServer) -> None:
     suffix = SOURCE[4000:6000]
     before = 0
     for number in range(5):
@@ -92,7 +92,7 @@ def test_rounds_of_a_document_compute_the_increment_alone(infilling: RunningServ
         before = usage["prompt_tokens"]
 
 
-def test_what_is_cached_does_not_change_the_answer(infilling: RunningServer) -> None:
+def test_the_answer_does_not_depend_on_the_cache(infilling: RunningServer) -> None:
     body = {
         "prompt": SOURCE[:3000],
         "suffix": SOURCE[3000:4000],

@@ -42,6 +42,7 @@ EngineState = Literal["starting", "ready", "restarting", "dead"]
 _MIN_RESTART_SECONDS = 0.5  # before restarting an engine that died without having answered
 _MAX_RESTART_SECONDS = 5.0  # the delay doubles up to this
 _QUEUE_RETRY_SECONDS = 1
+_MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, which find its caches
 
 
 class OutputStream(AsyncIterator[EngineOutput]):
@@ -170,7 +171,7 @@ class EngineClient:
     def retry_after(self) -> int:
         """Seconds after which a request that failed for lack of an engine may succeed."""
         load_seconds = self.info.load_seconds if self.info is not None else 0.0
-        return max(1, math.ceil(load_seconds))
+        return min(max(math.ceil(load_seconds), 1), _MAX_RETRY_SECONDS)
 
     async def start(self) -> EngineInfo:
         """Start the engine and wait until it is ready.

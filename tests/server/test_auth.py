@@ -1,0 +1,83 @@
+"""API keys: who may send requests, whose cache they use, and servers that need none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running_server import RunningServer, start
+
+from midfill.config import ServeOptions
+from midfill.errors import MidfillError
+from midfill.server.run import run_server
+
+KEYS = ("first key", "second key", "Schlüssel")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path) -> Iterator[RunningServer]:
+    options = [word for key in KEYS for word in ("--api-key", key)]
+    with start(tiny_folder, "--kv-memory", "4MB", *options) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "value", [None, "Bearer wrong", "first key", "Bearer", "Basic first key", "Bearer first"]
+)
+def test_requests_without_a_valid_key_are_refused(server: RunningServer, value: str | None) -> None:
+    headers = {} if value is None else {"authorization": value}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        response = server.post(path, {"prompt": "a"}, headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_is_valid(server: RunningServer, key: str) -> None:
+    headers = {"authorization": f"bearer {key}".encode()}
+    body = {"prompt": "a", "max_tokens": 1}
+    assert server.post("/v1/completions", body, headers=headers).status_code == 200
+
+
+def test_models_need_a_key_but_health_and_metrics_do_not(server: RunningServer) -> None:
+    assert server.get("/v1/models").status_code == 401
+    assert server.get("/health").status_code == 200
+    assert server.get("/metrics").status_code == 200
+
+
+def test_each_key_has_its_own_cache(server: RunningServer) -> None:
+    def cached_tokens(key: str) -> int:
+        answer = server.openai(key).completions.create(
+            model="tiny-llama", prompt="secret " * 20, max_tokens=1
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached_tokens("first key") == 0
+    assert cached_tokens("first key") > 50
+    assert cached_tokens("second key") == 0
+
+
+@pytest.mark.parametrize("key", ["", " ", "\t", " key", "key ", "two\nlines"])
+def test_keys_that_are_empty_or_cant_be_sent_are_refused(key: str) -> None:
+    with pytest.raises(MidfillError, match="API key"):
+        ServeOptions(model="none", api_keys=("good", key))
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"),
+    [
+        ("0.0.0.0", (), True),
+        ("0.0.0.0", ("key",), False),
+        ("127.0.0.1", (), False),
+        ("localhost", (), False),
+    ],
+)
+def test_a_server_without_keys_that_others_can_reach_logs_a_warning(
+    tmp_path: Path, host: str, keys: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ServeOptions(model="none", host=host, port=0, api_keys=keys)
+    with pytest.raises(MidfillError):  # there is no model, which is found after binding the address
+        run_server(options, tmp_path / "none")
+    assert ("needs no API key" in caplog.text) is warned
