@@ -1,4 +1,5 @@
-"""docs/architecture.md is true: its map is the package's, and registries are where it says."""
+"""docs/architecture.md and CONTRIBUTING.md are true: the map is the package's, and what an addition
+touches is where they say."""
 
 import ast
 import dataclasses
@@ -14,12 +15,14 @@ from midfill.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "midfill"
-PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+ARCHITECTURE, CONTRIBUTING = (
+    (ROOT / name).read_text("utf-8") for name in ("docs/architecture.md", "CONTRIBUTING.md")
+)
 
 
-def table(title: str) -> dict[str, str]:
+def table(page: str, title: str) -> dict[str, str]:
     """Return the table under a heading: its first column's cells, each with the rest of its row."""
-    section = PAGE.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+    section = page.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)
     return {first: rest for first, rest in rows[1:] if not first.startswith("---")}
 
@@ -31,15 +34,18 @@ def modules(folder: str) -> list[ModuleType]:
 
 
 def test_the_map_has_every_folder_of_the_package() -> None:
-    drawn = {cell.strip("`").split("/")[0] for cell in table("The map") if "/" in cell}
+    drawn = {
+        cell.strip("`").split("/")[0] for cell in table(ARCHITECTURE, "The map") if "/" in cell
+    }
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert drawn == folders
 
 
-ADDITIONS = table("Where to add what")
-PLACES = [
-    (what, place) for what, row in ADDITIONS.items() for place in re.findall(r"`([^`]+)`", row)
+ADDITIONS = [
+    *table(ARCHITECTURE, "Where to add what").items(),
+    *table(CONTRIBUTING, "What each kind of addition touches").items(),
 ]
+PLACES = [(what, place) for what, row in ADDITIONS for place in re.findall(r"`([^`]+)`", row)]
 FILES = [(what, place) for what, place in PLACES if re.fullmatch(r"[\w/]+\.\w+", place)]
 
 
@@ -50,8 +56,8 @@ def test_files_to_be_touched_by_an_addition_exist(what: str, file: str) -> None:
 
 
 def test_the_additions_name_files() -> None:
-    assert len(FILES) >= 8
-    assert {what for what, _ in FILES} == set(ADDITIONS)
+    assert len(ADDITIONS) >= 16
+    assert {what for what, _ in FILES} == {what for what, _ in ADDITIONS}
 
 
 def test_every_family_is_listed_and_has_a_tiny_checkpoint() -> None:

@@ -1,4 +1,4 @@
-"""README.md and docs/ are true: commands, options, links and source files that they name exist."""
+"""README.md, CONTRIBUTING.md and docs/ are true: what they name exists, options too."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from midfill.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("src", "tests", "examples")
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 
 IN_A_BLOCK = re.compile(r"^(?:\.venv/bin/)?(midfill [^#\n]*)", re.MULTILINE)
 IN_A_SENTENCE = re.compile(r"`(midfill [^`]*)`")
