@@ -181,7 +181,7 @@ def _pack_all(
 
 
 def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[np.generic]]:
-    """Biases and norm weights, absent biases as zeros, layers one after the other."""
+    """Return biases and norm weights, layers one after the other; absent biases are zeros."""
     config = checkpoint.config
     kv = config.kv_heads * config.head_dim
     queries = config.query_heads * config.head_dim
@@ -189,8 +189,8 @@ def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[n
     def vector(name: str, size: int) -> npt.NDArray[np.float32]:
         if name not in names:
             return np.zeros(size, np.float32)
-        # A copy: a read-only map is of another type to Numba than what comes from the cache, and
-        # the kernels would be compiled once for each.
+        # A copy: to Numba, a read-only map has another type than an array from the cache, and the
+        # kernels would be compiled for both.
         return np.array(checkpoint.tensor(name).to_float32()).reshape(-1)
 
     def layers(*parts: tuple[str, int]) -> npt.NDArray[np.float32]:
@@ -223,10 +223,10 @@ def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[n
 def _read_cache(path: Path) -> dict[str, npt.NDArray[np.generic]] | None:
     try:
         with safe_open(path, framework="numpy") as stored:
-            # One by one, so that no two of them are in memory twice.
+            # One by one, so that at most one of them is in memory twice.
             return {name: aligned(stored.get_tensor(name)) for name in stored.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
-        return None  # not there, cut short or damaged: packed again and replaced
+        return None  # missing, truncated or damaged: packed again and replaced
 
 
 def _write_cache(path: Path, arrays: dict[str, npt.NDArray[np.generic]]) -> None:

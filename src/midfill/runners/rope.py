@@ -1,8 +1,8 @@
-"""Rotary position embedding: the cosines and sines of every position, with context scaling.
+"""Rotary position embedding: cosines and sines of every position, with context scaling.
 
-RoFormer (Su et al., 2021, arXiv 2104.09864). Computed in float32 by torch, in the order of
-operations of transformers, so that angles agree to the last bit: at position 8000 one rounding
-step of the angle is already 5e-4 radians.
+RoFormer (Su et al., 2021, arXiv 2104.09864). Computed by torch in float32, in transformers' order
+of operations, so that angles agree to the last bit: at position 8000, one rounding step of the
+angle is already 5e-4 radians.
 """
 
 import math
@@ -14,11 +14,11 @@ from midfill.models.config import ModelConfig, RopeScaling
 
 
 def rope_tables(config: ModelConfig, length: int) -> tuple[Float32Array, Float32Array]:
-    """Cosines and sines of the rotary angles.
+    """Return cosines and sines of the rotary angles.
 
     Args:
         config: the model.
-        length: positions wanted, from 0.
+        length: number of positions, from 0.
 
     Returns:
         cos, sin: float32 [length, head_dim / 2]. YaRN's attention factor is multiplied in.
@@ -32,7 +32,7 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[Float32Array, Float32
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Radians a position [head_dim / 2], and what cosines and sines are multiplied with."""
+    """Return radians per position [head_dim / 2], and the factor of cosines and sines."""
     scaling = config.rope_scaling
     theta, dim = config.rope_theta, config.head_dim
     match scaling.kind:
@@ -61,11 +61,11 @@ def _inverse_powers(theta: float, dim: int) -> torch.Tensor:
 
 
 def _dynamic_theta(config: ModelConfig) -> float:
-    """Dynamic NTK scaling's theta, for a sequence of the whole configured context.
+    """Return dynamic NTK scaling's theta for a sequence of the whole configured context.
 
-    transformers lets theta follow the length of the sequence. Keys that are in the cache already
-    would then be turned by other angles than new ones, and the same text would have other keys in
-    a longer prompt. With theta fixed, as vLLM does it, cached keys stay valid.
+    In transformers, theta depends on the length of the sequence. Cached keys would then be rotated
+    by other angles than new ones, and the same text would have other keys in a longer prompt. With
+    a fixed theta, as in vLLM, cached keys stay valid.
     """
     scaling, dim = config.rope_scaling, config.head_dim
     length = max(config.context, scaling.original_context)
@@ -74,7 +74,7 @@ def _dynamic_theta(config: ModelConfig) -> float:
 
 
 def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    """Scale as Llama 3.1: stretch long wavelengths, keep short ones, blend those between."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_context / wavelengths
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -87,11 +87,11 @@ def _llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> torch.Tensor:
-    """YaRN (Peng et al., 2023, arXiv 2309.00071): interpolate the slow dimensions only.
+    """Scale as YaRN (Peng et al., 2023, arXiv 2309.00071): interpolate slow dimensions only.
 
     A dimension that turns more than beta_fast times within the original context keeps its
-    frequency, one that turns less than beta_slow times is divided by the factor, and a linear
-    ramp leads from one to the other.
+    frequency. One that turns less than beta_slow times is divided by the factor. A linear ramp
+    connects them.
     """
 
     def dimension_turning(turns: float) -> float:
@@ -111,7 +111,7 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    """What YaRN multiplies queries and keys with, to sharpen attention over a longer context."""
+    """Return YaRN's factor of queries and keys, which sharpens attention over long contexts."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 

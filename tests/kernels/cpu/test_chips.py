@@ -1,7 +1,7 @@
 """The kernels give the same bits on every chip: with AVX-512, with AVX2, and with neither.
 
-Kernels are compiled for the machine they run on. Here a process each compiles them for an older
-chip, whose instructions this one has too, and its results are compared with this one's own.
+Kernels are compiled for the machine they run on. Here one process per older chip compiles them
+for that chip, whose instructions this machine has too, and results are compared.
 """
 
 import json
@@ -24,11 +24,11 @@ PROGRAM = Path(__file__).parent / "kernel_digests.py"
 
 @dataclass(frozen=True)
 class Chip:
-    """A chip by LLVM's names, and what its code is known by.
+    """A chip by LLVM's names, and what identifies its code.
 
     Attributes:
-        cpu, features: what Numba is told.
-        uses, lacks: instructions and registers that its products have, and don't have.
+        cpu, features: passed to Numba.
+        uses, lacks: instructions and registers that its products use, and don't use.
     """
 
     cpu: str
@@ -60,7 +60,7 @@ RUNNABLE = [
 
 
 def digests(chip: Chip | None, *arguments: str) -> dict[str, Any]:
-    """What the program prints, its kernels compiled for ``chip``; None is this one."""
+    """Return what the program prints, its kernels compiled for ``chip``; None is this machine."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NUMBA_CPU_")}
     if chip is not None:
         environment |= {"NUMBA_CPU_NAME": chip.cpu, "NUMBA_CPU_FEATURES": chip.features}
@@ -75,7 +75,7 @@ def digests(chip: Chip | None, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[Mapping[str, Future[dict[str, Any]]]]:
-    """Of the program on this chip and on all that it can stand for, two at a time."""
+    """Run the program for this chip and all that it can stand in for, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         yield {
             "this": pool.submit(digests, None),

@@ -26,11 +26,11 @@ LAST_READING = len(PHASES)
 
 
 def spent(clock: np.ndarray) -> dict[int, int]:
-    """Ticks by phase, of one thread, without the phases that have none."""
+    """Return one thread's ticks by phase, without phases that have none."""
     return {phase: int(ticks) for phase, ticks in enumerate(clock[:LAST_READING]) if ticks}
 
 
-def test_all_time_since_the_start_goes_to_the_phases_that_are_named() -> None:
+def test_all_time_since_the_start_counts_for_the_named_phases() -> None:
     clock = np.zeros((2, CLOCK_WIDTH), np.int64)
     start_clock(clock, 1)
     started = clock[1, LAST_READING]

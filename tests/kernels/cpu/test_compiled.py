@@ -38,7 +38,7 @@ def doubled(x):  # type: ignore[no-untyped-def]
 
 
 def kept(folder: Path) -> Any:
-    """``doubled``, compiled and kept in ``folder``."""
+    """Return ``doubled``, compiled and cached in ``folder``."""
     compiled: Any = kernel(doubled)
     compiled._cache = CompiledCache(doubled, folder)
     return compiled
@@ -57,7 +57,7 @@ def answer(process: "subprocess.Popen[str]") -> Any:
     return json.loads(out)
 
 
-def test_is_compiled_once_for_a_signature(tmp_path: Path) -> None:
+def test_a_function_is_compiled_once_per_signature(tmp_path: Path) -> None:
     for misses in (1, 0):
         function = kept(tmp_path)
         assert function(np.arange(4.0)) == 12.0
@@ -68,7 +68,7 @@ def test_is_compiled_once_for_a_signature(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 10, 1000, -1])
-def test_what_was_cut_short_or_damaged_is_compiled_again(tmp_path: Path, keep: int) -> None:
+def test_truncated_and_damaged_files_are_compiled_again(tmp_path: Path, keep: int) -> None:
     assert kept(tmp_path)(np.arange(4.0)) == 12.0
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
@@ -79,8 +79,10 @@ def test_what_was_cut_short_or_damaged_is_compiled_again(tmp_path: Path, keep: i
         assert sum(function.stats.cache_misses.values()) == misses
 
 
-def test_processes_that_compile_at_once_keep_what_is_right_for_each(tmp_path: Path) -> None:
-    """Signatures in another order each, and one for another chip."""
+def test_processes_that_compile_at_once_store_what_is_right_for_each(
+    tmp_path: Path,
+) -> None:
+    """Each process compiles signatures in another order, one of them for another chip."""
     dtypes = ["float32", "float64", "int64", "int32"]
     processes = [
         started(tmp_path, " ".join(dtypes)),

@@ -44,7 +44,7 @@ def test_halves_are_rounded_to_nearest_as_numpy_does() -> None:
     np.testing.assert_array_equal(out, expected.astype(np.float32))
 
 
-def test_what_is_too_large_for_a_half_becomes_the_largest_half() -> None:
+def test_numbers_too_large_for_float16_become_its_largest() -> None:
     values = np.zeros(DIM, np.float32)
     values[:5] = 1e6, -1e6, 65519, np.inf, -np.inf
     _, out = round_trip(values, KVFormat.F16)

@@ -1,4 +1,4 @@
-"""Packed weights hold what GGML blocks hold, exactly, and round floats within half a step."""
+"""Packed weights hold GGML blocks exactly, and round floats to within half a step."""
 
 import numpy as np
 import pytest

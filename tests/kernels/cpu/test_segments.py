@@ -1,4 +1,4 @@
-"""One segment of keys: scores have the same bits for any number of rows, and sums are V's."""
+"""One segment of keys: scores have the same bits for any number of rows; sums equal NumPy's."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from midfill.kernels.cpu.segments import (
 
 SLOTS = 400
 ALL = 10**6
-"""A limit behind every key."""
+"""A limit beyond every key."""
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_any_number_of_rows_has_the_same_scores_and_sums(rows: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [-5, 1, 16, 40])
-def test_scores_are_there_wherever_a_row_sees_a_key(limit: int) -> None:
+def test_scores_are_computed_wherever_a_row_sees_a_key(limit: int) -> None:
     keys, _ = stored(KVFormat.F16, 64, 77)
     queries = normal(90, 64, seed=4)
     whole, cut = score(queries, keys), score(queries, keys, 3, limit)

@@ -1,4 +1,4 @@
-"""Online softmax: rows over any range of keys, and segments merged in any number."""
+"""Online softmax: rows over any range of keys, merged from any number of segments."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def softmax(scores: np.ndarray, count: int, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Weights [count] and the row's state, of scores with noise around them."""
+    """Return weights [count] and the row's state, for scores with noise around them."""
     padded = np.full(300, np.nan, np.float32)
     padded[16 : 16 + count] = scores[:count]
     states = np.full(4, np.nan, np.float32)

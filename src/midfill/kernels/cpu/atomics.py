@@ -1,4 +1,4 @@
-"""Atomic integers, and how a thread waits: what the team's barriers are made of."""
+"""Atomic integers and ways to wait: the building blocks of the thread pool's barriers."""
 
 import platform
 from typing import Any
@@ -12,7 +12,7 @@ from midfill.kernels.cpu.simd import I32, Codegen, address, llvm_call
 
 @intrinsic  # type: ignore[untyped-decorator]
 def atomic_add(typing_context: Any, array: Any, index: Any, value: Any) -> tuple[Any, Codegen]:
-    """array[index] += value (int64); returns the value before."""
+    """Add to array[index] (int64) and return the value before."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
@@ -23,7 +23,7 @@ def atomic_add(typing_context: Any, array: Any, index: Any, value: Any) -> tuple
 
 @intrinsic  # type: ignore[untyped-decorator]
 def atomic_load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codegen]:
-    """array[index] (int64), ordered after what its writer did before."""
+    """Return array[index] (int64), ordered after all that its writer did before."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
@@ -34,7 +34,7 @@ def atomic_load(typing_context: Any, array: Any, index: Any) -> tuple[Any, Codeg
 
 @intrinsic  # type: ignore[untyped-decorator]
 def atomic_store(typing_context: Any, array: Any, index: Any, value: Any) -> tuple[Any, Codegen]:
-    """array[index] = value (int64), after all that this thread did before."""
+    """Set array[index] = value (int64), ordered after all that this thread did before."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
@@ -46,7 +46,7 @@ def atomic_store(typing_context: Any, array: Any, index: Any, value: Any) -> tup
 
 @intrinsic  # type: ignore[untyped-decorator]
 def spin_pause(typing_context: Any) -> tuple[Any, Codegen]:
-    """Tell the core that this is a waiting loop."""
+    """Tell the core that this loop waits."""
     machine = platform.machine()
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -60,4 +60,4 @@ def spin_pause(typing_context: Any) -> tuple[Any, Codegen]:
 
 
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
-"""Give the core to another thread (POSIX)."""
+"""Yield the core to another thread (POSIX)."""

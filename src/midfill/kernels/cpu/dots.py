@@ -170,9 +170,9 @@ class _QuantProducts:
         self, context: Any, builder: ir.IRBuilder, weight_format: WeightFormat, rows: int
     ) -> None:
         self._context, self._builder, self._format = context, builder, weight_format
-        self._cells = [(r, v) for r in range(rows) for v in range(_VECTORS)]
-        self._totals = {cell: self._variable(constant(0.0)) for cell in self._cells}
-        self._sums = {cell: self._variable(integers(0)) for cell in self._cells}
+        self._indices = [(r, v) for r in range(rows) for v in range(_VECTORS)]
+        self._totals = {index: self._variable(constant(0.0)) for index in self._indices}
+        self._sums = {index: self._variable(integers(0)) for index in self._indices}
         for total in self._totals.values():
             builder.store(constant(0.0), total)
 
@@ -186,7 +186,7 @@ class _QuantProducts:
             block: the panel's block, see packing.py.
             x_blocks: the rows' blocks, see activations.py.
         """
-        for r, v in self._cells:
+        for r, v in self._indices:
             first = integers(0)
             if self._format is WeightFormat.Q8:
                 # Weights are stored 128 too large, to be unsigned.
@@ -234,7 +234,7 @@ class _QuantProducts:
 
     def store(self, target: Any) -> None:
         """Store the totals to target[rows, 32]."""
-        for r, v in self._cells:
+        for r, v in self._indices:
             pointer = self._builder.gep(target, [integer(r * PANEL + v * LANES)])
             store_unaligned(self._builder, self._builder.load(self._totals[r, v]), pointer)
 

@@ -1,7 +1,7 @@
-"""float16 in memory, float32 in registers: conversions that every chip can do.
+"""float16 in memory, float32 in registers: conversions for every chip.
 
-LLVM turns a conversion that the chip doesn't know into a call of a runtime function that may not
-be there. Such chips convert with integer arithmetic here, to the same bits.
+Where a chip has no conversion, LLVM calls a runtime function that may not exist. Such chips
+convert with integer arithmetic here, to the same bits.
 """
 
 import platform
@@ -30,25 +30,27 @@ from midfill.kernels.cpu.simd import (
 F16_VECTOR = ir.VectorType(F16, LANES)
 I16_VECTOR = ir.VectorType(I16, LANES)
 LARGEST = 65504.0
-"""The largest float16; what is larger is stored as this."""
+"""The largest float16; larger numbers are stored as this."""
 _INFINITY = 0x7C00 << 13
-"""float16's infinity, where float32 has its exponent and mantissa; NaNs are above."""
+"""float16's infinity, shifted to float32's exponent and mantissa; NaNs are larger."""
 
 
 def _native(context: Any) -> bool:
+    """Return whether the chip converts float16 itself."""
     return has_feature(context, "f16c") or platform.machine() in ("aarch64", "arm64")
 
 
 def load_halves(context: Any, builder: ir.IRBuilder, pointer: Any) -> Any:
-    """16 float16 from a pointer of any type, as float32."""
+    """Load 16 float16 from a pointer of any type, as float32."""
     if _native(context):
         return builder.fpext(load_unaligned(builder, pointer, F16_VECTOR), F32_VECTOR)
     bits = builder.zext(load_unaligned(builder, pointer, I16_VECTOR), I32_VECTOR)
     sign = builder.shl(builder.and_(bits, integers(0x8000)), integers(16))
-    # The exponent's bias is 15 here and 127 there; a product sets it right, subnormals included.
+    # The exponent's bias is 15 in float16 and 127 in float32; a product corrects it, also for
+    # subnormals.
     magnitude = builder.shl(builder.and_(bits, integers(0x7FFF)), integers(13))
     scaled = builder.fmul(builder.bitcast(magnitude, F32_VECTOR), constant(2.0**112))
-    # Infinity and NaN keep their largest exponent.
+    # Infinity and NaN keep the largest exponent.
     special = builder.icmp_unsigned(">=", magnitude, integers(_INFINITY))
     largest = builder.or_(magnitude, integers(0x7F800000))
     result = builder.select(special, largest, builder.bitcast(scaled, I32_VECTOR))
@@ -58,9 +60,9 @@ def load_halves(context: Any, builder: ir.IRBuilder, pointer: Any) -> Any:
 def store_halves(context: Any, builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
     """Round 16 float32 to the nearest float16 (ties to even) and store them.
 
-    What float16 can't hold becomes +-65504; NaN stays NaN.
+    Numbers too large for float16 become +-65504; NaN stays NaN.
     """
-    # A comparison and a choice each: ``minnum`` would turn NaN into a number.
+    # Compare and select: ``minnum`` would turn NaN into a number.
     for limit, beyond in ((LARGEST, ">"), (-LARGEST, "<")):
         outside = builder.fcmp_ordered(beyond, value, constant(limit))
         value = builder.select(outside, constant(limit), value)
@@ -73,14 +75,15 @@ def store_halves(context: Any, builder: ir.IRBuilder, value: Any, pointer: Any) 
 
 
 def _round_by_integers(builder: ir.IRBuilder, value: Any) -> Any:
+    """Round 16 float32 to float16 with integer arithmetic; return 16 int16."""
     bits = builder.bitcast(value, I32_VECTOR)
     sign = builder.lshr(builder.and_(bits, integers(-(2**31))), integers(16))
     magnitude = builder.and_(bits, integers(0x7FFFFFFF))
-    # Normal numbers: rebias the exponent and round the 13 bits that go.
+    # Normal numbers: correct the exponent's bias and round off 13 bits.
     odd = builder.and_(builder.lshr(magnitude, integers(13)), integers(1))
     rounded = builder.add(builder.sub(magnitude, integers((112 << 23) - 0xFFF)), odd)
     normal = builder.lshr(rounded, integers(13))
-    # Subnormal ones: adding 1/2 makes the FPU round at 2^-24, float16's smallest step.
+    # Subnormal numbers: adding 1/2 makes the FPU round at 2^-24, float16's smallest step.
     shifted = builder.fadd(builder.bitcast(magnitude, F32_VECTOR), constant(0.5))
     subnormal = builder.sub(builder.bitcast(shifted, I32_VECTOR), integers(0x3F000000))
     small = builder.icmp_unsigned("<", magnitude, integers(113 << 23))
@@ -92,7 +95,7 @@ def _round_by_integers(builder: ir.IRBuilder, value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def half_to_float(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
-    """The float16 at byte ``offset`` of a uint8 array, as float32."""
+    """Return the float16 at byte ``offset`` of a uint8 array, as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])

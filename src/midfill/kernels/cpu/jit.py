@@ -1,7 +1,7 @@
-"""Compilation of the kernels: options, and a cache that follows their source.
+"""Compilation of the kernels: Numba's options, and a cache that follows the source.
 
-All kernels are compiled into a few entry points, so the folder they are kept in is named by a
-digest of every kernel's source: a changed kernel never meets a stale compilation.
+All kernels are compiled into a few entry points. So their folder is named by a digest of all
+kernels' source, and a changed kernel never uses a stale compilation.
 """
 
 import hashlib
@@ -21,38 +21,48 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @cache
 def compiled_folder() -> Path:
-    """Folder of this version's compiled kernels in the user's cache."""
+    """Return the folder of this version's compiled kernels in the user's cache."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return cache_folder() / "kernels" / digest.hexdigest()[:16]
 
 
-def _compiled(function: F, *, makes_arrays: bool) -> F:
+def _compiled(function: F, *, makes_arrays: bool = False, inline: bool = False) -> F:
     options = {"nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": makes_arrays}
+    if inline:
+        options["forceinline"] = True
     compiled: F = numba.njit(**options)(function)
     return compiled
 
 
 def kernel(function: F) -> F:
-    """Compile with Numba: no GIL, IEEE arithmetic as written (no reassociation).
+    """Compile with Numba: without the GIL, IEEE arithmetic as written (no reassociation).
 
-    ``error_model="numpy"`` leaves out the checks for division by zero. A kernel makes no arrays,
-    so it goes without Numba's runtime and its reference counts: all threads would write to them at
-    every call. Whoever starts a kernel holds the arrays.
+    ``error_model="numpy"`` leaves out the checks for division by zero. A kernel allocates no
+    arrays, so it does without Numba's runtime and its reference counts, which all threads would
+    write to at every call. The caller keeps the arrays alive.
     """
-    return _compiled(function, makes_arrays=False)
+    return _compiled(function)
+
+
+def inlined_kernel(function: F) -> F:
+    """Compile like ``kernel``, always inlined: for small functions that take many arrays.
+
+    An array is passed as seven words, so a call can take longer than what it does.
+    """
+    return _compiled(function, inline=True)
 
 
 def entry_point(function: F) -> F:
-    """Like ``kernel``, kept on disk between processes."""
+    """Compile like ``kernel``, cached on disk between processes."""
     compiled: Any = kernel(function)
     compiled._cache = CompiledCache(function, compiled_folder())
     return compiled
 
 
 def allocating_entry_point(function: F) -> F:
-    """Like ``entry_point``, for a function that makes arrays of its own."""
+    """Compile like ``entry_point`` a function that allocates arrays."""
     compiled: Any = _compiled(function, makes_arrays=True)
     compiled._cache = CompiledCache(function, compiled_folder())
     return compiled

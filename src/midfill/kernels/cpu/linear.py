@@ -22,7 +22,7 @@ from midfill.kernels.cpu.dots import (
     multiply_q8_4,
 )
 from midfill.kernels.cpu.halves import half_to_float
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.matmul import (
     multiply_f32_1,
     multiply_f32_2,
@@ -196,7 +196,7 @@ def _multiply_q8(
         multiply_q8_4(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
 
 
-@kernel
+@inlined_kernel
 def _multiply_panel(
     x: Activations, at: int, rows: int, weights: LinearWeights, panel_at: int, number: int,
     tile: Float32Array, tile_at: int,
@@ -265,6 +265,7 @@ def linear(
     weights_at, bias_at = layer * weights.layer_bytes, layer * weights.outputs
     claim = _panels_per_claim(panels, context.threads)
     products = tiling.products
+    top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
     while True:
         first = take_work(context.sync, claim)
         if first >= panels:
@@ -275,7 +276,7 @@ def linear(
                 count: Any = np.int64(tiling.rows[min(out.rows - row, MAX_TABLE_ROWS)])
                 at = x_at + row * weights.inputs
                 panel_at = weights_at + panel * size
-                _multiply_panel(x, at, count, weights, panel_at, number, products, 0)
+                _multiply_panel(x, at, count, weights, panel_at, number, products, top)
                 for r in range(count):
                     for lane in range(0, PANEL, LANES):
                         column = panel * PANEL + lane
@@ -325,7 +326,9 @@ def gated_linear(
     gate_at, up_at = layer * gate.layer_bytes, layer * up.layer_bytes
     bias_at = layer * up.outputs
     claim = _panels_per_claim(panels, context.threads)
-    products, up_tile = tiling.products, MAX_TILE_ROWS * PANEL
+    products = tiling.products
+    top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
+    up_tile: Any = np.int64(MAX_TILE_ROWS * PANEL)
     while True:
         first = take_work(context.sync, claim)
         if first >= panels:
@@ -337,7 +340,7 @@ def gated_linear(
                 at = x_at + row * up.inputs
                 if weights.gated:
                     panel_at = gate_at + panel * gate_size
-                    _multiply_panel(x, at, count, gate, panel_at, number, products, 0)
+                    _multiply_panel(x, at, count, gate, panel_at, number, products, top)
                 panel_at = up_at + panel * up_size
                 _multiply_panel(x, at, count, up, panel_at, number, products, up_tile)
                 for r in range(count):

@@ -1,12 +1,12 @@
 """Float32 products over panels: tile[r, 0:32] = sum over k of x[r, k] * w[k, 0:32].
 
-A panel is 32 output features of a weight matrix, all its inputs k, laid out so that the 32
-outputs of one k lie side by side (see packing.py). Vector lanes run over outputs and every
-output sums over k from first to last with fused multiply-adds, so a row's result is the same bit
-for bit in a tile of 1 row or of 8. Panels of codes are multiplied in dots.py.
+A panel is 32 output features of a weight matrix with all inputs k, stored so that the 32 outputs
+of one k lie side by side (see packing.py). Vector lanes run over outputs, and every output sums
+over k from first to last with fused multiply-adds. So a row has the same bits in a tile of 1 row
+or of 8. Panels of quants are multiplied in dots.py.
 
-The functions are generated as LLVM IR: the accumulators of a tile must stay in registers, which
-no loop over a Numba array achieves.
+The functions are generated as LLVM IR: a tile's accumulators must stay in registers, which no
+loop over a Numba array achieves.
 """
 
 from typing import Any
@@ -42,32 +42,34 @@ class _Accumulators:
 
     def __init__(self, builder: ir.IRBuilder, rows: int, x: Any, x_stride: Any) -> None:
         self._builder = builder
-        self._cells = [
+        self._sums = [
             [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(VECTORS)]
             for _ in range(rows)
         ]
-        for row in self._cells:
-            for cell in row:
-                builder.store(constant(0.0), cell)
+        for row in self._sums:
+            for total in row:
+                builder.store(constant(0.0), total)
         self._x_rows = [builder.gep(x, [builder.mul(x_stride, integer(r))]) for r in range(rows)]
 
     def add(self, k: Any, weights: list[Any]) -> None:
+        """Add the products of input k."""
         builder = self._builder
-        for x_row, cells in zip(self._x_rows, self._cells, strict=True):
+        for x_row, totals in zip(self._x_rows, self._sums, strict=True):
             x = broadcast(builder, builder.load(builder.gep(x_row, [k])))
-            for weight, cell in zip(weights, cells, strict=True):
-                builder.store(fused_multiply_add(builder, x, weight, builder.load(cell)), cell)
+            for weight, total in zip(weights, totals, strict=True):
+                builder.store(fused_multiply_add(builder, x, weight, builder.load(total)), total)
 
     def write(self, tile: Any) -> None:
+        """Store the sums to tile[rows, 32]."""
         builder = self._builder
-        for r, cells in enumerate(self._cells):
-            for v, cell in enumerate(cells):
+        for r, totals in enumerate(self._sums):
+            for v, total in enumerate(totals):
                 pointer = builder.gep(tile, [integer(r * PANEL + v * LANES)])
-                store_unaligned(builder, builder.load(cell), pointer)
+                store_unaligned(builder, builder.load(total), pointer)
 
 
 def _multiply_floats(rows: int) -> Any:
-    """Generate the kernel of ``rows`` rows for a float32 panel."""
+    """Generate the kernel for ``rows`` rows and a float32 panel."""
 
     def operation(
         typing_context: Any,
@@ -81,10 +83,13 @@ def _multiply_floats(rows: int) -> Any:
         tile: Any,
         tile_offset: Any,
     ) -> tuple[Any, Codegen]:
-        """tile[rows, 32] = x[rows, count] @ panel[count, 32].
+        """Compute tile[rows, 32] = x[rows, count] @ panel[count, 32].
 
-        x: float32 at x_offset, rows x_stride apart. panel: float32 or uint8 array at
-        panel_offset (in its elements), one k panel_stride floats after the other.
+        Args:
+            x: float32, rows x_stride apart, from x_offset on.
+            count: inputs.
+            panel: float32 or uint8, from element panel_offset on; panel_stride floats per input.
+            tile: float32, [rows, 32] at tile_offset.
         """
 
         def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -1,19 +1,19 @@
-"""Packed weights: the one copy of a weight matrix that all CPU kernels read.
+"""Packed weights: the one copy of a weight matrix, which all CPU kernels read.
 
-A matrix [n, k] is cut into panels of 32 output features (n is padded with zero rows), a panel
-into blocks of 32 inputs. Panels, and in them blocks, lie one after the other, so a kernel reads
-one straight stream of bytes:
+A matrix [n, k] is cut into panels of 32 output features (n is padded with zero rows), and a panel
+into blocks of 32 inputs. Panels, and the blocks in them, are consecutive, so a kernel reads one
+stream of bytes:
 
-    Q4 block: 32 scales (float16), 32 minima (float16), then for each four inputs 64 bytes, byte
-              4 * j + i holding the code of output j and input i of the four in its low half, and
-              of output j + 16 in its high half
-    Q8 block: 32 scales, 32 minima, then for each four inputs 128 bytes, byte 4 * j + i holding
-              128 + the code of output j and input i of the four
-    F32 block: for each k 32 float32
+    Q4 block   32 scales (float16), 32 minima (float16), then 64 bytes per four inputs: byte
+               4 * j + i holds the quant of output j and input i of the four in its low half, and
+               that of output j + 16 in its high half
+    Q8 block   32 scales, 32 minima, then 128 bytes per four inputs: byte 4 * j + i holds 128 + the
+               quant of output j and input i of the four
+    F32 block  32 float32 per input
 
-and weight = code * scale + minimum, rounded once. That form holds GGML's Q4_0, Q4_1, Q5_0, Q5_1
-and Q8_0 blocks exactly (they have 32 inputs too and float16 scales), so a GGUF file of those
-types is repacked without going through floats and without any loss.
+A weight is quant * scale + minimum, rounded once. This holds GGML's Q4_0, Q4_1, Q5_0, Q5_1 and
+Q8_0 blocks exactly (they have 32 inputs and float16 scales too), so a GGUF file of these types is
+repacked without going through floats and without loss.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class WeightFormat(IntEnum):
-    """How a packed matrix stores its weights; the order is that of precision."""
+    """How a packed matrix stores its weights, in order of precision."""
 
     Q4 = 0
     Q8 = 1
@@ -41,14 +41,14 @@ class WeightFormat(IntEnum):
 
 
 def block_bytes(weight_format: WeightFormat) -> int:
-    """Bytes of one block of 32 inputs and 32 outputs."""
+    """Return the bytes of one block of 32 inputs and 32 outputs."""
     if weight_format is WeightFormat.F32:
         return GROUP * PANEL * 4
     return HEADER_BYTES + GROUP * (PANEL // 2 if weight_format is WeightFormat.Q4 else PANEL)
 
 
 def panel_count(outputs: int) -> int:
-    """Panels of a matrix with that many output features."""
+    """Return the panels of a matrix with that many output features."""
     return -(-outputs // PANEL)
 
 
@@ -58,7 +58,7 @@ class PackedMatrix:
 
     Attributes:
         weight_format: how weights are stored.
-        outputs, inputs: logical shape; inputs is a multiple of 32.
+        outputs, inputs: logical shape; inputs are a multiple of 32.
         data: uint8 [panels * inputs / 32 * block bytes].
     """
 
@@ -69,10 +69,10 @@ class PackedMatrix:
 
 
 @dataclass(frozen=True)
-class _Codes:
-    """weight[n, g * 32 + j] = codes[n, g, j] * scales[n, g] + minima[n, g]."""
+class _Quants:
+    """A quantised matrix: weight[n, g * 32 + j] = quants[n, g, j] * scales[n, g] + minima[n, g]."""
 
-    codes: npt.NDArray[np.int8] | npt.NDArray[np.uint8]
+    quants: npt.NDArray[np.int8] | npt.NDArray[np.uint8]
     scales: npt.NDArray[np.float16]
     minima: npt.NDArray[np.float16]
 
@@ -90,16 +90,20 @@ _EXACT_FORMAT = {
 
 
 def natural_format(kind: str) -> WeightFormat:
-    """The smallest format that keeps a stored kind exactly; Q8 for the K-quants.
+    """Return the smallest format that holds a stored kind exactly; Q8 for K-quants.
 
-    K-quants have two levels of scales and don't fit one float16 scale a group; eight bits lose
-    next to nothing of their two to six.
+    K-quants have two levels of scales, which one float16 scale per group can't hold; eight bits
+    lose next to nothing of their two to six.
     """
     return _EXACT_FORMAT.get(kind, WeightFormat.Q8)
 
 
 def pack(tensors: list[StoredTensor], weight_format: WeightFormat) -> PackedMatrix:
-    """Pack matrices with equal inputs, one below the other (q, k and v as one, for example)."""
+    """Pack matrices with equal inputs, one below the other (for example q, k and v).
+
+    Raises:
+        ValueError: a matrix but the last has outputs that are no multiple of 32.
+    """
     inputs = tensors[0].shape[1]
     parts = [_blocks(tensor, weight_format) for tensor in tensors]
     if any(tensor.shape[0] % PANEL for tensor in tensors[:-1]):
@@ -117,21 +121,21 @@ def _blocks(tensor: StoredTensor, weight_format: WeightFormat) -> Bytes:
         return _pack_floats(tensor.to_float32())
     exact = _EXACT_FORMAT.get(tensor.kind, WeightFormat.F32)
     if exact is not WeightFormat.F32 and exact <= weight_format:
-        codes = _ggml_codes(tensor)
+        quants = _ggml_quants(tensor)
     else:
-        codes = _quantise(tensor.to_float32(), weight_format)
-    return _pack_codes(codes, weight_format)
+        quants = _quantise(tensor.to_float32(), weight_format)
+    return _pack_quants(quants, weight_format)
 
 
-def _ggml_codes(tensor: StoredTensor) -> _Codes:
-    """Take GGML blocks apart: float16 scale, float16 minimum (the _1 kinds), bits, codes."""
+def _ggml_quants(tensor: StoredTensor) -> _Quants:
+    """Split GGML blocks: float16 scale, float16 minimum (the _1 kinds), high bits, quants."""
     rows = tensor.shape[0]
     groups = tensor.shape[1] // GROUP
     kind = tensor.kind
     blocks = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(rows, groups, -1)
     scales = blocks[..., 0:2].copy().view(np.float16)[..., 0]
     if kind == "q8_0":
-        return _Codes(blocks[..., 2:].view(np.int8), scales, np.zeros_like(scales))
+        return _Quants(blocks[..., 2:].view(np.int8), scales, np.zeros_like(scales))
     has_minimum = kind.endswith("1")
     at = 4 if has_minimum else 2
     high_bits = None
@@ -139,18 +143,18 @@ def _ggml_codes(tensor: StoredTensor) -> _Codes:
         high_bits = np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little")
         at += 4
     packed = blocks[..., at : at + 16]
-    codes = np.concatenate([packed & 15, packed >> 4], axis=-1)
+    quants = np.concatenate([packed & 15, packed >> 4], axis=-1)
     if high_bits is not None:
-        codes |= high_bits << 4
+        quants |= high_bits << 4
     if has_minimum:
         minima = blocks[..., 2:4].copy().view(np.float16)[..., 0]
     else:
         minima = (scales * np.float16(-16 if high_bits is not None else -8)).astype(np.float16)
-    return _Codes(codes, scales, minima)
+    return _Quants(quants, scales, minima)
 
 
-def _quantise(weights: npt.NDArray[np.float32], weight_format: WeightFormat) -> _Codes:
-    """Round to the nearest code, each group of 32 inputs with its own scale.
+def _quantise(weights: npt.NDArray[np.float32], weight_format: WeightFormat) -> _Quants:
+    """Round to the nearest quant, with one scale per group of 32 inputs.
 
     Q8 is symmetric about 0; Q4 spans the group's smallest to largest weight.
     """
@@ -166,14 +170,14 @@ def _quantise(weights: npt.NDArray[np.float32], weight_format: WeightFormat) -> 
         lowest, highest = 0, 15
     divisor = scales.astype(np.float32)[..., None]
     centred = groups - minima.astype(np.float32)[..., None]
-    codes = np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor != 0)
-    codes = np.clip(np.rint(codes), lowest, highest)
-    whole = codes.astype(np.int8) if weight_format is WeightFormat.Q8 else codes.astype(np.uint8)
-    return _Codes(whole, scales, minima)
+    steps = np.divide(centred, divisor, out=np.zeros_like(centred), where=divisor != 0)
+    steps = np.clip(np.rint(steps), lowest, highest)
+    whole = steps.astype(np.int8) if weight_format is WeightFormat.Q8 else steps.astype(np.uint8)
+    return _Quants(whole, scales, minima)
 
 
 def _panels(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[n, ...] to [panels, 32, ...], zero rows added at the end."""
+    """Reshape [n, ...] to [panels, 32, ...], with zero rows added at the end."""
     missing = -len(values) % PANEL
     if missing:
         values = np.concatenate([values, np.zeros((missing, *values.shape[1:]), values.dtype)])
@@ -184,27 +188,26 @@ def _pack_floats(weights: npt.NDArray[np.float32]) -> Bytes:
     return np.ascontiguousarray(_panels(weights).transpose(0, 2, 1)).reshape(-1).view(np.uint8)
 
 
-def _pack_codes(parts: _Codes, weight_format: WeightFormat) -> Bytes:
-    codes: npt.NDArray[np.uint8] = _panels(parts.codes).view(np.uint8)  # [panels, n, groups, k]
-    panels, _, groups, _ = codes.shape
-    codes = codes.reshape(panels, PANEL, groups, -1, 4).transpose(0, 2, 3, 1, 4)
+def _pack_quants(parts: _Quants, weight_format: WeightFormat) -> Bytes:
+    quants: Bytes = _panels(parts.quants).view(np.uint8)  # [panels, n, groups, k]
+    panels, _, groups, _ = quants.shape
+    quants = quants.reshape(panels, PANEL, groups, -1, 4).transpose(0, 2, 3, 1, 4)
     if weight_format is WeightFormat.Q4:
         half = PANEL // 2
-        codes = np.bitwise_or(codes[..., :half, :], codes[..., half:, :] << 4, dtype=np.uint8)
+        quants = np.bitwise_or(quants[..., :half, :], quants[..., half:, :] << 4, dtype=np.uint8)
     else:
-        codes = np.bitwise_xor(
-            codes, 128, dtype=np.uint8
-        )  # of a number in two's complement, that plus 128
+        # In two's complement, this adds 128.
+        quants = np.bitwise_xor(quants, 128, dtype=np.uint8)
     blocks = np.empty((panels, groups, block_bytes(weight_format)), np.uint8)
     header = blocks[..., :HEADER_BYTES].view(np.float16)
     header[..., :PANEL] = _panels(parts.scales).transpose(0, 2, 1)
     header[..., PANEL:] = _panels(parts.minima).transpose(0, 2, 1)
-    blocks[..., HEADER_BYTES:] = codes.reshape(panels, groups, -1)
+    blocks[..., HEADER_BYTES:] = quants.reshape(panels, groups, -1)
     return blocks.reshape(-1)
 
 
 def unpack(matrix: PackedMatrix) -> npt.NDArray[np.float32]:
-    """The weights as float32 [outputs, inputs], as the kernels see them."""
+    """Return the weights as float32 [outputs, inputs], as the kernels see them."""
     panels, groups = panel_count(matrix.outputs), matrix.inputs // GROUP
     blocks = matrix.data.reshape(panels, groups, -1)
     if matrix.weight_format is WeightFormat.F32:
@@ -214,11 +217,11 @@ def unpack(matrix: PackedMatrix) -> npt.NDArray[np.float32]:
         scales, minima = header[..., None, :PANEL], header[..., None, PANEL:]
         raw = blocks[..., HEADER_BYTES:].reshape(panels, groups, GROUP // 4, -1, 4)
         if matrix.weight_format is WeightFormat.Q4:
-            codes = np.concatenate([raw & 15, raw >> 4], axis=-2)
+            quants = np.concatenate([raw & 15, raw >> 4], axis=-2)
         else:
-            codes = (raw ^ 128).view(np.int8)
-        codes = codes.swapaxes(-1, -2).reshape(panels, groups, GROUP, PANEL)
+            quants = (raw ^ 128).view(np.int8)
+        quants = quants.swapaxes(-1, -2).reshape(panels, groups, GROUP, PANEL)
         # In float64 and rounded at the end: the kernels' fused multiply-add rounds once too.
-        weights = (codes * scales + minima).astype(np.float32)
+        weights = (quants * scales + minima).astype(np.float32)
     rows = weights.transpose(0, 3, 1, 2).reshape(panels * PANEL, matrix.inputs)
     return np.ascontiguousarray(rows[: matrix.outputs])

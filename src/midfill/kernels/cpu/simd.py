@@ -1,12 +1,11 @@
 """Vectors of 16 float32 lanes inside Numba functions.
 
-Numba has no vector type, and a loop that LLVM vectorises by itself may change its order of
-summation with the shape of the loop. Here a vector is a value of its own (``F32x16``), each
-operation is one LLVM vector instruction, and the order of every sum is written down. LLVM
-splits the 16 lanes into whatever the chip has (one AVX-512 register, two AVX ones, four of
-NEON or SSE), with the same result on each that has fused multiply-add.
+Numba has no vector type, and LLVM may choose another order of summation for each loop that it
+vectorises. Here a vector is a value of its own (``F32x16``), each operation is one LLVM vector
+instruction, and the order of every sum is explicit. LLVM splits the 16 lanes into the chip's
+registers (one of AVX-512, two of AVX, four of NEON or SSE), with the same result on every chip.
 
-Offsets are in elements of the array they go with.
+Offsets are in elements of their array.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,38 +47,38 @@ class _F32x16Model(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(data_model_manager, front_end_type, F32_VECTOR)
 
 
-# ---- building blocks for code generation; also used by the matrix kernels --------------------
+# ---- building blocks of generated code -------------------------------------------------------
 
 
 def integer(value: int) -> ir.Constant:
-    """An int64."""
+    """Return an int64 constant."""
     return ir.Constant(I64, value)
 
 
 def integers(value: int) -> ir.Constant:
-    """The same int32 in every lane."""
+    """Return a vector constant with the same int32 in every lane."""
     return ir.Constant(I32_VECTOR, [value] * LANES)
 
 
 def constant(value: float) -> ir.Constant:
-    """A vector with the same float32 in every lane."""
+    """Return a vector constant with the same float32 in every lane."""
     return ir.Constant(F32_VECTOR, [value] * LANES)
 
 
 def address(context: Any, builder: ir.IRBuilder, array_type: Any, array: Any, offset: Any) -> Any:
-    """Pointer to element ``offset`` of a one-dimensional contiguous array."""
+    """Return a pointer to element ``offset`` of a one-dimensional contiguous array."""
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
 
 
 def load_unaligned(builder: ir.IRBuilder, pointer: Any, vector: ir.VectorType) -> Any:
-    """Load a vector from a pointer of any type, aligned to a byte."""
+    """Load a vector from a pointer of any type and alignment."""
     value = builder.load(builder.bitcast(pointer, vector.as_pointer()))
     value.align = 1
     return value
 
 
 def store_unaligned(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
-    """Store a vector to a pointer of any type, aligned to a byte."""
+    """Store a vector to a pointer of any type and alignment."""
     instruction = builder.store(value, builder.bitcast(pointer, value.type.as_pointer()))
     instruction.align = 1
 
@@ -93,7 +92,7 @@ _IMPLIED = {
     "f16c": ("avx",),
     "fma": ("avx",),
 }
-"""What a chip has that has a feature that the kernels ask for."""
+"""Features that a chip with the feature on the left has too."""
 
 
 def _with_implied(feature: str) -> set[str]:
@@ -101,9 +100,9 @@ def _with_implied(feature: str) -> set[str]:
 
 
 def enabled_features(settings: str) -> frozenset[str]:
-    """Features that are on after LLVM's settings such as "+avx2,-fma".
+    """Return the features that LLVM settings such as "+avx2,-fma" enable.
 
-    As LLVM reads them, from left to right: + with all that it implies, - with all that implies it.
+    They are read from left to right: + enables all that it implies, - disables all that implies it.
     """
     enabled: set[str] = set()
     for setting in settings.split(","):
@@ -116,12 +115,12 @@ def enabled_features(settings: str) -> frozenset[str]:
 
 
 def has_feature(context: Any, name: str) -> bool:
-    """Whether the chip that the kernels are compiled for has a feature, by LLVM's name for it."""
+    """Return whether the chip that kernels are compiled for has a feature, by LLVM's name."""
     return name in enabled_features(str(context.codegen().magic_tuple()[2]))
 
 
 def broadcast(builder: ir.IRBuilder, scalar: Any) -> Any:
-    """A vector with a float32 scalar in every lane."""
+    """Return a vector with a float32 scalar in every lane."""
     undefined = ir.Constant(F32_VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(I32_VECTOR, [0] * LANES))
@@ -135,7 +134,7 @@ def llvm_call(builder: ir.IRBuilder, name: str, arguments: Sequence[Any], result
 
 
 def fused_multiply_add(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     return llvm_call(builder, "llvm.fma.v16f32", [a, b, c], F32_VECTOR)
 
 
@@ -147,7 +146,7 @@ _EXP_COEFFICIENTS = (
     0.9999997063133107,
     1.0,
 )
-"""Of ``exponential``'s polynomial, highest power first."""
+"""The polynomial of ``exponential``, highest power first."""
 
 
 def tree_reduce(builder: ir.IRBuilder, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -163,14 +162,14 @@ def tree_reduce(builder: ir.IRBuilder, value: Any, combine: Callable[[Any, Any],
 
 
 def exponential(builder: ir.IRBuilder, x: Any) -> Any:
-    """exp(x) to 2 units in the last place; exactly 1 at 0, and 0 below -87.336.
+    """Return exp(x) to 2 units in the last place; exactly 1 at 0, and 0 below -87.336.
 
     exp(x) = 2^n * exp(r) with n = round(x / ln 2) and, for |r| <= ln 2 / 2, a polynomial of degree
-    5 whose largest relative error is the least possible when its constant term is 1. Adding 1.5 *
-    2^23 rounds to a whole number and leaves it in the lowest bits.
+    5, the minimax polynomial whose constant term is 1. Adding 1.5 * 2^23 rounds to a whole number
+    and leaves it in the lowest bits.
     """
     low, high = constant(-87.336), constant(88.37)
-    # A comparison and not ``minnum``: one instruction, as nobody asks what NaN gives.
+    # Compare and select instead of ``minnum``: one instruction, and NaN does not matter.
     clamped = builder.select(builder.fcmp_ordered("<", x, high), x, high)
     magic = constant(12582912.0)
     shifted = fused_multiply_add(builder, clamped, constant(1.44269504088896341), magic)
@@ -189,12 +188,12 @@ def exponential(builder: ir.IRBuilder, x: Any) -> Any:
     return builder.select(builder.fcmp_ordered("<", x, low), constant(0.0), result)
 
 
-# ---- vector operations to call from Numba functions -----------------------------------------
+# ---- vector operations for Numba functions ---------------------------------------------------
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def splat(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
-    """A vector with ``value`` in every lane."""
+    """Return a vector with ``value`` in every lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return broadcast(builder, arguments[0])
@@ -204,7 +203,7 @@ def splat(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def load(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
-    """Lanes 0..15 from array[offset:offset + 16] (float32)."""
+    """Load lanes 0..15 from array[offset:offset + 16] (float32)."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
@@ -215,7 +214,7 @@ def load(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def store(typing_context: Any, array: Any, offset: Any, value: Any) -> tuple[Any, Codegen]:
-    """array[offset:offset + 16] = value (float32)."""
+    """Store array[offset:offset + 16] = value (float32)."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
@@ -240,16 +239,16 @@ def _maximum(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-add = _binary(lambda builder, a, b: builder.fadd(a, b), "a + b, lane by lane.")
-subtract = _binary(lambda builder, a, b: builder.fsub(a, b), "a - b, lane by lane.")
-multiply = _binary(lambda builder, a, b: builder.fmul(a, b), "a * b, lane by lane.")
-divide = _binary(lambda builder, a, b: builder.fdiv(a, b), "a / b, lane by lane.")
-maximum = _binary(_maximum, "The larger of a and b, lane by lane.")
+add = _binary(lambda builder, a, b: builder.fadd(a, b), "Return a + b, lane by lane.")
+subtract = _binary(lambda builder, a, b: builder.fsub(a, b), "Return a - b, lane by lane.")
+multiply = _binary(lambda builder, a, b: builder.fmul(a, b), "Return a * b, lane by lane.")
+divide = _binary(lambda builder, a, b: builder.fdiv(a, b), "Return a / b, lane by lane.")
+maximum = _binary(_maximum, "Return the larger of a and b, lane by lane.")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def absolute(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
-    """|value|, lane by lane."""
+    """Return |value|, lane by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return llvm_call(builder, "llvm.fabs.v16f32", [arguments[0]], F32_VECTOR)
@@ -259,7 +258,7 @@ def absolute(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fma(typing_context: Any, a: Any, b: Any, c: Any) -> tuple[Any, Codegen]:
-    """a * b + c, rounded once, lane by lane."""
+    """Return a * b + c, rounded once, lane by lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return fused_multiply_add(builder, *arguments)
@@ -269,7 +268,7 @@ def fma(typing_context: Any, a: Any, b: Any, c: Any) -> tuple[Any, Codegen]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def exp(typing_context: Any, x: Any) -> tuple[Any, Codegen]:
-    """exp(x), lane by lane; see ``exponential``."""
+    """Return exp(x), lane by lane; see ``exponential``."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return exponential(builder, arguments[0])
@@ -279,7 +278,7 @@ def exp(typing_context: Any, x: Any) -> tuple[Any, Codegen]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def sum_lanes(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
-    """Sum of the 16 lanes as a balanced tree."""
+    """Return the sum of the 16 lanes, added as a balanced tree."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return tree_reduce(builder, arguments[0], builder.fadd)
@@ -289,7 +288,7 @@ def sum_lanes(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def max_lanes(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
-    """The largest of the 16 lanes."""
+    """Return the largest of the 16 lanes."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return tree_reduce(builder, arguments[0], lambda a, b: _maximum(builder, a, b))
@@ -301,7 +300,7 @@ def max_lanes(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
 def keep_lanes(
     typing_context: Any, value: Any, first: Any, end: Any, other: Any
 ) -> tuple[Any, Codegen]:
-    """Lanes first <= i < end of ``value``, and ``other`` elsewhere."""
+    """Return lanes first <= i < end of ``value``, and ``other`` elsewhere."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, first, end, other = arguments
@@ -325,7 +324,7 @@ def keep_lanes(
 
 @intrinsic  # type: ignore[untyped-decorator]
 def float_at(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
-    """The float32 at byte ``offset`` of a uint8 array."""
+    """Return the float32 at byte ``offset`` of a uint8 array."""
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
