@@ -34,7 +34,7 @@ DEFAULT_SAMPLING = SamplingParams(temperature=0.0, max_tokens=128)
 
 
 class InfillOptions(TypedDict, total=False):
-    """What ``LLM.infill`` takes beside the text; ``InfillRequest`` documents each."""
+    """Options of ``LLM.infill``; ``InfillRequest`` documents each."""
 
     layout: RequestedLayout
     document: str | None

@@ -153,7 +153,7 @@ class Inbox:
         except Exception:
             name = request_id.decode(errors="replace")
             _log.exception("request %s could not be handled", name)
-            # Whatever the engine has of it ends, too; it knows nothing of a request not yet added.
+            # In case the request was added before the failure; the engine ignores unknown ones.
             with contextlib.suppress(Exception):
                 self._engine.cancel(name)
             text = "the engine could not handle this request; the server's log has the details"

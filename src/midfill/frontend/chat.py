@@ -24,7 +24,7 @@ class ChatTemplate:
     """Renders messages and encodes them.
 
     The template's own special tokens become token ids. What looks like one inside a message stays
-    text, so that nobody can end their own turn and speak as another role.
+    text, so that no user can end a turn and speak as another role.
 
     Args:
         source: the Jinja template.

@@ -70,7 +70,7 @@ class StopScanner:
 
     Args:
         stops: the automaton.
-        include_stop: let the stop string itself pass, too.
+        include_stop: let the stop string itself pass as well.
 
     Attributes:
         stopped: the stop string that was found, or None.

@@ -1,4 +1,4 @@
-"""create_app: the dialects, put together around one served model."""
+"""create_app: all dialects around one served model."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _BODIES = (openai_completions.CompletionRequest, openai_chat.ChatRequest)
 
 
 def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> FastAPI:
-    """The ASGI application that serves a model whose engine is started elsewhere."""
+    """Return the ASGI application for a model, whose engine the caller starts and ends."""
     app = FastAPI(title="midfill", version=__version__)
     tenant_of = tenant_check(api_keys)
     for dialect in _DIALECTS:

@@ -7,13 +7,27 @@ it within one step, and it changes nothing but how long the next answer takes.
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from midfill.engine.client import EngineClient
 from midfill.frontend.prompts import PromptEncoder
 
 _log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Encode(Protocol):
+    """``ModelService.encode``: calls a function of the PromptEncoder on its thread."""
+
+    async def __call__(
+        self,
+        function: Callable[Concatenate[PromptEncoder, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T: ...
 
 
 class IdlePrefill:
@@ -21,10 +35,10 @@ class IdlePrefill:
 
     Args:
         engine: computes the prompts.
-        encode: calls a function of the PromptEncoder on its thread.
+        encode: reaches the PromptEncoder.
     """
 
-    def __init__(self, engine: EngineClient, encode: Callable[..., Awaitable[Any]]) -> None:
+    def __init__(self, engine: EngineClient, encode: Encode) -> None:
         self._engine = engine
         self._encode = encode
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by document
@@ -57,7 +71,7 @@ class IdlePrefill:
             if "stop" in reasons:
                 await self._encode(PromptEncoder.record_computed, expected)
         except Exception as error:
-            # No client waits for a prefill, so none is told that it failed.
+            # No client waits for a prefill, so the error is not reported to one.
             _log.debug("idle prefill failed: %s", error)
 
     def _cancel(self, document: str) -> None:

@@ -1,6 +1,6 @@
 """decode_json: JSON to a struct, with errors that name the field and can be read by people.
 
-msgspec decodes fast but describes faults in its own notation; Python's parser then tells where
+msgspec decodes fast but describes faults in its own notation. Python's parser is used to find where
 they are.
 """
 

@@ -105,7 +105,7 @@ async def _serve(
 ) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    # Until uvicorn installs its own handler, so that SIGTERM while loading ends the engine, too.
+    # Until uvicorn installs its own handler, so that SIGTERM while loading also ends the engine.
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     async with open_service(options, path, on_progress) as service:
         config = uvicorn.Config(
