@@ -27,22 +27,28 @@ def plot_peers(report: PeersReport, path: Path) -> None:
 
     ratios = _ratios(report)
     options = report.options
-    places: Any  # matplotlib's own type for it can't be named
-    if ratios:
-        places = [["prefill", "ratios"], ["decode", "ratios"]]
-        size = (12.0, max(7.0, 0.3 * len({what for what, _, _ in ratios})))
-    else:
-        places, size = [["prefill", "decode"]], (11.0, 4.5)
-    figure, axes = pyplot.subplot_mosaic(places, figsize=size, layout="constrained")
     prefill = {"": {x: prefill_name(x) for x in options.prefill}}
-    _draw_lines(axes["prefill"], report, prefill, "prompt tokens", "prefill")
     decode = {
         f"{streams} stream{'s' if streams > 1 else ''}": {
             x: decode_name(x, streams) for x in options.contexts
         }
         for streams in options.streams
     }
-    _draw_lines(axes["decode"], report, decode, "tokens of context", "decode, all streams together")
+    lines = {
+        "prefill": (prefill, "prompt tokens", "prefill"),
+        "decode": (decode, "tokens of context", "decode, all streams together"),
+    }
+    measured = {one.kind for server in report.servers for one in server.figures}
+    left = [kind for kind in lines if kind in measured]
+    places: Any  # matplotlib's own type for it can't be named
+    if ratios:
+        places = [[kind, "ratios"] for kind in left] or [["ratios"]]
+        size = (12.0, max(7.0, 0.3 * len({what for what, _, _ in ratios})))
+    else:
+        places, size = [left or ["prefill"]], (11.0, 4.5)
+    figure, axes = pyplot.subplot_mosaic(places, figsize=size, layout="constrained")
+    for kind in left:
+        _draw_lines(axes[kind], report, *lines[kind])
     if ratios:
         _draw_ratios(axes["ratios"], ratios)
     figure.suptitle(f"{report.model}, {options.threads} threads, {report.machine.processor}")
@@ -138,4 +144,4 @@ def _draw_ratios(axes: Any, ratios: Sequence[tuple[str, str, float]]) -> None:
     axes.margins(y=0.01)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_title("times as fast as the peer")
-    axes.legend(fontsize=7, loc="lower right")
+    axes.legend(fontsize=7, loc="upper right", bbox_to_anchor=(1.0, -0.05), ncols=3)
