@@ -1,8 +1,8 @@
-"""A start under bad conditions answers as any other: few cores, no room, company, damage.
+"""Starts under bad conditions give the same answers: few cores, a full disk, company, damage.
 
-Each start is a process of its own, with a cache folder of its own. Compiled kernels are shared
-with the other tests, but where compiling is the point. Where they can't be kept, LLVM optimises
-nothing: the answers don't depend on it, and it takes a third of the time.
+Each start is a process with a cache folder of its own. Compiled kernels are shared with the other
+tests, except where compiling is what is tested. Where they can't be stored, LLVM optimises
+nothing: answers don't depend on it, and compiling takes a third of the time.
 """
 
 import json
@@ -85,7 +85,7 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Starter:
 
 @pytest.fixture(scope="module")
 def usual(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A start on two threads, with nothing in its way; it leaves the kernels compiled."""
+    """A start on two threads under normal conditions; it leaves the kernels compiled."""
     return starter.start(tmp_path_factory.mktemp("usual"))
 
 
@@ -116,7 +116,7 @@ class TestCores:
         assert alone.answer == usual.answer
 
     @pytest.mark.parametrize("limits", [None, one_core], ids=["all cores", "one core"])
-    def test_more_threads_than_cores_wait_for_each_other_without_end_to_it(
+    def test_more_threads_than_cores_give_the_same_answer(
         self, starter: Starter, usual: Outcome, tmp_path: Path, limits: Callable[[], None] | None
     ) -> None:
         crowded = starter.start(tmp_path, threads=len(CORES) + 3, limits=limits)
@@ -156,7 +156,7 @@ class TestNoRoom:
         assert later.lines == []
         assert len(packed(tmp_path)) == 1
 
-    def test_a_folder_that_can_only_be_read_serves_what_is_in_it(
+    def test_a_read_only_folder_serves_what_is_in_it(
         self, starter: Starter, usual: Outcome, tmp_path: Path
     ) -> None:
         starter.start(tmp_path)
@@ -166,7 +166,7 @@ class TestNoRoom:
         assert not outcome.report["compiled"]
         assert outcome.lines == []
 
-    def test_what_a_killed_process_was_writing_is_removed_once_it_is_old(
+    def test_partial_files_of_killed_processes_are_removed_once_they_are_old(
         self, tmp_path: Path
     ) -> None:
         kept: list[Path] = []
@@ -179,7 +179,7 @@ class TestNoRoom:
         assert sorted(tmp_path.iterdir()) == sorted([new, tmp_path / "first", tmp_path / "third"])
 
 
-class TestCompany:
+class TestConcurrentStarts:
     @pytest.mark.slow
     @pytest.mark.timeout(600)
     def test_two_starts_at_once_into_an_empty_cache(
@@ -190,7 +190,7 @@ class TestCompany:
         for outcome in outcomes:
             assert outcome.answer == usual.answer
             assert outcome.lines == []
-        # The one that is late may find what the other made.
+        # The later one may find what the other stored.
         assert any(outcome.report["packed"] for outcome in outcomes)
         assert any(outcome.report["compiled"] for outcome in outcomes)
         assert len(packed(tmp_path)) == 1
@@ -203,7 +203,7 @@ class TestCompany:
 
 class TestDamage:
     @pytest.mark.parametrize("size", [0, 5, 1000, -1])
-    def test_packed_weights_that_were_cut_short_are_packed_again(
+    def test_truncated_packed_weights_are_packed_again(
         self, starter: Starter, tmp_path: Path, size: int
     ) -> None:
         checkpoint = open_checkpoint(starter.checkpoint)

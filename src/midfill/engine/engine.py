@@ -66,7 +66,7 @@ class Engine:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
         Args:
-            runner: the model and its KV cells.
+            runner: the model and its KV cache.
             eos_token_ids: token ids that end an answer, unless the request sets ``ignore_eos``.
             options: limits.
             policy: decides what each step runs, drafts excepted.

@@ -125,13 +125,14 @@ def load_packed(
 
 
 def _format_for(kinds: list[str], option: WeightsOption) -> WeightFormat:
+    """Return the format that an option means for matrices of some stored kinds."""
     if option != "auto":
         return WeightFormat[option.upper()]
     return max(natural_format(kind) for kind in kinds)
 
 
 def block_format(checkpoint: Checkpoint, option: WeightsOption) -> WeightFormat:
-    """The least precise format among the matrices of the first decoder block."""
+    """Return the least precise format among the matrices of the first decoder layer."""
     names = set(checkpoint.names())
     formats = []
     for parts in _MATRICES.values():
@@ -273,7 +274,7 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
 
 
 class _Stack:
-    """The kernels' structures over the arrays that are kept, which hold all layers."""
+    """Builder of the kernels' structures from the cached arrays, which hold all layers."""
 
     def __init__(self, config: ModelConfig, arrays: dict[str, Any]) -> None:
         self._config = config
