@@ -34,6 +34,7 @@ def run(*arguments: str) -> str:
 
 
 def test_speed_runs_are_short_unless_set(calls: Calls) -> None:
+    pytest.importorskip("torch")
     run("speed", "--compare", "HEAD")
     run("speed", "m", "--compare", "v1", "--pairs", "20", "--prefill", "64", "--threads", "1")
     lengths = ["--prefill", "512,1500", "--contexts", "16,1500", "--repeats", "2"]
@@ -51,6 +52,7 @@ def test_rounds_runs_are_short_unless_set(calls: Calls) -> None:
 def test_a_model_folder_is_found_from_everywhere(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("torch")
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     run("speed", "model", "--compare", "HEAD")
