@@ -85,7 +85,7 @@ def choose_slots(
     if slots < 16:
         raise MidfillError(
             f"{options.kv_memory or int(free_bytes)} bytes of KV memory hold {slots} tokens of this"
-            f" model ({slot_bytes} bytes a token); give it more with --kv-memory"
+            f" model ({slot_bytes} bytes per token); give it more with --kv-memory"
         )
     return slots
 

@@ -26,7 +26,7 @@ from midfill.bench.peers.results import (
     PeersReport,
     ServerResult,
 )
-from midfill.bench.peers.run import Progress, Work, run_server
+from midfill.bench.peers.run import LogLine, Work, run_server
 from midfill.bench.peers.servers import Launch, Missing, Room, launch_midfill
 from midfill.bench.peers.vllm import launch_vllm
 from midfill.errors import MidfillError
@@ -84,7 +84,7 @@ def compare_peers(
     model: ComparedModel,
     options: PeersOptions,
     programs: Programs,
-    progress: Progress = lambda _: None,
+    progress: LogLine = lambda _: None,
     save: Callable[[PeersReport], None] = lambda _: None,
     earlier: PeersReport | None = None,
 ) -> PeersReport:
@@ -167,7 +167,7 @@ def _launches(
     programs: Programs,
     room: Room,
     folder: Path,
-    progress: Progress,
+    progress: LogLine,
 ) -> Iterator[Launch | Missing]:
     """Yield the servers to run; each is prepared when its turn comes."""
     if MIDFILL in options.servers:

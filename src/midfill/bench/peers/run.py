@@ -17,7 +17,7 @@ from midfill.bench.peers.servers import PORT, Launch, ReadBytes
 from midfill.bench.roofline import measure_roofline
 from midfill.errors import MidfillError
 
-Progress = Callable[[str], None]
+LogLine = Callable[[str], None]
 
 _SETTLE_SECONDS = 0.5
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Work:
     model: ComparedModel
     prompts: Prompts
     options: PeersOptions
-    progress: Progress
+    progress: LogLine
 
 
 @dataclass
