@@ -1,9 +1,11 @@
 """Tables and plots of a comparison."""
 
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from peer_reports import peers_report
 from rich.console import Console
@@ -66,3 +68,16 @@ def test_a_report_is_plotted(tmp_path: Path) -> None:
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
     # matplotlib notes each text that it draws as a comment.
     assert "times as fast as the peer" in (tmp_path / "peers.svg").read_text()
+
+
+def test_shares_are_of_the_fastest_bandwidth_of_the_run() -> None:
+    report = peers_report()
+    (first, *others) = report.servers
+    faster = msgspec.structs.replace(first, bytes_per_second=2 * first.bytes_per_second)
+    shares = [
+        next(row for row in tables_of(peers_markdown(one))[3] if "decode at 16" in row)
+        for one in (report, msgspec.structs.replace(report, servers=[*report.servers, faster]))
+    ]
+    before, after = ([float(n) for n in re.findall(r"(\d+)%", row)] for row in shares)
+    assert before
+    assert after == [pytest.approx(share / 2, abs=1) for share in before]
