@@ -139,9 +139,7 @@ def _shares(report: PeersReport) -> ResultTable:
     fastest = max((one.bytes_per_second for one in report.servers), default=0.0)
     rows = []
     for row in _rows(report):
-        shares = {
-            name: _share(servers, row, fastest) for name, servers in _columns(report).items()
-        }
+        shares = {name: _share(servers, row, fastest) for name, servers in _columns(report).items()}
         if set(shares.values()) - {"-"}:
             rows.append({"load": row[0], **shares})
     return ResultTable(title="Decode's share of the bytes bound", rows=rows, caption=_SHARE_LEGEND)
