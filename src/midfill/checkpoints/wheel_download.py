@@ -12,17 +12,15 @@ import os
 import re
 import shutil
 import ssl
-import subprocess
-import sys
 import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 from midfill.errors import ModelNotFoundError
 from midfill.system.atomic import rename_synced
+from midfill.system.pip import run_pip, summarise_failure
 from midfill.system.progress import Progress, StageProgress
 
 _CHUNK = 1 << 18
@@ -88,12 +86,13 @@ def partial_path(folder: Path, sha256: str) -> Path:
 def _locate(requirement: str) -> str:
     """Return the URL that pip would download the requirement from."""
     arguments = ["install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
-    code, output, errors = _run_pip([*arguments, *_only_the_wheel(requirement)])
+    code, output, errors = run_pip([*arguments, *_only_the_wheel(requirement)])
     if code == _PIP_USAGE_ERROR:
         raise _RefusedError("this pip is too old to say where a file is")
     if code:
         raise ModelNotFoundError(
-            f"pip can't find {requirement} (is the package index reachable?): {_last_line(errors)}"
+            f"pip can't find {requirement} (is the package index reachable?): "
+            f"{summarise_failure(errors)}"
         )
     try:
         return str(json.loads(output)["install"][0]["download_info"]["url"])
@@ -103,42 +102,6 @@ def _locate(requirement: str) -> str:
 
 def _only_the_wheel(requirement: str) -> list[str]:
     return ["--no-deps", "--only-binary", ":all:", requirement]
-
-
-def _run_pip(
-    arguments: list[str], on_line: Callable[[str], None] = lambda line: None
-) -> tuple[int, str, str]:
-    """Run pip; return its exit status and what it wrote to stdout and stderr."""
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    with (
-        tempfile.TemporaryFile("w+", errors="replace") as errors,
-        subprocess.Popen(
-            [*command, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            errors="replace",
-        ) as process,
-    ):
-        output = []
-        for line in process.stdout or ():
-            output.append(line)
-            on_line(line)
-        code = process.wait()
-        errors.seek(0)
-        complaint = errors.read()
-    if "No module named pip" in complaint:
-        raise ModelNotFoundError(
-            f"pip is needed to fetch the model and {sys.executable} has none; "
-            f"run: {sys.executable} -m ensurepip"
-        )
-    return code, "".join(output), complaint
-
-
-def _last_line(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["it gave no reason"])[-1].removeprefix("ERROR:").strip()
 
 
 def _download(url: str, partial: Path, progress: StageProgress) -> None:
@@ -219,13 +182,14 @@ def _download_with_pip(
 
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         arguments = ["download", "--dest", folder, *_only_the_wheel(requirement)]
-        code, _, errors = _run_pip([*arguments, "--progress-bar", "raw"], report)
+        code, _, errors = run_pip([*arguments, "--progress-bar", "raw"], report)
         if code == _PIP_USAGE_ERROR:  # this pip has no raw progress bar
-            code, _, errors = _run_pip([*arguments, "--quiet"])
+            code, _, errors = run_pip([*arguments, "--quiet"])
         wheels = list(Path(folder).glob("*.whl"))
         if code or len(wheels) != 1:
             raise ModelNotFoundError(
-                f"{requirement} can't be downloaded: {reason}; pip says: {_last_line(errors)}"
+                f"{requirement} can't be downloaded: {reason}; "
+                f"pip says: {summarise_failure(errors)}"
             )
         wheels[0].replace(target)
 
