@@ -43,7 +43,7 @@ def test_a_filled_in_template_is_planned_like_any_document(prompts: PromptEncode
     raw = prompts.raw(f"<fim_prefix>def f(x): r<fim_suffix>{suffix}<fim_middle>")
     assert infilled.report is not None
     assert raw.report is not None
-    assert raw.report.layout == "efim"
+    assert raw.report.layout == "spm"
     assert raw.report.document == infilled.report.document
 
 
@@ -106,7 +106,7 @@ def test_a_growing_prefix_keeps_its_cut(prompts: PromptEncoder) -> None:
     assert later.report is not None
     assert first.report is not None
     assert later.report.document == first.report.document
-    assert later.report.layout == "efim"
+    assert later.report.layout == "spm"
     assert later.report.cut == first.report.cut
     pairs = zip(first.token_ids, later.token_ids, strict=False)
     shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -195,20 +195,21 @@ def test_files_that_fill_the_context_are_named_in_the_error(
     prompts.infill(InfillRequest(prefix="a", suffix="b"))
 
 
-def test_after_deletions_close_to_the_cut_another_cut_is_expected(prompts: PromptEncoder) -> None:
-    prefix, suffix = "a = 1\nb = 2\n" * 6, "c\n"
+def test_after_deletions_close_to_the_cut_another_cut_is_expected(checkpoint: Checkpoint) -> None:
+    prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 4000)
+    prefix, suffix = "a = 1\nb = 2\n" * 100, "c\n"
     first = prompts.infill(InfillRequest(prefix=prefix, suffix=suffix))
     assert first.report is not None
     assert first.report.cut is not None
     assert first.report.document is not None
     assert prompts.expected_prompt(first.report.document) is None
-    prompts.infill(InfillRequest(prefix=prefix[: first.report.cut + 2], suffix=suffix))
+    prompts.infill(InfillRequest(prefix=prefix[: first.report.cut + 202], suffix=suffix))
     expected = prompts.expected_prompt(first.report.document)
     assert expected is not None
     assert expected.layout.cut < first.report.cut
     assert expected.request("r").background
     prompts.record_computed(expected)
-    deleted = prefix[: first.report.cut - 2]
+    deleted = prefix[: first.report.cut + 198]
     later = prompts.infill(InfillRequest(prefix=deleted, suffix=suffix), healing=False)
     assert later.report is not None
     assert later.report.cut == expected.layout.cut

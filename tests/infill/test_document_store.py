@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.document_store import Document, DocumentStore
+from midfill.infill.prefix_cut import CutHistory
 from midfill.infill.view import View
 
 
@@ -25,7 +26,7 @@ def put(
     prefix, suffix = text[:caret], text[caret:]
     found = store.find(tenant, name, prefix, suffix)
     if found is None:
-        document = store.create(tenant, name, View.of(prefix, suffix))
+        document = store.create(tenant, name, View.of(prefix, suffix), CutHistory())
     else:
         document = found[0]
         document.view = View.of(prefix, suffix)

@@ -151,17 +151,17 @@ class TestSessions:
         session.planner.record_computed(expected)
         assert session.planner.expected_layout(document) is None
         assert session.ask(typed + "y", TEXT) == 1
-        assert len(session.layout.text_of("increment")) < 64
+        assert len(session.layout.text_of("increment")) < 464
         assert session.planner.expected_layout("no such document") is None
 
     def test_a_changed_context_gives_up_the_cut(self) -> None:
         session = Session(Planner(REPOSITORY))
         fields = {"path": "b.py"}
         session.ask(TEXT, TEXT, context=(ContextFile("x = 1\n", "a.py"),), **fields)
-        typed = TEXT + "y = 2\n" * 40
-        assert session.ask(typed, TEXT, context=(ContextFile("x = 1\n", "a.py"),), **fields) == 240
+        typed = TEXT + "y = 2\n" * 100
+        assert session.ask(typed, TEXT, context=(ContextFile("x = 1\n", "a.py"),), **fields) == 600
         session.ask(typed, TEXT, context=(ContextFile("x = 2\n", "a.py"),), **fields)
-        assert len(session.layout.text_of("increment")) < 64
+        assert len(session.layout.text_of("increment")) < 464
 
 
 class TestBadInput:
@@ -185,7 +185,7 @@ class TestBadInput:
     def test_nul_bytes_and_sentinel_spellings_are_plain_text(self) -> None:
         prefix, suffix = "a\0<PRE><SUF>", "<MID>\0b"
         layout = Planner(PSM).plan_and_record(InfillRequest(prefix=prefix, suffix=suffix))
-        assert spelled(layout) == f"\1{prefix}\2{suffix}\3"
+        assert spelled(layout) == f"\1\2{suffix}\3{prefix}"
         assert all(s.role != "raw" for s in layout.segments if isinstance(s, TextSegment))
 
 

@@ -4,10 +4,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.common_affixes import common_prefix
-from midfill.infill.prefix_cut import CutHistory, choose_gap, extend_fragments, place_cut
+from midfill.infill.prefix_cut import (
+    CutHistory,
+    CutRule,
+    choose_gap,
+    extend_fragments,
+    first_cut,
+    place_cut,
+)
 
 HEAD = "".join(f"line {number:05d}\n" for number in range(500))
 BELOW = "".join(f"below {number:05d}\n" for number in range(300))
+
+
+RULES = st.sampled_from([CutRule(0), CutRule(32), CutRule(400)])
 
 
 class Cache:
@@ -49,6 +59,37 @@ def test_the_first_cut_leaves_room_to_delete_to_the_start_of_a_line() -> None:
     assert history.prompts[-1].head.endswith("\n")
 
 
+def test_a_fresh_cut_leaves_the_least_increment() -> None:
+    for least in (0, 32, 400, 1000):
+        history = CutHistory(CutRule(least))
+        increment = history.choose_and_record(HEAD, BELOW).increment
+        assert least <= len(increment) < least + 12
+
+
+def test_a_short_prefix_stands_after_the_suffix_as_a_whole() -> None:
+    history = CutHistory(CutRule(400))
+    for prefix in ("", "i", "import os\n\npath = os.path.jo", HEAD[:399]):
+        assert first_cut(prefix) == 0
+        assert history.choose_and_record(prefix, BELOW).head == ""
+    assert first_cut(HEAD[:420]) > 0
+
+
+def test_a_moved_caret_is_not_left_close_to_an_old_cut() -> None:
+    """A cached cut close before the caret would be cheaper by a few lines, but serve it badly."""
+    history = CutHistory(CutRule(400))
+    text = HEAD + BELOW
+    old = len(history.choose_and_record(HEAD, BELOW).head)
+    caret = old + 24
+    assert len(history.choose_and_record(text[:caret], text[caret:]).increment) >= 400
+
+
+def test_deletions_may_come_half_as_close() -> None:
+    history = CutHistory(CutRule(400))
+    old = len(history.choose_and_record(HEAD, BELOW).head)
+    assert len(history.choose_and_record(HEAD[: old + 200], BELOW).head) == old
+    assert len(history.choose_and_record(HEAD[: old + 199], BELOW).increment) >= 400
+
+
 def test_an_edit_below_keeps_what_is_above_it() -> None:
     history, cache = CutHistory(), Cache()
     cache.ask(history, HEAD + "typed", BELOW)
@@ -73,7 +114,7 @@ def test_a_move_puts_a_long_increment_before_the_suffix() -> None:
     cache.ask(history, typed, BELOW)
     assert len(history.prompts[-1].increment) > 1800
     cache.ask(history, typed + BELOW[:12], BELOW[12:])
-    assert len(history.prompts[-1].increment) < 64
+    assert len(history.prompts[-1].increment) < 464
 
 
 def least(lengths: list[int], suffix: int) -> int:
@@ -95,9 +136,12 @@ def least(lengths: list[int], suffix: int) -> int:
 @given(
     st.lists(st.one_of(st.integers(1, 9), st.integers(1, 200), st.integers(1, 2000)), max_size=40),
     st.sampled_from([50, 600, 3600]),
+    RULES,
 )
-def test_one_visit_costs_at_most_four_times_the_best(erased: list[int], length: int) -> None:
-    history, cache = CutHistory(), Cache()
+def test_one_visit_costs_at_most_four_times_the_best(
+    erased: list[int], length: int, rule: CutRule
+) -> None:
+    history, cache = CutHistory(rule), Cache()
     cache.ask(history, HEAD, "elsewhere")
     cache.computed = 0
     lengths = [len(HEAD)]
@@ -107,16 +151,16 @@ def test_one_visit_costs_at_most_four_times_the_best(erased: list[int], length: 
     for end in lengths:
         cache.ask(history, HEAD[:end], BELOW[:length])
         cuts.add(len(history.prompts[-1].head))
-    # A gap is at least 32 characters and begins at a line; each request has three sentinels.
-    slack = (32 + 12) * len(cuts) + 3 * len(lengths)
+    # Each cut has its least increment and begins at a line; each request has three sentinels.
+    slack = (rule.least_increment + 12) * len(cuts) + 3 * len(lengths)
     assert cache.computed <= 4 * least(lengths, length) + slack
 
 
 @settings(deadline=None)
-@given(st.integers(0, 60), st.integers(2, 40))
-def test_edits_below_cost_at_most_twice_the_best(lines: int, edits: int) -> None:
+@given(st.integers(0, 400), st.integers(2, 40), RULES)
+def test_edits_below_cost_at_most_twice_the_best(lines: int, edits: int, rule: CutRule) -> None:
     """Keeping the cut pays the increment each time, moving it pays the suffix once: ski rental."""
-    history, cache = CutHistory(), Cache()
+    history, cache = CutHistory(rule), Cache()
     cache.ask(history, HEAD, BELOW)
     text = HEAD + "x = 1\n" * lines
     cache.ask(history, text, BELOW)
@@ -124,9 +168,19 @@ def test_edits_below_cost_at_most_twice_the_best(lines: int, edits: int) -> None
     increment = len(history.prompts[-1].increment)
     for edit in range(edits):
         cache.ask(history, text, f"{BELOW[:-20]}{edit:020d}")
-    tails = edits * (20 + 1)
-    best = min(edits * increment, len(BELOW) + increment)
-    assert cache.computed <= 2 * best + tails + 64 * edits
+    least = rule.least_increment + 12
+    unavoidable = edits * (20 + 1 + least)
+    excess = max(0, increment - least)
+    best = min(edits * excess, len(BELOW) + excess)
+    assert cache.computed <= 2 * best + unavoidable
+
+
+def test_edits_below_do_not_move_a_cut_that_can_not_be_better() -> None:
+    history, cache = CutHistory(), Cache()
+    cache.ask(history, HEAD, BELOW)
+    increment = len(history.prompts[-1].increment)
+    for edit in range(100):
+        assert cache.ask(history, HEAD, f"{BELOW[:-20]}{edit:020d}") <= 20 + 1 + increment
 
 
 def test_a_standing_suffix_keeps_its_cut_whatever_rent_was_paid() -> None:
@@ -155,12 +209,13 @@ def test_a_cut_leaves_at_least_the_gap(prefix: str, wanted: int) -> None:
     assert len(prefix) - cut >= min(wanted, len(prefix))
 
 
-def test_gaps_grow_from_a_line_to_the_balance_to_the_suffix() -> None:
-    assert choose_gap(4000, 0, 0) == 32
-    assert choose_gap(4000, 40, 1) == 400
-    assert choose_gap(4000, 400, 2) == 4000
-    assert choose_gap(4000, 9000, 3) == 4000
-    assert choose_gap(0, 10, 1) == choose_gap(0, 10, 2) == 32
+def test_gaps_grow_from_the_least_to_the_balance_to_the_suffix() -> None:
+    rule = CutRule(100)
+    assert choose_gap(4000, 0, 0, rule) == 100
+    assert choose_gap(4000, 40, 1, rule) == 50 + 400
+    assert choose_gap(4000, 400, 2, rule) == 50 + 4000
+    assert choose_gap(4000, 9000, 3, rule) == 50 + 4000
+    assert choose_gap(0, 10, 1, rule) == choose_gap(0, 10, 2, rule) == 100
 
 
 def test_prompts_are_bounded_and_share_their_texts() -> None:
@@ -212,7 +267,7 @@ def test_a_long_increment_has_a_better_cut_and_it_is_used() -> None:
     history.choose_and_record(typed, BELOW)
     cut = history.better_cut()
     assert cut is not None
-    assert len(typed) - cut < 64
+    assert 400 <= len(typed) - cut < 464
     history.record_prompt(typed, BELOW, cut)
     assert len(history.choose_and_record(typed + "y", BELOW).head) == cut
     assert history.better_cut() is None
@@ -222,13 +277,13 @@ def test_a_deletion_close_to_the_cut_has_a_better_cut() -> None:
     history = CutHistory()
     history.choose_and_record(HEAD, BELOW)
     head = len(history.prompts[-1].head)
-    history.choose_and_record(HEAD[: head + 3], BELOW)
+    history.choose_and_record(HEAD[: head + 203], BELOW)
     cut = history.better_cut()
     assert cut is not None
     assert cut < head
-    history.record_prompt(HEAD[: head + 3], BELOW, cut)
+    history.record_prompt(HEAD[: head + 203], BELOW, cut)
     assert history.better_cut() is None
-    assert len(history.choose_and_record(HEAD[: head - 1], BELOW).head) == cut
+    assert len(history.choose_and_record(HEAD[: head + 190], BELOW).head) == cut
 
 
 @settings(deadline=None)

@@ -138,7 +138,7 @@ def test_a_single_line_ends_generation(server: RunningServer) -> None:
         temperature=0,
         max_tokens=400,
         logit_bias={str(newline): 100},
-        midfill={"lines": "single"},
+        midfill={"lines": "single", "healing": False},
     )
     assert answer["choices"][0]["text"] == ""
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -146,20 +146,20 @@ def test_a_single_line_ends_generation(server: RunningServer) -> None:
     server.wait_for(lambda: server.metric("num_requests_running") == 0)
 
 
-DOCUMENT, REST = "a = 1\nb = 2\n" * 10, "print(a)\n" * 12
+DOCUMENT, REST = "                    a = 1\n" * 24, "print(a)\n" * 12
 
 
 def delete_past_the_cut(server: RunningServer, prepares: bool) -> list[dict[str, Any]]:
-    """A whole document, one deleted back to the cut, and one deleted past it."""
+    """A whole document, one deleted close to the cut, and one from which the cut has to move."""
     body = {"suffix": REST, **GREEDY, "midfill": {"healing": False}}
     before = server.metric("background_tokens_total")
     answers = [server.complete(prompt=DOCUMENT, **body)]
     cut = answers[0]["midfill"]["cut"]
-    answers.append(server.complete(prompt=DOCUMENT[: cut + 4], **body))
+    answers.append(server.complete(prompt=DOCUMENT[: cut + 204], **body))
     if prepares:
         server.wait_for(lambda: server.metric("background_tokens_total") > before)
         server.wait_for(lambda: server.metric("num_requests_background") == 0)
-    answers.append(server.complete(prompt=DOCUMENT[: cut - 2], **body))
+    answers.append(server.complete(prompt=DOCUMENT[: cut + 198], **body))
     return answers
 
 
@@ -169,7 +169,7 @@ def test_idle_prefill_leaves_less_to_compute_and_changes_no_answer(tiny_folder: 
     with start(tiny_folder, "--kv-memory", "4MB", "--no-idle-prefill") as server:
         unprepared = delete_past_the_cut(server, prepares=False)
         assert server.metric("background_tokens_total") == 0
-        cut, end = prepared[2]["midfill"]["cut"], prepared[0]["midfill"]["cut"] - 2
+        cut, end = prepared[2]["midfill"]["cut"], prepared[0]["midfill"]["cut"] + 198
         head, typed = DOCUMENT[:cut], DOCUMENT[cut:end]
         same_prompt = server.complete(
             prompt=f"<fim_prefix>{head}<fim_suffix>{REST}<fim_middle>{typed}",

@@ -15,7 +15,7 @@ A name given by the client only adds a key and rules out documents with another 
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from sys import getsizeof
 from zlib import crc32
 
@@ -58,7 +58,7 @@ class Document:
     tenant: str
     name: str | None
     view: View
-    cuts: CutHistory = field(default_factory=CutHistory)
+    cuts: CutHistory
     fixed_head: str | None = None
     context: tuple[Segment, ...] = ()
 
@@ -124,9 +124,9 @@ class DocumentStore:
             return None
         return best
 
-    def create(self, tenant: str, name: str | None, view: View) -> Document:
+    def create(self, tenant: str, name: str | None, view: View, cuts: CutHistory) -> Document:
         """Create a document; ``record`` stores it."""
-        return Document(f"document-{next(self._numbers)}", tenant, name, view)
+        return Document(f"document-{next(self._numbers)}", tenant, name, view, cuts)
 
     def record(self, document: Document) -> None:
         """Store a document's newest state and make it the most recently used one."""

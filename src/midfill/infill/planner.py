@@ -12,7 +12,13 @@ from midfill.infill.context import ContextOrder, context_segments
 from midfill.infill.document_store import Document, DocumentStore
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, Segment, TextSegment, lay_out
-from midfill.infill.prefix_cut import CachedPrompt, extend_fragments
+from midfill.infill.prefix_cut import (
+    DEFAULT_RULE,
+    CachedPrompt,
+    CutHistory,
+    CutRule,
+    extend_fragments,
+)
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import parse_template
 from midfill.infill.view import View, updated_view
@@ -32,12 +38,14 @@ class PlannerOptions:
         fragments: whether the model was trained on text tokenised in fragments (EFIM). If so, every
             increment is tokenised as it was typed, and no cached token is lost. Other models get
             each increment as one text.
+        cut_rule: what the model needs of its cuts.
     """
 
     max_characters: int = 4_000_000
     max_prompt_characters: int = 4_000_000
     max_document_bytes: int = 256_000_000
     fragments: bool = False
+    cut_rule: CutRule = DEFAULT_RULE
 
 
 class Planner:
@@ -143,7 +151,8 @@ class Planner:
         found = self._documents.find(request.tenant, request.document, prefix, suffix)
         if found is None:
             view = View.of(prefix, suffix)
-            return self._documents.create(request.tenant, request.document, view)
+            cuts = CutHistory(self._options.cut_rule)
+            return self._documents.create(request.tenant, request.document, view, cuts)
         document, at = found
         if request.document is not None:
             document.name = request.document
