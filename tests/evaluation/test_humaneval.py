@@ -8,7 +8,7 @@ import pytest
 from midfill.errors import MidfillError
 from midfill.evaluation.humaneval import load_humaneval
 from midfill.evaluation.problems import sample_problems
-from midfill.evaluation.sandbox import Sandbox
+from midfill.evaluation.sandbox.pool import Sandbox
 
 NAME = "HumanEval-SingleLineInfilling.jsonl.gz"
 

@@ -198,7 +198,7 @@ def check(humaneval: HumanEvalOption = None) -> None:
     from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
     from midfill.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
-    from midfill.evaluation.sandbox import Sandbox
+    from midfill.evaluation.sandbox.pool import Sandbox
 
     if humaneval is None:
         raise MidfillError(f"name the data with --humaneval FOLDER: {HOW_TO_GET_IT}")

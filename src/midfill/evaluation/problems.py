@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from midfill.errors import MidfillError
+from midfill.evaluation.sandbox.pool import Program
 
 PublicTask = Literal["single-line", "multi-line", "random-span"]
 FileTask = Literal["line", "subtoken", "block", "span"]
@@ -27,7 +28,7 @@ _DEFAULT_MAX_LINE_TOKENS = 64
 
 
 class ProblemTest(msgspec.Struct, frozen=True):
-    """The test of a completed program, run after it.
+    """The test of a completed program; see ``Program``.
 
     Attributes:
         source: Python source that defines ``check``.
@@ -65,16 +66,20 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         text = "\0".join((self.prefix, self.hole, self.suffix))
         return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
-    def program(self, answer: str) -> str:
-        """Return the text with an answer in its hole, followed by its test.
+    def program(self, answer: str) -> Program:
+        """Return the text with an answer in its hole, and its test.
 
         Raises:
             ValueError: the problem has no test.
         """
         if self.test is None:
             raise ValueError(f"{self.id} has no test")
-        text = f"{self.prefix}{answer}{self.suffix}"
-        return f"{text}\n{self.test.source}\ncheck({self.test.entry_point})\n"
+        return Program(
+            source=f"{self.prefix}{answer}{self.suffix}",
+            entry_point=self.test.entry_point,
+            test=self.test.source,
+            reference=f"{self.prefix}{self.hole}{self.suffix}",
+        )
 
 
 def max_tokens(task: Task, chosen: int | None = None) -> int:

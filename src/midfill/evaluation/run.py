@@ -22,7 +22,7 @@ from midfill.evaluation.problems import (
     max_tokens,
     sample_problems,
 )
-from midfill.evaluation.sandbox import Sandbox
+from midfill.evaluation.sandbox.pool import Program, Sandbox
 from midfill.infill.trim import first_line
 from midfill.system.progress import Progress, StageProgress
 
@@ -213,15 +213,15 @@ def _judge(
 ) -> list[Outcome]:
     """Score answers, and run the programs they complete."""
     programs = [_programs(*pair) for pair in zip(problems, answers, strict=True)]
-    verdicts: dict[str, str] = {}
+    verdicts: dict[Program, str] = {}
     if sandbox is not None:
         # An answer of one line is also its own first line: its program runs once.
-        unique = list(dict.fromkeys(text for made in programs for text in made.values()))
+        unique = list(dict.fromkeys(program for made in programs for program in made.values()))
         found = sandbox.run(unique)
-        verdicts = {text: verdict.reason for text, verdict in zip(unique, found, strict=True)}
+        verdicts = {program: verdict.reason for program, verdict in zip(unique, found, strict=True)}
     outcomes = []
     for problem, answer, made in zip(problems, answers, programs, strict=True):
-        passed = {name: float(verdicts[text] == "passed") for name, text in made.items()}
+        passed = {name: float(verdicts[program] == "passed") for name, program in made.items()}
         outcomes.append(
             Outcome(
                 answer=answer.text,
@@ -233,7 +233,7 @@ def _judge(
     return outcomes
 
 
-def _programs(problem: Problem, answer: Answer) -> dict[str, str]:
+def _programs(problem: Problem, answer: Answer) -> dict[str, Program]:
     """Return the programs that an answer completes, by the score that each decides."""
     if problem.test is None:
         return {}

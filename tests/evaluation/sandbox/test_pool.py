@@ -1,4 +1,4 @@
-"""The sandbox: only programs that run to their end pass, and nothing else comes of them.
+"""The sandbox: a program passes if its function does, and nothing else comes of it.
 
 Programs here do what they shouldn't for real. Those of ``EVERYWHERE`` fail however they are kept
 apart; what the kernel alone can guarantee is tested where it permits namespaces.
@@ -17,7 +17,7 @@ import pytest
 from processes import wait_for
 
 from midfill.errors import MidfillError
-from midfill.evaluation.sandbox import Isolation, Limits, Sandbox, Verdict
+from midfill.evaluation.sandbox.pool import Isolation, Limits, Program, Sandbox, Verdict
 
 LIMITS = Limits(cpu_seconds=1, wall_seconds=1.5, memory_bytes=1 << 28, file_bytes=1 << 20)
 
@@ -85,12 +85,21 @@ def contained() -> Iterator[Sandbox]:
 
 
 def run(sandbox: Sandbox, program: str) -> Verdict:
-    (verdict,) = sandbox.run([program])
+    (verdict,) = sandbox.run([script(program)])
     return verdict
 
 
+def script(source: str) -> Program:
+    """Make a program that passes if its source runs to its end."""
+    return Program(
+        source=f"{source}\ndef answer():\n    return 42\n",
+        entry_point="answer",
+        test="def check(candidate):\n    assert candidate() == 42\n",
+    )
+
+
 def test_programs_that_must_fail_fail(sandbox: Sandbox) -> None:
-    verdicts = sandbox.run([program for program, _ in EVERYWHERE.values()])
+    verdicts = sandbox.run([script(program) for program, _ in EVERYWHERE.values()])
     for (name, (_, reason)), verdict in zip(EVERYWHERE.items(), verdicts, strict=True):
         assert not verdict.passed, name
         assert reason in verdict.reason, name
@@ -99,7 +108,7 @@ def test_programs_that_must_fail_fail(sandbox: Sandbox) -> None:
 
 
 def test_programs_that_run_to_their_end_pass(sandbox: Sandbox) -> None:
-    verdicts = sandbox.run(list(PASSING.values()))
+    verdicts = sandbox.run([script(program) for program in PASSING.values()])
     assert dict(zip(PASSING, verdicts, strict=True)) == {
         name: Verdict(True, "passed") for name in PASSING
     }
@@ -108,7 +117,7 @@ def test_programs_that_run_to_their_end_pass(sandbox: Sandbox) -> None:
 def test_programs_leave_nothing_for_each_other(sandbox: Sandbox) -> None:
     write = "import builtins, math\nbuiltins.x = math.y = 1\nopen('a', 'w').write('b')"
     read = "import builtins, math, os\nassert not os.listdir()\nassert not hasattr(math, 'y')"
-    assert all(verdict.passed for verdict in sandbox.run([write, read] * 4))
+    assert all(verdict.passed for verdict in sandbox.run([script(write), script(read)] * 4))
 
 
 def test_a_server_on_this_machine_is_out_of_reach(sandbox: Sandbox) -> None:
@@ -123,7 +132,8 @@ def test_a_server_on_this_machine_is_out_of_reach(sandbox: Sandbox) -> None:
 
 
 def test_verdicts_come_in_the_order_of_the_programs(sandbox: Sandbox) -> None:
-    programs = [f"import time\ntime.sleep({0.02 * (i % 3)})\nassert {i} % 2" for i in range(12)]
+    sources = [f"import time\ntime.sleep({0.02 * (i % 3)})\nassert {i} % 2" for i in range(12)]
+    programs = [script(source) for source in sources]
     heard: list[tuple[int, int]] = []
     verdicts = sandbox.run(programs, lambda done, total: heard.append((done, total)))
     assert [verdict.passed for verdict in verdicts] == [bool(i % 2) for i in range(12)]
@@ -136,7 +146,7 @@ def test_no_interpreter_is_started_per_program(sandbox: Sandbox) -> None:
         return [worker._process.pid for worker in sandbox._workers]
 
     before = workers()
-    assert all(verdict.passed for verdict in sandbox.run(["x = 1"] * 100))
+    assert all(verdict.passed for verdict in sandbox.run([script("x = 1")] * 100))
     assert workers() == before
 
 
@@ -145,7 +155,7 @@ def test_no_interpreter_is_started_per_program(sandbox: Sandbox) -> None:
 )
 def test_children_end_with_their_program(contained: Sandbox, end: str, passes: bool) -> None:
     mark = f"midfill-heartbeat-{os.getpid()}-{passes}"
-    program = _ORPHAN.format(mark=mark, interpreter=sys.executable) + end
+    program = _ORPHAN.format(mark=mark, interpreter=os.path.realpath(sys.executable)) + end
     with ThreadPoolExecutor(1) as pool:
         verdict = pool.submit(run, contained, program)
         wait_for(lambda: _running(mark))
@@ -184,7 +194,7 @@ def test_without_namespaces_python_starts_nothing() -> None:
         "import shutil\nshutil.rmtree('/nowhere')",
     ]
     with Sandbox(2, LIMITS, "audit-hook") as sandbox:
-        for program, verdict in zip(starts, sandbox.run(starts), strict=True):
+        for program, verdict in zip(starts, sandbox.run([script(s) for s in starts]), strict=True):
             assert verdict.reason == "raised PermissionError", program
 
 
@@ -201,7 +211,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with Sandbox(2, LIMITS) as sandbox:
         processes = [worker._process for worker in sandbox._workers]
-        sandbox.run(["open('a', 'w').write('b')"] * 3)
+        sandbox.run([script("open('a', 'w').write('b')")] * 3)
         assert any(tmp_path.iterdir())
     assert not any(tmp_path.iterdir())
     assert all(process.returncode is not None for process in processes)

@@ -1,32 +1,6 @@
-"""Sandbox: runs programs that a model wrote, with their tests, and returns which passed.
+"""The pool of workers that a sandbox runs programs on."""
 
-Every program gets a process and session of its own, an empty working folder, no environment, an
-empty standard input, and limits on CPU time, memory, file size, open files and processes (the last
-has no effect on root). Its output is discarded. It has passed if it ran to its end, tests
-included: only then does it send back a random token that is new for each run. An exception
-(SystemExit too), ``os._exit``, a signal or an exceeded limit is a failure. Nothing a program does
-makes the caller wait longer than the wall time limit.
-
-How a program is isolated from the rest of the machine depends on what the system permits:
-
-namespaces (Linux, where unprivileged user namespaces are allowed)
-    Guaranteed by the kernel, whatever the program calls, C libraries included. There is no
-    network, not even loopback. Every file system is read-only except a private folder in memory.
-    No other process can be seen or signalled. The program has no capabilities. When it ends or is
-    killed, all processes that it started end too.
-audit-hook (elsewhere)
-    Guaranteed by Python: an audit hook refuses sockets, processes, ctypes, signals, and writing
-    outside the folder. It stops what Python programs do by ordinary means, which is what models
-    write, but not code made to get around it: system calls of an extension module are not seen.
-    The kernel still enforces the limits, a user other than root can't start processes, and the
-    program's process group is killed as a whole.
-
-Files can be read in both. A program's output is discarded, and so is what it read.
-"""
-
-import json
 import os
-import secrets
 import select
 import shutil
 import signal
@@ -41,13 +15,45 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, Self
 
+import midfill
 from midfill.errors import MidfillError
+from midfill.evaluation.sandbox.values import FrameError, read_frame, write_frame
 from midfill.system.cores import available_threads
 from midfill.system.progress import StageProgress
 
 Isolation = Literal["namespaces", "audit-hook"]
 
 _GRACE_SECONDS = 30.0  # for a worker to reply after the wall time limit, on a busy machine
+
+
+_SOURCES = Path(midfill.__file__).parents[1]
+
+# The bare interpreter finds the worker, and nothing else of midfill is imported.
+_START = """
+import sys
+sys.path.append(sys.argv[1])
+from midfill.evaluation.sandbox.worker import main
+del sys.path[-1]
+main(*sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program and its tests.
+
+    Attributes:
+        source: the untrusted program.
+        entry_point: name of the function that is tested.
+        test: trusted source that defines ``check``, which takes the function and raises if it is
+            wrong.
+        reference: trusted source that is executed before ``test`` and defines what it needs.
+    """
+
+    source: str
+    entry_point: str
+    test: str
+    reference: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Verdict:
     """How one program ended.
 
     Attributes:
-        passed: whether it ran to its end.
+        passed: whether its tests ran to their end.
         reason: "passed", or why it failed.
     """
 
@@ -108,13 +114,12 @@ class Sandbox:
         self._workers: list[_Worker] = []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         try:
-            for _ in range(workers or available_threads()):
-                self._workers.append(_Worker(isolation or "auto", self._folder))
-                self._idle.put(self._workers[-1])
+            self.isolation: Isolation = self._add_first_worker(isolation)
+            for _ in range(1, workers or available_threads()):
+                self._add_worker(self.isolation)
         except BaseException:
             self.close()
             raise
-        self.isolation: Isolation = self._workers[0].isolation
 
     def __enter__(self) -> Self:
         return self
@@ -128,11 +133,13 @@ class Sandbox:
             worker.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, programs: Sequence[str], progress: StageProgress | None = None) -> list[Verdict]:
+    def run(
+        self, programs: Sequence[Program], progress: StageProgress | None = None
+    ) -> list[Verdict]:
         """Run programs in parallel, one per worker.
 
         Args:
-            programs: Python sources.
+            programs: what to run.
             progress: called with (done, total).
 
         Returns:
@@ -152,7 +159,21 @@ class Sandbox:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _run(self, program: str) -> Verdict:
+    def _add_first_worker(self, isolation: Isolation | None) -> Isolation:
+        """Start a worker with the given isolation, else with the best one; return which."""
+        try:
+            return self._add_worker(isolation or "namespaces")
+        except MidfillError:
+            if isolation is not None:
+                raise
+            return self._add_worker("audit-hook")
+
+    def _add_worker(self, isolation: Isolation) -> Isolation:
+        self._workers.append(_Worker(isolation, self._folder))
+        self._idle.put(self._workers[-1])
+        return isolation
+
+    def _run(self, program: Program) -> Verdict:
         worker = self._idle.get()
         try:
             return worker.run(program, self._limits)
@@ -161,16 +182,17 @@ class Sandbox:
 
 
 class _Worker:
-    """One process of ``sandbox_worker.py``, restarted if it is lost."""
+    """One process of ``worker.py``, restarted if it is lost."""
 
-    def __init__(self, mode: str, folder: str) -> None:
-        script = Path(__file__).with_name("sandbox_worker.py")
-        self._command = [sys.executable, "-BPSs", str(script), mode, folder]
+    def __init__(self, isolation: Isolation, folder: str) -> None:
+        self.isolation = isolation
+        self._folder = folder
         self._start()
 
-    def run(self, program: str, limits: Limits) -> Verdict:
-        job = {"source": program, "token": secrets.token_hex(16), **asdict(limits)}
-        reply = self._ask(job, limits.wall_seconds + _GRACE_SECONDS)
+    def run(self, program: Program, limits: Limits) -> Verdict:
+        job = {"source": program.source, "entry_point": program.entry_point, **asdict(limits)}
+        tests = {"reference": program.reference, "test": program.test}
+        reply = self._ask(job, tests, limits.wall_seconds + _GRACE_SECONDS)
         if reply is None:
             self.close()
             self._start()
@@ -183,6 +205,7 @@ class _Worker:
         """Kill the process; the kernel then kills the program it runs."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        os.close(self._tests)
         self._process.communicate()
 
     def _start(self) -> None:
@@ -190,33 +213,42 @@ class _Worker:
         environment = {"PYTHONHASHSEED": "0"}
         if "LD_LIBRARY_PATH" in os.environ:
             environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
+        tests, self._tests = os.pipe()
+        arguments = [self.isolation, self._folder, str(tests)]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-BPSs", "-c", _START, str(_SOURCES), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+                pass_fds=(tests,),
+            )
+        finally:
+            os.close(tests)
         hello = self._read(_GRACE_SECONDS)
         if hello is None or "error" in hello:
             self.close()
             why = (hello or {}).get("error", "its worker doesn't start")
             raise MidfillError(f"the sandbox can't be used here: {why}")
-        self.isolation: Isolation = hello["isolation"]
 
-    def _ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    def _ask(
+        self, job: dict[str, Any], tests: dict[str, str], seconds: float
+    ) -> dict[str, Any] | None:
         """Return the reply to a job, None if the worker is gone."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(job).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
+            write_frame(self._process.stdin.fileno(), job)
+            write_frame(self._tests, tests)
+        except FrameError:
             return None
         return self._read(seconds)
 
     def _read(self, seconds: float) -> dict[str, Any] | None:
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
-        line = self._process.stdout.readline() if ready else b""
-        return json.loads(line) if line.endswith(b"\n") else None
+        try:
+            return dict(read_frame(self._process.stdout.fileno())) if ready else None
+        except FrameError:
+            return None
