@@ -1,16 +1,17 @@
 """bench speed/rounds --compare: both versions get the options of the benchmark."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from midfill.bench import versions
+from midfill.bench.versions import rounds, speed
+from midfill.bench.versions.speed import CompareSpeedOptions
+from midfill.checkpoints.model_store import DEFAULT_MODEL
 from midfill.cli.bench import app
 from midfill.errors import MidfillError
 
-Calls = list[tuple[str, list[str], str, int]]
+Calls = list[tuple[CompareSpeedOptions | list[str], str, int]]
 
 
 @pytest.fixture
@@ -19,12 +20,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls: Calls = []
 
     def compare(
-        benchmark: str, arguments: Sequence[str], commit: str, *, pairs: int, progress: object
+        options: CompareSpeedOptions | list[str], commit: str, *, pairs: int, progress: object
     ) -> None:
-        calls.append((benchmark, list(arguments), commit, pairs))
+        calls.append((options, commit, pairs))
         raise MidfillError("not run")
 
-    monkeypatch.setattr(versions, "compare_versions", compare)
+    monkeypatch.setattr(speed, "compare_speed", compare)
+    monkeypatch.setattr(rounds, "compare_rounds", compare)
     return calls
 
 
@@ -33,32 +35,40 @@ def run(*arguments: str) -> str:
     return str(CliRunner().invoke(app, list(arguments)).exception)
 
 
-def test_speed_runs_are_short_unless_set(calls: Calls) -> None:
-    pytest.importorskip("torch")
+def test_options_of_speed_are_those_of_the_comparison(calls: Calls) -> None:
     run("speed", "--compare", "HEAD")
     run("speed", "m", "--compare", "v1", "--pairs", "20", "--prefill", "64", "--threads", "1")
-    lengths = ["--prefill", "512,1500", "--contexts", "16,1500", "--repeats", "2"]
-    assert calls[0] == ("speed", lengths, "HEAD", 12)
-    own = ["m", "--prefill", "64", "--contexts", "16,1500", "--repeats", "2", "--threads", "1"]
-    assert calls[1] == ("speed", own, "v1", 20)
+    run("speed", "m", "--compare", "v1", "--contexts", "9", "--repeats", "3")
+    assert calls == [
+        (CompareSpeedOptions(model=DEFAULT_MODEL), "HEAD", 15),
+        (CompareSpeedOptions(model="m", prefill=(64,), threads=1), "v1", 20),
+        (CompareSpeedOptions(model="m", contexts=(9,), repeats=3), "v1", 15),
+    ]
 
 
 def test_rounds_runs_are_short_unless_set(calls: Calls) -> None:
     run("rounds", "--compare", "HEAD", "--layouts", "native", "--fim-tokens", "a,b,c")
+    run("rounds", "--compare", "HEAD", "--layouts", "native", "--users", "4", "--threads", "1")
     short = "--layouts native --seed 0 --users 2 --rounds 3 --output-tokens 16 --repeats 1"
-    assert calls == [("rounds", [*short.split(), "--fim-tokens", "a,b,c"], "HEAD", 12)]
+    own = short.replace("--users 2", "--users 4")
+    assert calls == [
+        ([*short.split(), "--fim-tokens", "a,b,c"], "HEAD", 12),
+        ([*own.split(), "--threads", "1"], "HEAD", 12),
+    ]
 
 
 def test_a_model_folder_is_found_from_everywhere(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     run("speed", "model", "--compare", "HEAD")
     run("rounds", "--model", "model", "--compare", "HEAD")
-    assert calls[0][1][0] == str(tmp_path / "model")
-    assert calls[1][1][-1] == str(tmp_path / "model")
+    found, arguments = calls[0][0], calls[1][0]
+    assert isinstance(found, CompareSpeedOptions)
+    assert found.model == str(tmp_path / "model")
+    assert isinstance(arguments, list)
+    assert arguments[-1] == str(tmp_path / "model")
 
 
 def test_a_server_elsewhere_has_no_versions(calls: Calls) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -14,7 +14,6 @@ from midfill.cli.bench_options import (
     JsonOption,
     LoadedModelOption,
     OutputTokensOption,
-    PairsOption,
     UrlOption,
 )
 from midfill.cli.bench_peers import peers
@@ -29,6 +28,7 @@ from midfill.system.extras import require
 
 if TYPE_CHECKING:
     from midfill.bench.rounds import RoundsOptions
+    from midfill.bench.versions.report import VersionsReport
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,7 +71,12 @@ def rounds(
     threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
     compare: CompareOption = None,
-    pairs: PairsOption = 12,
+    pairs: Annotated[
+        int,
+        typer.Option(
+            min=6, help="With --compare: how many pairs of runs; more give narrower intervals."
+        ),
+    ] = 12,
     json: JsonOption = None,
     plot: PlotOption = None,
     docs: DocsOption = None,
@@ -103,8 +108,12 @@ def rounds(
     if compare is not None:
         if url is not None or plot is not None:
             raise MidfillError("--compare runs both versions here: it takes no --url and no --plot")
-        arguments = _rounds_arguments(options, model, fim_tokens)
-        _compare("rounds", [*arguments, *_threads(threads)], compare, pairs, json, docs)
+        from midfill.bench.versions.rounds import compare_rounds
+
+        arguments = _rounds_arguments(options, model, fim_tokens, threads)
+        with show_steps("copying both versions") as progress:
+            versions = compare_rounds(arguments, compare, pairs=pairs, progress=progress)
+        _publish_versions(versions, json, docs)
         return
 
     async def measure() -> None:
@@ -129,56 +138,66 @@ def speed(
     repeats: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Runs of each, whose medians are shown; 5 if not set, with --compare 2."
+            min=1,
+            help="Runs of each, whose medians are shown; 5 if not set. With --compare: requests of"
+            " each per version and restart; if not set, more of short prompts than of long ones.",
         ),
     ] = None,
     threads: ThreadsOption = None,
     compare: CompareOption = None,
-    pairs: PairsOption = 12,
+    pairs: Annotated[
+        int,
+        typer.Option(
+            min=6,
+            help="With --compare: how often both versions are restarted; more give narrower"
+            " intervals.",
+        ),
+    ] = 15,
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
     """Measure prefill and decode speed of one request at a time, in this process."""
-    from midfill.bench.speed import SpeedOptions, measure_speed, speed_table
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
-    options = SpeedOptions(
-        prefill=parse_counts(prefill),
-        contexts=parse_counts(contexts),
-        repeats=repeats or (2 if compare else 5),
-    )
     if compare is not None:
-        arguments = [] if model is None else [_absolute(model)]
-        arguments += ["--prefill", prefill, "--contexts", contexts]
-        arguments += ["--repeats", str(options.repeats)]
-        _compare("speed", [*arguments, *_threads(threads)], compare, pairs, json, docs)
+        from midfill.bench.versions.speed import CompareSpeedOptions, compare_speed
+
+        compared = CompareSpeedOptions(
+            model=_absolute(model or DEFAULT_MODEL),
+            prefill=parse_counts(prefill),
+            contexts=parse_counts(contexts),
+            repeats=repeats,
+            threads=threads,
+        )
+        with show_steps("copying both versions") as progress:
+            versions = compare_speed(compared, compare, pairs=pairs, progress=progress)
+        _publish_versions(versions, json, docs)
         return
+    from midfill.bench.speed import SpeedOptions, measure_speed, speed_table
+
+    options = SpeedOptions(
+        prefill=parse_counts(prefill), contexts=parse_counts(contexts), repeats=repeats or 5
+    )
     with show_steps("loading") as progress:
         report = measure_speed(model or DEFAULT_MODEL, options, threads, progress)
     table = speed_table(report)
     publish(report, table.drawn(), table.markdown(), section="speed", json=json, docs=docs)
 
 
-def _compare(
-    benchmark: Literal["speed", "rounds"],
-    arguments: list[str],
-    commit: str,
-    pairs: int,
-    json: Path | None,
-    docs: Path | None,
-) -> None:
-    """Run a benchmark on this tree and on a commit, and show their ratios."""
-    from midfill.bench.versions import compare_versions, versions_table
+def _publish_versions(report: "VersionsReport", json: Path | None, docs: Path | None) -> None:
+    """Show the ratios of two versions."""
+    from midfill.bench.versions.report import versions_table
 
-    with show_steps("copying both versions") as progress:
-        report = compare_versions(benchmark, arguments, commit, pairs=pairs, progress=progress)
     table = versions_table(report)
-    section = f"{benchmark}-versions"
+    section = f"{report.benchmark}-versions"
     publish(report, table.drawn(), table.markdown(), section=section, json=json, docs=docs)
 
 
 def _rounds_arguments(
-    options: "RoundsOptions", model: str | None, fim_tokens: FimTokens | None
+    options: "RoundsOptions",
+    model: str | None,
+    fim_tokens: FimTokens | None,
+    threads: int | None,
 ) -> list[str]:
     """Return the arguments that make ``bench rounds`` run with these options."""
     arguments = ["--layouts", ",".join(options.layouts), "--seed", str(options.seed)]
@@ -188,16 +207,14 @@ def _rounds_arguments(
         arguments += ["--model", _absolute(model)]
     if fim_tokens is not None:
         arguments += ["--fim-tokens", ",".join(fim_tokens)]
+    if threads is not None:
+        arguments += ["--threads", str(threads)]
     return arguments
 
 
 def _absolute(model: str) -> str:
     """Return a model that is named by a path by its absolute path."""
     return str(Path(model).absolute()) if Path(model).exists() else model
-
-
-def _threads(threads: int | None) -> list[str]:
-    return [] if threads is None else ["--threads", str(threads)]
 
 
 @app.command()

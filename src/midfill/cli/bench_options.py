@@ -36,13 +36,7 @@ CompareOption = Annotated[
     str | None,
     typer.Option(
         metavar="COMMIT",
-        help="Measure this tree beside a commit of its git repository, in interleaved pairs of"
-        " short runs, and show how many times as fast it is, with 95% intervals.",
-    ),
-]
-PairsOption = Annotated[
-    int,
-    typer.Option(
-        min=6, help="With --compare: how many pairs of runs; more give narrower intervals."
+        help="Measure this tree beside a commit of its git repository, in turn, and show how many"
+        " times as fast it is, with 95% intervals.",
     ),
 ]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from midfill.bench.clients import Measurement
-from midfill.bench.peers.compared_model import ComparedModel, Prompts
+from midfill.bench.peers.compared_model import ComparedModel
 from midfill.bench.peers.loads import (
     ALL_LAYOUTS,
     LAID_OUT,
@@ -15,6 +15,7 @@ from midfill.bench.peers.loads import (
     rate_together,
 )
 from midfill.bench.peers.results import PeersOptions
+from midfill.bench.prompts import Prompts
 from midfill.errors import MidfillError
 
 OPTIONS = PeersOptions(
@@ -46,12 +47,12 @@ def test_the_three_ways_to_ask_after_typing() -> None:
 
 def test_only_the_loads_that_are_asked_for(folder_model: ComparedModel) -> None:
     fewer = msgspec.structs.replace(OPTIONS, loads=("rounds", "prefill"))
-    loads = loads_for(fewer, Prompts(folder_model, seed=0), ALL_LAYOUTS)
+    loads = loads_for(fewer, Prompts(folder_model.checkpoint.tokenizer, seed=0), ALL_LAYOUTS)
     assert [load.kind for load in loads] == ["prefill", "prefill", "rounds"]
 
 
 def test_a_peer_is_not_sent_prefix_and_suffix(folder_model: ComparedModel) -> None:
-    prompts = Prompts(folder_model, seed=0)
+    prompts = Prompts(folder_model.checkpoint.tokenizer, seed=0)
     some = msgspec.structs.replace(OPTIONS, loads=("prefill", "keystroke", "rounds"))
     peer = loads_for(some, prompts, LAID_OUT)
     own = loads_for(some, prompts, ALL_LAYOUTS)

@@ -2,10 +2,11 @@
 
 import msgspec
 
-from midfill.bench.peers.compared_model import ComparedModel, Prompts
+from midfill.bench.peers.compared_model import ComparedModel
 from midfill.bench.peers.loads import LAID_OUT, loads_for
 from midfill.bench.peers.results import PeersOptions, figure
 from midfill.bench.peers.run import reason_to_skip
+from midfill.bench.prompts import Prompts
 
 OPTIONS = PeersOptions(
     servers=("midfill",),
@@ -26,7 +27,10 @@ OPTIONS = PeersOptions(
 
 def test_loads_that_would_take_too_long_are_left_out(folder_model: ComparedModel) -> None:
     some = msgspec.structs.replace(OPTIONS, loads=("prefill", "decode"))
-    loads = {load.name: load for load in loads_for(some, Prompts(folder_model, 0), LAID_OUT)}
+    loads = {
+        load.name: load
+        for load in loads_for(some, Prompts(folder_model.checkpoint.tokenizer, 0), LAID_OUT)
+    }
     decode, long = loads["decode at 300, 3 streams"], loads["prefill of 9,000"]
     slow = [figure("prefill", "prefill of 200", "tokens/s", [9.0])]
     assert reason_to_skip(decode, 8192, slow, limit=100) is None

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from midfill.bench.peers.compared_model import ComparedModel, Prompts
+from midfill.bench.peers.compared_model import ComparedModel
 from midfill.bench.peers.llama_cpp import formats_for, launch_llama_cpp
 from midfill.bench.peers.loads import ALL_LAYOUTS, LOADS, MIN_SEQUENCE, SPECULATIVE, Load, loads_for
-from midfill.bench.peers.process import ended_by_sigterm
 from midfill.bench.peers.results import (
     LLAMA_CPP,
     MIDFILL,
@@ -29,8 +28,10 @@ from midfill.bench.peers.results import (
 from midfill.bench.peers.run import LogLine, Work, run_server
 from midfill.bench.peers.servers import Launch, Missing, Room, launch_midfill
 from midfill.bench.peers.vllm import launch_vllm
+from midfill.bench.prompts import Prompts
 from midfill.errors import MidfillError
 from midfill.system.machine import describe_machine
+from midfill.system.termination import ended_by_sigterm
 
 SERVERS = (MIDFILL, LLAMA_CPP, VLLM)
 QUICK = PeersOptions(
@@ -99,7 +100,7 @@ def compare_peers(
     Raises:
         MidfillError: no load fits the model's context, or ``earlier`` is of another comparison.
     """
-    prompts = Prompts(model, options.seed)
+    prompts = Prompts(model.checkpoint.tokenizer, options.seed)
     loads = loads_for(options, prompts, ALL_LAYOUTS)
     fitting = [load for load in loads if load.sequence <= model.context]
     if not fitting:

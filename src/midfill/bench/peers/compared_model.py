@@ -1,22 +1,17 @@
-"""The model that servers are compared on, and prompts made with its tokenizer."""
+"""The model that servers are compared on."""
 
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
 
 from midfill.bench.clients import SPARE_TOKENS, Sentinels
-from midfill.bench.documents import standard_library_documents
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.model_store import resolve
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import MidfillError
 from midfill.infill.formats import find_format
 from midfill.models.tensor_shapes import tensor_shapes
-
-_CORPUS_FILES = 40
 
 
 @dataclass(frozen=True)
@@ -110,60 +105,3 @@ def open_compared(
         )
     label = Path(name).stem if Path(name).exists() else name
     return ComparedModel(label, path, checkpoint, chosen, chosen == own, random_weights)
-
-
-class Prompts:
-    """Prompts as token ids or text; the same model and seed give the same prompts."""
-
-    def __init__(self, model: ComparedModel, seed: int) -> None:
-        self._tokenizer = model.checkpoint.tokenizer
-        self._random = random.Random(seed)
-        special = set(self._tokenizer.special_tokens.values())
-        self._files = standard_library_documents(
-            _CORPUS_FILES, seed=seed + 1, shortest=8000, longest=30_000
-        )
-        self._ids: list[int] = []
-        self._plain = [i for i in range(self._tokenizer.vocab_size) if i not in special]
-
-    def random_tokens(self, count: int) -> list[int]:
-        """Draw ordinary tokens, new ones on every call, so that no cache holds them."""
-        return self._random.choices(self._plain, k=count)
-
-    def code_tokens(self, stream: int, count: int, room: int) -> list[int]:
-        """Return the first tokens of a stretch of real code.
-
-        Args:
-            stream: which stretch; no two share text while the corpus is large enough.
-            count: how many tokens; a smaller count gives the beginning of a larger one.
-            room: the largest count that will be requested.
-        """
-        ids = self._corpus((stream + 1) * room)
-        start = stream * room % (len(ids) - room)
-        return ids[start : start + count]
-
-    def document(self, tokens: int, typed: int) -> tuple[str, str, str]:
-        """Return prefix, text to type and suffix of a document with the caret in its middle.
-
-        Args:
-            tokens: of the document.
-            typed: characters to type.
-        """
-        ids = self._corpus(2 * tokens + typed)
-        prefix = self._tokenizer.decode(ids[: tokens // 2])
-        rest = self._tokenizer.decode(ids[tokens // 2 : tokens + typed])
-        after = self._tokenizer.encode(rest[typed:])
-        return prefix, rest[:typed], self._tokenizer.decode(after[: tokens - tokens // 2])
-
-    def count(self, prompt: str) -> int:
-        """Return the number of tokens of a raw prompt, special tokens parsed."""
-        return len(self._tokenizer.encode(prompt, parse_special=True))
-
-    def longest(self, texts: Sequence[str]) -> int:
-        """Return the number of tokens of the longest text."""
-        return max(len(self._tokenizer.encode(text)) for text in texts)
-
-    def _corpus(self, tokens: int) -> list[int]:
-        """Return at least so many tokens of standard library files, or all that there are."""
-        while self._files and len(self._ids) <= tokens:
-            self._ids += self._tokenizer.encode(self._files.pop())
-        return self._ids

@@ -25,8 +25,8 @@ import numpy as np
 from midfill.bench.clients import HttpClient, Measurement
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.edits.replay import replay_edits
-from midfill.bench.peers.compared_model import Prompts
 from midfill.bench.peers.results import TOKENS_PER_SECOND, Figure, PeersOptions, figure
+from midfill.bench.prompts import Prompts
 from midfill.bench.rounds import LAYOUTS, Layout, RoundsOptions, measure_rounds
 from midfill.errors import MidfillError
 

@@ -6,10 +6,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 import httpx
 
@@ -156,17 +155,3 @@ def _resident_pages(pid: int) -> int:
     with suppress(OSError):
         return int((_PROC / str(pid) / "statm").read_text().split()[1])
     return 0
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process as Ctrl-C does, with the processes it has started."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

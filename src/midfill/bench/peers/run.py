@@ -9,11 +9,12 @@ from typing import TypeVar
 import httpx
 
 from midfill.bench.clients import HttpClient
-from midfill.bench.peers.compared_model import ComparedModel, Prompts
+from midfill.bench.peers.compared_model import ComparedModel
 from midfill.bench.peers.loads import Load, Subject, loads_for, warm_up
 from midfill.bench.peers.process import ServerProcess, free_port
 from midfill.bench.peers.results import Figure, PeersOptions, ServerResult
 from midfill.bench.peers.servers import PORT, Launch, ReadBytes
+from midfill.bench.prompts import Prompts
 from midfill.bench.roofline import measure_roofline
 from midfill.errors import MidfillError
 

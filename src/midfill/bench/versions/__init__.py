@@ -1,0 +1,1 @@
+"""Two versions of midfill side by side: the running tree and a commit of its repository."""

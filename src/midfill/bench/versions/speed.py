@@ -1,0 +1,267 @@
+"""``bench speed`` of two versions, both loaded at once and asked in turn.
+
+Requests a fraction of a second apart meet the same speed of the machine, so their ratio is far
+less noisy than that of two runs. Both versions get the same prompts: old, new, new, old, and so on,
+never two at a time.
+
+What is left is a bias of the two processes themselves: where their memory happens to lie makes one
+of them up to 5% faster for as long as it lives. So both are started anew for each observation, in
+alternating order, and the median ratio of the requests in between is the observation.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from midfill.bench.prompts import Prompts
+from midfill.bench.versions.copies import Copies, version_copies
+from midfill.bench.versions.report import RatioFigure, VersionsReport, check_pairs, ratio_figure
+from midfill.bench.versions.speed_worker import SpeedWorker, Timing
+from midfill.checkpoints.model_store import resolve
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.errors import MidfillError
+from midfill.system.machine import describe_machine
+from midfill.system.termination import ended_by_sigterm
+
+_PREFILLED = 5120
+"""Prompt tokens per version and restart, about; short prompts are repeated more often."""
+_PREFILL_REPEATS = (4, 20)
+_DECODE_REPEATS = 8
+
+Progress = Callable[[str], None]
+
+
+class CompareSpeedOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        model: its name or path.
+        prefill: prompt lengths, in tokens.
+        contexts: tokens before the first decoded one.
+        decoded: tokens decoded at each context.
+        repeats: requests of each figure per version and restart; None takes 8 for decode, and for
+            prefill the more, the shorter the prompt.
+        threads: of the kernels; None takes all cores.
+    """
+
+    model: str
+    prefill: tuple[int, ...] = (512, 1500)
+    contexts: tuple[int, ...] = (16, 1500)
+    decoded: int = 64
+    repeats: int | None = None
+    threads: int | None = None
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of ``bench speed`` that stand for these options."""
+        arguments = [self.model]
+        for name, lengths in (("prefill", self.prefill), ("contexts", self.contexts)):
+            arguments += [f"--{name}", ",".join(map(str, lengths))]
+        for name, number in (("repeats", self.repeats), ("threads", self.threads)):
+            arguments += [] if number is None else [f"--{name}", str(number)]
+        return arguments
+
+
+def compare_speed(
+    options: CompareSpeedOptions,
+    commit: str,
+    *,
+    pairs: int,
+    package: Path | None = None,
+    progress: Progress = lambda _: None,
+) -> VersionsReport:
+    """Measure prefill and decode of the running tree and of a commit of its repository.
+
+    Each version is loaded once before: that compiles its kernels and packs weights.
+
+    Args:
+        commit: anything that git resolves to a commit.
+        pairs: how often both are restarted; at least ``MIN_PAIRS``.
+        package: the package's folder in a git checkout; None takes the running one.
+        progress: receives what is being done.
+
+    Raises:
+        ValueError: fewer pairs than ``MIN_PAIRS``.
+        MidfillError: no git checkout, no such commit or model, lengths that the model can't take,
+            or a version that fails.
+    """
+    check_pairs(pairs)
+    requests = _Requests(options)
+    with ended_by_sigterm(), version_copies(commit, package) as copies:
+        for copy in copies.in_turn(0):
+            progress(f"{copy.name}: loading {options.model} for the first time")
+            with SpeedWorker(copy, copies.folder) as worker:
+                worker.load(options.model, options.threads)
+        started = time.monotonic()
+        restarts = [
+            _observe(requests, copies, restart, _headed(progress, restart, pairs, started))
+            for restart in range(pairs)
+        ]
+        return VersionsReport(
+            benchmark="speed",
+            arguments=options.arguments(),
+            machine=describe_machine(),
+            old=copies.old.version,
+            new=copies.new.version,
+            pairs=pairs,
+            figures=_figures(requests.loads, restarts),
+        )
+
+
+def _headed(progress: Progress, restart: int, restarts: int, started: float) -> Progress:
+    """Return a function that reports steps of one restart, with the time that is left."""
+    head = f"restart {restart + 1} of {restarts}"
+    if restart:
+        left = (time.monotonic() - started) / restart * (restarts - restart)
+        head += f", {left / 60:.0f} min left" if left >= 90 else f", {left:.0f} s left"
+    return lambda step: progress(f"{head}: {step}")
+
+
+@dataclass(frozen=True)
+class _Load:
+    """The requests of one figure.
+
+    Attributes:
+        prompt_tokens: length of their prompts: random tokens, or real code to decode after.
+        decoded: tokens of the answer if decode is measured; 0 for prefill.
+        repeats: requests per version and restart.
+    """
+
+    prompt_tokens: int
+    decoded: int
+    repeats: int
+
+    @property
+    def name(self) -> str:
+        """Name of the figure."""
+        how = "decode at" if self.decoded else "prefill of"
+        return f"{how} {self.prompt_tokens} tokens"
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of each answer."""
+        return self.decoded or 1
+
+    def rate(self, timing: Timing) -> float:
+        """Return tokens per second.
+
+        Raises:
+            MidfillError: the answer has no pieces to time decode by.
+        """
+        if not self.decoded:
+            return self.prompt_tokens / timing.first_seconds
+        if not timing.later_tokens:
+            raise MidfillError(f"{self.name} can't be timed: the answer came in one piece")
+        return timing.later_tokens / timing.later_seconds
+
+
+class _Requests:
+    """The requests of a comparison; every prompt is a new one, so that no cache holds it.
+
+    Raises:
+        MidfillError: no such model, or lengths that it can't take.
+
+    Attributes:
+        options: what to measure.
+        loads: one per figure.
+    """
+
+    def __init__(self, options: CompareSpeedOptions) -> None:
+        checkpoint = open_checkpoint(resolve(options.model))
+        self.options = options
+        fewest, most = _PREFILL_REPEATS
+        self.loads = [
+            *(
+                _Load(n, 0, options.repeats or min(max(_PREFILLED // n, fewest), most))
+                for n in options.prefill
+            ),
+            *(
+                _Load(n, options.decoded, options.repeats or _DECODE_REPEATS)
+                for n in options.contexts
+            ),
+        ]
+        context = checkpoint.config.context
+        for load in self.loads:
+            if load.prompt_tokens + load.answer_tokens > context:
+                raise MidfillError(f"{load.name}: {options.model} has {context} tokens of context")
+        self._prompts = Prompts(checkpoint.tokenizer, seed=0)
+        self._streams = 0
+
+    def prompt(self, load: _Load) -> list[int]:
+        """Return a new prompt."""
+        if not load.decoded:
+            return self._prompts.random_tokens(load.prompt_tokens)
+        # After random tokens a model soon repeats itself, or writes what is no text.
+        self._streams += 1
+        room = max(self.options.contexts)
+        return self._prompts.code_tokens(self._streams, load.prompt_tokens, room)
+
+
+class _Observation(NamedTuple):
+    """A figure of one restart.
+
+    Attributes:
+        old, new: median rates in tokens/s.
+        ratio: median of new / old over the requests in turn.
+    """
+
+    old: float
+    new: float
+    ratio: float
+
+
+def _observe(
+    requests: _Requests, copies: Copies, restart: int, progress: Progress
+) -> list[_Observation]:
+    """Start both versions, measure every figure once, and end them."""
+    options = requests.options
+    with ExitStack() as stack:
+        workers = {
+            copy.side: stack.enter_context(SpeedWorker(copy, copies.folder))
+            for copy in copies.in_turn(restart)
+        }
+        progress("loading")
+        for worker in workers.values():  # one after the other, in alternating order
+            worker.load(options.model, options.threads)
+        for load in requests.loads:
+            prompt = requests.prompt(load)
+            for worker in workers.values():
+                worker.measure(prompt, load.answer_tokens)
+        observations = []
+        for load in requests.loads:
+            progress(load.name)
+            observations.append(_observe_load(requests, load, workers, copies, restart))
+        return observations
+
+
+def _observe_load(
+    requests: _Requests,
+    load: _Load,
+    workers: Mapping[str, SpeedWorker],
+    copies: Copies,
+    restart: int,
+) -> _Observation:
+    rates: dict[str, list[float]] = {side: [] for side in workers}
+    for repeat in range(load.repeats):
+        prompt = requests.prompt(load)
+        for copy in copies.in_turn(restart + repeat):
+            timing = workers[copy.side].measure(prompt, load.answer_tokens)
+            rates[copy.side].append(load.rate(timing))
+    ratios = [new / old for old, new in zip(rates["old"], rates["new"], strict=True)]
+    return _Observation(median(rates["old"]), median(rates["new"]), median(ratios))
+
+
+def _figures(
+    loads: Sequence[_Load], restarts: Sequence[Sequence[_Observation]]
+) -> list[RatioFigure]:
+    """Return a figure per load from all its observations."""
+    figures = []
+    for load, observations in zip(loads, zip(*restarts, strict=True), strict=True):
+        old, new, ratios = zip(*observations, strict=True)
+        figures.append(ratio_figure(load.name, "tokens/s", old, new, ratios))
+    return figures
