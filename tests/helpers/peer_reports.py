@@ -1,4 +1,4 @@
-"""A comparison of servers whose figures are easy to work out."""
+"""Comparisons of servers: small loads, and a report whose figures are easy to work out."""
 
 import msgspec
 
@@ -10,6 +10,23 @@ from midfill.bench.peers.results import (
     figure,
 )
 from midfill.system.machine import describe_machine
+
+SMALL_LOADS = PeersOptions(
+    servers=("midfill",),
+    prefill=(200, 9000),
+    contexts=(16, 300),
+    streams=(1, 3),
+    decoded=300,
+    users=(1,),
+    rounds=2,
+    output_tokens=4,
+    keystrokes=3,
+    document_tokens=400,
+    session=3,
+    repeats=2,
+    round_repeats=1,
+)
+"""Every kind of load, for a tiny model; one prompt is longer than its context."""
 
 
 def server_result(name: str, figures: list[Figure], **more: object) -> ServerResult:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from peer_reports import server_result
+from peer_reports import SMALL_LOADS, server_result
 from processes import is_running
 from stand_in import Program
 
@@ -16,21 +16,6 @@ from midfill.bench.peers.results import PeersOptions, PeersReport, ServerResult
 from midfill.bench.peers.servers import Missing, Room
 from midfill.errors import MidfillError
 
-OPTIONS = PeersOptions(
-    servers=("midfill",),
-    prefill=(200, 9000),
-    contexts=(16, 300),
-    streams=(1, 3),
-    decoded=300,
-    users=(1,),
-    rounds=2,
-    output_tokens=4,
-    keystrokes=3,
-    document_tokens=400,
-    session=3,
-    repeats=2,
-    round_repeats=1,
-)
 ROOM = Room(threads=1, sequence=256, sequences=2)
 PREFILL = PeersOptions(
     loads=("prefill",), prefill=(32,), repeats=1, start_limit=20.0, load_limit=20.0
@@ -49,7 +34,7 @@ def report(folder_model: ComparedModel, saved: list[PeersReport]) -> PeersReport
     def save(report: PeersReport) -> None:
         saved.append(msgspec.json.decode(msgspec.json.encode(report), type=PeersReport))
 
-    return compare_peers(folder_model, OPTIONS, Programs(), save=save)
+    return compare_peers(folder_model, SMALL_LOADS, Programs(), save=save)
 
 
 def names(report: PeersReport) -> set[tuple[str, str, str]]:
@@ -118,13 +103,13 @@ class TestOwnServer:
     def test_servers_measured_before_are_kept(
         self, folder_model: ComparedModel, report: PeersReport, saved: list[PeersReport]
     ) -> None:
-        later = compare_peers(folder_model, OPTIONS, Programs(), earlier=report)
+        later = compare_peers(folder_model, SMALL_LOADS, Programs(), earlier=report)
         assert later.servers == report.servers
         # One that broke off is run again; here it is missing.
         broken = msgspec.structs.replace(server_result("llama.cpp", []), error="it died")
         earlier = msgspec.structs.replace(report, servers=[*report.servers, broken])
         options = msgspec.structs.replace(
-            OPTIONS, servers=("midfill", "llama.cpp"), llama_formats=("stored",)
+            SMALL_LOADS, servers=("midfill", "llama.cpp"), llama_formats=("stored",)
         )
         resumed = compare_peers(folder_model, options, Programs(), earlier=earlier)
         assert resumed.servers == report.servers
@@ -133,7 +118,7 @@ class TestOwnServer:
     def test_figures_of_other_loads_are_not_continued(
         self, folder_model: ComparedModel, report: PeersReport
     ) -> None:
-        options = msgspec.structs.replace(OPTIONS, decoded=7)
+        options = msgspec.structs.replace(SMALL_LOADS, decoded=7)
         with pytest.raises(MidfillError, match="can't be resumed with these options"):
             compare_peers(folder_model, options, Programs(), earlier=report)
 

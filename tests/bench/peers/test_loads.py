@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from peer_reports import SMALL_LOADS
 
 from midfill.bench.clients import Measurement
 from midfill.bench.peers.compared_model import ComparedModel
@@ -14,25 +15,8 @@ from midfill.bench.peers.loads import (
     loads_for,
     rate_together,
 )
-from midfill.bench.peers.results import PeersOptions
 from midfill.bench.prompts import Prompts
 from midfill.errors import MidfillError
-
-OPTIONS = PeersOptions(
-    servers=("midfill",),
-    prefill=(200, 9000),
-    contexts=(16, 300),
-    streams=(1, 3),
-    decoded=300,
-    users=(1,),
-    rounds=2,
-    output_tokens=4,
-    keystrokes=3,
-    document_tokens=400,
-    session=3,
-    repeats=2,
-    round_repeats=1,
-)
 
 
 def test_the_three_ways_to_ask_after_typing() -> None:
@@ -46,14 +30,14 @@ def test_the_three_ways_to_ask_after_typing() -> None:
 
 
 def test_only_the_loads_that_are_asked_for(folder_model: ComparedModel) -> None:
-    fewer = msgspec.structs.replace(OPTIONS, loads=("rounds", "prefill"))
+    fewer = msgspec.structs.replace(SMALL_LOADS, loads=("rounds", "prefill"))
     loads = loads_for(fewer, Prompts(folder_model.checkpoint.tokenizer, seed=0), ALL_LAYOUTS)
     assert [load.kind for load in loads] == ["prefill", "prefill", "rounds"]
 
 
 def test_a_peer_is_not_sent_prefix_and_suffix(folder_model: ComparedModel) -> None:
     prompts = Prompts(folder_model.checkpoint.tokenizer, seed=0)
-    some = msgspec.structs.replace(OPTIONS, loads=("prefill", "keystroke", "rounds"))
+    some = msgspec.structs.replace(SMALL_LOADS, loads=("prefill", "keystroke", "rounds"))
     peer = loads_for(some, prompts, LAID_OUT)
     own = loads_for(some, prompts, ALL_LAYOUTS)
     for theirs, ours in zip(peer, own, strict=True):

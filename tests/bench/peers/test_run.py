@@ -1,32 +1,17 @@
 """Loads that would take too long are left out."""
 
 import msgspec
+from peer_reports import SMALL_LOADS
 
 from midfill.bench.peers.compared_model import ComparedModel
 from midfill.bench.peers.loads import LAID_OUT, loads_for
-from midfill.bench.peers.results import PeersOptions, figure
+from midfill.bench.peers.results import figure
 from midfill.bench.peers.run import reason_to_skip
 from midfill.bench.prompts import Prompts
 
-OPTIONS = PeersOptions(
-    servers=("midfill",),
-    prefill=(200, 9000),
-    contexts=(16, 300),
-    streams=(1, 3),
-    decoded=300,
-    users=(1,),
-    rounds=2,
-    output_tokens=4,
-    keystrokes=3,
-    document_tokens=400,
-    session=3,
-    repeats=2,
-    round_repeats=1,
-)
-
 
 def test_loads_that_would_take_too_long_are_left_out(folder_model: ComparedModel) -> None:
-    some = msgspec.structs.replace(OPTIONS, loads=("prefill", "decode"))
+    some = msgspec.structs.replace(SMALL_LOADS, loads=("prefill", "decode"))
     loads = {
         load.name: load
         for load in loads_for(some, Prompts(folder_model.checkpoint.tokenizer, 0), LAID_OUT)
