@@ -26,6 +26,7 @@ from midfill.infill.layout import PromptLayout
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.runners.loading import load_runner
+from midfill.tokens.token_boundary import keeps_tokens_of
 from midfill.tokens.tokenizer import Tokenizer
 
 PREFIX = 'import math\n\n\ndef circle_area(radius):\n    """The area of a circle."""\n    return ma'
@@ -112,7 +113,9 @@ def main() -> None:
     format = fim_format(checkpoint)
     prompts = PromptEncoder(checkpoint, format, runner.config.context)
     # The encoder has a planner of its own; this one plans the same layouts, to show them.
-    planner = Planner(format, PlannerOptions(fragments=True))
+    planner = Planner(
+        format, PlannerOptions(fragments=True, keeps_tokens=keeps_tokens_of(tokenizer))
+    )
     for number, prefix in enumerate((PREFIX, PREFIX + "th.pi * ")):
         print(f"\nrequest {number}: {prefix[-16:]!r} | {SUFFIX[:16]!r}")
         request = InfillRequest(prefix=prefix, suffix=SUFFIX)

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from editing import EDITS, edited_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -212,46 +213,12 @@ class TestIsolation:
             assert layout.planned_prefix + layout.planned_suffix == text
 
 
-edits = st.lists(
-    st.tuples(
-        st.sampled_from(["type", "erase", "jump", "below", "above", "undo", "switch"]),
-        st.integers(0, 2**16),
-        st.text("ab(é🙂\n\r\t<>", max_size=8),
-    ),
-    max_size=30,
-)
-
-
 @settings(max_examples=100, deadline=None)
-@given(edits, st.sampled_from([PSM, SUFFIX_FIRST]), st.booleans())
+@given(EDITS, st.sampled_from([PSM, SUFFIX_FIRST]), st.booleans())
 def test_every_prompt_of_every_session_holds_exactly_the_document(steps, format, fragments) -> None:
     """Whole documents: whatever is edited, prefix and suffix come through, segment by segment."""
     planner = Planner(format, PlannerOptions(fragments=fragments, max_document_bytes=40_000))
-    texts = {"a": TEXT[:3000], "b": ""}
-    carets = {"a": 1500, "b": 0}
-    undo = []
-    name = "a"
-    for kind, number, new in steps:
-        text, caret = texts[name], carets[name]
-        if kind == "type":
-            texts[name], carets[name] = text[:caret] + new + text[caret:], caret + len(new)
-        elif kind == "erase":
-            start = max(0, caret - number % 60)
-            texts[name], carets[name] = text[:start] + text[caret:], start
-        elif kind == "jump":
-            carets[name] = number % (len(text) + 1)
-        elif kind == "below":
-            place = caret + number % (len(text) - caret + 1)
-            texts[name] = text[:place] + new + text[place + 1 :]
-        elif kind == "above":
-            place = number % (caret + 1)
-            texts[name], carets[name] = text[:place] + new + text[place:], caret + len(new)
-        elif kind == "switch":
-            name = "b" if name == "a" else "a"
-        elif undo:
-            texts[name], carets[name] = undo.pop()
-        undo.append((texts[name], carets[name]))
-        prefix, suffix = texts[name][: carets[name]], texts[name][carets[name] :]
+    for prefix, suffix in edited_texts(TEXT[:3000], steps):
         layout = planner.plan_and_record(InfillRequest(prefix=prefix, suffix=suffix))
         if format is PSM:
             head, increment = prefix[: layout.cut], prefix[layout.cut :]

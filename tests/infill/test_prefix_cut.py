@@ -10,7 +10,6 @@ from midfill.infill.prefix_cut import (
     choose_gap,
     extend_fragments,
     first_cut,
-    place_cut,
 )
 
 HEAD = "".join(f"line {number:05d}\n" for number in range(500))
@@ -191,22 +190,6 @@ def test_a_standing_suffix_keeps_its_cut_whatever_rent_was_paid() -> None:
         history.choose_and_record("abcdef" * 4, below)
     kept = history.prompts[-1].head
     assert history.choose_and_record("abcdef" * 4 + "g", "xy").head == kept
-
-
-def test_a_head_is_never_cut_between_carriage_return_and_line_feed() -> None:
-    text = "a" * 400 + "\r\n" + "b" * 40
-    for wanted in range(60):
-        cut = place_cut(text, wanted)
-        assert text[cut - 1 : cut + 1] != "\r\n"
-        assert len(text) - cut >= wanted
-
-
-@settings(deadline=None)
-@given(st.text("ab\r\n", max_size=600), st.integers(0, 700))
-def test_a_cut_leaves_at_least_the_gap(prefix: str, wanted: int) -> None:
-    cut = place_cut(prefix, wanted)
-    assert 0 <= cut <= len(prefix)
-    assert len(prefix) - cut >= min(wanted, len(prefix))
 
 
 def test_gaps_grow_from_the_least_to_the_balance_to_the_suffix() -> None:

@@ -16,6 +16,7 @@ from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.tokens.healing import TokenTrie
 from midfill.tokens.layout_encoder import LayoutEncoder
+from midfill.tokens.token_boundary import keeps_tokens_of
 from midfill.tokens.tokenizer import Tokenizer
 
 # A low estimate, so that text remembered from earlier requests does not fill the context.
@@ -130,6 +131,7 @@ class PromptEncoder:
             PlannerOptions(
                 max_prompt_characters=context * _CHARACTERS_PER_TOKEN,
                 fragments=checkpoint.metadata.get(FRAGMENTS_KEY) is True,
+                keeps_tokens=keeps_tokens_of(checkpoint.tokenizer),
             ),
         )
         self._layouts = LayoutEncoder(checkpoint.tokenizer)

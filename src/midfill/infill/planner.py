@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from midfill.errors import InvalidRequestError
 from midfill.infill.context import ContextOrder, context_segments
+from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.document_store import Document, DocumentStore
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, Segment, TextSegment, lay_out
@@ -39,6 +40,7 @@ class PlannerOptions:
             increment is tokenised as it was typed, and no cached token is lost. Other models get
             each increment as one text.
         cut_rule: what the model needs of its cuts.
+        keeps_tokens: where its tokenizer allows a cut.
     """
 
     max_characters: int = 4_000_000
@@ -46,6 +48,7 @@ class PlannerOptions:
     max_document_bytes: int = 256_000_000
     fragments: bool = False
     cut_rule: CutRule = DEFAULT_RULE
+    keeps_tokens: KeepsTokens = keeps_any_tokens
 
 
 class Planner:
@@ -151,7 +154,7 @@ class Planner:
         found = self._documents.find(request.tenant, request.document, prefix, suffix)
         if found is None:
             view = View.of(prefix, suffix)
-            cuts = CutHistory(self._options.cut_rule)
+            cuts = CutHistory(self._options.cut_rule, self._options.keeps_tokens)
             return self._documents.create(request.tenant, request.document, view, cuts)
         document, at = found
         if request.document is not None:

@@ -22,10 +22,11 @@ they leave less than h = g / 2 of the increment. Cutting h + x characters back c
 d <= x, and otherwise s plus the cost of the next cut. This is ski rental (Karlin et al., 1988) with
 x as the rent and s as the price.
 
-The rule (``choose_gap``): the first cut is g characters back, at the start of that line. Nearly all
-real deletions end before they reach h. When one does not, at depth d, the next gap is
-h + sqrt(s * d). Up to d, this minimises x + s * P(reach > d + x) under the scale-free guess
-P = d / (d + x). From then on the gap is h + s: the rent equals the price. No gap is less than g.
+The rule (``choose_gap``): the first cut is g characters back, between two lines (``cut_places``
+says where exactly). Nearly all real deletions end before they reach h. When one does not, at depth
+d, the next gap is h + sqrt(s * d). Up to d, this minimises x + s * P(reach > d + x) under the
+scale-free guess P = d / (d + x). From then on the gap is h + s: the rent equals the price. No gap
+is less than g.
 
 Bound, for one visit of the caret, beside up to g per cut (no gap exceeds g + x): without a miss the
 rule costs s, and so do the best cuts known beforehand. With one miss it costs 2s + sqrt(s * d), and
@@ -46,8 +47,8 @@ from dataclasses import dataclass
 from math import isqrt
 
 from midfill.infill.common_affixes import common_prefix
+from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens, may_cut, place_cut
 
-_MAX_LINE = 256  # characters; a line start further back is not worth cutting at
 _MAX_PROMPTS = 16
 _NEAR_MISS = 8  # characters; a deletion this close to giving up the cut will probably go on
 _LONG_INCREMENT = 1024  # characters beyond the least increment
@@ -127,13 +128,17 @@ class CutHistory:
 
     Args:
         rule: what the model needs of its cuts.
+        keeps_tokens: where its tokenizer allows one.
 
     Attributes:
         prompts: prompts of the document, oldest first, distinct in (head, suffix).
     """
 
-    def __init__(self, rule: CutRule = DEFAULT_RULE) -> None:
+    def __init__(
+        self, rule: CutRule = DEFAULT_RULE, keeps_tokens: KeepsTokens = keeps_any_tokens
+    ) -> None:
         self._rule = rule
+        self._keeps_tokens = keeps_tokens
         self.prompts: list[CachedPrompt] = []
         self._suffix: str | None = None
         self._arrival = 0  # length of the prefix when the caret came to this suffix
@@ -161,7 +166,7 @@ class CutHistory:
         if suffix != self._suffix:
             self._suffix, self._arrival, self._misses = suffix, here, 0
         matches = [_match(prompt, prefix, suffix) for prompt in self.prompts]
-        valid = [match for match in matches if self._serves(match, here, suffix)]
+        valid = [match for match in matches if self._serves(match, prefix, suffix)]
         rents: dict[int, int] = {}
         for match in valid:
             rents[match.cut] = max(rents.get(match.cut, 0), match.prompt.rent)
@@ -183,19 +188,24 @@ class CutHistory:
         rent = rents[best.cut] + max(0, fresh - best.cut)
         return self.record_prompt(prefix, suffix, best.cut, best.prompt, rent)
 
-    def _serves(self, match: _Match, here: int, suffix: str) -> bool:
-        """Return whether a prompt may be cut where a cached one is."""
+    def _serves(self, match: _Match, prefix: str, suffix: str) -> bool:
+        """Return whether a prompt may be cut where a cached one is.
+
+        An edit after that place can have made it the inside of a word or of a token.
+        """
         if match.whole < 0 or match.cut == 0:
             return match.whole >= 0
         stands = match.prompt.suffix == suffix
         least = self._rule.least_standing if stands else self._rule.least_increment
-        return here - match.cut >= least
+        far_enough = len(prefix) - match.cut >= least
+        return far_enough and may_cut(prefix, match.cut, self._keeps_tokens)
 
     def _fresh(self, prefix: str, suffix: str) -> int:
         """Return where the next cut goes if it has to move now."""
         depth = max(0, self._arrival - len(prefix))
         misses = self._misses + (depth > 0)
-        return place_cut(prefix, choose_gap(len(suffix), depth, misses, self._rule))
+        gap = choose_gap(len(suffix), depth, misses, self._rule)
+        return place_cut(prefix, gap, self._keeps_tokens)
 
     def better_cut(self) -> int | None:
         """Return a better cut for the last prompt's text, worth preparing in idle time.
@@ -214,7 +224,7 @@ class CutHistory:
         better = cut
         if len(prefix) >= self._arrival:
             if increment > least + _LONG_INCREMENT:
-                better = place_cut(prefix, least)
+                better = place_cut(prefix, least, self._keeps_tokens)
         elif cut and increment < self._rule.least_standing + _NEAR_MISS:
             better = self._fresh(prefix, last.suffix)
         return better if better != cut else None
@@ -254,13 +264,15 @@ class CutHistory:
         return self.prompts[-1]
 
 
-def first_cut(prefix: str, rule: CutRule = DEFAULT_RULE) -> int:
+def first_cut(
+    prefix: str, rule: CutRule = DEFAULT_RULE, keeps_tokens: KeepsTokens = keeps_any_tokens
+) -> int:
     """Return the cut of a document seen for the first time.
 
     It is 0 where the prefix is too short to leave the rule's least increment: all of it then
     stands after the suffix.
     """
-    return place_cut(prefix, rule.least_increment)
+    return place_cut(prefix, rule.least_increment, keeps_tokens)
 
 
 def choose_gap(suffix: int, depth: int, misses: int, rule: CutRule) -> int:
@@ -276,20 +288,6 @@ def choose_gap(suffix: int, depth: int, misses: int, rule: CutRule) -> int:
         return rule.least_increment
     room = isqrt(suffix * min(depth, suffix)) if misses == 1 else suffix
     return max(rule.least_increment, rule.least_standing + room)
-
-
-def place_cut(prefix: str, gap: int) -> int:
-    """Return the cut at least ``gap`` characters before the end, at a line's start if one is near.
-
-    It never separates a carriage return from its line feed.
-    """
-    cut = max(0, len(prefix) - gap)
-    line = prefix.rfind("\n", 0, cut) + 1
-    if cut - line <= _MAX_LINE:
-        return line
-    if prefix[cut - 1 : cut + 1] == "\r\n":
-        cut -= 1
-    return cut
 
 
 def extend_fragments(fragments: Sequence[str], increment: str) -> tuple[str, ...]:

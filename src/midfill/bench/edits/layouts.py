@@ -3,13 +3,14 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from midfill.bench.edits.clairvoyant import clairvoyant_cuts
-from midfill.bench.edits.cost import PromptEncoder, count_computed
+from midfill.bench.edits.cost import PromptEncoder, Tokenize, count_computed
 from midfill.bench.edits.editor import Round
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import Segment, TextSegment, lay_out
-from midfill.infill.planner import Planner
+from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 
 FORMAT = FimFormat("bench", Sentinel("<PRE>", 0), Sentinel("<SUF>", 1), Sentinel("<MID>", 2))
@@ -32,9 +33,14 @@ class PlannedSession:
     milliseconds: list[float]
 
 
-def plan(rounds: Sequence[Round]) -> PlannedSession:
+def plan(rounds: Sequence[Round], tokenize: Tokenize) -> PlannedSession:
     """Lay a session out by a new planner, which sees the texts alone."""
-    planner = Planner(FORMAT)
+
+    @lru_cache(1024)
+    def keeps_tokens(before: str, after: str) -> bool:
+        return tokenize(before) + tokenize(after) == tokenize(before + after)
+
+    planner = Planner(FORMAT, PlannerOptions(keeps_tokens=keeps_tokens))
     planned = PlannedSession([], [], [])
     for one in rounds:
         request = InfillRequest(prefix=one.prefix, suffix=one.suffix)

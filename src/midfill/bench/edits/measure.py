@@ -172,7 +172,7 @@ def run_edits(
         windowed=_total(mix.windowed.values()),
         sessions=sessions,
         over_histories=ranges_over_histories(sessions),
-        planning=planning_time(options.planned, options.seed),
+        planning=planning_time(options.planned, options.seed, tokenize),
         unit=unit,
         options=options,
         machine=describe_machine(),
@@ -182,7 +182,7 @@ def run_edits(
 def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionResult:
     """Count one session under all layouts."""
     encode = PromptEncoder(tokenize)
-    planned = layouts.plan(rounds)
+    planned = layouts.plan(rounds, tokenize)
     planner = layouts.count(rounds, planned.prompts, encode)
     efim = layouts.efim_cuts(rounds)
     cuts = {
@@ -201,7 +201,7 @@ def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionRe
         characters=sum(len(one.prefix) + len(one.suffix) for one in rounds) // len(rounds),
         tokens_computed={layout: computed[layout] for layout in LAYOUTS},
         windowed={
-            window: _measure_windowed(windowed(rounds, **size), encode)
+            window: _measure_windowed(windowed(rounds, **size), tokenize, encode)
             for window, size in WINDOWS.items()
         },
         most_over_typed=layouts.most_over_typed(rounds, planner, encode),
@@ -220,14 +220,14 @@ def ranges_over_histories(sessions: Sequence[SessionResult]) -> dict[str, Range]
     return ranges
 
 
-def planning_time(requests: int, seed: int) -> PlanningTime:
+def planning_time(requests: int, seed: int, tokenize: Tokenize) -> PlanningTime:
     """Measure how long planning takes for long files that are sent whole."""
     texts = standard_library_documents(4 * 10, seed=seed, shortest=8000, longest=30_000)
     sources = {
         f"{number}.py": "".join(texts[10 * number :][:10])[:_LONG_FILE] for number in range(4)
     }
     rounds = edit_session(sources, SESSION_KINDS["mix"], rounds=requests, seed=seed)
-    times = sorted(layouts.plan(rounds).milliseconds)
+    times = sorted(layouts.plan(rounds, tokenize).milliseconds)
     return PlanningTime(
         characters=_LONG_FILE,
         requests=requests,
@@ -237,11 +237,13 @@ def planning_time(requests: int, seed: int) -> PlanningTime:
     )
 
 
-def _measure_windowed(rounds: Sequence[Round], encode: PromptEncoder) -> dict[str, int]:
+def _measure_windowed(
+    rounds: Sequence[Round], tokenize: Tokenize, encode: PromptEncoder
+) -> dict[str, int]:
     prompts = {
         "psm": layouts.cut_prompts(rounds, layouts.psm_cuts(rounds)),
         "efim": layouts.cut_prompts(rounds, layouts.efim_cuts(rounds)),
-        "planner": layouts.plan(rounds).prompts,
+        "planner": layouts.plan(rounds, tokenize).prompts,
     }
     return {name: sum(layouts.count(rounds, one, encode)) for name, one in prompts.items()}
 

@@ -16,6 +16,7 @@ import msgspec
 from midfill.bench.clients import Client, Measurement, Sentinels
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.edits import layouts
+from midfill.bench.edits.cost import PieceTokenizer
 from midfill.bench.edits.editor import Round
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 from midfill.errors import MidfillError
@@ -104,11 +105,12 @@ def _payloads(
     if name == "planner" or sentinels is None:
         return [{"prompt": one.prefix, "suffix": one.suffix} for one in rounds]
     efim = layouts.efim_cuts(rounds)
+    planned = layouts.plan(rounds, PieceTokenizer()).cuts
     cuts = {
         "psm": layouts.psm_cuts(rounds),
         "spm": [0] * len(rounds),
         "efim": efim,
-        "clairvoyant": layouts.best_cuts(rounds, [layouts.plan(rounds).cuts, efim]),
+        "clairvoyant": layouts.best_cuts(rounds, [planned, efim]),
     }[name]
     pre, suf, mid = sentinels
     return [
