@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,7 @@ import numpy.typing as npt
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import TextSegment, lay_out
 from midfill.tokens.tokenizer import Tokenizer
+from midfill.training.alignment import aligned_tokens, token_starts
 from midfill.training.fragments import broken_token_mask, draw_cuts, split_at
 from midfill.training.holes import Hole
 from midfill.training.recipe import DataRecipe
@@ -25,6 +26,10 @@ class Example:
         in_increment: bool [tokens], True for the tokens between MID and the caret.
         hole: the task.
         fragment_starts: indexes of tokens that start a fragment, except the first of a segment.
+        plain_ids: int32 [plain tokens], the text before the caret and the hole's, as the base
+            would read it: without the suffix, tokenised whole.
+        aligned: int32 [pairs, 2], tokens of ``ids`` that are learned, and tokens of ``plain_ids``,
+            that start at the same byte; the base says what it would write there.
     """
 
     ids: npt.NDArray[np.int32]
@@ -32,6 +37,8 @@ class Example:
     in_increment: npt.NDArray[np.bool_]
     hole: Hole
     fragment_starts: tuple[int, ...] = ()
+    plain_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    aligned: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
     @property
     def characters(self) -> int:
@@ -48,12 +55,14 @@ class ExampleMaker:
         format: its FIM tokens.
         end_token_id: the token that ends an answer.
         recipe: fragments and loss weights.
+        plain_text: whether examples have ``plain_ids``, which distillation needs.
     """
 
     tokenizer: Tokenizer
     format: FimFormat
     end_token_id: int
     recipe: DataRecipe
+    plain_text: bool = False
 
     def make(self, text: str, hole: Hole, rng: random.Random, *, fragments: bool) -> Example:
         """Make one example.
@@ -70,8 +79,8 @@ class ExampleMaker:
         # Suffix-first formats end with the whole prefix; there is no increment.
         cut = len(prefix) if self.format.order == "spm" else hole.cut
         segments, _ = lay_out(self.format, prefix[:cut], suffix, cut)
-        bos = self.tokenizer.bos_token_id
-        ids = [bos] if self.tokenizer.add_bos and bos is not None else []
+        bos = self._bos()
+        ids = list(bos)
         starts: list[int] = []
         source = rng if fragments else None
         for segment in segments:
@@ -83,19 +92,58 @@ class ExampleMaker:
         prompt_length = len(ids)
         increment, target = prefix[cut:], prefix[cut:] + middle
         caret = len(increment) or None
+        if source is not None and source.random() >= self.recipe.caret_share:
+            caret = None
         cuts = [] if source is None else self._draw_cuts(len(target), caret, source)
         encoded = self._encode_fragments(target, cuts)
         broken, in_increment = self._target_masks(target, encoded, len(increment.encode()))
         _append(encoded, ids, starts)
         weights = np.where(in_increment, self.recipe.increment_weight, 1.0)
         weights[broken] = 0.0
+        plain, aligned = self._align(prefix[:cut], target, encoded, weights)
+        aligned[:, 0] += prompt_length
         return Example(
             np.array([*ids, self.end_token_id], np.int32),
             np.array([*[0.0] * prompt_length, *weights, self.recipe.end_weight], np.float32),
             np.array([*[False] * prompt_length, *in_increment, False]),
             hole,
             tuple(starts),
+            plain,
+            aligned,
         )
+
+    def _align(
+        self,
+        head: str,
+        target: str,
+        encoded: list[list[int]],
+        weights: npt.NDArray[np.float64],
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return ``Example.plain_ids`` and ``aligned``, the latter in tokens after MID.
+
+        Args:
+            head, target: the text before SUF, and what follows it in the document, to the hole's
+                end.
+            encoded: ids of the target's fragments.
+            weights: of these ids.
+        """
+        if not self.plain_text:
+            return np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
+        bos = self._bos()
+        ids = [*bos, *self.tokenizer.encode_continuation(head + target)]
+        starts = token_starts(self._byte_lengths(ids[len(bos) :]))
+        target_lengths = [length for each in encoded for length in self._byte_lengths(each)]
+        target_starts = token_starts(target_lengths, len(head.encode()))
+        pairs = aligned_tokens(target_starts, starts)
+        pairs[:, 1] += len(bos)
+        # The base says nothing about its very first token.
+        used = (weights[pairs[:, 0]] > 0) & (pairs[:, 1] > 0)
+        return np.array(ids, np.int32), pairs[used]
+
+    def _bos(self) -> tuple[int, ...]:
+        """Return the token that begins every prompt, if the model has one."""
+        bos = self.tokenizer.bos_token_id
+        return (bos,) if self.tokenizer.add_bos and bos is not None else ()
 
     def _draw_cuts(self, length: int, caret: int | None, rng: random.Random) -> list[int]:
         return draw_cuts(length, caret, self.recipe, rng)

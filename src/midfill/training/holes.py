@@ -5,11 +5,14 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from midfill.infill.prefix_cut import first_cut
+from midfill.infill.prefix_cut import place_cut
 from midfill.training.recipe import DataRecipe
 
-HoleKind = Literal["line", "block", "span"]
+HoleKind = Literal["line", "block", "span", "nothing"]
 LayoutKind = Literal["psm", "spm", "efim", "planned"]
+
+
+_AT_LINE_END = 0.7  # share of the carets where nothing is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,8 @@ class Hole:
     Attributes:
         kind: "line": from the caret to the end of its line. "block": whole lines, or from after
             a line's indentation to the end of that line or a later one. "span": any characters.
-        start, caret, end, stop: 0 <= start <= caret < end <= stop.
+            "nothing": none, at the start or the end of a line.
+        start, caret, end, stop: 0 <= start <= caret <= end <= stop.
         cut: characters of the prefix before the suffix in the prompt (EFIM's k).
         layout: how the cut was chosen: after the prefix ("psm"), before it ("spm"), at a random
             character ("efim"), or where the planner cuts a new document ("planned").
@@ -46,10 +50,10 @@ def draw_hole(text: str, recipe: DataRecipe, rng: random.Random) -> Hole | None:
     """
     if not text:
         return None
-    weights = (recipe.line, recipe.block, recipe.span)
-    kind: HoleKind = rng.choices(("line", "block", "span"), weights)[0]
+    weights = (recipe.line, recipe.block, recipe.span, recipe.nothing)
+    kind: HoleKind = rng.choices(("line", "block", "span", "nothing"), weights)[0]
     caret, end = _draw_middle(kind, text, recipe, rng)
-    if end <= caret or not text[caret:end].strip():
+    if kind != "nothing" and not text[caret:end].strip():
         return None
     start, stop = _draw_context(text, caret, end, recipe, rng)
     layout: LayoutKind = rng.choices(
@@ -57,7 +61,7 @@ def draw_hole(text: str, recipe: DataRecipe, rng: random.Random) -> Hole | None:
     )[0]
     length = caret - start
     random_cut = rng.randint(0, length)
-    planned_cut = first_cut(text[start:caret])
+    planned_cut = place_cut(text[start:caret], _log_uniform(*recipe.increment_characters, rng))
     cut = {"psm": length, "spm": 0, "efim": random_cut, "planned": planned_cut}[layout]
     return Hole(kind, start, caret, end, stop, cut, layout)
 
@@ -70,6 +74,9 @@ def _draw_middle(
     if kind == "span":
         return at, min(len(text), at + _log_uniform(1, recipe.span_characters, rng))
     line_start, line_end = _line_around(text, at)
+    if kind == "nothing":
+        caret = line_end if rng.random() < _AT_LINE_END else line_start
+        return caret, caret
     if kind == "line":
         return at, line_end
     further = rng.randrange(recipe.block_lines)

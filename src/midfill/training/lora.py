@@ -7,17 +7,8 @@ import torch
 
 from midfill.training.recipe import TrainingRecipe
 
-LORA_MODULES = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "c_fc",
-    "c_proj",
-)
+ATTENTION_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+LORA_MODULES = (*ATTENTION_MODULES, "gate_proj", "up_proj", "down_proj", "c_fc", "c_proj")
 
 
 def make_trainable(model: Any, recipe: TrainingRecipe, sentinel_ids: Sequence[int]) -> Any:
@@ -42,13 +33,14 @@ def make_trainable(model: Any, recipe: TrainingRecipe, sentinel_ids: Sequence[in
     from peft import LoraConfig, get_peft_model
 
     leaves = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    chosen = ATTENTION_MODULES if recipe.lora_modules == "attention" else LORA_MODULES
     torch.manual_seed(recipe.seed)
     wrapped = get_peft_model(
         model,
         LoraConfig(
             r=recipe.rank,
             lora_alpha=recipe.alpha,
-            target_modules=sorted(leaves.intersection(LORA_MODULES)),
+            target_modules=sorted(leaves.intersection(chosen)),
             trainable_token_indices=sorted(sentinel_ids),
             task_type="CAUSAL_LM",
         ),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from midfill.training.distillation import BaseTeacher, divergence
 from midfill.training.packing import PackedRow
 
 
@@ -20,15 +21,28 @@ class InfillingLoss(nn.Module):
     Args:
         model: a transformers causal model, or PEFT's wrapper around one.
         end_token_id: the token that ends an answer.
+        teacher: the base; None trains without distillation.
+        distillation: weight of the divergence from the teacher, see ``distillation``.
     """
 
-    def __init__(self, model: Any, end_token_id: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        end_token_id: int,
+        teacher: BaseTeacher | None = None,
+        distillation: float = 0.0,
+    ) -> None:
         super().__init__()
         self.model = model
         self.end_token_id = end_token_id
+        self.teacher = teacher
+        self.distillation = distillation
 
     def forward(self, row: PackedRow) -> torch.Tensor:
-        """Return the row's sum of weight x negative log likelihood, in nats; a float32 scalar."""
+        """Return the row's loss in nats, a float32 scalar.
+
+        It is the sum of weight x (negative log likelihood + distillation x divergence).
+        """
         causal = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
         device = causal.get_input_embeddings().weight.device
         ids = torch.from_numpy(row.ids.astype(np.int64)).to(device)
@@ -48,4 +62,9 @@ class InfillingLoss(nn.Module):
         with torch.no_grad():  # a token with probability 0 has no gradient either
             logits[in_increment, self.end_token_id] = float("-inf")
         losses = cross_entropy(logits, ids[before + 1], reduction="none")
-        return (losses * weights).sum()
+        loss = (losses * weights).sum()
+        if self.teacher is None or not len(row.aligned):
+            return loss
+        aligned = torch.from_numpy(np.searchsorted(learned, row.aligned[:, 0] - 1)).to(device)
+        diverged = divergence(logits[aligned], self.teacher.logits(row), self.end_token_id)
+        return loss + self.distillation * (diverged * weights[aligned]).sum()

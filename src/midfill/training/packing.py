@@ -21,6 +21,9 @@ class PackedRow:
         in_increment: bool [tokens], see ``Example``.
         cu_seqlens: int32 [examples + 1], where each example starts, and the row's length.
         characters: number of document characters in the row.
+        plain_ids: int32 [plain tokens], the examples' plain texts, see ``Example``.
+        plain_cu_seqlens: int32 [examples + 1], the bounds of these.
+        aligned: int32 [pairs, 2], indexes into ``ids`` and ``plain_ids``, see ``Example``.
     """
 
     ids: npt.NDArray[np.int32]
@@ -28,23 +31,38 @@ class PackedRow:
     in_increment: npt.NDArray[np.bool_]
     cu_seqlens: npt.NDArray[np.int32]
     characters: int
+    plain_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    plain_cu_seqlens: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
+    aligned: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
 
     @classmethod
     def pack(cls, examples: Sequence[Example]) -> "PackedRow":
         """Put examples into a row."""
+        bounds = _bounds([example.ids for example in examples])
+        plain_bounds = _bounds([example.plain_ids for example in examples])
+        starts = np.stack([bounds[:-1], plain_bounds[:-1]], axis=1)
         return cls(
             ids=np.concatenate([example.ids for example in examples]),
             weights=np.concatenate([example.weights for example in examples]),
             in_increment=np.concatenate([example.in_increment for example in examples]),
-            cu_seqlens=np.cumsum([0, *(len(example.ids) for example in examples)], dtype=np.int32),
+            cu_seqlens=bounds,
             characters=sum(example.characters for example in examples),
+            plain_ids=np.concatenate([example.plain_ids for example in examples]),
+            plain_cu_seqlens=plain_bounds,
+            aligned=np.concatenate(
+                [each.aligned + start for each, start in zip(examples, starts, strict=True)]
+            ),
         )
 
     @property
     def positions(self) -> npt.NDArray[np.int32]:
         """int32 [tokens], counted from the first token of each example."""
-        lengths = np.diff(self.cu_seqlens)
-        return np.arange(len(self.ids), dtype=np.int32) - np.repeat(self.cu_seqlens[:-1], lengths)
+        return _positions(self.cu_seqlens)
+
+    @property
+    def plain_positions(self) -> npt.NDArray[np.int32]:
+        """int32 [plain tokens], counted from the first token of each plain text."""
+        return _positions(self.plain_cu_seqlens)
 
 
 @dataclass
@@ -75,6 +93,14 @@ class Packer:
             return None
         fullest = max(range(len(self.rows)), key=lambda at: _length(self.rows[at]))
         return PackedRow.pack(self.rows.pop(fullest))
+
+
+def _bounds(parts: Sequence[npt.NDArray[np.int32]]) -> npt.NDArray[np.int32]:
+    return np.cumsum([0, *map(len, parts)], dtype=np.int32)
+
+
+def _positions(bounds: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    return np.arange(bounds[-1], dtype=np.int32) - np.repeat(bounds[:-1], np.diff(bounds))
 
 
 def _length(row: Iterable[Example]) -> int:

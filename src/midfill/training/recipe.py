@@ -13,6 +13,7 @@ from midfill.errors import MidfillError
 
 Method = Literal["lora", "full"]
 Precision = Literal["auto", "fp32", "bf16"]
+LoraModules = Literal["all-linear", "attention"]
 
 RENAMED_SETTINGS: Mapping[str, str] = {
     "tokens_a_step": "tokens_per_step",
@@ -37,8 +38,8 @@ class DataRecipe:
             side of a hole, drawn log-uniformly.
         long_share: share of examples with contexts of up to ``long_characters`` on either side.
         long_characters: maximum length of these.
-        line, block, span: weights of the kinds of holes: from the caret to the end of its line,
-            some lines, and any characters.
+        line, block, span, nothing: weights of the kinds of holes: from the caret to the end of its
+            line, some lines, any characters, and carets where nothing is missing.
         block_lines: maximum number of lines of a block.
         whole_lines: share of blocks that start and end at the start of a line, line break
             included; half of them are single lines. The other blocks leave out the first line's
@@ -47,8 +48,12 @@ class DataRecipe:
         empty_suffix: share of examples without text after the hole.
         psm, spm, efim, planned: weights of the layouts: the suffix after the whole prefix, before
             it, at a random character of it, and where the planner puts it at first.
+        increment_characters: minimum and maximum of the least increment that the planner's rule is
+            given, drawn log-uniformly. Increments grow beyond it as an editing session goes on.
         fragments: whether text is tokenised in fragments (EFIM's fragment tokenization).
         fragments_from: share of the run's tokens before which text is still tokenised whole.
+        caret_share: share of examples with a cut at the caret. The others are what token healing
+            sends: the model writes the token across the caret.
         fragment_share: share of texts that are also cut elsewhere than at the caret.
         fragment_cuts: maximum number of these cuts, drawn log-uniformly.
         typed_share: share of examples whose text before the caret is cut as if typed.
@@ -68,6 +73,7 @@ class DataRecipe:
     line: float = 0.45
     block: float = 0.3
     span: float = 0.25
+    nothing: float = 0.0
     block_lines: int = 8
     whole_lines: float = 0.6
     span_characters: int = 200
@@ -76,8 +82,10 @@ class DataRecipe:
     spm: float = 0.1
     efim: float = 0.3
     planned: float = 0.3
+    increment_characters: tuple[int, int] = (400, 800)
     fragments: bool = True
     fragments_from: float = 0.0
+    caret_share: float = 1.0
     fragment_share: float = 0.6
     fragment_cuts: int = 8
     typed_share: float = 0.4
@@ -95,10 +103,11 @@ class DataRecipe:
         _check_minimum(1, self, "long_characters")
         _check_minimum(0, self, "fragment_cuts", "typed_characters", "increment_weight")
         _check_minimum(0, self, "end_weight")
-        _check_ranges(self, "prefix_characters", "suffix_characters")
+        _check_ranges(self, "prefix_characters", "suffix_characters", "increment_characters")
         _check_shares(self, "long_share", "empty_suffix", "fragments_from", "fragment_share")
-        _check_shares(self, "typed_share", "whole_lines")
+        _check_shares(self, "typed_share", "whole_lines", "caret_share")
         _check_weights(self, "line", "block", "span")
+        _check_minimum(0, self, "nothing")
         _check_weights(self, "psm", "spm", "efim", "planned")
 
 
@@ -110,6 +119,9 @@ class TrainingRecipe:
         method: "lora" trains low-rank updates and the sentinels' embedding rows, "full" trains
             every weight.
         rank, alpha: of LoRA; updates are scaled by alpha / rank.
+        lora_modules: the matrices that LoRA updates: all of a layer, or those of its attention.
+        distillation: loss weight of the divergence from the base, which keeps what it knew, see
+            ``distillation``; 0 turns it off.
         tokens: number of tokens to train on.
         tokens_per_step: tokens per optimizer step.
         row_tokens: maximum length of a packed row; longer examples are dropped. Each thread holds
@@ -130,6 +142,8 @@ class TrainingRecipe:
     method: Method = "lora"
     rank: int = 32
     alpha: int = 64
+    lora_modules: LoraModules = "all-linear"
+    distillation: float = 0.0
     tokens: int = 1_500_000
     tokens_per_step: int = 2048
     row_tokens: int = 1024
@@ -154,6 +168,7 @@ class TrainingRecipe:
         _check_minimum(1, self, "rank", "alpha", "tokens", "tokens_per_step", "row_tokens")
         _check_minimum(1, self, "qat_interval")
         _check_minimum(0, self, "learning_rate", "weight_decay", "clip", "seed")
+        _check_minimum(0, self, "distillation")
         _check_shares(self, "warmup", "decay", "qat_start")
 
     @property

@@ -18,6 +18,7 @@ from midfill.system.atomic import write_file
 from midfill.system.extras import require
 from midfill.training.checkpoints import TrainingState
 from midfill.training.corpus import Corpus
+from midfill.training.distillation import BaseTeacher
 from midfill.training.examples import ExampleMaker
 from midfill.training.export import adapter_record, model_card, write_adapter, write_model
 from midfill.training.filters import DocumentFilter, FilterOptions
@@ -110,8 +111,10 @@ def prepare_run(checkpoint: Checkpoint, recipe: TrainingRecipe, inputs: RunInput
     if recipe.method == "lora" and resolve_precision(recipe.precision) == "bf16":
         dtype = torch.bfloat16  # enough for frozen weights
     model = load_base_model(checkpoint, dtype)
+    teacher = load_base_model(checkpoint, dtype) if recipe.distillation else None
     if torch.cuda.is_available():
         model = model.cuda()
+        teacher = teacher and teacher.cuda()
     model = make_trainable(model, recipe, _sentinel_ids(format))
     lora = recipe.method == "lora"
     trainer = Trainer(
@@ -122,6 +125,7 @@ def prepare_run(checkpoint: Checkpoint, recipe: TrainingRecipe, inputs: RunInput
         description=description,
         checkpoint_seconds=inputs.checkpoint_seconds,
         qat=QuantizationAwareLora.find(model, checkpoint) if lora else None,
+        teacher=BaseTeacher(teacher) if teacher is not None else None,
         start_from=inputs.start_from,
     )
     end_token_id = stream.maker.end_token_id
@@ -139,7 +143,11 @@ def open_stream(
     return TrainingStream(
         corpus=inputs.documents,
         maker=ExampleMaker(
-            checkpoint.tokenizer, format, choose_end_token(checkpoint, format), recipe.data
+            checkpoint.tokenizer,
+            format,
+            choose_end_token(checkpoint, format),
+            recipe.data,
+            plain_text=recipe.distillation > 0,
         ),
         recipe=recipe,
         filter=DocumentFilter(

@@ -21,6 +21,7 @@ from midfill.training.checkpoints import (
     newest_checkpoint,
     save_checkpoint,
 )
+from midfill.training.distillation import BaseTeacher
 from midfill.training.loss import InfillingLoss
 from midfill.training.loss_log import StepReport, open_loss_log
 from midfill.training.packing import PackedRow
@@ -46,6 +47,7 @@ class Trainer:
         description: see ``run_file.describe_run``.
         checkpoint_seconds: time between two checkpoints.
         qat: the LoRA layers over quantised matrices; None trains without requantisation.
+        teacher: the base, for distillation; None trains without.
         start_from: a checkpoint of another run whose weights and optimizer state this one starts
             with, unless it has a checkpoint of its own.
     """
@@ -57,6 +59,7 @@ class Trainer:
     description: Mapping[str, Any]
     checkpoint_seconds: float = 300.0
     qat: QuantizationAwareLora | None = None
+    teacher: BaseTeacher | None = None
     start_from: Path | None = None
 
     def run(self, on_step: Callable[[StepReport], None]) -> TrainingState:
@@ -83,7 +86,13 @@ class Trainer:
         )
         state = self._load_state(optimizer)
         loss_module, optimizer = accelerator.prepare(
-            InfillingLoss(self.model, self.stream.maker.end_token_id), optimizer
+            InfillingLoss(
+                self.model,
+                self.stream.maker.end_token_id,
+                self.teacher,
+                self.recipe.distillation,
+            ),
+            optimizer,
         )
         batches = self._batches(state)
         claim_folder(self.folder, self.description)
