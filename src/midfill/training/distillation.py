@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from midfill.training.packing import PackedRow
-
-_NEVER = -1e9  # a finite logit, so that 0 x log 0 is 0
 
 
 class BaseTeacher:
@@ -30,34 +27,23 @@ class BaseTeacher:
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model.requires_grad_(False)
 
+    @property
+    def head(self) -> torch.Tensor:
+        """The base's output layer: [vocab, hidden]."""
+        weight: torch.Tensor = self._model.get_output_embeddings().weight
+        return weight
+
     @torch.no_grad()
-    def logits(self, row: PackedRow) -> torch.Tensor:
-        """Return the base's logits for a row's aligned tokens: float32 [pairs, vocab]."""
-        embeddings = self._model.get_input_embeddings().weight
+    def hidden_rows(self, row: PackedRow) -> torch.Tensor:
+        """Return the last hidden rows from which aligned tokens are predicted: [pairs, hidden]."""
         ids, positions, before = (
-            torch.from_numpy(each.astype(np.int64)).to(embeddings.device)
+            torch.from_numpy(each.astype(np.int64)).to(self.head.device)
             for each in (row.plain_ids, row.plain_positions, row.aligned[:, 1] - 1)
         )
-        hidden = self._model.get_decoder()(
+        hidden: torch.Tensor = self._model.get_decoder()(
             input_ids=ids[None],
             position_ids=positions[None],
             use_cache=False,
             cu_seq_lens_q=row.plain_cu_seqlens.tolist(),
         ).last_hidden_state
-        head: torch.Tensor = self._model.get_output_embeddings().weight
-        logits = linear(hidden[0, before].to(head.dtype), head).float()
-        return logits / float(getattr(self._model.config, "logits_scaling", 1.0))
-
-
-def divergence(logits: torch.Tensor, teacher: torch.Tensor, end_token_id: int) -> torch.Tensor:
-    """Return KL(teacher || student) per token, in nats, with the end token left out of both.
-
-    Args:
-        logits, teacher: float32 [tokens, vocab].
-        end_token_id: the token that ends an answer.
-    """
-    end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-    end[end_token_id] = True
-    student = logits.masked_fill(end, _NEVER).log_softmax(-1)
-    expected = teacher.masked_fill(end, _NEVER).log_softmax(-1)
-    return (expected.exp() * (expected - student)).sum(-1)
+        return hidden[0, before]

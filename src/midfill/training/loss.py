@@ -3,11 +3,12 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from midfill.training.distillation import BaseTeacher, divergence
+from midfill.training.distillation import BaseTeacher
+from midfill.training.fused_loss import Targets, Teaching, vocabulary_loss
 from midfill.training.packing import PackedRow
 
 
@@ -48,23 +49,41 @@ class InfillingLoss(nn.Module):
         ids = torch.from_numpy(row.ids.astype(np.int64)).to(device)
         positions = torch.from_numpy(row.positions.astype(np.int64)).to(device)
         learned = np.flatnonzero(row.weights[1:] > 0)
-        weights = torch.from_numpy(row.weights[1:][learned]).to(device)
         before = torch.from_numpy(learned).to(device)
-        in_increment = torch.from_numpy(row.in_increment[1:][learned]).to(device)
         hidden = causal.get_decoder()(
             input_ids=ids[None],
             position_ids=positions[None],
             use_cache=False,
             cu_seq_lens_q=row.cu_seqlens.tolist(),
-        ).last_hidden_state
-        logits = causal.get_output_embeddings()(hidden[0, before]).float()
-        logits = logits / float(getattr(causal.config, "logits_scaling", 1.0))
-        with torch.no_grad():  # a token with probability 0 has no gradient either
-            logits[in_increment, self.end_token_id] = float("-inf")
-        losses = cross_entropy(logits, ids[before + 1], reduction="none")
-        loss = (losses * weights).sum()
+        ).last_hidden_state[0, before]
+        targets = Targets(
+            ids[before + 1],
+            torch.from_numpy(row.weights[1:][learned]).to(device),
+            torch.from_numpy(row.in_increment[1:][learned]).to(device),
+            self.end_token_id,
+            float(getattr(causal.config, "logits_scaling", 1.0)),
+        )
+        teaching = self._teaching(row, learned, targets.weights)
+        return vocabulary_loss(hidden, self._head(causal), targets, teaching)
+
+    def _teaching(
+        self, row: PackedRow, learned: npt.NDArray[np.intp], weights: torch.Tensor
+    ) -> Teaching | None:
+        """Return what the base says at the learned positions; nothing where it has no say."""
         if self.teacher is None or not len(row.aligned):
-            return loss
-        aligned = torch.from_numpy(np.searchsorted(learned, row.aligned[:, 0] - 1)).to(device)
-        diverged = divergence(logits[aligned], self.teacher.logits(row), self.end_token_id)
-        return loss + self.distillation * (diverged * weights[aligned]).sum()
+            return None
+        at = torch.from_numpy(np.searchsorted(learned, row.aligned[:, 0] - 1)).to(weights.device)
+        rows = self.teacher.hidden_rows(row)
+        hidden = rows.new_zeros((len(learned), rows.shape[1]))
+        hidden[at] = rows
+        diverging = torch.zeros_like(weights)
+        diverging[at] = self.distillation * weights[at]
+        return Teaching(hidden, self.teacher.head, diverging)
+
+    def _head(self, causal: Any) -> torch.Tensor:
+        """Return the output layer's weight: [vocab, hidden].
+
+        Beside LoRA it has no gradient: sentinels are only read, since no answer has one.
+        """
+        weight: torch.Tensor = causal.get_output_embeddings().weight
+        return weight if causal is self.model else weight.detach()

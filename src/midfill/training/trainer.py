@@ -24,6 +24,7 @@ from midfill.training.checkpoints import (
 from midfill.training.distillation import BaseTeacher
 from midfill.training.loss import InfillingLoss
 from midfill.training.loss_log import StepReport, open_loss_log
+from midfill.training.merged_lora import MergedLora
 from midfill.training.packing import PackedRow
 from midfill.training.quantization_aware import QuantizationAwareLora
 from midfill.training.recipe import Precision, TrainingRecipe
@@ -85,6 +86,7 @@ class Trainer:
             weight_decay=self.recipe.weight_decay,
         )
         state = self._load_state(optimizer)
+        lora = MergedLora(self.model) if self.recipe.method == "lora" else None
         loss_module, optimizer = accelerator.prepare(
             InfillingLoss(
                 self.model,
@@ -106,6 +108,8 @@ class Trainer:
             while state.step < self.recipe.steps and not stop.is_set():
                 batch = next(batches)
                 self._requantise(state.step, first=state == resumed)
+                if lora is not None:
+                    lora.merge()
                 report = self._step(accelerator, loss_module, optimizer, batch, workers, state)
                 state = report.state
                 log.write(report)
