@@ -131,12 +131,12 @@ def test_loss_weights_follow_the_recipe(
     after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
     increment = len(TEXT[hole.start + hole.cut : hole.caret].encode())
     assert not example.weights[:after_mid].any()
-    assert not example.in_increment[:after_mid].any()
+    assert not example.without_end[:after_mid].any()
     assert example.weights[-1] == 1.0
-    assert not example.in_increment[-1]
+    assert not example.without_end[-1]
     at = 0
     for token_id, weight, typed in zip(
-        *(each[after_mid:-1] for each in (example.ids, example.weights, example.in_increment)),
+        *(each[after_mid:-1] for each in (example.ids, example.weights, example.without_end)),
         strict=True,
     ):
         at += len(tokenizer.token_bytes(int(token_id)))
@@ -201,3 +201,43 @@ def test_fragment_starts_are_where_fragments_start(tokenizer: Tokenizer) -> None
         ids = example.ids[start:stop].tolist()
         fragment = [each for each in ids if tokenizer.token_bytes(each)]
         assert tokenizer.encode_continuation(tokenizer.decode(fragment)) == fragment
+
+
+def test_some_line_ends_of_the_increment_might_be_the_answers_end(tokenizer: Tokenizer) -> None:
+    hole = Hole("span", 0, len(TEXT) - 5, len(TEXT), len(TEXT), 0, "spm")
+    ends: set[str] = set()
+    for seed in range(20):
+        example = make(
+            tokenizer,
+            hole,
+            dataclasses.replace(ONLY_THE_CARET, unfinished_lines=2, increment_weight=0.3),
+            seed=seed,
+        )
+        after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
+        last = int(np.flatnonzero(example.without_end)[-1])
+        drawn = [at for at in range(after_mid, last) if not example.without_end[at]]
+        assert len(drawn) <= 2
+        for at in drawn:
+            assert example.weights[at] in (1.0, 0.0)  # 0.0 where a cut has broken the token
+            before, token = (tokenizer.decode([int(example.ids[i])]) for i in (at - 1, at))
+            assert before.endswith("\n") or token.startswith("\n")
+            ends.add(tokenizer.decode(example.ids[after_mid:at].tolist()).split("\n")[-1])
+    assert len(ends) > 2
+
+
+def test_without_a_cut_at_the_caret_the_model_writes_the_token_across_it(
+    tokenizer: Tokenizer,
+) -> None:
+    start, end = TEXT.index("    return"), TEXT.index("\n\nprint")
+    caret = TEXT.index("alues)\n\nprint") + 1
+    recipe = dataclasses.replace(ONLY_THE_CARET, caret_share=0.0)
+    example = make(tokenizer, Hole("span", start, caret, end, end, 0, "spm"), recipe)
+    after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
+    whole = tokenizer.encode_continuation(TEXT[start:end])
+    assert example.ids[after_mid:-1].tolist() == whole
+    written = b"".join(
+        tokenizer.token_bytes(int(each))
+        for each, weight in zip(example.ids[:-1], example.weights[:-1], strict=True)
+        if weight == 1.0
+    )
+    assert written.startswith(b"al")  # the token that the caret is in

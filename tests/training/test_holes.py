@@ -88,7 +88,7 @@ def test_a_span_hole_is_not_longer_than_the_maximum(text: str, seed: int, longes
 def test_the_layout_determines_the_cut(layout: str) -> None:
     text = "some words in a line\n" * 40
     none = {"psm": 0.0, "spm": 0.0, "efim": 0.0, "planned": 0.0}
-    recipe = dataclasses.replace(RECIPE, **(none | {layout: 1.0}))
+    recipe = dataclasses.replace(RECIPE, increment_characters=(400, 400), **(none | {layout: 1.0}))
     holes = [hole for seed in range(300) if (hole := draw(text, recipe, seed)) is not None]
     lengths = [hole.caret - hole.start for hole in holes]
     cuts = [hole.cut for hole in holes]
@@ -104,6 +104,34 @@ def test_the_layout_determines_the_cut(layout: str) -> None:
     else:
         shares = [cut / length for cut, length in zip(cuts, lengths, strict=True) if length > 9]
         assert 0.4 < sum(shares) / len(shares) < 0.6
+
+
+def test_carets_where_nothing_is_missing_are_at_the_ends_of_lines() -> None:
+    text = "some words in a line\n" * 40
+    recipe = dataclasses.replace(RECIPE, line=1e-9, block=0.0, span=0.0, nothing=1.0)
+    holes = [hole for seed in range(100) if (hole := draw(text, recipe, seed)) is not None]
+    assert len(holes) == 100
+    assert {hole.kind for hole in holes} == {"nothing"}
+    assert all(hole.caret == hole.end for hole in holes)
+    assert {hole.caret % 21 for hole in holes} == {0, 20}
+
+
+def test_planned_increments_are_as_long_as_the_recipe_says() -> None:
+    text = "some words in a line\n" * 400
+    recipe = dataclasses.replace(
+        RECIPE,
+        psm=0.0,
+        spm=0.0,
+        efim=0.0,
+        planned=1.0,
+        increment_characters=(100, 300),
+        prefix_characters=(1000, 2000),
+    )
+    holes = [hole for seed in range(300) if (hole := draw(text, recipe, seed)) is not None]
+    # Near the document's start, the whole prefix is shorter than that.
+    increments = [hole.caret - hole.start - hole.cut for hole in holes if hole.cut]
+    assert min(increments) >= 100
+    assert 300 < max(increments) < 300 + 2 * 21
 
 
 def test_the_mix_follows_the_recipe() -> None:

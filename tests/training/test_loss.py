@@ -45,7 +45,7 @@ def naive(model: torch.nn.Module, row: PackedRow) -> float:
             ).logits[0]
         for at in range(start + 1, stop):
             choices = logits[at - start - 1].clone()
-            if row.in_increment[at]:
+            if row.without_end[at]:
                 choices[END] = float("-inf")
             likelihood = torch.log_softmax(choices, 0)[row.ids[at]]
             total -= float(row.weights[at]) * float(likelihood)
@@ -59,7 +59,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_the_sum_is_that_of_a_naive_reference(model: torch.nn.Module) -> None:
     packed = row(9, 30, 2, 14)
-    assert packed.in_increment.any()
+    assert packed.without_end.any()
     loss = InfillingLoss(model, END)(packed)
     assert loss.dtype == torch.float32
     assert float(loss.detach()) == pytest.approx(naive(model, packed), rel=1e-5)
@@ -77,7 +77,7 @@ def test_the_increment_has_no_gradient_for_the_end_token(model: torch.nn.Module)
     output = model.get_output_embeddings().weight
     model.get_output_embeddings().weight = torch.nn.Parameter(output.detach().clone())
     packed = row(9, 30, 14)
-    packed.in_increment[:] = True
+    packed.without_end[:] = True
     packed.ids[packed.ids == END] = END + 1
     InfillingLoss(model, END)(packed).backward()
     gradient = model.get_output_embeddings().weight.grad

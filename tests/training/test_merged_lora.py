@@ -54,7 +54,9 @@ def test_loss_and_gradients_are_those_of_pefts_layers(variant: str, tmp_path: Pa
     found = gradients(model)
     assert found.keys() == expected.keys()
     for name, each in expected.items():
-        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-5)
+        # Sums over tokens with terms of both signs: rounding is relative to the largest entry.
+        difference = (found[name] - each).abs().max()
+        assert float(difference) <= 1e-4 * float(each.abs().max())
 
 
 def test_changed_updates_count_once_they_are_merged(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ def example(number: int, length: int) -> Example:
 def parts(row: PackedRow) -> list[tuple[list[int], list[float], list[bool]]]:
     """Return ids, weights and increment masks of each example of a row."""
     fields = (
-        np.split(each, row.cu_seqlens[1:-1]) for each in (row.ids, row.weights, row.in_increment)
+        np.split(each, row.cu_seqlens[1:-1]) for each in (row.ids, row.weights, row.without_end)
     )
     return [(a.tolist(), b.tolist(), c.tolist()) for a, b, c in zip(*fields, strict=True)]
 
@@ -34,7 +34,7 @@ def test_every_example_that_fits_a_row_is_packed_whole_and_once(lengths: list[in
     assert packer.dropped == len(examples) - len(fitting)
     assert all(len(row.ids) <= 50 for row in rows)
     assert sorted(part for row in rows for part in parts(row)) == sorted(
-        (each.ids.tolist(), each.weights.tolist(), each.in_increment.tolist()) for each in fitting
+        (each.ids.tolist(), each.weights.tolist(), each.without_end.tolist()) for each in fitting
     )
     assert sum(row.characters for row in rows) == sum(each.characters for each in fitting)
 

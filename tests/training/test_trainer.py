@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState
 
 from midfill.errors import MidfillError
 from midfill.training.checkpoints import newest_checkpoint
+from midfill.training.export import write_adapter
 from midfill.training.loss_log import StepReport, read_loss_log
 from midfill.training.recipe import TrainingRecipe
 from midfill.training.run import TrainingRun
@@ -170,6 +171,27 @@ def test_a_run_may_start_from_another_runs_weights(
     assert [each.state.step for each in seen] == list(range(1, 13))
     assert seen[0].state.tokens == from_scratch[0]["tokens"]
     assert seen[0].loss < from_scratch[0]["loss"]
+
+
+def test_a_run_may_start_from_an_adapters_weights(
+    start: Start, recipe: TrainingRecipe, uninterrupted: TrainingRun, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "adapter", uninterrupted.trainer.model, {}, "")
+    other = dataclasses.replace(recipe, learning_rate=1e-9)
+    first = read_loss_log(uninterrupted.trainer.folder / "loss.jsonl")[0]
+    seen = reports(start(tmp_path / "next", other, start_from=tmp_path / "adapter"))
+    assert seen[0].state.tokens == first["tokens"]
+    assert seen[0].loss < first["loss"]
+
+
+def test_an_adapter_of_another_rank_is_refused(
+    start: Start, recipe: TrainingRecipe, uninterrupted: TrainingRun, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "adapter", uninterrupted.trainer.model, {}, "")
+    other = dataclasses.replace(recipe, rank=recipe.rank + 1)
+    run = start(tmp_path / "next", other, start_from=tmp_path / "adapter")
+    with pytest.raises(MidfillError, match="updates other weights than the recipe's; use its rank"):
+        reports(run)
 
 
 def test_any_number_of_threads_agrees_to_rounding(

@@ -70,7 +70,8 @@ def fim(
     held_out: HeldOutOption = None,
     any_licence: AnyLicenceOption = False,
     start_from: Annotated[
-        Path | None, typer.Option(help="Start with the weights of another run's checkpoint.")
+        Path | None,
+        typer.Option(help="Start with the weights of another run's checkpoint, or of an adapter."),
     ] = None,
     merge: Annotated[
         Path | None, typer.Option(help="Also write the merged model, a Hugging Face folder.")

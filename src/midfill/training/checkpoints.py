@@ -18,6 +18,9 @@ _KEPT = 2
 _STATE = "state.json"
 _TENSORS = "tensors.pt"
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""File with the weights of an adapter in PEFT's format."""
+
 
 @dataclass(frozen=True)
 class TrainingState:
@@ -97,6 +100,37 @@ def load_checkpoint(
             each.copy_(weights[name])
     optimizer.load_state_dict(moments)
     return state
+
+
+def load_adapter(folder: Path, model: nn.Module) -> None:
+    """Load the weights of a PEFT adapter into a model to train on.
+
+    Its ``lora_alpha`` is not read: updates are scaled by the alpha that ``model`` was made with.
+
+    Raises:
+        MidfillError: it is broken, or updates other weights.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        stored = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise MidfillError(f"{folder}: not an adapter: {error}") from None
+    trained = {
+        name.replace(".default", ""): each
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
+    if trained.keys() != stored.keys() or any(
+        each.shape != stored[name].shape for name, each in trained.items()
+    ):
+        raise MidfillError(
+            f"{folder}: updates other weights than the recipe's; use its rank and lora_modules"
+        )
+    with torch.no_grad():
+        for name, each in trained.items():
+            each.copy_(stored[name])
 
 
 def _trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

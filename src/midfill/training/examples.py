@@ -23,7 +23,8 @@ class Example:
     Attributes:
         ids: int32 [tokens].
         weights: float32 [tokens], loss weight of each token; 0 for tokens that are input only.
-        in_increment: bool [tokens], True for the tokens between MID and the caret.
+        without_end: bool [tokens], tokens of the increment at which the end token is excluded: the
+            model never answers in their place.
         hole: the task.
         fragment_starts: indexes of tokens that start a fragment, except the first of a segment.
         plain_ids: int32 [plain tokens], the text before the caret and the hole's, as the base
@@ -34,7 +35,7 @@ class Example:
 
     ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
-    in_increment: npt.NDArray[np.bool_]
+    without_end: npt.NDArray[np.bool_]
     hole: Hole
     fragment_starts: tuple[int, ...] = ()
     plain_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -98,19 +99,38 @@ class ExampleMaker:
         encoded = self._encode_fragments(target, cuts)
         broken, in_increment = self._target_masks(target, encoded, len(increment.encode()))
         _append(encoded, ids, starts)
+        unfinished = self._draw_unfinished(encoded, in_increment, rng)
         weights = np.where(in_increment, self.recipe.increment_weight, 1.0)
+        weights[unfinished] = 1.0
         weights[broken] = 0.0
+        without_end = in_increment.copy()
+        without_end[unfinished] = False
         plain, aligned = self._align(prefix[:cut], target, encoded, weights)
         aligned[:, 0] += prompt_length
         return Example(
             np.array([*ids, self.end_token_id], np.int32),
             np.array([*[0.0] * prompt_length, *weights, self.recipe.end_weight], np.float32),
-            np.array([*[False] * prompt_length, *in_increment, False]),
+            np.array([*[False] * prompt_length, *without_end, False]),
             hole,
             tuple(starts),
             plain,
             aligned,
         )
+
+    def _draw_unfinished(
+        self, encoded: list[list[int]], in_increment: npt.NDArray[np.bool_], rng: random.Random
+    ) -> list[int]:
+        """Draw tokens of the increment at line ends: before a line break, or right after one.
+
+        An answer often ends there. Only the suffix says that this one does not.
+        """
+        texts = [self.tokenizer.token_bytes(each) for fragment in encoded for each in fragment]
+        places = [
+            at
+            for at in np.flatnonzero(in_increment).tolist()
+            if at > 0 and (texts[at].startswith(b"\n") or texts[at - 1].endswith(b"\n"))
+        ]
+        return rng.sample(places, min(len(places), self.recipe.unfinished_lines))
 
     def _align(
         self,

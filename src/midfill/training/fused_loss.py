@@ -66,7 +66,9 @@ def vocabulary_loss(
         targets: what is learned there.
         teaching: what the base says there; None for no divergence.
     """
-    loss: torch.Tensor = _VocabularyLoss.apply(hidden, head, targets, teaching)
+    loss: torch.Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]
+        hidden, head, targets, teaching
+    )
     return loss
 
 

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from midfill.infill.prefix_cut import place_cut
+from midfill.infill.prefix_cut import CutRule, first_cut
 from midfill.training.recipe import DataRecipe
 
 HoleKind = Literal["line", "block", "span", "nothing"]
@@ -61,7 +61,8 @@ def draw_hole(text: str, recipe: DataRecipe, rng: random.Random) -> Hole | None:
     )[0]
     length = caret - start
     random_cut = rng.randint(0, length)
-    planned_cut = place_cut(text[start:caret], _log_uniform(*recipe.increment_characters, rng))
+    rule = CutRule(least_increment=_log_uniform(*recipe.increment_characters, rng))
+    planned_cut = first_cut(text[start:caret], rule)
     cut = {"psm": length, "spm": 0, "efim": random_cut, "planned": planned_cut}[layout]
     return Hole(kind, start, caret, end, stop, cut, layout)
 

@@ -59,7 +59,7 @@ class InfillingLoss(nn.Module):
         targets = Targets(
             ids[before + 1],
             torch.from_numpy(row.weights[1:][learned]).to(device),
-            torch.from_numpy(row.in_increment[1:][learned]).to(device),
+            torch.from_numpy(row.without_end[1:][learned]).to(device),
             self.end_token_id,
             float(getattr(causal.config, "logits_scaling", 1.0)),
         )

@@ -23,10 +23,9 @@ class MergedLora:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        lora: list[Any] = [each for each in model.modules() if hasattr(each, "lora_A")]
         self._layers = [
-            _MergedLayer(module)
-            for module in model.modules()
-            if hasattr(module, "lora_A") and isinstance(module.get_base_layer(), nn.Linear)
+            _MergedLayer(each) for each in lora if isinstance(each.get_base_layer(), nn.Linear)
         ]
         for layer in self._layers:
             layer.install()
@@ -51,18 +50,21 @@ class _MergedLayer:
         self.merge()
 
     def install(self) -> None:
+        """Make PEFT's layer compute with the merged weight."""
         self._module.forward = self._forward
 
     @torch.no_grad()
     def merge(self) -> None:
+        """Renew the merged weight."""
         update = self._up.float() @ self._down.float()
         torch.add(self._base.weight.float(), update, alpha=self._scale, out=update)
         self._merged.copy_(update)
 
     def _forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if self._module.disable_adapters or self._module.merged:
-            return self._base(x)  # type: ignore[no-any-return]
-        result: torch.Tensor = _MergedLinear.apply(
+            unchanged: torch.Tensor = self._base(x)
+            return unchanged
+        result: torch.Tensor = _MergedLinear.apply(  # type: ignore[no-untyped-call]
             x, self._merged, self._down, self._up, self._scale
         )
         return result if self._base.bias is None else result + self._base.bias

@@ -18,7 +18,7 @@ class PackedRow:
     Attributes:
         ids: int32 [tokens].
         weights: float32 [tokens], see ``Example``.
-        in_increment: bool [tokens], see ``Example``.
+        without_end: bool [tokens], see ``Example``.
         cu_seqlens: int32 [examples + 1], where each example starts, and the row's length.
         characters: number of document characters in the row.
         plain_ids: int32 [plain tokens], the examples' plain texts, see ``Example``.
@@ -28,7 +28,7 @@ class PackedRow:
 
     ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
-    in_increment: npt.NDArray[np.bool_]
+    without_end: npt.NDArray[np.bool_]
     cu_seqlens: npt.NDArray[np.int32]
     characters: int
     plain_ids: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -44,7 +44,7 @@ class PackedRow:
         return cls(
             ids=np.concatenate([example.ids for example in examples]),
             weights=np.concatenate([example.weights for example in examples]),
-            in_increment=np.concatenate([example.in_increment for example in examples]),
+            without_end=np.concatenate([example.without_end for example in examples]),
             cu_seqlens=bounds,
             characters=sum(example.characters for example in examples),
             plain_ids=np.concatenate([example.plain_ids for example in examples]),

@@ -61,6 +61,8 @@ class DataRecipe:
         increment_weight: loss weight of the tokens between MID and the caret; tokens of the hole
             have weight 1.
         end_weight: loss weight of the token that ends the answer.
+        unfinished_lines: maximum number of line ends per increment at which the model learns, with
+            weight 1, that the answer does not end there.
     """
 
     suffixes: tuple[str, ...] = (".py",)
@@ -92,6 +94,7 @@ class DataRecipe:
     typed_characters: int = 60
     increment_weight: float = 0.5
     end_weight: float = 1.0
+    unfinished_lines: int = 0
 
     def __post_init__(self) -> None:
         """Check the ranges.
@@ -102,7 +105,7 @@ class DataRecipe:
         _check_minimum(1, self, "documents", "windows", "block_lines", "span_characters")
         _check_minimum(1, self, "long_characters")
         _check_minimum(0, self, "fragment_cuts", "typed_characters", "increment_weight")
-        _check_minimum(0, self, "end_weight")
+        _check_minimum(0, self, "end_weight", "unfinished_lines")
         _check_ranges(self, "prefix_characters", "suffix_characters", "increment_characters")
         _check_shares(self, "long_share", "empty_suffix", "fragments_from", "fragment_share")
         _check_shares(self, "typed_share", "whole_lines", "caret_share")

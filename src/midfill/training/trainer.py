@@ -16,7 +16,9 @@ import torch
 
 from midfill.errors import MidfillError
 from midfill.training.checkpoints import (
+    ADAPTER_WEIGHTS,
     TrainingState,
+    load_adapter,
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
@@ -49,8 +51,8 @@ class Trainer:
         checkpoint_seconds: time between two checkpoints.
         qat: the LoRA layers over quantised matrices; None trains without requantisation.
         teacher: the base, for distillation; None trains without.
-        start_from: a checkpoint of another run whose weights and optimizer state this one starts
-            with, unless it has a checkpoint of its own.
+        start_from: an adapter whose weights, or a checkpoint of another run whose weights and
+            optimizer state this one starts with, unless it has a checkpoint of its own.
     """
 
     model: Any
@@ -126,7 +128,9 @@ class Trainer:
         newest = newest_checkpoint(self.folder / CHECKPOINTS)
         if newest is not None:
             return load_checkpoint(newest, self.model, optimizer)
-        if self.start_from is not None:
+        if self.start_from is not None and (self.start_from / ADAPTER_WEIGHTS).is_file():
+            load_adapter(self.start_from, self.model)
+        elif self.start_from is not None:
             # Weights and optimizer state are taken over; steps, rows and learning rate are not.
             load_checkpoint(self.start_from, self.model, optimizer)
         return TrainingState()
