@@ -25,7 +25,7 @@ from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill.checkpoints.adapted_checkpoint import AdaptedCheckpoint
 from midfill.checkpoints.adapter import Adapter, AdapterRecord, load_adapter
-from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY, Checkpoint
 from midfill.checkpoints.opening import open_checkpoint, open_model
 from midfill.checkpoints.quantized_update import BLOCK_LAYOUTS
 from midfill.forward.runner import Runner
@@ -315,6 +315,16 @@ class TestMetadata:
         checkpoint = open_checkpoint(base)
         plain = AdaptedCheckpoint(checkpoint, replace(adapter, record=AdapterRecord()))
         assert fim_format(plain) == fim_format(checkpoint)
+
+    def test_the_cut_rule_is_the_adapters_never_the_bases(
+        self, base: Path, adapter: Adapter
+    ) -> None:
+        checkpoint = open_checkpoint(base)
+        checkpoint.metadata = {**checkpoint.metadata, LEAST_INCREMENT_KEY: 50}
+        for least in (200, None):
+            record = replace(adapter.record, least_increment=least)
+            adapted = AdaptedCheckpoint(checkpoint, replace(adapter, record=record))
+            assert adapted.metadata.get(LEAST_INCREMENT_KEY) == least
 
     def test_fragments_keep_every_token_that_was_computed(self, base: Path, folder: Path) -> None:
         computed = {}

@@ -15,7 +15,12 @@ from gguf.quants import quantize
 
 from midfill.checkpoints.adapter import Adapter, ReplacedRows
 from midfill.checkpoints.adapter_record import AdapterRecord
-from midfill.checkpoints.checkpoint import ADAPTER_KEY, FRAGMENTS_KEY, Checkpoint
+from midfill.checkpoints.checkpoint import (
+    ADAPTER_KEY,
+    FRAGMENTS_KEY,
+    LEAST_INCREMENT_KEY,
+    Checkpoint,
+)
 from midfill.checkpoints.lora_update import LoraUpdate
 from midfill.checkpoints.quantized_update import (
     BLOCK_LAYOUTS,
@@ -39,8 +44,8 @@ class AdaptedCheckpoint:
 
     Attributes:
         path, config: the base's.
-        metadata: the base's, with the adapter's FIM tokens in place of its own, and with
-            ``midfill.fragments`` where the model was trained on text tokenised in fragments.
+        metadata: the base's, with the adapter's FIM tokens and cut rule in place of its own, and
+            with ``midfill.fragments`` where the model was trained on text tokenised in fragments.
         base, adapter: what is merged.
         exact: whether merged tensors are float32, whatever the base stores.
         rounding: how updates are added to quantised tensors; the adapter's own rule by default.
@@ -61,8 +66,9 @@ class AdaptedCheckpoint:
         self.path: Path = base.path
         self.config: ModelConfig = base.config
         self.metadata: Mapping[str, object] = {
-            **base.metadata,
+            **_without_cut(base.metadata),
             **_fim_metadata(adapter.record, base),
+            **_cut_metadata(adapter.record),
             **({FRAGMENTS_KEY: True} if adapter.record.fragments else {}),
             ADAPTER_KEY: adapter.name,
         }
@@ -130,6 +136,15 @@ def _quantised(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredT
     """Return rows of floats rounded to the nearest quant of a GGML kind."""
     blocks = quantize(values, GGMLQuantizationType[kind.upper()])
     return StoredTensor(name, values.shape, kind, blocks.reshape(len(values), -1))
+
+
+def _without_cut(metadata: Mapping[str, object]) -> dict[str, object]:
+    """Return a base's metadata without its cut rule: what it needs, its adapter has changed."""
+    return {key: value for key, value in metadata.items() if key != LEAST_INCREMENT_KEY}
+
+
+def _cut_metadata(record: AdapterRecord) -> dict[str, object]:
+    return {} if record.least_increment is None else {LEAST_INCREMENT_KEY: record.least_increment}
 
 
 def _fim_metadata(record: AdapterRecord, base: Checkpoint) -> dict[str, object]:

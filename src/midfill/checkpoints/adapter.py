@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from midfill.arrays import Float32Array
-from midfill.checkpoints.adapter_record import RECORD_FILE, AdapterRecord, read_record
+from midfill.checkpoints.adapter_record import AdapterRecord, read_record
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.lora_config import LoraConfig
 from midfill.checkpoints.lora_update import LoraUpdate
+from midfill.checkpoints.model_record import RECORD_FILE
 from midfill.checkpoints.safetensors_file import SafetensorsFile
 from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.config import ModelConfig

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import cast, get_args
 
 from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.model_record import RECORD_FORMAT, read_least_increment
 from midfill.checkpoints.quantized_update import DEFAULT_ROUNDING, Rounding
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError
 from midfill.tokens.huggingface_tokenizer import read_json
-
-RECORD_FILE = "midfill.json"
-RECORD_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -26,6 +24,7 @@ class AdapterRecord:
         base_digest: ``Checkpoint.content_digest`` of the base; None where it doesn't say.
         rounding: how a merge into quantised weights is rounded. An adapter that was trained through
             that rounding depends on it.
+        least_increment: see ``infill/prefix_cut.py``; None where it doesn't say.
     """
 
     fim_tokens: FimTokens | None = None
@@ -33,6 +32,7 @@ class AdapterRecord:
     fragments: bool = False
     base_digest: str | None = None
     rounding: Rounding = DEFAULT_ROUNDING
+    least_increment: int | None = None
 
 
 def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
@@ -63,7 +63,14 @@ def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
             f"{path}: 'rounding' must be one of {', '.join(get_args(Rounding))}, not {rounding!r}"
         )
     fim_tokens, stop_tokens = _read_fim(path, record.get("fim"), base)
-    return AdapterRecord(fim_tokens, stop_tokens, fragments, digest, cast(Rounding, rounding))
+    return AdapterRecord(
+        fim_tokens,
+        stop_tokens,
+        fragments,
+        digest,
+        cast(Rounding, rounding),
+        read_least_increment(path, record),
+    )
 
 
 def _checked_digest(path: Path, trained_on: object, base: Checkpoint) -> str | None:

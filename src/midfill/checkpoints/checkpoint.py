@@ -27,6 +27,9 @@ ADAPTER_KEY = "midfill.adapter"
 FRAGMENTS_KEY = "midfill.fragments"
 """Metadata key: true where a model was trained on text tokenised in fragments, as in EFIM."""
 
+LEAST_INCREMENT_KEY = "midfill.least_increment"
+"""Metadata key: characters before the caret that a model needs after the suffix, at least."""
+
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _TENSOR_SAMPLES = 16

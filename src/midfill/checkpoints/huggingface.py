@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from midfill.checkpoints.checkpoint import check_layers, check_tensors, digest_tensors, samples
+from midfill.checkpoints.model_record import folder_metadata
 from midfill.checkpoints.safetensors_file import SafetensorsEntry, SafetensorsFile
 from midfill.errors import CheckpointError
 from midfill.models.config import ModelConfig
@@ -26,8 +27,8 @@ class HuggingFaceCheckpoint:
 
     Attributes:
         path, config: see ``Checkpoint``.
-        metadata: the content of tokenizer_config.json without vocabulary and chat template, and
-            the folder's name as ``general.name``.
+        metadata: the content of tokenizer_config.json without vocabulary and chat template, the
+            folder's name as ``general.name``, and what ``model_record`` finds in its midfill.json.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,6 +60,7 @@ class HuggingFaceCheckpoint:
         self.metadata: Mapping[str, object] = {
             "general.name": path.name,
             **{key: value for key, value in settings.items() if key not in _NOT_METADATA},
+            **folder_metadata(path),
         }
 
     @cached_property

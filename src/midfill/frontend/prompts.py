@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
+from midfill.checkpoints.model_record import cut_rule_of
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
@@ -113,7 +114,7 @@ class PromptEncoder:
     """Makes prompts for one model. It remembers documents, and is not thread-safe.
 
     Args:
-        checkpoint: its tokenizer and chat template are used.
+        checkpoint: its tokenizer, chat template and metadata are used.
         format: the model's FIM format, or None.
         context: maximum number of tokens of a prompt and its answer.
 
@@ -131,6 +132,7 @@ class PromptEncoder:
             PlannerOptions(
                 max_prompt_characters=context * _CHARACTERS_PER_TOKEN,
                 fragments=checkpoint.metadata.get(FRAGMENTS_KEY) is True,
+                cut_rule=cut_rule_of(checkpoint),
                 keeps_tokens=keeps_tokens_of(checkpoint.tokenizer),
             ),
         )

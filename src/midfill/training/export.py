@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from midfill.checkpoints.adapter_record import RECORD_FILE, RECORD_FORMAT
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
+from midfill.checkpoints.model_record import RECORD_FILE, RECORD_FORMAT
 from midfill.checkpoints.quantized_update import DEFAULT_ROUNDING, Rounding
 from midfill.infill.formats import FimFormat
 from midfill.system.atomic import write_folder

@@ -1,0 +1,105 @@
+"""What a model says about its cuts: read from every kind of folder, checked, written."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from midfill.checkpoints.adapter_record import read_record
+from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY
+from midfill.checkpoints.model_record import cut_rule_of, write_cut
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.errors import CheckpointError, MidfillError
+from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
+from midfill.infill.request import InfillRequest
+
+NONSENSE = [-1, 100_001, 10**40, "400", 4.5, True, None, [400], {}]
+
+
+@pytest.fixture
+def folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model's folder."""
+    return Path(shutil.copytree(tiny_folder, tmp_path / "model"))
+
+
+def write(folder: Path, record: Any) -> None:
+    (folder / "midfill.json").write_text(json.dumps(record))
+
+
+def test_a_model_that_says_nothing_gets_the_default(folder: Path) -> None:
+    assert cut_rule_of(open_checkpoint(folder)) == DEFAULT_RULE
+    write(folder, {"format": 1, "cut": {"measured": {}}})
+    assert cut_rule_of(open_checkpoint(folder)) == DEFAULT_RULE
+
+
+@pytest.mark.parametrize("least", [0, 96, 100_000])
+def test_a_models_own_number_reaches_the_planner(folder: Path, least: int) -> None:
+    write(folder, {"cut": {"least_increment": least}})
+    checkpoint = open_checkpoint(folder)
+    assert cut_rule_of(checkpoint) == CutRule(least)
+    prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 4000)
+    prefix = "a = 1\n" * 200
+    report = prompts.infill(InfillRequest(prefix=prefix, suffix="b\n")).report
+    assert report is not None
+    assert report.cut is not None
+    assert max(0, len(prefix) - least - 12) <= report.cut <= max(0, len(prefix) - least)
+
+
+@pytest.mark.parametrize("value", NONSENSE)
+def test_nonsense_is_one_error_that_names_file_and_field(folder: Path, value: object) -> None:
+    write(folder, {"cut": {"least_increment": value}})
+    with pytest.raises(
+        CheckpointError, match=r"midfill\.json: 'cut\.least_increment' must be"
+    ) as error:
+        open_checkpoint(folder)
+    assert len(str(error.value).replace(str(folder), "")) < 160
+
+
+@pytest.mark.parametrize("cut", [400, None, [], "400"])
+def test_a_section_of_the_wrong_kind_is_an_error(folder: Path, cut: object) -> None:
+    write(folder, {"cut": cut})
+    with pytest.raises(CheckpointError, match=r"midfill\.json: 'cut' must be an object"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("value", NONSENSE)
+def test_nonsense_in_a_checkpoints_own_metadata_is_named_too(folder: Path, value: object) -> None:
+    """As a GGUF file may hold it."""
+    checkpoint = open_checkpoint(folder)
+    checkpoint.metadata = {**checkpoint.metadata, LEAST_INCREMENT_KEY: value}
+    with pytest.raises(CheckpointError, match=r"model: 'midfill\.least_increment' must be"):
+        PromptEncoder(checkpoint, fim_format(checkpoint), 100)
+
+
+def test_an_adapters_record_is_read_and_checked(folder: Path, tmp_path: Path) -> None:
+    base, path = open_checkpoint(folder), tmp_path / "midfill.json"
+    path.write_text(json.dumps({"format": 1, "cut": {"least_increment": 200}}))
+    assert read_record(path, base).least_increment == 200
+    path.write_text(json.dumps({"format": 1}))
+    assert read_record(path, base).least_increment is None
+    path.write_text(json.dumps({"format": 1, "cut": {"least_increment": -5}}))
+    with pytest.raises(CheckpointError, match=r"'cut\.least_increment' must be"):
+        read_record(path, base)
+
+
+def test_what_is_written_is_read_and_the_rest_is_kept(folder: Path) -> None:
+    write(folder, {"format": 1, "training": {"hours": 2}})
+    path = write_cut(folder, 320, {"date": "2026-01-01"})
+    assert json.loads(path.read_text()) == {
+        "format": 1,
+        "training": {"hours": 2},
+        "cut": {"least_increment": 320, "measured": {"date": "2026-01-01"}},
+    }
+    assert cut_rule_of(open_checkpoint(folder)) == CutRule(320)
+    (folder / "midfill.json").unlink()
+    write_cut(folder, 64, {})
+    assert cut_rule_of(open_checkpoint(folder)) == CutRule(64)
+
+
+def test_only_folders_of_models_and_adapters_are_written_to(tmp_path: Path) -> None:
+    with pytest.raises(MidfillError, match=r"neither an adapter's nor a Hugging Face model's"):
+        write_cut(tmp_path, 400, {})
+    assert not list(tmp_path.iterdir())
