@@ -90,7 +90,6 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["infilling", "--files", HERE, "--plot", "a.bmp"], "must end in .png, .svg or .pdf"),
         (["infilling", "--files", HERE, "--url", "http://127.0.0.1:1/v1"], "no OpenAI-style"),
         (["infilling", "--files", HERE, "--url", "x", "--typed"], "--url can't be combined"),
-        (["infilling", "--files", HERE, "--model", "./none.gguf"], "none.gguf"),
         (["compare", "a.json", "b.json"], "a.json can't be read"),
         (["show", "a.json"], "a.json can't be read"),
         (["show", "a.json", "--docs", "no/a.md"], "there is no folder no"),
@@ -104,6 +103,14 @@ def test_bad_input_is_reported_in_one_line_with_status_1(
     assert status == 1
     assert said.count("\n") == 1
     assert problem in said
+
+
+def test_a_model_that_is_none_is_reported_in_one_line(midfill: Command) -> None:
+    pytest.importorskip("torch")
+    status, _, said = midfill("infilling", "--files", HERE, "--model", "./none.gguf")
+    assert status == 1
+    assert said.count("\n") == 1
+    assert "none.gguf" in said
 
 
 @pytest.mark.parametrize(

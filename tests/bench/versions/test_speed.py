@@ -96,11 +96,13 @@ def test_shorter_prompts_are_repeated_more_often(done: Done) -> None:
     assert {length: asked.count(length) for length in asked} == {"300": 17, "128": 20, "16": 8}
 
 
-def test_both_get_the_same_prompts_and_no_prompt_comes_twice(done: Done) -> None:
+def test_both_get_the_same_prompts_and_none_is_prefilled_twice(done: Done) -> None:
+    prefilled = []
     for asked in restarts(done):
-        old, new = ([words[4] for words in asked if words[0] == name] for name in ("old", "new"))
+        old, new = ([words[2:] for words in asked if words[0] == name] for name in ("old", "new"))
         assert old == new
-        assert len(set(old)) == len(old)
+        prefilled += [tokens for _, answer, tokens in old if answer == "1"]
+    assert len(set(prefilled)) == len(prefilled)
 
 
 def test_steps_are_reported(done: Done) -> None:

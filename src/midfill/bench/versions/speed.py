@@ -161,7 +161,7 @@ class _Load:
 
 
 class _Requests:
-    """The requests of a comparison; every prompt is a new one, so that no cache holds it.
+    """The requests of a comparison.
 
     Raises:
         MidfillError: no such model, or lengths that it can't take.
@@ -193,10 +193,14 @@ class _Requests:
         self._streams = 0
 
     def prompt(self, load: _Load) -> list[int]:
-        """Return a new prompt."""
+        """Return the next prompt: for prefill a new one, which no cache holds.
+
+        To decode after, it is real code: after random tokens a model may write what is no text,
+        and pieces of text are what is timed. Short stretches may recur; decode is timed after the
+        first token, so the cache doesn't matter.
+        """
         if not load.decoded:
             return self._prompts.random_tokens(load.prompt_tokens)
-        # After random tokens a model soon repeats itself, or writes what is no text.
         self._streams += 1
         room = max(self.options.contexts)
         return self._prompts.code_tokens(self._streams, load.prompt_tokens, room)
