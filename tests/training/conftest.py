@@ -1,12 +1,12 @@
 """Fixtures for the training tests: a tiny corpus, and runs on the tiny model."""
 
-import random
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from training_corpus import FIM, source_text
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
@@ -16,8 +16,6 @@ from midfill.training.recipe import DataRecipe, TrainingRecipe
 
 if TYPE_CHECKING:
     from midfill.training.run import TrainingRun
-
-FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 
 SHORT = DataRecipe(
     prefix_characters=(5, 40), suffix_characters=(5, 30), long_share=0.0, span_characters=20
@@ -44,24 +42,6 @@ def tiny(tiny_folder: Path) -> Checkpoint:
 @pytest.fixture(scope="session")
 def fim_format(tiny: Checkpoint) -> FimFormat:
     return custom_format(*FIM, tiny.tokenizer.special_tokens)
-
-
-def source_text(number: int) -> str:
-    """Return a source file that has little in common with any other number's."""
-    draw = random.Random(number)
-
-    def name() -> str:
-        return "".join(draw.choices("abcdefgh", k=7))
-
-    lines = [f"# module {number} of the corpus"]
-    for _ in range(30):
-        first, second = name(), name()
-        lines += [
-            f"def {name()}({first}, {second}):",
-            f"    return {first} * {draw.randrange(1000)} + {second} - {draw.randrange(1000)}",
-            "",
-        ]
-    return "\n".join(lines)
 
 
 @pytest.fixture(scope="session")

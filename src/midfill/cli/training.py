@@ -1,17 +1,22 @@
 """The ``midfill train`` commands."""
 
 import dataclasses
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from midfill.cli.options import FimTokensOption, ModelOption
+from midfill.cli.progress import show_progress
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from midfill.checkpoints.checkpoint import Checkpoint
     from midfill.training.corpus import Corpus
     from midfill.training.recipe import TrainingRecipe
+    from midfill.training.run import TrainingRun
 
 SourcesArgument = Annotated[
     list[Path],
@@ -81,13 +86,11 @@ def fim(
     """Teach a model to infill; the same command continues an interrupted run."""
     from rich.console import Console
 
-    from midfill.training.run import RunInputs, finish_run, prepare_run, require_libraries
+    from midfill.training.run import RunInputs, prepare_run, require_libraries
 
     require_libraries()
     import torch
 
-    from midfill.cli.training_display import StepDisplay, print_settings
-    from midfill.system.machine import describe_machine
     from midfill.training.corpus import Corpus
 
     if threads is not None:
@@ -107,13 +110,64 @@ def fim(
     checkpoint = _open_base(model)
     with console.status("loading the model"):
         run = prepare_run(checkpoint, chosen, inputs)
-    print_settings(console, run)
-    with StepDisplay(console, chosen.steps) as display:
-        state = run.trainer.run(display.show)
-    if state.step < chosen.steps:
-        console.print(
-            f"stopped after {state.step} of {chosen.steps} steps; the same command continues"
+    _train_and_finish(console, run, merge)
+
+
+@app.command("plan")
+def run_plan(
+    plan: Annotated[Path, typer.Argument(help="TOML file with stages; see docs/training.md.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for packages, stages and the adapter.")
+    ],
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+) -> None:
+    """Train in the stages of a plan; the same command continues an interrupted run.
+
+    Fetches the packages that the plan names, trains stage after stage, and writes an adapter with
+    a record of all of them.
+    """
+    from rich.console import Console
+
+    from midfill.training.run import require_libraries
+
+    require_libraries()
+    import torch
+
+    from midfill.training.plan import read_plan
+    from midfill.training.plan_run import join_stages, prepare_stages
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    chosen = read_plan(plan)
+    checkpoint = _open_base(chosen.model)
+    console = Console(stderr=True, highlight=False)
+    with show_progress() as progress:
+        stages = prepare_stages(
+            chosen,
+            checkpoint,
+            output,
+            base_name=_public_name(chosen.model),
+            progress=progress,
         )
+        first = next(stages, None)
+    for name, run in chain([] if first is None else [first], stages):
+        console.print(f"stage {name}")
+        _train_and_finish(console, run)
+    console.print(f"adapter: {join_stages(chosen, output)}", soft_wrap=True)
+
+
+def _train_and_finish(console: "Console", run: "TrainingRun", merge: Path | None = None) -> None:
+    """Train a prepared run to its end and write what it leaves; exit with 130 if interrupted."""
+    from midfill.cli.training_display import StepDisplay, print_settings
+    from midfill.system.machine import describe_machine
+    from midfill.training.run import finish_run
+
+    print_settings(console, run)
+    steps = run.recipe.steps
+    with StepDisplay(console, steps) as display:
+        state = run.trainer.run(display.show)
+    if state.step < steps:
+        console.print(f"stopped after {state.step} of {steps} steps; the same command continues")
         raise typer.Exit(130)
     for line in finish_run(run, state, merge=merge, machine=str(describe_machine())):
         console.print(line, soft_wrap=True)
@@ -199,7 +253,6 @@ def _public_name(model: str | None) -> str | None:
 def _open_base(model: str | None) -> "Checkpoint":
     from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve
     from midfill.checkpoints.opening import open_checkpoint
-    from midfill.cli.progress import show_progress
 
     with show_progress() as progress:
         path = resolve(model or DEFAULT_MODEL, progress)

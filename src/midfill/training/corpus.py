@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from midfill.errors import MidfillError
+from midfill.system.package_sources import read_record
 from midfill.training.licences import LicenceFinder, spdx_of_all
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -29,11 +30,14 @@ class Document:
         name: path or key, for the data manifest and for messages.
         content: the file's bytes; text from JSONL and parquet is encoded as UTF-8.
         licence: SPDX identifier; None where it is unknown.
+        package: name and version of the package it was fetched with, see
+            ``system.package_sources``; None otherwise.
     """
 
     name: str
     content: bytes
     licence: str | None
+    package: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,13 +125,20 @@ class Corpus:
 
     def _read_files(self, files: list[tuple[Path, Path]]) -> Iterator[Document]:
         names = {root: root.resolve().name for root in {root for root, _ in files}}
+        packages: dict[Path, str | None] = {}
         for root, path in files:
             try:
                 content = path.read_bytes()
             except OSError:
                 continue  # one file is not worth ending a long run
-            name = f"{names[root]}/{path.relative_to(root).as_posix()}"
-            yield Document(name, content, self._licences.licence_of(root, path, content))
+            inside = path.relative_to(root)
+            folder = root / inside.parts[0]
+            if folder not in packages:
+                record = read_record(folder)
+                packages[folder] = None if record is None else record.requirement
+            licence = self._licences.licence_of(root, path, content)
+            name = f"{names[root]}/{inside.as_posix()}"
+            yield Document(name, content, licence, packages[folder])
 
 
 def read_record_documents(path: Path) -> Iterator[Document]:

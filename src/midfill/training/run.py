@@ -1,9 +1,6 @@
 """A training run: prepared from its inputs, and finished by writing what it leaves behind."""
 
-import hashlib
-import json
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from midfill.training.export import adapter_record, model_card, write_adapter, w
 from midfill.training.filters import DocumentFilter, FilterOptions
 from midfill.training.lora import make_trainable
 from midfill.training.loss_log import plot_loss, read_loss_log
+from midfill.training.manifest import MANIFEST, describe_manifest, manifest_text
 from midfill.training.quantization_aware import QAT_ROUNDING, QuantizationAwareLora
 from midfill.training.recipe import TrainingRecipe
 from midfill.training.run_file import check_folder, describe_run
@@ -34,7 +32,6 @@ from midfill.version import __version__
 _LIBRARIES = ("transformers", "accelerate", "peft")
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<EOT>", "</s>")
 _MAX_NAMED_TOKENS = 24  # spare tokens named in an error; some models have hundreds
-_MANIFEST = "manifest.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,11 +216,7 @@ def finish_run(
         MidfillError: something can't be written.
     """
     folder = run.inputs.folder
-    manifest = "".join(
-        json.dumps({"name": name, "sha256": digest}) + "\n"
-        for name, digest in sorted((name, key) for key, name in run.stream.manifest.items())
-    )
-    write_file(folder / _MANIFEST, manifest)
+    write_file(folder / MANIFEST, manifest_text(run.stream.manifest.values()))
     record = adapter_record(
         run.checkpoint,
         run.format,
@@ -232,7 +225,7 @@ def finish_run(
         _rounding(run),
         name=run.inputs.base_name,
         training=_training_record(run.recipe, state, folder / LOSS_LOG, machine),
-        data=_data_record(run.stream, manifest),
+        data=_data_record(run.stream),
         recipe=run.recipe.as_dict(),
     )
     written = []
@@ -283,20 +276,11 @@ def _training_record(
     }
 
 
-def _data_record(stream: TrainingStream, manifest: str) -> dict[str, Any]:
+def _data_record(stream: TrainingStream) -> dict[str, Any]:
     """Return counts and licences of the documents; refusals are those of the first pass."""
     return {
-        "documents": len(stream.manifest),
+        **describe_manifest(stream.manifest.values()),
         "passes": stream.position.epoch + 1,
         "examples": stream.examples,
-        "licences": dict(stream.licences.most_common()),
         "refused": dict(stream.refused.most_common()),
-        "sources": _source_folders(stream.manifest.values()),
-        "manifest_sha256": hashlib.sha256(manifest.encode()).hexdigest(),
     }
-
-
-def _source_folders(names: Iterable[str]) -> str:
-    """Return the folders directly below the sources; usually these are packages."""
-    folders = {name.split("/")[1] for name in names if name.count("/") > 1}
-    return ", ".join(sorted(folders, key=str.lower))

@@ -12,6 +12,7 @@ from midfill.training.corpus import Corpus, Document
 from midfill.training.examples import Example, ExampleMaker
 from midfill.training.filters import DocumentFilter, Refusal
 from midfill.training.holes import draw_hole
+from midfill.training.manifest import ManifestEntry
 from midfill.training.packing import PackedRow, Packer
 from midfill.training.recipe import TrainingRecipe
 
@@ -47,8 +48,7 @@ class TrainingStream:
 
     Attributes:
         position: where the next document is read.
-        manifest: sha256 of the content -> name, of every document that was kept.
-        licences: number of these documents per licence, "unknown" where there is none.
+        manifest: sha256 of the content -> entry, of every document that was kept.
         examples, tokens: number made so far.
     """
 
@@ -57,11 +57,15 @@ class TrainingStream:
     recipe: TrainingRecipe
     filter: DocumentFilter
     position: StreamPosition = field(default_factory=StreamPosition)
-    manifest: dict[str, str] = field(default_factory=dict)
-    licences: Counter[str] = field(default_factory=Counter)
+    manifest: dict[str, ManifestEntry] = field(default_factory=dict)
     examples: int = 0
     tokens: int = 0
     _refused: Counter[Refusal] | None = None
+
+    @property
+    def licences(self) -> Counter[str]:
+        """Number of kept documents per licence, "unknown" where there is none."""
+        return Counter(entry.licence or "unknown" for entry in self.manifest.values())
 
     @property
     def refused(self) -> Counter[Refusal]:
@@ -149,8 +153,9 @@ class TrainingStream:
     def _record(self, document: Document) -> None:
         digest = hashlib.sha256(document.content).hexdigest()
         if digest not in self.manifest:
-            self.manifest[digest] = document.name
-            self.licences[document.licence or "unknown"] += 1
+            self.manifest[digest] = ManifestEntry(
+                document.name, digest, document.licence, document.package
+            )
 
     def _make_examples(self, document: Document, text: str) -> Iterator[Example]:
         """Make the examples of a document; they depend on it, the seed and the pass alone."""
