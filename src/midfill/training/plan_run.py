@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from midfill.checkpoints.adapter_record import RECORD_FILE
 from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.model_record import RECORD_FILE
 from midfill.errors import MidfillError
 from midfill.system.atomic import write_folder
 from midfill.system.package_sources import fetch_packages
