@@ -10,7 +10,8 @@ from midfill.infill.window import WindowRule, WindowStarts, place_end, place_sta
 
 RULE = WindowRule(before=400, after=150)
 BLOCKS = "".join(
-    f"def function_{n}(x, y):\n    total = x * {n} + y\n\n    return total\n\n\n" for n in range(200)
+    f"def function_{n}(x, y):\n    total = x * {n} + y\n\n    return total\n\n\n"
+    for n in range(200)
 )
 MINIFIED = "".join(f"f{n}=(a,b)=>a*{n}+b;" for n in range(12_000))
 
@@ -203,8 +204,28 @@ class TestRule:
         with pytest.raises(InvalidRequestError, match=r"window\.(before|after) must be at least"):
             WindowRule(*numbers)
 
-    def test_a_rule_scaled_down_to_nothing_still_shows_a_character(self) -> None:
-        assert RULE.scaled(1e-9) == WindowRule(before=1, after=0)
+    def test_the_text_after_the_caret_shrinks_first_to_a_quarter(self) -> None:
+        for rule, smaller in [
+            (WindowRule(600, 200), WindowRule(450, 150)),
+            (WindowRule(600, 600), WindowRule(450, 150)),
+            (WindowRule(1_000_000, 100), WindowRule(500, 100)),
+            (WindowRule(100, 4000), WindowRule(100, 500)),
+            (WindowRule(200, 40), WindowRule(200, 40)),
+        ]:
+            assert rule.limited(1000) == smaller
+
+    def test_a_rule_limited_to_nothing_still_shows_a_character(self) -> None:
+        assert RULE.limited(0) == WindowRule(before=1, after=0)
+
+    def test_a_limited_window_hops_before_it_is_longer(self) -> None:
+        starts, rule = WindowStarts(), RULE.limited(500)
+        text, caret = BLOCKS, 4000
+        for _ in range(200):
+            text, caret = text[:caret] + "x = 1\n" + text[caret:], caret + 6
+            start, _ = starts.choose_and_record(
+                text, caret, rule, sent=0, shown=0, most=500 - rule.after
+            )
+            assert caret - start <= 500 - rule.after
 
 
 characters = st.text(st.sampled_from("ab \n\r\t;é\u0301🙂\u200d"), max_size=300)

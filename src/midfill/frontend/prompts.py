@@ -1,12 +1,12 @@
 """PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
-from midfill.checkpoints.model_record import cut_rule_of
+from midfill.checkpoints.model_record import cut_rule_of, window_rule_of
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
@@ -26,9 +26,9 @@ _CHARACTERS_PER_TOKEN = 2
 # No window is longer than a context of such tokens: it would be tokenised in vain.
 _MAX_CHARACTERS_PER_TOKEN = 8
 _TOO_LONG = "context_length_exceeded"
-_WINDOW_SHARE = 0.75  # of the context, for the prompt of a window that turned out to be too long
 _ANSWER_SHARE = 0.125  # of the context; a window leaves as much for the answer
-_MAX_SHRINKS = 24
+_WINDOW_SHARE = 0.85  # of the context; what a window may hold after one was too long
+_MAX_SHRINKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,7 @@ class PromptEncoder:
         checkpoint: its tokenizer, chat template and metadata are used.
         format: the model's FIM format, or None.
         context: maximum number of tokens of a prompt and its answer.
-        window: how much of a long document to show the model; None takes what the checkpoint says,
-            or else ``WindowRule``'s default.
+        window: how much of a long document to show the model; None takes what the checkpoint says.
 
     Attributes:
         context: the same.
@@ -144,7 +143,7 @@ class PromptEncoder:
     ) -> None:
         self.context = context
         self.format = format
-        self.window = self._limited(window or _own_window(checkpoint))
+        self.window = self._limited(window or window_rule_of(checkpoint))
         self._tokenizer = checkpoint.tokenizer
         self._planner = Planner(
             format,
@@ -223,20 +222,21 @@ class PromptEncoder:
         Returns:
             The layout and the ids of its parts, as of ``LayoutEncoder.encode_parts``.
         """
-        scale, most = 1.0, self.context - int(_ANSWER_SHARE * self.context)
+        most, limit = self.context - int(_ANSWER_SHARE * self.context), None
         for _ in range(_MAX_SHRINKS):
-            layout = self._planner.plan_and_record(request, scale)
+            layout = self._planner.plan_and_record(request, limit)
             parts = self._layouts.encode_parts(layout)
             tokens = sum(map(len, parts)) - _context_tokens(layout, parts)
             if tokens < most or layout.layout == "verbatim" or request.window == "as-sent":
                 break
-            scale *= min(0.9, _WINDOW_SHARE * self.context / tokens)
+            shown = len(layout.planned_prefix) + len(layout.planned_suffix)
+            limit = int(shown * _WINDOW_SHARE * self.context / tokens)
         return layout, parts
 
     def _limited(self, rule: WindowRule) -> WindowRule:
-        """Return the rule, scaled down if no text that long fits into the context."""
+        """Return the rule without text that can't fit into the context."""
         most = self.context * _MAX_CHARACTERS_PER_TOKEN
-        return rule.scaled(min(1.0, most / (rule.before + rule.after)))
+        return WindowRule(min(rule.before, most), min(rule.after, most))
 
     def _encode(
         self, layout: PromptLayout, parts: Sequence[Sequence[int]], prefix: str, suffix: str
@@ -392,12 +392,6 @@ def _too_long_field(layout: PromptLayout, parts: Sequence[Sequence[int]], contex
     """Return the field that makes a prompt too long: "context" if it would fit without."""
     extra = _context_tokens(layout, parts)
     return "context" if extra and sum(map(len, parts)) - extra < context else "prompt"
-
-
-def _own_window(checkpoint: Checkpoint) -> WindowRule:
-    """Return the rule that a checkpoint's metadata names, or the default."""
-    own = checkpoint.metadata.get(WINDOW_KEY)
-    return WindowRule(**own) if isinstance(own, Mapping) else WindowRule()
 
 
 def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -15,8 +15,10 @@ def divides_character(text: str, place: int) -> bool:
     if not 0 < place < len(text):
         return False
     before, after = text[place - 1], text[place]
-    if after.isascii():
+    if before in "\r\n":
         return before == "\r" and after == "\n"
+    if after.isascii():
+        return False
     if after == _JOINER or unicodedata.category(after)[0] == "M" or _extends(after):
         return True
     if before == _JOINER:

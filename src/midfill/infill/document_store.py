@@ -15,7 +15,7 @@ A name given by the client only adds a key and rules out documents with another 
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from sys import getsizeof
 from zlib import crc32
 
@@ -55,7 +55,8 @@ class Document:
         fixed_head: text before the suffix in the fixed layout "efim"; None before its first use.
         context: the segments its last prompt began with.
         starts: where windows of it have begun.
-        window_scale: how much of what its window's rule allows fits into the model's context.
+        window_limit: maximum number of its characters in a prompt, since more did not fit into the
+            model's context; None if that never happened.
     """
 
     id: str
@@ -66,7 +67,7 @@ class Document:
     fixed_head: str | None = None
     context: tuple[Segment, ...] = ()
     starts: WindowStarts = field(default_factory=WindowStarts)
-    window_scale: float = 1.0
+    window_limit: int | None = None
 
     @property
     def memory_bytes(self) -> int:

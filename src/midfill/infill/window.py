@@ -29,6 +29,7 @@ _MOST = 2.0  # of ``before``: so is one this far away
 _NEAR, _FAR = 0.75, 1.25  # of ``before``: where a new start is looked for
 _PROBE = 64  # characters that identify a start
 _LEAST_PROBE = 16  # characters; fewer are only looked for where they should be
+_PLACED = 0.6  # of a limit: what a window holds that is placed anew
 _MAX_STARTS = 8  # remembered per document
 _SEPARATOR = re.compile(r"[\s;,(){}\[\]]")
 _CLOSERS = ")]}"
@@ -62,14 +63,24 @@ class WindowRule:
         """A text before the caret of at most this length is shown whole."""
         return int(_FAR * self.before)
 
-    def scaled(self, factor: float) -> "WindowRule":
-        """Return a rule for about ``factor`` times as much text."""
-        return WindowRule(max(1, int(self.before * factor)), int(self.after * factor))
+    def limited(self, most: int) -> "WindowRule":
+        """Return a rule whose windows hold at most ``most`` characters, with room to grow.
+
+        The text before the caret matters more: what comes after it shrinks to a quarter of the
+        window first, and is left alone where it is no more than that.
+        """
+        size = min(self.before + self.after, int(_PLACED * most))
+        after = min(self.after, max(size // 4, size - self.before))
+        return WindowRule(max(1, size - after), after)
 
     def place(self, text: str, caret: int) -> tuple[int, int]:
         """Return start and end of a new window around a caret."""
         start = 0 if caret <= self.whole else place_start(text, caret, self)
         return start, place_end(text, caret, self, len(text))
+
+
+DEFAULT_WINDOW = WindowRule()
+"""For models that don't say what they profit from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +131,14 @@ class WindowStarts:
             yield start.probe
 
     def choose_and_record(
-        self, text: str, caret: int, rule: WindowRule, *, sent: int, shown: int
+        self,
+        text: str,
+        caret: int,
+        rule: WindowRule,
+        *,
+        sent: int,
+        shown: int,
+        most: int | None = None,
     ) -> tuple[int, bool]:
         """Choose where the window starts, and record it.
 
@@ -131,13 +149,18 @@ class WindowStarts:
             sent: where the text begins that the client sent.
             shown: where the prompt begins without a rule; before ``sent`` if it shows text of
                 earlier requests, too.
+            most: maximum number of characters before the caret; None for no such limit.
 
         Returns:
             The start, and whether it is the one of the request before.
         """
+        farthest = int(_MOST * rule.before)
         start, age = shown, 0
+        if most is not None:
+            farthest = min(farthest, max(rule.before, most))
+            start = max(shown, min(sent, caret - farthest))
         if caret - sent > rule.whole:
-            low = max(min(sent, shown), caret - int(_MOST * rule.before))
+            low = max(min(sent, shown), caret - farthest)
             start, age = self._standing(text, low, caret - int(_LEAST * rule.before))
             if start < 0:
                 start = place_start(text, caret, rule)
