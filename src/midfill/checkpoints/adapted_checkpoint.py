@@ -47,8 +47,9 @@ class AdaptedCheckpoint:
 
     Attributes:
         path, config: the base's.
-        metadata: the base's, with the adapter's FIM tokens, cut rule and window in place of its own, and
-            with ``midfill.fragments`` where the model was trained on text tokenised in fragments.
+        metadata: the base's, with the adapter's FIM tokens, cut rule and window in place of its
+            own, and with ``midfill.fragments`` where the model was trained on text tokenised in
+            fragments.
         base, adapter: what is merged.
         exact: whether merged tensors are float32, whatever the base stores.
         rounding: how updates are added to quantised tensors; the adapter's own rule by default.
