@@ -25,8 +25,7 @@ from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.context import ContextFile
 from midfill.infill.layout import PromptLayout
-from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
-from midfill.infill.window import WindowRule
+from midfill.infill.request import InfillRequest, RequestedLayout
 from midfill.system.progress import Progress, StageProgress
 
 __all__ = ["LLM", "AnswerStream", "GeneratedAnswer", "GenerationResult", "SamplingParams"]
@@ -39,7 +38,6 @@ class InfillOptions(TypedDict, total=False):
 
     layout: RequestedLayout
     document: str | None
-    window: WindowMode | WindowRule
     context: Sequence[ContextFile]
     path: str
     repository: str
@@ -54,6 +52,7 @@ class LLM:
     Attributes:
         fim_format: the model's FIM tokens and their order; None if it has none, in which case
             ``infill`` shows it the prefix alone.
+        tokenizer: the model's tokenizer.
         info: the backend, memory, load time, and ``info.context``, the maximum number of tokens of
             a prompt and its answer.
     """
@@ -72,7 +71,6 @@ class LLM:
         adapter: str | Path | None = None,
         speculation: bool = True,
         fim_tokens: tuple[str, str, str] | None = None,
-        window: WindowRule | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Load a model; fetch it first if it is not stored yet.
@@ -84,8 +82,6 @@ class LLM:
             adapter: folder of a LoRA adapter to merge into the model, or "none". None takes the
                 adapter that midfill ships for a model of this name, if there is one.
             fim_tokens: the prefix, suffix and middle token, for models that midfill doesn't know.
-            window: how much of a long document to show the model around the caret; None takes what
-                the model or its adapter says.
             progress: called with (stage, done, total).
 
         Raises:
@@ -106,10 +102,10 @@ class LLM:
         started = time.perf_counter()
         checkpoint = open_model(resolve(model, progress), folder, weights)
         self.fim_format = fim_format(checkpoint, fim_tokens)
-        self._tokenizer = checkpoint.tokenizer
+        self.tokenizer = checkpoint.tokenizer
         engine, self._runner, self.info = load_engine(checkpoint, options, progress, started)
         self._engine = InProcessEngine(engine)
-        self._prompts = PromptEncoder(checkpoint, self.fim_format, self.info.context, window)
+        self._prompts = PromptEncoder(checkpoint, self.fim_format, self.info.context)
         self._encoding = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -130,14 +126,9 @@ class LLM:
             close()
 
     @property
-    def window(self) -> WindowRule:
-        """How much of a long document the model is shown around the caret."""
-        return self._prompts.window
-
-    @property
     def vocab_size(self) -> int:
         """Number of token ids; all are below it."""
-        return self._tokenizer.vocab_size
+        return self.tokenizer.vocab_size
 
     @property
     def stats(self) -> EngineStats:
@@ -208,7 +199,6 @@ class LLM:
             suffix=suffix,
             layout=options.get("layout", "auto"),
             document=options.get("document"),
-            window=options.get("window", "stable"),
             context=tuple(options.get("context", ())),
             path=options.get("path", ""),
             repository=options.get("repository", ""),
@@ -259,7 +249,7 @@ class LLM:
 
     def _checked(self, sampling: SamplingParams | None) -> SamplingParams:
         sampling = sampling or DEFAULT_SAMPLING
-        check_sampling(sampling, self._tokenizer.vocab_size)
+        check_sampling(sampling, self.tokenizer.vocab_size)
         return sampling
 
     def _results(
@@ -268,7 +258,7 @@ class LLM:
         sampling: SamplingParams,
         progress: StageProgress | None = None,
     ) -> list[GenerationResult]:
-        responses = [Response(prompt, sampling, self._tokenizer) for prompt in prompts]
+        responses = [Response(prompt, sampling, self.tokenizer) for prompt in prompts]
         deltas: list[list[AnswerDelta]] = [[] for _ in prompts]
         finished = 0
         for place, delta in self._engine.answer(responses, sampling):
@@ -280,5 +270,5 @@ class LLM:
         return [whole_answers(*each) for each in zip(responses, deltas, strict=True)]
 
     def _stream(self, prompt: Prompt, sampling: SamplingParams) -> AnswerStream:
-        response = Response(prompt, sampling, self._tokenizer)
+        response = Response(prompt, sampling, self.tokenizer)
         return AnswerStream(response, self._engine.answer([response], sampling))

@@ -4,7 +4,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from json import loads
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -71,6 +73,38 @@ def test_a_run_prints_and_writes_its_results(
     assert "second - first" in text
 
 
+def test_a_models_cut_is_measured_shown_and_written(
+    midfill: Command, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    results, page, plot = (tmp_path / name for name in ("a.json", "page.md", "plot.png"))
+    page.write_text("<!-- cuts -->\n<!-- /cuts -->\n")
+    status, shown, _ = midfill(
+        *("cuts", "--model", folder, "--adapter", "none", "--threads", 1, "--files", HERE),
+        *("--tasks", "line", "--limit", 6, "--max-tokens", 3, "--distances", "0,60,whole"),
+        *("--context-characters", "150,60", "--json", results, "--plot", plot, "--docs", page),
+        *("--write", folder),
+    )
+    assert status == 0
+    assert "holes that nothing was chosen on" in shown
+    assert "Least increment" in " ".join(shown.split())
+    assert "| 60 |" in page.read_text()
+    assert plot.stat().st_size > 1000
+    written = json_object(folder / "midfill.json")["cut"]
+    assert written["least_increment"] in (0, 60, 100_000)
+    assert written["measured"]["holes"] == {"line": 6}
+    assert set(json_object(results)["outcomes"]) == {"0", "60", "whole"}
+    status, _, said = midfill(
+        *("cuts", "--model", tiny_folder, "--files", HERE, "--write", folder), "--adapter", "none"
+    )
+    assert status == 1
+    assert "what is measured is" in said
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], loads(path.read_text()))
+
+
 def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Path) -> None:
     status, shown, _ = midfill("check", "--humaneval", humaneval)
     assert status == 0
@@ -93,6 +127,11 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["compare", "a.json", "b.json"], "a.json can't be read"),
         (["show", "a.json"], "a.json can't be read"),
         (["show", "a.json", "--docs", "no/a.md"], "there is no folder no"),
+        (["cuts"], "nothing to ask: name held-out Python files with --files, or"),
+        (["cuts", "--files", HERE, "--distances", "400"], "nothing to choose from"),
+        (["cuts", "--files", HERE, "--distances", "0,far"], "--distances takes characters and"),
+        (["cuts", "--files", HERE, "--score", "beauty"], "--score beauty: there is no such"),
+        (["cuts", "--files", HERE, "--write", HERE], "neither an adapter's nor"),
         (["check"], "name the data with --humaneval FOLDER"),
     ],
 )

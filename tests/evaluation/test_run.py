@@ -13,6 +13,7 @@ from midfill.evaluation.metrics import score_answer
 from midfill.evaluation.models import Answer, LocalModel, Model, PromptInput, RemoteModel
 from midfill.evaluation.problems import Problem, Task, parse_tasks
 from midfill.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
+from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat
 from midfill.system.progress import StageProgress
 
@@ -30,6 +31,7 @@ class Writes:
     def __init__(self, problems: Sequence[Problem], written: Callable[[str], Answer]) -> None:
         self._rest = [problem.hole for problem in problems]
         self._written = written
+        self.keeps_tokens: KeepsTokens = keeps_any_tokens
 
     def answer(
         self,

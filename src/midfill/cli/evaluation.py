@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from midfill.cli.evaluation_cuts import cuts
 from midfill.cli.evaluation_options import (
     ConditionsOption,
     ContextOption,
@@ -19,6 +20,7 @@ from midfill.cli.evaluation_options import (
     TypedOption,
     UrlOption,
 )
+from midfill.cli.evaluation_values import choose_tasks, parse_context, results_console
 from midfill.cli.options import (
     AdapterOption,
     BackendOption,
@@ -31,10 +33,7 @@ from midfill.cli.options import (
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from midfill.evaluation.models import Model
-    from midfill.evaluation.problems import Task
     from midfill.evaluation.run import InfillingReport
 
 app = typer.Typer(
@@ -46,6 +45,9 @@ app = typer.Typer(
 @app.callback()
 def _eval() -> None:
     """Measure how good answers are."""
+
+
+app.command()(cuts)
 
 
 @app.command()
@@ -90,9 +92,9 @@ def infilling(
             "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
     names = None if conditions is None else parse_conditions(conditions)
-    before, after = _context(context_characters)
+    before, after = parse_context(context_characters)
     options = RunOptions(
-        tasks=_tasks(tasks, humaneval, files or []),
+        tasks=choose_tasks(tasks, humaneval, files or []),
         limit=limit,
         seed=seed,
         before=before,
@@ -150,7 +152,7 @@ def _show(report: "InfillingReport", plot: Path | None, docs: Path | None, secti
     from midfill.evaluation.report import plot_report, report_markdown, report_tables
     from midfill.reporting.document_sections import replace_section
 
-    console = _console()
+    console = results_console()
     for table in report_tables(report):
         console.print(table)
     if plot is not None:
@@ -182,7 +184,7 @@ def compare(
     pairs = [_pair(text) for text in pair or ()]
     one, other = read_report(first), read_report(second)
     comparisons = compare_reports(one, other, pairs)
-    console = _console()
+    console = results_console()
     console.print(f"first:  {one.model}\nsecond: {other.model}", markup=False, highlight=False)
     for table in comparison_tables(comparisons):
         console.print(table)
@@ -221,45 +223,6 @@ def check(humaneval: HumanEvalOption = None) -> None:
     )
     if failed:
         raise MidfillError(f"{len(failed)} failed, first {failed[0]}")
-
-
-def _console() -> "Console":
-    """Return standard output, wide enough for the tables if it is not a terminal."""
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=130)
-
-
-def _tasks(text: str | None, humaneval: Path | None, files: list[Path]) -> "tuple[Task, ...]":
-    """Return the named tasks, or all that there is data for."""
-    from midfill.errors import MidfillError
-    from midfill.evaluation.humaneval import HOW_TO_GET_IT
-    from midfill.evaluation.problems import FILE_TASKS, PUBLIC_TASKS, parse_tasks
-
-    if humaneval is None and not files:
-        raise MidfillError(
-            "nothing to ask: name held-out Python files with --files, or HumanEval-Infilling with"
-            f" --humaneval FOLDER; for that, {HOW_TO_GET_IT}"
-        )
-    if text is not None:
-        return parse_tasks(text)
-    return (*(PUBLIC_TASKS if humaneval is not None else ()), *(FILE_TASKS if files else ()))
-
-
-def _context(text: str) -> tuple[int, int]:
-    """Parse two numbers of characters such as "2000,1000".
-
-    Raises:
-        typer.BadParameter: it is something else.
-    """
-    try:
-        before, after = (int(part) for part in text.split(","))
-    except ValueError:
-        before = after = -1
-    if before < 1 or after < 0:
-        raise typer.BadParameter("--context-characters takes two numbers like 2000,1000")
-    return before, after
 
 
 def _pair(text: str) -> tuple[str, str]:

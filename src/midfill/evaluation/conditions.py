@@ -7,11 +7,13 @@ from typing import Literal
 
 from midfill.errors import MidfillError
 from midfill.evaluation.problems import Problem
+from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, TextSegment, lay_out
+from midfill.infill.prefix_cut import CutRule, first_cut
 from midfill.infill.request import InfillRequest
 
-SuffixPosition = Literal["none", "end", "start", "random", "planner"]
+SuffixPosition = Literal["none", "end", "start", "random", "distance", "planner"]
 
 _TYPED_CHARACTERS = 40
 _MAX_FRAGMENT_CHARACTERS = 8
@@ -24,19 +26,22 @@ class Condition:
     Attributes:
         name: on the command line and in tables.
         suffix: where the suffix is in the prompt: "end" after the whole prefix (PSM), "start"
-            before it (SPM), "random" at a random character of it (EFIM), "planner" where midfill
-            puts it. "none": the suffix is not in the prompt.
+            before it (SPM), "random" at a random character of it (EFIM), "distance" at least
+            ``least_increment`` characters before the caret, "planner" where midfill puts it.
+            "none": the suffix is not in the prompt.
         healing: token healing: the model writes the last tokens before the caret again.
+        least_increment: see ``infill/prefix_cut.py``.
     """
 
     name: str
     suffix: SuffixPosition
     healing: bool = False
+    least_increment: int = 0
 
     @property
     def needs_cut(self) -> bool:
         """Whether it needs a model that reads ``PRE prefix[:k] SUF suffix MID prefix[k:]``."""
-        return self.suffix in ("end", "start", "random")
+        return self.suffix in ("end", "start", "random", "distance")
 
 
 CONDITIONS: tuple[Condition, ...] = (
@@ -59,12 +64,14 @@ class PromptOptions:
         before, after: maximum characters of prefix and suffix in a prompt.
         typed: tokenise the last characters after MID in fragments, as if typed.
         seed: of random cuts and fragments.
+        keeps_tokens: where the model's tokenizer allows a cut at a distance.
     """
 
     before: int = 2000
     after: int = 1000
     typed: bool = False
     seed: int = 0
+    keeps_tokens: KeepsTokens = keeps_any_tokens
 
 
 def parse_conditions(text: str) -> tuple[str, ...]:
@@ -127,7 +134,9 @@ def make_prompt(
         )
     rng = random.Random(f"{options.seed}/{problem.id}")
     cut = rng.randint(0, len(prefix))
-    if condition.suffix != "random":
+    if condition.suffix == "distance":
+        cut = first_cut(prefix, CutRule(condition.least_increment), options.keeps_tokens)
+    elif condition.suffix != "random":
         cut = len(prefix) if condition.suffix == "end" else 0
     fragments = split_as_typed(prefix[cut:], rng) if options.typed else None
     laid_out, name = lay_out(format, prefix, suffix, cut, fragments=fragments)

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from midfill.errors import MidfillError
+from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest
 from midfill.system.extras import require
 from midfill.system.progress import StageProgress
+from midfill.tokens.token_boundary import keeps_tokens_of
 
 if TYPE_CHECKING:
     import httpx
@@ -43,11 +45,13 @@ class Model(Protocol):
         format: its FIM format, None if it has none.
         description: the model and what computes its answers, for the report.
         remote: whether it takes prompts as text only.
+        keeps_tokens: where its tokenizer allows a cut.
     """
 
     format: FimFormat | None
     description: str
     remote: bool
+    keeps_tokens: KeepsTokens
 
     def answer(
         self,
@@ -80,6 +84,7 @@ class LocalModel:
         self.format = llm.fim_format
         adapter = "no adapter" if llm.info.adapter is None else f"adapter {llm.info.adapter}"
         self.description = f"{name}, {adapter}, {llm.info.backend}"
+        self.keeps_tokens: KeepsTokens = keeps_tokens_of(llm.tokenizer)
 
     def answer(
         self,
@@ -120,6 +125,7 @@ class RemoteModel:
 
         self._base_url = base_url.rstrip("/")
         self.format = None if sentinels is None else _text_format(sentinels)
+        self.keeps_tokens: KeepsTokens = keeps_any_tokens
         try:
             response = httpx.get(f"{self._base_url}/models", timeout=30)
             response.raise_for_status()

@@ -23,27 +23,27 @@ from midfill.evaluation.summary import (
 from midfill.reporting.publish import write_json
 from midfill.reporting.result_table import ResultTable
 
-_LEGEND = "Percent with 95% intervals (bootstrap over functions or files, paired for differences)."
+LEGEND = "Percent with 95% intervals (bootstrap over functions or files, paired for differences)."
 
 
 def report_tables(report: InfillingReport) -> list[Table]:
     """Return tables for the terminal: each task's scores, and differences from the baseline."""
-    tables = [_rich_table(table) for table in _score_tables(report)]
+    tables = [rich_table(table) for table in _score_tables(report)]
     tables[-1].caption = _caption(report)
     return tables
 
 
 def report_markdown(report: InfillingReport) -> str:
     """Return the tables for a document."""
-    return "\n\n".join([*map(_markdown, _score_tables(report)), _caption(report)])
+    return "\n\n".join([*map(titled_markdown, _score_tables(report)), _caption(report)])
 
 
 def comparison_tables(
     comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
 ) -> list[Table]:
     """Return tables for the terminal: for each task, a row per condition and score."""
-    tables = [_rich_table(table) for table in _comparison_tables(comparisons)]
-    tables[-1].caption = _LEGEND
+    tables = [rich_table(table) for table in _comparison_tables(comparisons)]
+    tables[-1].caption = LEGEND
     return tables
 
 
@@ -53,8 +53,8 @@ def comparison_markdown(
     comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
 ) -> str:
     """Return the tables for a document; ``first`` and ``second`` describe the models."""
-    parts = map(_markdown, _comparison_tables(comparisons))
-    return "\n\n".join([*parts, f"First: {first}; second: {second}. {_LEGEND}"])
+    parts = map(titled_markdown, _comparison_tables(comparisons))
+    return "\n\n".join([*parts, f"First: {first}; second: {second}. {LEGEND}"])
 
 
 def _comparison_tables(
@@ -67,7 +67,7 @@ def _comparison_tables(
                 "score": SCORES[name],
                 "first": f"{100 * found.first.value:.1f}",
                 "second": f"{100 * found.second.value:.1f}",
-                "second - first": _cell(found.difference, signed=True),
+                "second - first": estimate_cell(found.difference, signed=True),
             }
             for condition, scores in conditions.items()
             for name, found in scores.items()
@@ -134,19 +134,20 @@ def read_report(path: Path) -> InfillingReport:
 def _score_tables(report: InfillingReport) -> Iterator[ResultTable]:
     base = baseline_of(report)
     for task in tasks_of(report):
-        rows = _score_rows(summarise(report, task))
+        rows = score_rows(summarise(report, task))
         yield ResultTable(title=_title(report, task), rows=rows)
-        if rows := _score_rows(differences(report, task), signed=True):
+        if rows := score_rows(differences(report, task), signed=True):
             yield ResultTable(title=f"{task}, minus {base}", rows=rows)
 
 
-def _score_rows(
+def score_rows(
     conditions: Mapping[str, Mapping[str, Estimate]], *, signed: bool = False
 ) -> list[dict[str, str]]:
+    """Return a row per condition, with a cell per score."""
     return [
         {
             "condition": condition,
-            **{SCORES[name]: _cell(score, signed=signed) for name, score in scores.items()},
+            **{SCORES[name]: estimate_cell(score, signed=signed) for name, score in scores.items()},
         }
         for condition, scores in conditions.items()
     ]
@@ -157,7 +158,8 @@ def _title(report: InfillingReport, task: Task) -> str:
     return f"{task}, {count} holes"
 
 
-def _cell(estimate: Estimate, *, signed: bool = False) -> str:
+def estimate_cell(estimate: Estimate, *, signed: bool = False) -> str:
+    """Return a mean and its interval in percent."""
     sign = "+" if signed else ""
     parts = (estimate.value, estimate.low, estimate.high)
     value, low, high = (round(100 * part, 1) + 0.0 for part in parts)  # no -0.0
@@ -170,15 +172,17 @@ def _caption(report: InfillingReport) -> str:
     ran = f", programs run with {report.isolation}" if report.isolation else ""
     return (
         f"{report.model}; at most {options.before} characters before and {options.after} after the"
-        f" caret, greedy, seed {options.seed}{typed}{ran}. {_LEGEND}"
+        f" caret, greedy, seed {options.seed}{typed}{ran}. {LEGEND}"
     )
 
 
-def _markdown(table: ResultTable) -> str:
+def titled_markdown(table: ResultTable) -> str:
+    """Return a table for a document, below its title."""
     return f"{table.title}:\n\n{table.markdown()}"
 
 
-def _rich_table(table: ResultTable) -> Table:
+def rich_table(table: ResultTable) -> Table:
+    """Return a table for the terminal."""
     if table.labels == 1:
         # Intervals go below their values: beside them, the table would be too wide.
         rows = [

@@ -199,7 +199,11 @@ def _ask(
     progress: StageProgress,
 ) -> list[Answer]:
     prompt_options = PromptOptions(
-        before=options.before, after=options.after, typed=options.typed, seed=options.seed
+        before=options.before,
+        after=options.after,
+        typed=options.typed,
+        seed=options.seed,
+        keeps_tokens=model.keeps_tokens,
     )
     prompts = [
         make_prompt(condition, model.format, problem, prompt_options) for problem in problems

@@ -1,0 +1,175 @@
+"""The command ``midfill eval cuts``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midfill.cli.evaluation_options import (
+    ContextOption,
+    FilesOption,
+    HumanEvalOption,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    SeedOption,
+    TasksOption,
+)
+from midfill.cli.evaluation_values import choose_tasks, parse_context, results_console
+from midfill.cli.options import (
+    AdapterOption,
+    BackendOption,
+    DeviceOption,
+    FimTokensOption,
+    ModelOption,
+    ThreadsOption,
+    WeightsFormatOption,
+)
+from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+
+if TYPE_CHECKING:
+    from midfill.evaluation.cuts import CutChoice
+    from midfill.evaluation.run import InfillingReport
+
+DistancesOption = Annotated[
+    str,
+    typer.Option(
+        help="Characters before the caret that follow the suffix, at least, separated by commas;"
+        " 'whole' is the whole prefix."
+    ),
+]
+ScoreOption = Annotated[
+    str, typer.Option(help="The score to choose by, such as similarity, exact or stops.")
+]
+MarginOption = Annotated[
+    float,
+    typer.Option(
+        min=0, max=100, help="Points below the best that the least increment may be, at most."
+    ),
+]
+WriteOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Write the least increment into the midfill.json of this adapter's or Hugging Face"
+        " model's folder.",
+    ),
+]
+
+
+def cuts(
+    humaneval: HumanEvalOption = None,
+    files: FilesOption = None,
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    fim_tokens: FimTokensOption = None,
+    tasks: TasksOption = None,
+    distances: DistancesOption = "0,32,96,200,400,800,whole",
+    score: ScoreOption = "similarity",
+    margin: MarginOption = 2.0,
+    limit: LimitOption = 200,
+    seed: SeedOption = 0,
+    max_tokens: MaxTokensOption = None,
+    context_characters: ContextOption = "2000,1000",
+    weights: WeightsFormatOption = "auto",
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "cuts",
+    write: WriteOption = None,
+) -> None:
+    """Measure quality against the cut, and choose how much text a model needs after the suffix.
+
+    Every hole is asked with the suffix at several distances before the caret. Half of the holes
+    choose the least distance that is as good as the best; the other half shows what it is worth.
+    """
+    from midfill.checkpoints.model_record import write_cut
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.cli.progress import show_progress
+    from midfill.evaluation.cut_report import cut_measurement
+    from midfill.evaluation.cuts import check_score, choose_cut, cut_conditions, parse_distances
+    from midfill.evaluation.models import LocalModel
+    from midfill.evaluation.report import write_report
+    from midfill.evaluation.run import RunOptions, evaluate, load_problems
+
+    places = parse_distances(distances)
+    check_score(score)
+    if write is not None:
+        _check_target(write, model or DEFAULT_MODEL, adapter)
+    before, after = parse_context(context_characters)
+    options = RunOptions(
+        tasks=choose_tasks(tasks, humaneval, files or []),
+        limit=limit,
+        seed=seed,
+        before=before,
+        after=after,
+        max_tokens=max_tokens,
+    )
+    problems = load_problems(options, humaneval, files or [])
+
+    def save(report: "InfillingReport") -> None:
+        if json is not None:
+            write_report(report, json, finished=False)
+
+    with show_progress() as progress:
+        from midfill.llm import LLM  # slow to import
+
+        name = model or DEFAULT_MODEL
+        with LLM(
+            name,
+            adapter=adapter,
+            weights=weights,
+            backend=backend,
+            device=device,
+            threads=threads,
+            fim_tokens=fim_tokens,
+            progress=progress,
+        ) as llm:
+            evaluated = LocalModel(llm, f"{name} (weights {weights})")
+            conditions = cut_conditions(places, evaluated.format)
+            report = evaluate(evaluated, problems, conditions, options, progress, save)
+    if json is not None:
+        write_report(report, json, finished=True)
+    choice = choose_cut(report, score=score, margin=margin / 100)
+    _show(report, choice, plot, docs, section)
+    if write is not None:
+        path = write_cut(write, choice.recommended, cut_measurement(report, choice))
+        results_console().print(f"written to {path}", markup=False, highlight=False)
+
+
+def _check_target(folder: Path, model: str, adapter: str | None) -> None:
+    """Check before the work that what is measured can be noted in a folder.
+
+    Raises:
+        MidfillError: it is no model's or adapter's folder, or another one's.
+    """
+    from midfill.checkpoints.model_record import check_folder
+    from midfill.checkpoints.model_store import resolve, resolve_adapter
+    from midfill.errors import MidfillError
+
+    check_folder(folder)
+    measured = resolve_adapter(model, adapter) or resolve(model)
+    if folder.resolve() != measured.resolve():
+        raise MidfillError(f"--write {folder}: what is measured is {measured}; name that folder")
+
+
+def _show(
+    report: "InfillingReport",
+    choice: "CutChoice",
+    plot: Path | None,
+    docs: Path | None,
+    section: str,
+) -> None:
+    from midfill.evaluation.cut_report import cut_markdown, cut_tables, plot_cuts
+    from midfill.reporting.document_sections import replace_section
+
+    console = results_console()
+    for table in cut_tables(report, choice):
+        console.print(table)
+    if plot is not None:
+        plot_cuts(report, choice, plot)
+    if docs is not None:
+        replace_section(docs, section, cut_markdown(report, choice))

@@ -1,0 +1,50 @@
+"""Values of the options of ``midfill eval``, and where it prints."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from midfill.evaluation.problems import Task
+
+
+def results_console() -> "Console":
+    """Return standard output, wide enough for the tables if it is not a terminal."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=130)
+
+
+def choose_tasks(text: str | None, humaneval: Path | None, files: list[Path]) -> "tuple[Task, ...]":
+    """Return the named tasks, or all that there is data for."""
+    from midfill.errors import MidfillError
+    from midfill.evaluation.humaneval import HOW_TO_GET_IT
+    from midfill.evaluation.problems import FILE_TASKS, PUBLIC_TASKS, parse_tasks
+
+    if humaneval is None and not files:
+        raise MidfillError(
+            "nothing to ask: name held-out Python files with --files, or HumanEval-Infilling with"
+            f" --humaneval FOLDER; for that, {HOW_TO_GET_IT}"
+        )
+    if text is not None:
+        return parse_tasks(text)
+    return (*(PUBLIC_TASKS if humaneval is not None else ()), *(FILE_TASKS if files else ()))
+
+
+def parse_context(text: str) -> tuple[int, int]:
+    """Parse two numbers of characters such as "2000,1000".
+
+    Raises:
+        typer.BadParameter: it is something else.
+    """
+    try:
+        before, after = (int(part) for part in text.split(","))
+    except ValueError:
+        before = after = -1
+    if before < 1 or after < 0:
+        raise typer.BadParameter("--context-characters takes two numbers like 2000,1000")
+    return before, after
