@@ -127,7 +127,7 @@ def test_what_cant_be_is_refused_at_once(llm: LLM) -> None:
     with pytest.raises(InvalidRequestError, match="temperature"):
         llm.generate_stream("a", SamplingParams(temperature=-1))
     with pytest.raises(InvalidRequestError, match="context"):
-        llm.infill("ab" * 500, "")
+        llm.infill("ab" * 500, "", window="as-sent")
     assert llm.generate("a", GREEDY)[0].text
 
 

@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from midfill.frontend.post_processing import PostProcessing
     from midfill.frontend.sampling import SamplingParams
     from midfill.infill.context import ContextFile
+    from midfill.infill.window import WindowRule
     from midfill.llm import LLM
 
-__all__ = ["LLM", "ContextFile", "PostProcessing", "SamplingParams", "__version__"]
+__all__ = ["LLM", "ContextFile", "PostProcessing", "SamplingParams", "WindowRule", "__version__"]
 
 _HOMES = {
     "ContextFile": "midfill.infill.context",
     "LLM": "midfill.llm",
     "PostProcessing": "midfill.frontend.post_processing",
     "SamplingParams": "midfill.frontend.sampling",
+    "WindowRule": "midfill.infill.window",
 }
 _RENAMED = {"Trimming": "PostProcessing"}  # old name -> new name; kept for one release
 

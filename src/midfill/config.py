@@ -23,6 +23,13 @@ class FimTokens(NamedTuple):
     middle: str
 
 
+class WindowSize(NamedTuple):
+    """How many characters of a long document to show the model: ``WindowRule``'s fields."""
+
+    before: int
+    after: int
+
+
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a model is loaded and run. Crosses the process boundary, so plain values only.
 
@@ -73,6 +80,8 @@ class ServeOptions:
         api_keys: keys that clients must send, each with a cache of its own; no keys let everyone
             in.
         fim_tokens: the model's FIM sentinels, if midfill doesn't know them.
+        window: how much of a long document to show the model; None takes what the model or its
+            adapter says.
         max_body_bytes: maximum size of a request body.
         max_queued_tokens: maximum number of prompt tokens whose requests wait for their first
             token; requests beyond it are refused with status 429.
@@ -92,6 +101,7 @@ class ServeOptions:
     port: int = 8080
     api_keys: tuple[str, ...] = ()
     fim_tokens: FimTokens | None = None
+    window: WindowSize | None = None
     max_body_bytes: int = 16 * 1024 * 1024
     max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS
     idle_prefill: bool = True

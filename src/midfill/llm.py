@@ -25,7 +25,8 @@ from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.context import ContextFile
 from midfill.infill.layout import PromptLayout
-from midfill.infill.request import InfillRequest, RequestedLayout
+from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
+from midfill.infill.window import WindowRule
 from midfill.system.progress import Progress, StageProgress
 
 __all__ = ["LLM", "AnswerStream", "GeneratedAnswer", "GenerationResult", "SamplingParams"]
@@ -38,6 +39,7 @@ class InfillOptions(TypedDict, total=False):
 
     layout: RequestedLayout
     document: str | None
+    window: WindowMode | WindowRule
     context: Sequence[ContextFile]
     path: str
     repository: str
@@ -71,6 +73,7 @@ class LLM:
         adapter: str | Path | None = None,
         speculation: bool = True,
         fim_tokens: tuple[str, str, str] | None = None,
+        window: WindowRule | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Load a model; fetch it first if it is not stored yet.
@@ -82,6 +85,8 @@ class LLM:
             adapter: folder of a LoRA adapter to merge into the model, or "none". None takes the
                 adapter that midfill ships for a model of this name, if there is one.
             fim_tokens: the prefix, suffix and middle token, for models that midfill doesn't know.
+            window: how much of a long document to show the model around the caret; None takes what
+                the model or its adapter says.
             progress: called with (stage, done, total).
 
         Raises:
@@ -105,7 +110,7 @@ class LLM:
         self.tokenizer = checkpoint.tokenizer
         engine, self._runner, self.info = load_engine(checkpoint, options, progress, started)
         self._engine = InProcessEngine(engine)
-        self._prompts = PromptEncoder(checkpoint, self.fim_format, self.info.context)
+        self._prompts = PromptEncoder(checkpoint, self.fim_format, self.info.context, window)
         self._encoding = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -124,6 +129,11 @@ class LLM:
         close = getattr(self._runner, "close", None)
         if close is not None:
             close()
+
+    @property
+    def window(self) -> WindowRule:
+        """How much of a long document the model is shown around the caret."""
+        return self._prompts.window
 
     @property
     def vocab_size(self) -> int:
@@ -199,6 +209,7 @@ class LLM:
             suffix=suffix,
             layout=options.get("layout", "auto"),
             document=options.get("document"),
+            window=options.get("window", "stable"),
             context=tuple(options.get("context", ())),
             path=options.get("path", ""),
             repository=options.get("repository", ""),

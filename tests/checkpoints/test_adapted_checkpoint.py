@@ -25,12 +25,14 @@ from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill.checkpoints.adapted_checkpoint import AdaptedCheckpoint
 from midfill.checkpoints.adapter import Adapter, AdapterRecord, load_adapter
-from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY, Checkpoint
+from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY, WINDOW_AFTER_KEY, Checkpoint
+from midfill.checkpoints.model_record import window_rule_of
 from midfill.checkpoints.opening import open_checkpoint, open_model
 from midfill.checkpoints.quantized_update import BLOCK_LAYOUTS
 from midfill.forward.runner import Runner
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
+from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 from midfill.models.config import ModelConfig
 from midfill.models.stored_tensor import StoredTensor
 from midfill.runners.cpu_runner import CpuRunner
@@ -325,6 +327,14 @@ class TestMetadata:
             record = replace(adapter.record, least_increment=least)
             adapted = AdaptedCheckpoint(checkpoint, replace(adapter, record=record))
             assert adapted.metadata.get(LEAST_INCREMENT_KEY) == least
+
+    def test_so_is_the_window(self, base: Path, adapter: Adapter) -> None:
+        checkpoint = open_checkpoint(base)
+        checkpoint.metadata = {**checkpoint.metadata, WINDOW_AFTER_KEY: 50}
+        for window in (WindowRule(90, 30), None):
+            record = replace(adapter.record, window=window)
+            adapted = AdaptedCheckpoint(checkpoint, replace(adapter, record=record))
+            assert window_rule_of(adapted) == (window or DEFAULT_WINDOW)
 
     def test_fragments_keep_every_token_that_was_computed(self, base: Path, folder: Path) -> None:
         computed = {}

@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 
 from midfill.checkpoints.adapter_record import read_record
-from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY
-from midfill.checkpoints.model_record import cut_rule_of, write_cut
+from midfill.checkpoints.checkpoint import (
+    LEAST_INCREMENT_KEY,
+    WINDOW_AFTER_KEY,
+    WINDOW_BEFORE_KEY,
+)
+from midfill.checkpoints.model_record import cut_rule_of, window_rule_of, write_cut, write_window
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import CheckpointError, MidfillError
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.request import InfillRequest
+from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 
 NONSENSE = [-1, 100_001, 10**40, "400", 4.5, True, None, [400], {}]
 
@@ -83,6 +88,48 @@ def test_an_adapters_record_is_read_and_checked(folder: Path, tmp_path: Path) ->
     path.write_text(json.dumps({"format": 1, "cut": {"least_increment": -5}}))
     with pytest.raises(CheckpointError, match=r"'cut\.least_increment' must be"):
         read_record(path, base)
+
+
+class TestWindow:
+    def test_a_model_that_says_nothing_gets_the_default(self, folder: Path) -> None:
+        assert window_rule_of(open_checkpoint(folder)) == DEFAULT_WINDOW
+
+    def test_a_models_own_window_reaches_the_encoder(self, folder: Path) -> None:
+        write(folder, {"window": {"before": 90, "after": 0}})
+        checkpoint = open_checkpoint(folder)
+        assert PromptEncoder(checkpoint, None, 512).window == WindowRule(before=90, after=0)
+        asked = WindowRule(before=50, after=5)
+        assert PromptEncoder(checkpoint, None, 512, asked).window == asked
+
+    @pytest.mark.parametrize("value", [-1, 4_000_001, 10**40, "400", 4.5, True, None, [400], {}])
+    def test_nonsense_is_one_error_that_names_file_and_field(
+        self, folder: Path, value: object
+    ) -> None:
+        write(folder, {"window": {"before": value, "after": 30}})
+        with pytest.raises(CheckpointError, match=r"midfill\.json: 'window\.before' must be"):
+            open_checkpoint(folder)
+
+    @pytest.mark.parametrize("window", [1200, None, [], {}, {"before": 5}])
+    def test_a_section_of_the_wrong_kind_is_an_error(self, folder: Path, window: object) -> None:
+        write(folder, {"window": window})
+        with pytest.raises(CheckpointError, match=r"midfill\.json: 'window' must be an object"):
+            open_checkpoint(folder)
+
+    @pytest.mark.parametrize("key", [WINDOW_BEFORE_KEY, WINDOW_AFTER_KEY])
+    def test_nonsense_in_a_checkpoints_own_metadata_is_named_too(
+        self, folder: Path, key: str
+    ) -> None:
+        checkpoint = open_checkpoint(folder)
+        checkpoint.metadata = {**checkpoint.metadata, key: -1}
+        with pytest.raises(CheckpointError, match=f"model: '{key}' must be"):
+            window_rule_of(checkpoint)
+
+    def test_what_is_written_is_read_and_the_rest_is_kept(self, folder: Path) -> None:
+        write_cut(folder, 320, {})
+        path = write_window(folder, WindowRule(90, 30), {"date": "2026-01-01"})
+        assert json.loads(path.read_text())["window"]["measured"] == {"date": "2026-01-01"}
+        assert window_rule_of(open_checkpoint(folder)) == WindowRule(90, 30)
+        assert cut_rule_of(open_checkpoint(folder)) == CutRule(320)
 
 
 def test_what_is_written_is_read_and_the_rest_is_kept(folder: Path) -> None:

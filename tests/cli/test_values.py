@@ -1,10 +1,10 @@
-"""Option values: sizes in bytes, lists of counts, FIM tokens."""
+"""Option values: sizes in bytes, lists of counts, FIM tokens, windows."""
 
 import pytest
 import typer
 
-from midfill.cli.values import parse_counts, parse_fim_tokens, parse_size
-from midfill.config import FimTokens
+from midfill.cli.values import parse_counts, parse_fim_tokens, parse_size, parse_window
+from midfill.config import FimTokens, WindowSize
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,14 @@ def test_fim_tokens_are_three_texts() -> None:
 def test_fewer_or_more_fim_tokens_are_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="name three tokens"):
         parse_fim_tokens(text)
+
+
+def test_a_window_is_two_numbers() -> None:
+    assert parse_window("1200, 400") == WindowSize(before=1200, after=400)
+    assert parse_window("1,0") == WindowSize(before=1, after=0)
+
+
+@pytest.mark.parametrize("text", ["", "1200", "a,b", "1,2,3", "0,5", "5,-1", "1.5,2"])
+def test_what_is_no_window_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="window"):
+        parse_window(text)

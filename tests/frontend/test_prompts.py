@@ -2,15 +2,17 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompts import Prompt, PromptEncoder, fim_format
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
+from midfill.infill.window import WindowRule
 
 CONTEXT = 100
 
@@ -121,6 +123,69 @@ def test_remembered_text_never_makes_a_prompt_too_long(
     moved = prompts.infill(InfillRequest(prefix=line[12:]))
     assert len(checkpoint.tokenizer.encode(line)) > CONTEXT
     assert len(moved.token_ids) == len(first.token_ids) < CONTEXT
+
+
+LONG = "".join(f"value_{n} = compute({n * 7919 % 1000})\n" for n in range(2000))
+
+
+class TestLongDocuments:
+    def ask(self, prompts: PromptEncoder, text: str, caret: int, **fields: Any) -> Prompt:
+        return prompts.infill(InfillRequest(prefix=text[:caret], suffix=text[caret:], **fields))
+
+    def test_every_caret_gets_a_prompt_that_leaves_room_for_an_answer(
+        self, prompts: PromptEncoder
+    ) -> None:
+        for caret in (0, 1, 777, 30_000, len(LONG) - 1, len(LONG)):
+            prompt = self.ask(prompts, LONG, caret)
+            assert len(prompt.token_ids) <= 0.875 * CONTEXT
+            assert prompt.report is not None
+            assert prompt.report.window is not None
+            before, after = prompt.report.window
+            assert before or not caret
+            assert after or caret == len(LONG)
+            assert (prompt.prefix, prompt.suffix) == (LONG[:caret], LONG[caret:])
+
+    def test_text_of_many_tokens_gets_a_smaller_window(self, checkpoint: Checkpoint) -> None:
+        prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 1000, WindowRule(600, 200))
+        dense = "".join(map(chr, range(0x4E00, 0x4E00 + 5000)))  # three tokens a character
+        sizes = []
+        for text in (LONG, dense):
+            prompt = self.ask(prompts, text, 2500)
+            assert prompt.report is not None
+            assert len(prompt.token_ids) <= 875
+            sizes.append(prompt.report.window)
+        (code, _), (chinese, after) = sizes
+        assert chinese < code / 2
+        assert after > 0
+
+    def test_a_smaller_window_stands_too(self, checkpoint: Checkpoint) -> None:
+        prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 1000, WindowRule(600, 200))
+        dense = "".join(map(chr, range(0x4E00, 0x4E00 + 5000)))
+        first = self.ask(prompts, dense, 2500).token_ids
+        for typed in ("x", "xy", "xyz"):
+            text = dense[:2500] + typed + dense[2500:]
+            assert self.ask(prompts, text, 2500 + len(typed)).token_ids[:300] == first[:300]
+
+    def test_a_request_may_ask_for_all_that_fits(self, checkpoint: Checkpoint) -> None:
+        prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 1000)
+        most = WindowRule(before=3_000_000, after=1_000_000)
+        assert 450 <= len(self.ask(prompts, LONG, 30_000, window=most).token_ids) <= 875
+
+    def test_as_sent_is_refused_where_it_does_not_fit(self, prompts: PromptEncoder) -> None:
+        with pytest.raises(InvalidRequestError, match="context") as raised:
+            self.ask(prompts, LONG, 30_000, window="as-sent")
+        assert raised.value.code == "context_length_exceeded"
+
+    def test_a_document_that_fits_gets_the_prompt_it_has_as_sent(
+        self, checkpoint: Checkpoint
+    ) -> None:
+        format, rule = fim_format(checkpoint), WindowRule(600, 200)
+        for caret in (0, 40, 600):
+            as_sent = PromptEncoder(checkpoint, format, 1000)
+            planned = PromptEncoder(checkpoint, format, 1000, rule)
+            text = LONG[: caret + 200]
+            expected = self.ask(as_sent, text, caret, window="as-sent").token_ids
+            assert self.ask(planned, text, caret).token_ids == expected
 
 
 def test_an_unfinished_word_is_removed_for_the_answer_to_write(

@@ -10,6 +10,7 @@ import pytest
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest, RequestedLayout
+from midfill.infill.window import WindowRule
 
 FORMAT = FimFormat("psm", Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3))
 LIMIT = 400_000
@@ -67,6 +68,12 @@ def follow_a_long_source(planner: Planner, number: int) -> None:
     ask(planner, text[:4000], text[4000:], number)
 
 
+def jump_in_a_long_source(planner: Planner, number: int) -> None:
+    text = source(number, 900)
+    for caret in range(2000, len(text), 1500):
+        ask(planner, text[:caret], text[caret:], number)
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -76,10 +83,13 @@ def follow_a_long_source(planner: Planner, number: int) -> None:
         keep_a_fixed_head,
         type_and_move,
         follow_a_long_source,
+        jump_in_a_long_source,
     ],
 )
 def test_documents_take_no_more_bytes_than_their_bound(use: Callable[[Planner, int], None]) -> None:
-    planner = Planner(FORMAT, PlannerOptions(fragments=True, max_document_bytes=LIMIT))
+    rule = WindowRule(before=1000, after=300)
+    options = PlannerOptions(fragments=True, max_document_bytes=LIMIT, window=rule)
+    planner = Planner(FORMAT, options)
     gc.collect()
     tracemalloc.start()
     try:

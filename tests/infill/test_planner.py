@@ -14,6 +14,7 @@ from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
+from midfill.infill.window import WindowRule
 
 PRE, SUF, MID = Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3)
 PSM = FimFormat("test", PRE, SUF, MID, stop=(PRE, SUF, MID))
@@ -163,6 +164,107 @@ class TestSessions:
         assert session.ask(typed, TEXT, context=(ContextFile("x = 1\n", "a.py"),), **fields) == 600
         session.ask(typed, TEXT, context=(ContextFile("x = 2\n", "a.py"),), **fields)
         assert len(session.layout.text_of("increment")) < 464
+
+
+class TestWindows:
+    """A client sends the whole of a long document with every request."""
+
+    LONG = "".join(
+        f"def function_{n}(x):\n    value = x + {n * 7919 % 1000}\n    return value\n\n\n"
+        for n in range(1500)
+    )
+    RULE = WindowRule(before=1200, after=400)
+
+    def session(self, format: FimFormat | None = PSM) -> Session:
+        return Session(Planner(format, PlannerOptions(window=self.RULE)))
+
+    def ask(self, session: Session, caret: int, typed: str = "", **fields) -> int:
+        return session.ask(self.LONG[:caret] + typed, self.LONG[caret:], **fields)
+
+    @pytest.mark.parametrize("format", [PSM, SUFFIX_FIRST, REPOSITORY, None])
+    @pytest.mark.parametrize("layout", ["auto", "psm", "spm", "efim"])
+    def test_every_layout_shows_a_window(self, format, layout) -> None:
+        session = self.session(format)
+        for caret in (0, 40_000, len(self.LONG)):
+            self.ask(session, caret, layout=layout)
+            assert len(spelled(session.layout)) < 1.25 * 1200 + 400 + 4
+            assert self.LONG[:caret].endswith(session.layout.planned_prefix)
+            assert self.LONG[caret:].startswith(session.layout.planned_suffix)
+
+    def test_what_was_sent_can_be_asked_for(self) -> None:
+        session = self.session()
+        self.ask(session, 40_000, window="as-sent")
+        assert session.layout.planned_prefix + session.layout.planned_suffix == self.LONG
+
+    def test_a_request_can_bring_its_own_rule(self) -> None:
+        session = self.session()
+        self.ask(session, 40_000, window=WindowRule(before=8000, after=100))
+        assert 6000 <= len(session.layout.planned_prefix) <= 10_000
+        assert 50 <= len(session.layout.planned_suffix) <= 100
+
+    def test_a_document_within_the_rule_is_shown_whole(self) -> None:
+        session = self.session()
+        session.ask(self.LONG[:1500], self.LONG[1500:1900])
+        assert session.layout.planned_prefix == self.LONG[:1500]
+        assert session.layout.planned_suffix == self.LONG[1500:1900]
+
+    def test_typing_in_a_long_document_computes_what_was_typed(self) -> None:
+        session = self.session()
+        self.ask(session, 40_000)
+        typed = ""
+        for new in ("x", " = 1", "\n", "    return\n" * 20):
+            typed += new
+            assert self.ask(session, 40_000, typed) == len(new)
+
+    def test_a_caret_moved_by_a_line_computes_the_suffix_and_the_increment(self) -> None:
+        session = self.session()
+        cold = self.ask(session, 40_000)
+        costs = [self.ask(session, 40_000 + 30 * step) for step in range(1, 15)]
+        assert max(costs) < 0.9 * cold
+        assert sorted(costs)[7] <= 400 + 2 * 400
+
+    def test_a_caret_that_comes_back_finds_its_prompt(self) -> None:
+        session = self.session()
+        for caret in (40_000, 60_000, 20_000):
+            self.ask(session, caret)
+        assert self.ask(session, 40_000, "x") == 1
+
+    def test_an_edit_far_from_the_caret_costs_nothing(self) -> None:
+        session = self.session()
+        self.ask(session, 40_000)
+        head, tail = "import os\n" + self.LONG[:40_000], self.LONG[40_000:] + "print(1)\n"
+        assert session.ask(head + "x", tail) == 1
+
+    def test_where_the_window_hops_the_cut_is_placed_as_in_a_new_document(self) -> None:
+        session = self.session()
+        self.ask(session, 40_000)
+        hops, length = 0, 0
+        for lines in range(1, 300):
+            self.ask(session, 40_000, "    x = 1\n" * lines)
+            if len(session.layout.planned_prefix) < length:
+                hops += 1
+                assert 400 <= len(session.layout.text_of("increment")) <= 420
+            length = len(session.layout.planned_prefix)
+        assert hops == 2
+
+    def test_a_client_that_sends_a_larger_window_gets_ours(self) -> None:
+        session = self.session()
+        costs = []
+        for end in range(40_000, 40_060):
+            costs.append(session.ask(self.LONG[end - 9000 : end], self.LONG[60_000:69_000]))
+            assert len(session.layout.planned_prefix) <= 1700
+        assert costs[1:] == [1] * 59
+
+    def test_a_limit_is_remembered(self) -> None:
+        session = self.session()
+        prefix, suffix = self.LONG[:40_000], self.LONG[40_000:]
+        request = InfillRequest(prefix=prefix, suffix=suffix)
+        session.planner.plan_and_record(request, 500)
+        for _ in range(50):
+            prefix += "    x = 1\n"
+            request = InfillRequest(prefix=prefix, suffix=suffix)
+            layout = session.planner.plan_and_record(request)
+            assert len(layout.planned_prefix) + len(layout.planned_suffix) <= 500
 
 
 class TestBadInput:

@@ -209,3 +209,27 @@ def test_tokens_of_a_stream_are_sent_together_except_the_first_the_last_and_stop
     assert len(gathered) == 2 < len(each)
     assert gathered[0] == each[0]
     assert "".join(stopped) == text[: text.index(stop)]
+
+
+def test_a_document_longer_than_the_context_is_answered(server: RunningServer) -> None:
+    text = "".join(f"value_{n} = {n * 7919}\n" for n in range(4000))
+    for caret in (0, 40_000, len(text)):
+        answer = server.complete(prompt=text[:caret], suffix=text[caret:], **GREEDY)
+        window = answer["midfill"]["window"]
+        assert window["before"] + window["after"] > 50
+        assert answer["usage"]["completion_tokens"] == GREEDY["max_tokens"]
+    typed = server.complete(prompt=text[:40_000] + "x", suffix=text[40_000:], **GREEDY)
+    assert typed["midfill"]["computed_tokens"] <= 1 + 8
+
+
+def test_a_request_chooses_how_much_is_shown(server: RunningServer) -> None:
+    text = "".join(f"value_{n} = {n * 7919}\n" for n in range(4000))
+    body = {"prompt": text[:40_000], "suffix": text[40_000:], **GREEDY}
+    answer = server.complete(**body, midfill={"window": {"before": 40, "after": 30}})
+    assert 30 <= answer["midfill"]["window"]["before"] <= 50
+    assert 15 <= answer["midfill"]["window"]["after"] <= 30
+    narrow = server.complete(**body, midfill={"window": {"after": 0}})
+    assert narrow["midfill"]["window"]["after"] == 0
+    most = server.complete(**body, midfill={"window": {"before": 10**30, "after": 30}})
+    assert most["midfill"]["window"]["before"] > 200
+    assert most["midfill"]["window"]["after"] <= 30

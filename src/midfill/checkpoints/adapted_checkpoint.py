@@ -19,9 +19,12 @@ from midfill.checkpoints.checkpoint import (
     ADAPTER_KEY,
     FRAGMENTS_KEY,
     LEAST_INCREMENT_KEY,
+    WINDOW_AFTER_KEY,
+    WINDOW_BEFORE_KEY,
     Checkpoint,
 )
 from midfill.checkpoints.lora_update import LoraUpdate
+from midfill.checkpoints.model_record import record_metadata
 from midfill.checkpoints.quantized_update import (
     BLOCK_LAYOUTS,
     VERSION,
@@ -44,8 +47,9 @@ class AdaptedCheckpoint:
 
     Attributes:
         path, config: the base's.
-        metadata: the base's, with the adapter's FIM tokens and cut rule in place of its own, and
-            with ``midfill.fragments`` where the model was trained on text tokenised in fragments.
+        metadata: the base's, with the adapter's FIM tokens, cut rule and window in place of its
+            own, and with ``midfill.fragments`` where the model was trained on text tokenised in
+            fragments.
         base, adapter: what is merged.
         exact: whether merged tensors are float32, whatever the base stores.
         rounding: how updates are added to quantised tensors; the adapter's own rule by default.
@@ -66,9 +70,9 @@ class AdaptedCheckpoint:
         self.path: Path = base.path
         self.config: ModelConfig = base.config
         self.metadata: Mapping[str, object] = {
-            **_without_cut(base.metadata),
+            **_without_needs(base.metadata),
             **_fim_metadata(adapter.record, base),
-            **_cut_metadata(adapter.record),
+            **record_metadata(adapter.record.least_increment, adapter.record.window),
             **({FRAGMENTS_KEY: True} if adapter.record.fragments else {}),
             ADAPTER_KEY: adapter.name,
         }
@@ -138,13 +142,10 @@ def _quantised(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredT
     return StoredTensor(name, values.shape, kind, blocks.reshape(len(values), -1))
 
 
-def _without_cut(metadata: Mapping[str, object]) -> dict[str, object]:
-    """Return a base's metadata without its cut rule: what it needs, its adapter has changed."""
-    return {key: value for key, value in metadata.items() if key != LEAST_INCREMENT_KEY}
-
-
-def _cut_metadata(record: AdapterRecord) -> dict[str, object]:
-    return {} if record.least_increment is None else {LEAST_INCREMENT_KEY: record.least_increment}
+def _without_needs(metadata: Mapping[str, object]) -> dict[str, object]:
+    """Return a base's metadata without its cut rule and window: its adapter has changed them."""
+    needs = (LEAST_INCREMENT_KEY, WINDOW_BEFORE_KEY, WINDOW_AFTER_KEY)
+    return {key: value for key, value in metadata.items() if key not in needs}
 
 
 def _fim_metadata(record: AdapterRecord, base: Checkpoint) -> dict[str, object]:

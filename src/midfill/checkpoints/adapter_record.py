@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import cast, get_args
 
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.model_record import RECORD_FORMAT, read_least_increment
+from midfill.checkpoints.model_record import RECORD_FORMAT, read_least_increment, read_window
 from midfill.checkpoints.quantized_update import DEFAULT_ROUNDING, Rounding
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError
+from midfill.infill.window import WindowRule
 from midfill.tokens.huggingface_tokenizer import read_json
 
 
@@ -25,6 +26,7 @@ class AdapterRecord:
         rounding: how a merge into quantised weights is rounded. An adapter that was trained through
             that rounding depends on it.
         least_increment: see ``infill/prefix_cut.py``; None where it doesn't say.
+        window: how much of a long document the model should see; None where it doesn't say.
     """
 
     fim_tokens: FimTokens | None = None
@@ -33,6 +35,7 @@ class AdapterRecord:
     base_digest: str | None = None
     rounding: Rounding = DEFAULT_ROUNDING
     least_increment: int | None = None
+    window: WindowRule | None = None
 
 
 def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
@@ -70,6 +73,7 @@ def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
         digest,
         cast(Rounding, rounding),
         read_least_increment(path, record),
+        read_window(path, record),
     )
 
 

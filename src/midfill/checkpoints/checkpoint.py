@@ -30,6 +30,9 @@ FRAGMENTS_KEY = "midfill.fragments"
 LEAST_INCREMENT_KEY = "midfill.least_increment"
 """Metadata key: characters before the caret that a model needs after the suffix, at least."""
 
+WINDOW_BEFORE_KEY, WINDOW_AFTER_KEY = "midfill.window.before", "midfill.window.after"
+"""Metadata keys: characters of a long document around the caret that a model should see."""
+
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _TENSOR_SAMPLES = 16

@@ -1,18 +1,27 @@
-"""What midfill.json may say about any model, adapted or not: where its prompts should be cut.
+"""What midfill.json may say about any model, adapted or not: its prompts' cuts and windows.
 
     "cut": {"least_increment": 400, "measured": {...}}
+    "window": {"before": 1200, "after": 400, "measured": {...}}
 
-It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF file may have the key
-``midfill.least_increment`` instead. ``infill/prefix_cut.py`` explains the number.
+It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF file may have the keys
+``midfill.least_increment``, ``midfill.window.before`` and ``midfill.window.after`` instead.
+``infill/prefix_cut.py`` and ``infill/window.py`` explain the numbers.
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY, Checkpoint
+from midfill.checkpoints.checkpoint import (
+    LEAST_INCREMENT_KEY,
+    WINDOW_AFTER_KEY,
+    WINDOW_BEFORE_KEY,
+    Checkpoint,
+)
 from midfill.errors import CheckpointError, MidfillError
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
+from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 from midfill.system.atomic import write_file
 from midfill.tokens.huggingface_tokenizer import read_json
 
@@ -21,6 +30,8 @@ RECORD_FORMAT = 1
 
 MAX_LEAST_INCREMENT = 100_000
 """Characters. A model that asks for so many always gets the whole prefix after the suffix."""
+
+_MAX_WINDOW = 4_000_000  # characters, on either side; more are never accepted
 
 _FOLDERS = ("adapter_config.json", "config.json")
 
@@ -41,6 +52,23 @@ def read_least_increment(path: Path, record: Mapping[str, object]) -> int | None
     return _checked(cut["least_increment"], path, "cut.least_increment")
 
 
+def read_window(path: Path, record: Mapping[str, object]) -> WindowRule | None:
+    """Return the window of a midfill.json, None where it says nothing.
+
+    Raises:
+        CheckpointError: it is no sensible window.
+    """
+    if "window" not in record:
+        return None
+    window = record["window"]
+    if not isinstance(window, Mapping) or not {"before", "after"} <= set(window):
+        raise CheckpointError(f"{path}: 'window' must be an object with 'before' and 'after'")
+    return WindowRule(
+        _checked(window["before"], path, "window.before", 1, _MAX_WINDOW),
+        _checked(window["after"], path, "window.after", 0, _MAX_WINDOW),
+    )
+
+
 def folder_metadata(folder: Path) -> dict[str, object]:
     """Return what a model folder's midfill.json adds to the checkpoint's metadata.
 
@@ -48,8 +76,18 @@ def folder_metadata(folder: Path) -> dict[str, object]:
         CheckpointError: it is malformed.
     """
     path = folder / RECORD_FILE
-    least = read_least_increment(path, read_json(path, optional=True))
-    return {} if least is None else {LEAST_INCREMENT_KEY: least}
+    record = read_json(path, optional=True)
+    return record_metadata(read_least_increment(path, record), read_window(path, record))
+
+
+def record_metadata(least_increment: int | None, window: WindowRule | None) -> dict[str, object]:
+    """Return what a record says as metadata; nothing for what it doesn't say."""
+    metadata: dict[str, object] = {}
+    if least_increment is not None:
+        metadata[LEAST_INCREMENT_KEY] = least_increment
+    if window is not None:
+        metadata |= {WINDOW_BEFORE_KEY: window.before, WINDOW_AFTER_KEY: window.after}
+    return metadata
 
 
 def cut_rule_of(checkpoint: Checkpoint) -> CutRule:
@@ -64,8 +102,29 @@ def cut_rule_of(checkpoint: Checkpoint) -> CutRule:
     return CutRule(_checked(found, checkpoint.path, LEAST_INCREMENT_KEY))
 
 
-def check_folder(folder: Path) -> None:
+def window_rule_of(checkpoint: Checkpoint) -> WindowRule:
+    """Return how much of a long document a model should see; the default where it doesn't say.
+
+    Raises:
+        CheckpointError: its metadata holds nonsense.
+    """
+    numbers = {}
+    for field, key, least in (
+        ("before", WINDOW_BEFORE_KEY, 1),
+        ("after", WINDOW_AFTER_KEY, 0),
+    ):
+        if key in checkpoint.metadata:
+            found = checkpoint.metadata[key]
+            numbers[field] = _checked(found, checkpoint.path, key, least, _MAX_WINDOW)
+    return replace(DEFAULT_WINDOW, **numbers)
+
+
+def check_folder(folder: Path, keys: str = LEAST_INCREMENT_KEY) -> None:
     """Check that a folder can have a midfill.json that is read.
+
+    Args:
+        folder: of an adapter or a Hugging Face model.
+        keys: what a GGUF file may have instead, for the error.
 
     Raises:
         MidfillError: it is no adapter's or Hugging Face model's.
@@ -73,7 +132,7 @@ def check_folder(folder: Path) -> None:
     if not any((folder / name).is_file() for name in _FOLDERS):
         raise MidfillError(
             f"{folder}: is neither an adapter's nor a Hugging Face model's folder; in a GGUF file, "
-            f"set the key {LEAST_INCREMENT_KEY}"
+            f"set {keys}"
         )
 
 
@@ -91,23 +150,32 @@ def write_cut(folder: Path, least_increment: int, measured: Mapping[str, object]
     Raises:
         MidfillError: it is no such folder, or the file is malformed or can't be written.
     """
-    check_folder(folder)
+    section = {"least_increment": least_increment, "measured": dict(measured)}
+    return _write_section(folder, "cut", section, LEAST_INCREMENT_KEY)
+
+
+def write_window(folder: Path, window: WindowRule, measured: Mapping[str, object]) -> Path:
+    """Write a window into the midfill.json of an adapter's or model's folder, see ``write_cut``."""
+    section = {"before": window.before, "after": window.after, "measured": dict(measured)}
+    keys = f"{WINDOW_BEFORE_KEY} and {WINDOW_AFTER_KEY}"
+    return _write_section(folder, "window", section, keys)
+
+
+def _write_section(folder: Path, name: str, section: Mapping[str, object], keys: str) -> Path:
+    check_folder(folder, keys)
     path = folder / RECORD_FILE
-    record = {"format": RECORD_FORMAT, **read_json(path, optional=True)}
-    record["cut"] = {"least_increment": least_increment, "measured": dict(measured)}
+    record = {"format": RECORD_FORMAT, **read_json(path, optional=True), name: section}
     write_file(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     return path
 
 
-def _checked(value: object, path: Path, field: str) -> int:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not 0 <= value <= MAX_LEAST_INCREMENT
-    ):
+def _checked(
+    value: object, path: Path, field: str, least: int = 0, most: int = MAX_LEAST_INCREMENT
+) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise CheckpointError(
-            f"{path}: {field!r} must be a whole number of characters from 0 to "
-            f"{MAX_LEAST_INCREMENT}, not {_short(value)}"
+            f"{path}: {field!r} must be a whole number of characters from {least} to {most}, "
+            f"not {_short(value)}"
         )
     return value
 

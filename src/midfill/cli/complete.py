@@ -20,6 +20,7 @@ from midfill.cli.options import (
     StopOption,
     TemperatureOption,
     ThreadsOption,
+    WindowOption,
 )
 from midfill.errors import MidfillError
 from midfill.infill.trim import Brackets, Lines
@@ -68,6 +69,7 @@ def complete(
     ] = "keep",
     around: Annotated[int, typer.Option(min=0, help="Lines to show around it.")] = 4,
     fim_tokens: FimTokensOption = None,
+    window: WindowOption = None,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     threads: ThreadsOption = None,
@@ -77,6 +79,7 @@ def complete(
     from midfill.cli.progress import show_progress
     from midfill.frontend.post_processing import PostProcessing
     from midfill.frontend.sampling import SamplingParams
+    from midfill.infill.window import WindowRule
     from midfill.llm import LLM
 
     caret = find_caret(place)
@@ -95,6 +98,7 @@ def complete(
             threads=threads,
             adapter=adapter,
             fim_tokens=fim_tokens,
+            window=None if window is None else WindowRule(*window),
             progress=progress,
         )
     with llm:

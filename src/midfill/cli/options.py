@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from midfill.cli.values import parse_fim_tokens, parse_size
-from midfill.config import Backend, FimTokens, KvDtype, WeightsOption
+from midfill.cli.values import parse_fim_tokens, parse_size, parse_window
+from midfill.config import Backend, FimTokens, KvDtype, WeightsOption, WindowSize
 
 _MODEL_HELP = (
     "A .gguf file, a model folder, ORG/NAME on the Hugging Face hub, or a name that"
@@ -68,6 +68,15 @@ FimTokensOption = Annotated[
         parser=parse_fim_tokens,
         metavar="PRE,SUF,MID",
         help="The model's FIM tokens, for models that midfill doesn't know.",
+    ),
+]
+WindowOption = Annotated[
+    WindowSize | None,
+    typer.Option(
+        parser=parse_window,
+        metavar="BEFORE,AFTER",
+        help="How much of a long document to show the model: about BEFORE characters before the"
+        " caret, at most AFTER after it; by default what the model or its adapter names.",
     ),
 ]
 SpeculationOption = Annotated[

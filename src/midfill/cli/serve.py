@@ -19,6 +19,7 @@ from midfill.cli.options import (
     SpeculationOption,
     ThreadsOption,
     WeightsFormatOption,
+    WindowOption,
 )
 from midfill.config import DEFAULT_MAX_QUEUED_TOKENS
 
@@ -95,6 +96,7 @@ def serve(
     kv_cache_dtype: KvDtypeOption = "auto",
     adapter: AdapterOption = None,
     fim_tokens: FimTokensOption = None,
+    window: WindowOption = None,
     token_budget: TokenBudgetOption = 128,
     max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
     idle_prefill: IdlePrefillOption = True,
@@ -119,6 +121,7 @@ def serve(
         port=port,
         api_keys=_api_keys(api_key),
         fim_tokens=fim_tokens,
+        window=window,
         max_queued_tokens=max_queued_tokens,
         idle_prefill=idle_prefill,
         stream_interval=(stream_interval_ms if stream_interval is None else stream_interval) / 1000,

@@ -1,10 +1,10 @@
-"""Values of options as people write them: sizes in bytes, lists of counts, FIM tokens."""
+"""Values of options as people write them: sizes in bytes, lists of counts, FIM tokens, windows."""
 
 import re
 
 import typer
 
-from midfill.config import FimTokens
+from midfill.config import FimTokens, WindowSize
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -47,3 +47,18 @@ def parse_fim_tokens(text: str) -> FimTokens:
     if len(parts) != 3 or not all(parts):
         raise typer.BadParameter("name three tokens: PREFIX,SUFFIX,MIDDLE")
     return FimTokens(*parts)
+
+
+def parse_window(text: str) -> WindowSize:
+    """Return the numbers of characters named by "BEFORE,AFTER".
+
+    Raises:
+        typer.BadParameter: the text does not hold two numbers, or one is too small.
+    """
+    try:
+        before, after = (int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no window; write it like 1200,400") from None
+    if before < 1 or after < 0:
+        raise typer.BadParameter("a window has at least 1 character before the caret, 0 after it")
+    return WindowSize(before, after)

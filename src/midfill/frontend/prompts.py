@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
-from midfill.checkpoints.model_record import cut_rule_of
+from midfill.checkpoints.model_record import cut_rule_of, window_rule_of
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
@@ -15,6 +15,7 @@ from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
+from midfill.infill.window import WindowRule
 from midfill.tokens.healing import TokenTrie
 from midfill.tokens.layout_encoder import LayoutEncoder
 from midfill.tokens.token_boundary import keeps_tokens_of
@@ -22,7 +23,12 @@ from midfill.tokens.tokenizer import Tokenizer
 
 # A low estimate, so that text remembered from earlier requests does not fill the context.
 _CHARACTERS_PER_TOKEN = 2
+# No window is longer than a context of such tokens: it would be tokenised in vain.
+_MAX_CHARACTERS_PER_TOKEN = 8
 _TOO_LONG = "context_length_exceeded"
+_ANSWER_SHARE = 0.125  # of the context; a window leaves as much for the answer
+_WINDOW_SHARE = 0.85  # of the context; what a window may hold after one was too long
+_MAX_SHRINKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class LayoutReport:
             other files.
         document: the planner's id of the document; None if it keeps none.
         healed: number of bytes before the caret that the model writes again.
+        window: number of characters before and after the caret that the prompt holds; None for a
+            raw prompt.
     """
 
     layout: LayoutName
@@ -44,6 +52,7 @@ class LayoutReport:
     sentinels: bool
     document: str | None = None
     healed: int = 0
+    window: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +126,24 @@ class PromptEncoder:
         checkpoint: its tokenizer, chat template and metadata are used.
         format: the model's FIM format, or None.
         context: maximum number of tokens of a prompt and its answer.
+        window: how much of a long document to show the model; None takes what the checkpoint says.
 
     Attributes:
         context: the same.
         format: the same.
+        window: the rule for requests that bring none.
     """
 
-    def __init__(self, checkpoint: Checkpoint, format: FimFormat | None, context: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        format: FimFormat | None,
+        context: int,
+        window: WindowRule | None = None,
+    ) -> None:
         self.context = context
         self.format = format
+        self.window = self._limited(window or window_rule_of(checkpoint))
         self._tokenizer = checkpoint.tokenizer
         self._planner = Planner(
             format,
@@ -134,6 +152,7 @@ class PromptEncoder:
                 fragments=checkpoint.metadata.get(FRAGMENTS_KEY) is True,
                 cut_rule=cut_rule_of(checkpoint),
                 keeps_tokens=keeps_tokens_of(checkpoint.tokenizer),
+                window=self.window,
             ),
         )
         self._layouts = LayoutEncoder(checkpoint.tokenizer)
@@ -159,18 +178,26 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: the prompt is too long or empty, or the layout doesn't fit it.
         """
-        self._refuse_oversized(len(request.prefix) + len(request.suffix))
         self._refuse_oversized(
             sum(len(file.path) + len(file.text) for file in request.context), "context"
         )
         self._refuse_oversized(len(request.path) + len(request.repository), "path")
-        try:
-            prompt, last = self._plan(request)
-        except InvalidRequestError as error:
-            if error.code != _TOO_LONG or request.window == "as-sent":
-                raise
-            # It may fit without the text that the planner added from earlier requests.
-            prompt, last = self._plan(dataclasses.replace(request, window="as-sent"))
+        if request.raw or request.window == "as-sent":
+            self._refuse_oversized(len(request.prefix) + len(request.suffix))
+        elif isinstance(request.window, WindowRule):
+            request = dataclasses.replace(request, window=self._limited(request.window))
+        layout, parts = self._lay_out(request)
+        if layout.layout == "verbatim" and request.layout not in ("auto", "verbatim"):
+            raise InvalidRequestError(
+                f"midfill.layout {request.layout!r} needs a suffix, or a prompt that is the"
+                " model's FIM format filled in",
+                param="midfill.layout",
+            )
+        filled = request.raw and layout.layout != "verbatim"  # its texts are not the request's
+        prefix = layout.planned_prefix if filled else request.prefix
+        suffix = layout.planned_suffix if filled else request.suffix
+        prompt, last = self._encode(layout, parts, prefix, suffix)
+        prompt = dataclasses.replace(prompt, text=request.prefix)
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
 
     def encode_layout(
@@ -185,34 +212,45 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: the prompt is too long or empty.
         """
-        prompt, last = self._encode(layout, layout.planned_prefix, layout.planned_suffix)
+        parts = self._layouts.encode_parts(layout)
+        prompt, last = self._encode(layout, parts, layout.planned_prefix, layout.planned_suffix)
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
 
-    def _plan(self, request: InfillRequest) -> tuple[Prompt, int]:
-        """Lay a request out and encode it; returns what ``_encode`` does."""
-        layout = self._planner.plan_and_record(request)
-        if layout.layout == "verbatim" and request.layout not in ("auto", "verbatim"):
-            raise InvalidRequestError(
-                f"midfill.layout {request.layout!r} needs a suffix, or a prompt that is the"
-                " model's FIM format filled in",
-                param="midfill.layout",
-            )
-        filled = request.raw and layout.layout != "verbatim"  # its texts are not the request's
-        prefix = layout.planned_prefix if filled else request.prefix
-        suffix = layout.planned_suffix if filled else request.suffix
-        prompt, last = self._encode(layout, prefix, suffix)
-        return dataclasses.replace(prompt, text=request.prefix), last
+    def _lay_out(self, request: InfillRequest) -> tuple[PromptLayout, list[Sequence[int]]]:
+        """Lay a request out and encode it, with a smaller window as long as it is too long.
 
-    def _encode(self, layout: PromptLayout, prefix: str, suffix: str) -> tuple[Prompt, int]:
+        Returns:
+            The layout and the ids of its parts, as of ``LayoutEncoder.encode_parts``.
+        """
+        most, limit = self.context - int(_ANSWER_SHARE * self.context), None
+        for _ in range(_MAX_SHRINKS):
+            layout = self._planner.plan_and_record(request, limit)
+            parts = self._layouts.encode_parts(layout)
+            tokens = sum(map(len, parts)) - _context_tokens(layout, parts)
+            if tokens < most or layout.layout == "verbatim" or request.window == "as-sent":
+                break
+            shown = len(layout.planned_prefix) + len(layout.planned_suffix)
+            limit = int(shown * _WINDOW_SHARE * self.context / tokens)
+        return layout, parts
+
+    def _limited(self, rule: WindowRule) -> WindowRule:
+        """Return the rule without text that can't fit into the context."""
+        most = self.context * _MAX_CHARACTERS_PER_TOKEN
+        return WindowRule(min(rule.before, most), min(rule.after, most))
+
+    def _encode(
+        self, layout: PromptLayout, parts: Sequence[Sequence[int]], prefix: str, suffix: str
+    ) -> tuple[Prompt, int]:
         """Return a layout's prompt, and how many tokens at its end the answer continues."""
-        parts = self._layouts.encode_parts(layout)
         ids = [token_id for part in parts for token_id in part]
         self._check_length(len(ids), _too_long_field(layout, parts, self.context))
+        raw = layout.layout == "verbatim"
         report = LayoutReport(
             layout=layout.layout,
-            cut=None if layout.layout == "verbatim" else layout.cut,
+            cut=None if raw else layout.cut,
             sentinels=self.format is not None,
             document=layout.document,
+            window=None if raw else (len(layout.planned_prefix), len(layout.planned_suffix)),
         )
         prompt = Prompt(ids, prefix, report, layout.stop_token_ids, prefix=prefix, suffix=suffix)
         end = layout.segments[-1] if layout.segments else None
@@ -341,13 +379,18 @@ def fim_format(
     return find_format(checkpoint.config.family, special_tokens, checkpoint.metadata)
 
 
-def _too_long_field(layout: PromptLayout, parts: Sequence[Sequence[int]], context: int) -> str:
-    """Return the field that makes a prompt too long: "context" if it would fit without."""
-    extra = sum(
+def _context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int:
+    """Return how many of a layout's tokens show other files."""
+    return sum(
         len(part)
         for segment, part in zip(layout.segments, parts[1:], strict=True)
         if isinstance(segment, TextSegment) and segment.role == "context"
     )
+
+
+def _too_long_field(layout: PromptLayout, parts: Sequence[Sequence[int]], context: int) -> str:
+    """Return the field that makes a prompt too long: "context" if it would fit without."""
+    extra = _context_tokens(layout, parts)
     return "context" if extra and sum(map(len, parts)) - extra < context else "prompt"
 
 

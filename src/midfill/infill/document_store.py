@@ -15,13 +15,14 @@ A name given by the client only adds a key and rules out documents with another 
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from sys import getsizeof
 from zlib import crc32
 
 from midfill.infill.layout import Segment
 from midfill.infill.prefix_cut import CutHistory
 from midfill.infill.view import Overlap, View, find_overlap
+from midfill.infill.window import WindowStarts
 
 _EDGE = 64  # characters at the ends of a text that make a key
 _REACH = 4000  # lines within this many characters of the caret make keys
@@ -32,10 +33,11 @@ _MAX_CANDIDATES = 4
 _CERTAIN = 0.9  # share of the text; a larger overlap ends the search
 
 # Bytes of the objects that hold a document, beside its texts; a test measures that they suffice.
-_DOCUMENT_BYTES = 1800
+_DOCUMENT_BYTES = 1900
 _PROMPT_BYTES = 200
 _FRAGMENT_BYTES = 24
 _SEGMENT_BYTES = 96
+_START_BYTES = 160
 _TEXT_BYTES = 16
 _KEY_BYTES = 400
 
@@ -52,6 +54,9 @@ class Document:
         cuts: how its prompts were cut.
         fixed_head: text before the suffix in the fixed layout "efim"; None before its first use.
         context: the segments its last prompt began with.
+        starts: where windows of it have begun.
+        window_limit: maximum number of its characters in a prompt, since more did not fit into the
+            model's context; None if that never happened.
     """
 
     id: str
@@ -61,11 +66,14 @@ class Document:
     cuts: CutHistory
     fixed_head: str | None = None
     context: tuple[Segment, ...] = ()
+    starts: WindowStarts = field(default_factory=WindowStarts)
+    window_limit: int | None = None
 
     @property
     def memory_bytes(self) -> int:
         """Bytes held, objects included; a text that is held twice as one object counts once."""
         texts = [self.view.text, self.name or "", self.fixed_head or "", *self.cuts.texts()]
+        texts += self.starts.texts()
         texts += (segment.text for segment in self.context)
         distinct = {id(text): getsizeof(text) for text in texts}
         fragments = sum(len(prompt.fragments) for prompt in self.cuts.prompts)
@@ -76,6 +84,7 @@ class Document:
             + _PROMPT_BYTES * len(self.cuts.prompts)
             + _FRAGMENT_BYTES * fragments
             + _SEGMENT_BYTES * len(self.context)
+            + _START_BYTES * len(self.starts)
         )
 
 

@@ -23,6 +23,7 @@ from midfill.infill.prefix_cut import (
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import parse_template
 from midfill.infill.view import View, updated_view
+from midfill.infill.window import WindowRule, place_end
 
 _MAX_TENANTS = 4096  # whose context order is remembered
 
@@ -41,6 +42,7 @@ class PlannerOptions:
             each increment as one text.
         cut_rule: what the model needs of its cuts.
         keeps_tokens: where its tokenizer allows a cut.
+        window: how much of a long text to show the model; None shows all that is sent.
     """
 
     max_characters: int = 4_000_000
@@ -49,6 +51,7 @@ class PlannerOptions:
     fragments: bool = False
     cut_rule: CutRule = DEFAULT_RULE
     keeps_tokens: KeepsTokens = keeps_any_tokens
+    window: WindowRule | None = None
 
 
 class Planner:
@@ -67,8 +70,15 @@ class Planner:
         self._documents = DocumentStore(self._options.max_document_bytes)
         self._contexts: OrderedDict[str, ContextOrder] = OrderedDict()
 
-    def plan_and_record(self, request: InfillRequest) -> PromptLayout:
+    def plan_and_record(
+        self, request: InfillRequest, window_limit: int | None = None
+    ) -> PromptLayout:
         """Lay out one request, and record its text and its cut in its document.
+
+        Args:
+            request: the texts and how to lay them out.
+            window_limit: maximum number of the document's characters in the prompt, given where
+                more have turned out not to fit into the context. The document remembers it.
 
         Raises:
             InvalidRequestError: a text is too long or holds half a surrogate pair, or a suffix
@@ -76,9 +86,9 @@ class Planner:
         """
         self._check(request)
         if request.raw or request.layout == "verbatim":
-            return self._plan_raw(request)
+            return self._plan_raw(request, window_limit)
         context = self._order_context(request)
-        return self._plan(request, context)
+        return self._plan(request, context, window_limit)
 
     def expected_layout(self, document: str) -> PromptLayout | None:
         """Return the layout that a document's next request will probably need.
@@ -112,27 +122,33 @@ class Planner:
     def _cuts_matter(self) -> bool:
         return self._format is not None and self._format.order == "psm"
 
-    def _plan_raw(self, request: InfillRequest) -> PromptLayout:
+    def _plan_raw(self, request: InfillRequest, window_limit: int | None) -> PromptLayout:
         """Lay out a raw prompt: as it is, unless it is the model's own template, filled in."""
         if request.layout != "verbatim" and self._format is not None:
             filled = parse_template(self._format, request.prefix)
             if filled is not None:
                 lead = (TextSegment(filled.lead, "raw"),) if filled.lead else ()
-                return self._plan(
-                    replace(request, prefix=filled.prefix, suffix=filled.suffix, raw=False), lead
-                )
+                request = replace(request, prefix=filled.prefix, suffix=filled.suffix, raw=False)
+                return self._plan(request, lead, window_limit)
         segments = (TextSegment(request.prefix, "raw"),) if request.prefix else ()
         return PromptLayout(segments=segments, layout="verbatim")
 
-    def _plan(self, request: InfillRequest, context: tuple[Segment, ...]) -> PromptLayout:
-        prefix, suffix = request.prefix, request.suffix
-        if request.layout == "psm":
-            return self._laid_out(CachedPrompt(prefix, suffix), None, context)
-        if request.layout == "spm":
-            return self._laid_out(
-                CachedPrompt("", suffix, extend_fragments((), prefix)), None, context
-            )
+    def _plan(
+        self, request: InfillRequest, context: tuple[Segment, ...], window_limit: int | None
+    ) -> PromptLayout:
+        rule = self._window_rule(request)
+        if request.layout in ("psm", "spm"):
+            prefix, suffix = request.prefix, request.suffix
+            if rule is not None:
+                text, caret = prefix + suffix, len(prefix)
+                start, end = _limited(rule, window_limit).place(text, caret)
+                prefix, suffix = text[start:caret], text[caret:end]
+            if request.layout == "psm":
+                return self._laid_out(CachedPrompt(prefix, suffix), None, context)
+            prompt = CachedPrompt("", suffix, extend_fragments((), prefix))
+            return self._laid_out(prompt, None, context)
         document = self._record_text(request)
+        prefix, suffix = _shown(document, rule, window_limit)
         if document.context != context:  # nothing cached begins with this context
             document.context = context
             document.cuts.prompts.clear()
@@ -142,11 +158,17 @@ class Planner:
                 head = document.fixed_head = prefix
             prompt = CachedPrompt(head, suffix, extend_fragments((), prefix[len(head) :]))
         elif self._cuts_matter:
-            prompt = document.cuts.choose_and_record(document.view.prefix, document.view.suffix)
+            prompt = document.cuts.choose_and_record(prefix, suffix)
         else:
-            prompt = CachedPrompt(document.view.prefix, document.view.suffix)
+            prompt = CachedPrompt(prefix, suffix)
         self._documents.record(document)
         return self._laid_out(prompt, document.id, context)
+
+    def _window_rule(self, request: InfillRequest) -> WindowRule | None:
+        """Return how much of the request's text to show; None shows all of it."""
+        if request.window == "as-sent":
+            return None
+        return self._options.window if request.window == "stable" else request.window
 
     def _record_text(self, request: InfillRequest) -> Document:
         """Return the request's document, its name and view updated."""
@@ -229,3 +251,34 @@ class Planner:
                     f"holds half a surrogate pair at character {error.start}; "
                     "send whole Unicode characters",
                 ) from None
+
+
+def _limited(rule: WindowRule, limit: int | None) -> WindowRule:
+    return rule if limit is None else rule.limited(limit)
+
+
+def _shown(document: Document, rule: WindowRule | None, limit: int | None) -> tuple[str, str]:
+    """Return the text before and after the caret that goes into the prompt.
+
+    A side of which the client sent no more than the rule allows is shown as ``View`` has it.
+    """
+    view = document.view
+    if rule is None:
+        return view.prefix, view.suffix
+    if limit is not None:
+        document.window_limit = min(limit, document.window_limit or limit)
+    rule = _limited(rule, document.window_limit)
+    start, kept = document.starts.choose_and_record(
+        view.text,
+        view.caret,
+        rule,
+        sent=view.sent_left,
+        shown=view.left,
+        most=None if document.window_limit is None else document.window_limit - rule.after,
+    )
+    if not kept:
+        document.cuts.restart_visit()
+    end = view.right
+    if document.window_limit is not None or view.sent_right - view.caret > rule.after:
+        end = place_end(view.text, view.caret, rule, view.sent_right)
+    return view.text[start : view.caret], view.text[view.caret : end]

@@ -153,6 +153,10 @@ class CutHistory:
             yield prompt.suffix
             yield from prompt.fragments
 
+    def restart_visit(self) -> None:
+        """Forget where the caret came to its suffix: the text before it begins elsewhere now."""
+        self._suffix = None
+
     def choose_and_record(self, prefix: str, suffix: str) -> CachedPrompt:
         """Cut a new request's prefix, and record the prompt that results.
 

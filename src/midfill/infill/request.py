@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midfill.infill.context import ContextFile
+from midfill.infill.window import WindowRule
 
 RequestedLayout = Literal["auto", "psm", "spm", "efim", "verbatim"]
 WindowMode = Literal["stable", "as-sent"]
@@ -25,8 +26,9 @@ class InfillRequest:
         document: the document's name if the client gives one; any string, only compared within one
             tenant. The text decides: a wrong name costs speed, never correctness.
         tenant: whose documents to search; tenants never share documents.
-        window: "stable" lets the planner keep the far edges of a sliding window where they were,
-            with text that the same tenant sent before; "as-sent" forbids it.
+        window: how much of a long text to show the model. "stable" takes the planner's own rule; a
+            rule takes its place. Edges stay where they were while the caret is near, also with
+            text that the same tenant sent before. "as-sent" shows exactly what was sent.
         context: other files or snippets to show the model; the planner orders them.
         path, repository: the document's path and its repository's name, shown to the model in the
             family's own format if it has one.
@@ -38,7 +40,7 @@ class InfillRequest:
     raw: bool = False
     document: str | None = None
     tenant: str = ""
-    window: WindowMode = "stable"
+    window: WindowMode | WindowRule = "stable"
     context: tuple[ContextFile, ...] = ()
     path: str = ""
     repository: str = ""

@@ -17,6 +17,7 @@ from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.trim import Brackets, Lines
+from midfill.infill.window import WindowRule
 from midfill.server.bodies import body_reference, read_json
 from midfill.server.event_stream import EventStream, while_connected
 from midfill.server.generation import Generation, check_answer_count
@@ -51,13 +52,36 @@ class ExtraInput(msgspec.Struct, kw_only=True):
     filename: str | None = None
 
 
+class WindowFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How much of the text around the caret to show the model, in characters.
+
+    Attributes:
+        before: about how many before the caret; null takes the server's number.
+        after: at most how many after it; null takes the server's number.
+    """
+
+    before: int | None = None
+    after: int | None = None
+
+    def rule(self, default: WindowRule) -> WindowRule:
+        """Return the rule that the fields ask for.
+
+        Raises:
+            InvalidRequestError: a number is too small.
+        """
+        before = default.before if self.before is None else self.before
+        after = default.after if self.after is None else self.after
+        return WindowRule(before, after)
+
+
 class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The request's ``midfill`` object.
 
     Attributes:
         layout: how to lay the prompt out; null means "auto".
         document: the client's name for the document, if it has one.
-        window: "as-sent" forbids prompts that contain text of earlier requests.
+        window: how much of the text around the caret to show the model. "as-sent" shows exactly
+            what was sent; null and "stable" leave it to the server.
         healing: false continues right at the caret. Otherwise, where a longer token could begin
             like the last tokens before the caret, the model writes these again, and they are left
             out of the answer.
@@ -73,7 +97,7 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     layout: RequestedLayout | None = None
     document: str | None = None
-    window: WindowMode | None = None
+    window: WindowMode | WindowFields | None = None
     healing: bool | None = None
     context: list[ContextEntry] | None = None
     path: str | None = None
@@ -178,6 +202,7 @@ def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str
 def _encode_text(encoder: PromptEncoder, body: CompletionRequest, text: str, tenant: str) -> Prompt:
     """Encode a text: the prefix where there is a suffix, otherwise a raw prompt."""
     fields = body.midfill or MidfillFields()
+    window = fields.window or "stable"
     request = InfillRequest(
         prefix=text,
         suffix=body.suffix or "",
@@ -185,7 +210,7 @@ def _encode_text(encoder: PromptEncoder, body: CompletionRequest, text: str, ten
         layout=fields.layout or "auto",
         document=fields.document,
         tenant=tenant,
-        window=fields.window or "stable",
+        window=window.rule(encoder.window) if isinstance(window, WindowFields) else window,
         context=body.context(),
         path=fields.path or "",
         repository=fields.repository or "",
@@ -217,7 +242,8 @@ def _context_names(body: CompletionRequest) -> dict[str, str]:
         raise InvalidRequestError(
             f"{useless} is only for infilling; send a suffix, which may be empty", param=useless
         )
-    return {"context": context, "path": "midfill.path"}
+    windows = {f"window.{name}": f"midfill.window.{name}" for name in ("before", "after")}
+    return {"context": context, "path": "midfill.path", **windows}
 
 
 class _Completion:

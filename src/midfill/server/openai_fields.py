@@ -102,6 +102,9 @@ def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
     }
     if prompt.report.cut is not None:
         fields["cut"] = prompt.report.cut
+    if prompt.report.window is not None:
+        before, after = prompt.report.window
+        fields["window"] = {"before": before, "after": after}
     if prompt.report.document is not None:
         fields["document"] = prompt.report.document
     if prompt.report.healed:

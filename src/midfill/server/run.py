@@ -20,6 +20,7 @@ from midfill.engine.client import EngineClient
 from midfill.engine.messages import EngineInfo
 from midfill.errors import MidfillError
 from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.infill.window import WindowRule
 from midfill.server.app import create_app
 from midfill.server.service import ModelService
 from midfill.system.progress import Progress
@@ -77,7 +78,8 @@ async def open_service(
         format, info = await asyncio.gather(
             asyncio.to_thread(fim_format, checkpoint, options.fim_tokens), engine.start()
         )
-        prompts = await asyncio.to_thread(PromptEncoder, checkpoint, format, info.context)
+        window = None if options.window is None else WindowRule(*options.window)
+        prompts = await asyncio.to_thread(PromptEncoder, checkpoint, format, info.context, window)
         name = options.served_name or _short_name(options.model)
         service = ModelService(
             name,
