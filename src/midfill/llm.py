@@ -57,6 +57,7 @@ class LLM:
         tokenizer: the model's tokenizer.
         info: the backend, memory, load time, and ``info.context``, the maximum number of tokens of
             a prompt and its answer.
+        fingerprint: hex digest of the weights, adapter included.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class LLM:
         checkpoint = open_model(resolve(model, progress), folder, weights)
         self.fim_format = fim_format(checkpoint, fim_tokens)
         self.tokenizer = checkpoint.tokenizer
+        self.fingerprint = checkpoint.fingerprint
         engine, self._runner, self.info = load_engine(checkpoint, options, progress, started)
         self._engine = InProcessEngine(engine)
         self._prompts = PromptEncoder(checkpoint, self.fim_format, self.info.context, window)
@@ -222,7 +224,7 @@ class LLM:
         items: Sequence[InfillRequest | PromptLayout],
         sampling: SamplingParams | None = None,
         *,
-        healing: bool = True,
+        healing: bool | Sequence[bool] = True,
         progress: StageProgress | None = None,
     ) -> list[GenerationResult]:
         """Fill in many holes, all in one batch.
@@ -230,7 +232,7 @@ class LLM:
         Args:
             items: requests for the planner, or layouts to use as they are.
             sampling: how to generate; greedy, at most 128 tokens, if None.
-            healing: see ``infill``.
+            healing: see ``infill``; for all items or for each.
             progress: called with (number of answered items, number of items).
 
         Returns:
@@ -240,7 +242,11 @@ class LLM:
             InvalidRequestError: an item or a parameter that can't be used.
         """
         sampling = self._checked(sampling)
-        prompts = [self._infill_prompt(item, healing, sampling) for item in items]
+        healed = [healing] * len(items) if isinstance(healing, bool) else healing
+        prompts = [
+            self._infill_prompt(item, heals, sampling)
+            for item, heals in zip(items, healed, strict=True)
+        ]
         return self._results(prompts, sampling, progress)
 
     def _prompt(self, prompt: str | Sequence[int]) -> Prompt:

@@ -120,6 +120,7 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["infilling", "--files", HERE, "--tasks", "words"], "--tasks names words"),
         (["infilling", "--files", HERE, "--tasks", "single-line"], "needs --humaneval"),
         (["infilling", "--files", HERE, "--conditions", "pms"], "--conditions names pms"),
+        (["infilling", "--files", HERE, "--resume"], "name it with --json"),
         (["infilling", "--files", HERE, "--json", "no/a.json"], "there is no folder no"),
         (["infilling", "--files", HERE, "--plot", "a.bmp"], "must end in .png, .svg or .pdf"),
         (["infilling", "--files", HERE, "--url", "http://127.0.0.1:1/v1"], "no OpenAI-style"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from running_server import start
 
@@ -10,8 +11,9 @@ from midfill import LLM
 from midfill.errors import MidfillError
 from midfill.evaluation.conditions import CONDITIONS, choose_conditions
 from midfill.evaluation.metrics import score_answer
-from midfill.evaluation.models import Answer, LocalModel, Model, PromptInput, RemoteModel
+from midfill.evaluation.models import Answer, LocalModel, Model, ModelPrompt, RemoteModel
 from midfill.evaluation.problems import Problem, Task, parse_tasks
+from midfill.evaluation.report import read_report, write_report
 from midfill.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat
@@ -26,6 +28,7 @@ class Writes:
 
     format: FimFormat | None = None
     description = "knows it all"
+    fingerprint = "0"
     remote = False
 
     def __init__(self, problems: Sequence[Problem], written: Callable[[str], Answer]) -> None:
@@ -34,11 +37,7 @@ class Writes:
         self.keeps_tokens: KeepsTokens = keeps_any_tokens
 
     def answer(
-        self,
-        prompts: Sequence[PromptInput],
-        max_tokens: int,
-        healing: bool,
-        progress: StageProgress,
+        self, prompts: Sequence[ModelPrompt], max_tokens: int, progress: StageProgress
     ) -> list[Answer]:
         some, self._rest = self._rest[: len(prompts)], self._rest[len(prompts) :]
         return [self._written(hole) for hole in some]
@@ -154,10 +153,76 @@ def test_a_model_is_asked_every_hole_in_every_condition(local: LocalModel, human
         assert all(outcome.scores for outcome in outcomes)
     assert saved == [4, 8, 12, 16, 20]
     assert [done for _, done, _ in heard] == list(range(1, 141))
-    assert heard[-1] == ("span, auto", 140, 140)
+    assert heard[-1] == ("span", 140, 140)
     assert report.problems[0].digest == problems[0].digest
     again = run(local, problems, asked)
     assert again == report
+
+
+def test_an_interrupted_run_is_resumed_where_it_stopped(
+    local: LocalModel, humaneval: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midfill.evaluation.run._BATCH_ANSWERS", 6)
+    asked = options("single-line", "line", limit=5)
+    problems = load_problems(asked, humaneval, [HERE])
+    conditions = choose_conditions(["psm", "auto"], local.format)
+    path = tmp_path / "run.json"
+
+    def save(so_far: InfillingReport) -> None:
+        write_report(so_far, path, finished=False)
+        if len(so_far.problems) > 5:
+            raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        evaluate(local, problems, conditions, asked, lambda *_: None, save)
+    interrupted = read_report(path)
+    assert 5 < len(interrupted.problems) < 10
+    heard: list[tuple[int, int]] = []
+    resumed = evaluate(
+        local,
+        problems,
+        conditions,
+        asked,
+        lambda _, done, total: heard.append((done, total)),
+        lambda _: None,
+        interrupted,
+    )
+    assert heard[0] == (2 * len(read_report(path).problems) + 1, 20)
+    assert resumed == run(local, problems, asked, "psm,auto")
+    again: list[object] = []
+    finished = evaluate(
+        local, problems, conditions, asked, lambda *told: again.append(told), again.append, resumed
+    )
+    assert finished == resumed
+    assert not again
+
+
+def test_another_run_is_not_resumed(local: LocalModel, humaneval: Path) -> None:
+    asked = options("line", limit=3)
+    problems = load_problems(asked, humaneval, [HERE])
+    earlier = run(local, problems, asked, "psm")
+
+    def resume(names: str = "psm", asked: RunOptions = asked, **changes: object) -> None:
+        evaluate(
+            local,
+            load_problems(asked, humaneval, [HERE]),
+            choose_conditions(names.split(","), local.format),
+            asked,
+            lambda *_: None,
+            lambda _: None,
+            msgspec.structs.replace(earlier, **changes),
+        )
+
+    resume()
+    with pytest.raises(MidfillError, match="its conditions differ"):
+        resume("psm,efim")
+    with pytest.raises(MidfillError, match="its options differ"):
+        resume(asked=options("line", limit=4))
+    with pytest.raises(MidfillError, match="its model's weights differ"):
+        resume(fingerprint="other")
+    other = [msgspec.structs.replace(problem, digest="x") for problem in earlier.problems]
+    with pytest.raises(MidfillError, match="its holes are of other files"):
+        resume(problems=other)
 
 
 def test_a_server_gives_the_answers_of_the_model_itself(

@@ -15,6 +15,7 @@ from midfill.cli.evaluation_options import (
     JsonOption,
     LimitOption,
     MaxTokensOption,
+    ResumeOption,
     SeedOption,
     TasksOption,
     TypedOption,
@@ -70,6 +71,7 @@ def infilling(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = None,
+    resume: ResumeOption = False,
     plot: PlotOption = None,
     docs: DocsOption = None,
     section: SectionOption = "infilling",
@@ -84,13 +86,16 @@ def infilling(
     from midfill.errors import MidfillError
     from midfill.evaluation.conditions import choose_conditions, parse_conditions
     from midfill.evaluation.models import LocalModel, RemoteModel
-    from midfill.evaluation.report import write_report
+    from midfill.evaluation.report import read_report, write_report
     from midfill.evaluation.run import RunOptions, evaluate, load_problems
 
     if url is not None and (model or adapter or typed):
         raise MidfillError(
             "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
+    if resume and json is None:
+        raise MidfillError("--resume continues what a file holds: name it with --json")
+    earlier = read_report(json) if resume and json is not None and json.exists() else None
     names = None if conditions is None else parse_conditions(conditions)
     before, after = parse_context(context_characters)
     options = RunOptions(
@@ -129,7 +134,7 @@ def infilling(
             )
             evaluated = LocalModel(stack.enter_context(llm), f"{name} (weights {weights})")
         chosen = choose_conditions(names, evaluated.format, remote=evaluated.remote)
-        report = evaluate(evaluated, problems, chosen, options, progress, save)
+        report = evaluate(evaluated, problems, chosen, options, progress, save, earlier)
     if json is not None:
         write_report(report, json, finished=True)
     _show(report, plot, docs, section)

@@ -73,3 +73,10 @@ JsonOption = Annotated[
         " run.",
     ),
 ]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue the run in --json with the same options: ask only what it lacks.",
+    ),
+]

@@ -91,6 +91,7 @@ def read_files(paths: Sequence[Path]) -> list[SourceFile]:
 def draw_holes(files: Sequence[SourceFile], task: FileTask, count: int, seed: int) -> list[Problem]:
     """Draw up to ``count`` different holes of one kind, from the files in turn.
 
+    They are in the order they were drawn in, so the first ones are from as many files as possible.
     There are fewer if the files have no more. All randomness follows from the seed.
 
     Raises:
@@ -113,7 +114,7 @@ def draw_holes(files: Sequence[SourceFile], task: FileTask, count: int, seed: in
         sources = left
     if not problems:
         raise MidfillError(f"the files have no place for a hole of kind {task!r}")
-    return sorted(problems.values(), key=lambda problem: problem.id)
+    return list(problems.values())
 
 
 class _HoleSource:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from midfill.llm import LLM
 
-PromptInput = PromptLayout | InfillRequest
-
 _MAX_CONNECTIONS = 32
 _TIMEOUT_SECONDS = 600.0
 
@@ -38,34 +36,44 @@ class Answer:
     ended: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ModelPrompt:
+    """A prompt for a model.
+
+    Attributes:
+        text: a layout, or a request that midfill lays out itself.
+        healing: whether a layout is answered with token healing.
+    """
+
+    text: PromptLayout | InfillRequest
+    healing: bool = False
+
+
 class Model(Protocol):
     """Answers prompts greedily.
 
     Attributes:
         format: its FIM format, None if it has none.
         description: the model and what computes its answers, for the report.
+        fingerprint: digest of its weights; "" if it is unknown.
         remote: whether it takes prompts as text only.
         keeps_tokens: where its tokenizer allows a cut.
     """
 
     format: FimFormat | None
     description: str
+    fingerprint: str
     remote: bool
     keeps_tokens: KeepsTokens
 
     def answer(
-        self,
-        prompts: Sequence[PromptInput],
-        max_tokens: int,
-        healing: bool,
-        progress: StageProgress,
+        self, prompts: Sequence[ModelPrompt], max_tokens: int, progress: StageProgress
     ) -> list[Answer]:
         """Return one answer per prompt, in order.
 
         Args:
-            prompts: layouts, or requests that midfill lays out itself.
+            prompts: what to answer.
             max_tokens: of each answer.
-            healing: whether layouts are answered with token healing.
             progress: called with (answered, total).
 
         Raises:
@@ -85,19 +93,21 @@ class LocalModel:
         adapter = "no adapter" if llm.info.adapter is None else f"adapter {llm.info.adapter}"
         self.description = f"{name}, {adapter}, {llm.info.backend}"
         self.keeps_tokens: KeepsTokens = keeps_tokens_of(llm.tokenizer)
+        self.fingerprint = llm.fingerprint
 
     def answer(
-        self,
-        prompts: Sequence[PromptInput],
-        max_tokens: int,
-        healing: bool,
-        progress: StageProgress,
+        self, prompts: Sequence[ModelPrompt], max_tokens: int, progress: StageProgress
     ) -> list[Answer]:
         """See ``Model``."""
         from midfill.frontend.sampling import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        results = self._llm.infill_all(prompts, sampling, healing=healing, progress=progress)
+        results = self._llm.infill_all(
+            [prompt.text for prompt in prompts],
+            sampling,
+            healing=[prompt.healing for prompt in prompts],
+            progress=progress,
+        )
         return [
             Answer(result.text, result.answers[0].finish_reason == "stop") for result in results
         ]
@@ -118,6 +128,7 @@ class RemoteModel:
     """
 
     remote = True
+    fingerprint = ""
 
     def __init__(self, base_url: str, sentinels: tuple[str, str, str] | None) -> None:
         require("--url", ["httpx"], extra="bench")
@@ -135,21 +146,17 @@ class RemoteModel:
         self.description = f"{self._name} at {self._base_url}"
 
     def answer(
-        self,
-        prompts: Sequence[PromptInput],
-        max_tokens: int,
-        healing: bool,
-        progress: StageProgress,
+        self, prompts: Sequence[ModelPrompt], max_tokens: int, progress: StageProgress
     ) -> list[Answer]:
         """See ``Model``."""
         payloads = [self._payload(prompt, max_tokens) for prompt in prompts]
         return asyncio.run(self._answer_all(payloads, progress))
 
-    def _payload(self, prompt: PromptInput, max_tokens: int) -> dict[str, Any]:
+    def _payload(self, prompt: ModelPrompt, max_tokens: int) -> dict[str, Any]:
         body = {"model": self._name, "max_tokens": max_tokens, "temperature": 0}
-        if isinstance(prompt, InfillRequest):
-            return {**body, "prompt": prompt.prefix, "suffix": prompt.suffix}
-        text = "".join(segment.text for segment in prompt.segments)
+        if isinstance(prompt.text, InfillRequest):
+            return {**body, "prompt": prompt.text.prefix, "suffix": prompt.text.suffix}
+        text = "".join(segment.text for segment in prompt.text.segments)
         return {**body, "prompt": text, "midfill": {"layout": "verbatim"}}
 
     async def _answer_all(

@@ -12,7 +12,7 @@ from midfill.evaluation.conditions import Condition, PromptOptions, make_prompt
 from midfill.evaluation.holes import draw_holes, read_files
 from midfill.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
 from midfill.evaluation.metrics import score_answer
-from midfill.evaluation.models import Answer, Model
+from midfill.evaluation.models import Answer, Model, ModelPrompt
 from midfill.evaluation.problems import (
     FILE_TASKS,
     LINE_TASKS,
@@ -27,7 +27,7 @@ from midfill.infill.trim import first_line
 from midfill.system.progress import Progress, StageProgress
 
 _MAX_FILE_HOLES = 1000  # per task, for files without a limit
-_BATCH_SIZE = 32
+_BATCH_ANSWERS = 256  # enough that the last answers of a batch, which run alone, cost little
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +82,7 @@ class InfillingReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: the model and what computed its answers.
+        fingerprint: digest of the model's weights; "" for one behind a URL.
         options: of the run.
         isolation: how programs were isolated; "" where none ran.
         problems: the problems so far.
@@ -94,6 +95,7 @@ class InfillingReport(msgspec.Struct, frozen=True, kw_only=True):
     isolation: str
     problems: list[ProblemRecord]
     outcomes: dict[str, list[Outcome]]
+    fingerprint: str = ""
     format: int = 1
 
 
@@ -133,22 +135,25 @@ def evaluate(
     options: RunOptions,
     progress: Progress,
     save: Callable[[InfillingReport], None],
+    earlier: InfillingReport | None = None,
 ) -> InfillingReport:
     """Ask every problem in every condition and score the answers.
 
-    Each batch of problems goes through all conditions before the next one, so that what their
-    prompts share is computed once.
+    Problems are asked in batches, each in all conditions at once, so that the engine is never
+    short of work and what their prompts share is computed once.
 
     Args:
         model: the model to evaluate.
         problems: from ``load_problems``.
         conditions: from ``choose_conditions``.
         options: of the run.
-        progress: called with (task and condition, answers so far, all answers).
+        progress: called with (task, answers so far, all answers).
         save: called with the report so far after each batch.
+        earlier: the report of an interrupted run; its problems are not asked again.
 
     Raises:
-        MidfillError: a prompt is too long, the server failed, or the sandbox can't be used.
+        MidfillError: a prompt is too long, the server failed, the sandbox can't be used, or the
+            earlier run was another.
     """
     if model.remote:
         problems = [problem for problem in problems if not _contains_sentinel(problem, model)]
@@ -163,41 +168,83 @@ def evaluate(
             isolation=sandbox.isolation if sandbox is not None else "",
             problems=[],
             outcomes={condition.name: [] for condition in conditions},
+            fingerprint=model.fingerprint,
         )
-        done, total = 0, len(problems) * len(conditions)
-        for batch in _batches(problems):
-            for condition in conditions:
-                stage, before = f"{batch[0].task}, {condition.name}", done
+        if earlier is not None:
+            report, problems = _resume(earlier, report, problems)
+        done = len(report.problems) * len(conditions)
+        total = done + len(problems) * len(conditions)
+        for batch in _batches(problems, max(1, _BATCH_ANSWERS // len(conditions))):
 
-                def answered(count: int, _: int, stage: str = stage, before: int = before) -> None:
-                    progress(stage, before + count, total)
+            def answered(
+                count: int, _: int, task: Task = batch[0].task, before: int = done
+            ) -> None:
+                progress(task, before + count, total)
 
-                answers = _ask(model, batch, condition, options, answered)
-                report.outcomes[condition.name] += _judge(batch, answers, sandbox)
-                done += len(batch)
-            report.problems.extend(
-                ProblemRecord(problem.id, problem.task, problem.group, problem.digest)
-                for problem in batch
-            )
+            answers = _ask(model, batch, conditions, options, answered)
+            outcomes = _judge(batch, answers, sandbox)
+            for condition, found in zip(conditions, outcomes, strict=True):
+                report.outcomes[condition.name].extend(found)
+            report.problems.extend(_record(problem) for problem in batch)
+            done += len(batch) * len(conditions)
             save(report)
     return report
 
 
-def _batches(problems: Sequence[Problem]) -> Iterator[list[Problem]]:
+def _resume(
+    earlier: InfillingReport, fresh: InfillingReport, problems: Sequence[Problem]
+) -> tuple[InfillingReport, list[Problem]]:
+    """Return an interrupted run's report, and the problems that are left to ask.
+
+    Args:
+        earlier: the report.
+        fresh: the empty report of the run that continues it.
+        problems: all problems of that run.
+
+    Raises:
+        MidfillError: the earlier run was another.
+    """
+    for what, one, other in (
+        ("model", earlier.model, fresh.model),
+        ("model's weights", earlier.fingerprint, fresh.fingerprint),
+        ("options", earlier.options, fresh.options),
+        ("conditions", list(earlier.outcomes), list(fresh.outcomes)),
+        ("kind of sandbox", earlier.isolation, fresh.isolation),
+    ):
+        if one != other:
+            raise MidfillError(
+                f"the earlier run can't be resumed: its {what} differ from this run's;"
+                f" name another --json file (earlier: {one}; now: {other})"
+            )
+    known = {record.id: record for record in earlier.problems}
+    wanted = [_record(problem) for problem in problems]
+    if any(record != known.get(record.id, record) for record in wanted) or not (
+        known.keys() <= {record.id for record in wanted}
+    ):
+        raise MidfillError("the earlier run can't be resumed: its holes are of other files or data")
+    return earlier, [problem for problem in problems if problem.id not in known]
+
+
+def _record(problem: Problem) -> ProblemRecord:
+    return ProblemRecord(problem.id, problem.task, problem.group, problem.digest)
+
+
+def _batches(problems: Sequence[Problem], size: int) -> Iterator[list[Problem]]:
     """Yield the problems in batches, each of one task."""
     for _, group in groupby(problems, key=lambda problem: problem.task):
         same = list(group)
-        for start in range(0, len(same), _BATCH_SIZE):
-            yield same[start : start + _BATCH_SIZE]
+        for start in range(0, len(same), size):
+            yield same[start : start + size]
 
 
 def _ask(
     model: Model,
     problems: Sequence[Problem],
-    condition: Condition,
+    conditions: Sequence[Condition],
     options: RunOptions,
     progress: StageProgress,
-) -> list[Answer]:
+) -> list[list[Answer]]:
+    """Return, for each condition, one answer per problem."""
     prompt_options = PromptOptions(
         before=options.before,
         after=options.after,
@@ -205,36 +252,48 @@ def _ask(
         seed=options.seed,
         keeps_tokens=model.keeps_tokens,
     )
+    # Condition by condition: when a problem's turn comes again, its prefix is in the cache.
     prompts = [
-        make_prompt(condition, model.format, problem, prompt_options) for problem in problems
+        ModelPrompt(
+            make_prompt(condition, model.format, problem, prompt_options), condition.healing
+        )
+        for condition in conditions
+        for problem in problems
     ]
     limit = max_tokens(problems[0].task, options.max_tokens)
-    return model.answer(prompts, limit, condition.healing, progress)
+    answers = model.answer(prompts, limit, progress)
+    return [answers[at : at + len(problems)] for at in range(0, len(answers), len(problems))]
 
 
 def _judge(
-    problems: Sequence[Problem], answers: Sequence[Answer], sandbox: Sandbox | None
-) -> list[Outcome]:
-    """Score answers, and run the programs they complete."""
-    programs = [_programs(*pair) for pair in zip(problems, answers, strict=True)]
+    problems: Sequence[Problem], answers: Sequence[Sequence[Answer]], sandbox: Sandbox | None
+) -> list[list[Outcome]]:
+    """Score answers, and run the programs they complete; ``answers`` are by condition."""
+    programs = [[_programs(*pair) for pair in zip(problems, row, strict=True)] for row in answers]
     verdicts: dict[Program, str] = {}
     if sandbox is not None:
-        # An answer of one line is also its own first line: its program runs once.
-        unique = list(dict.fromkeys(program for made in programs for program in made.values()))
+        # Conditions often give the same answer, and an answer of one line is its own first line.
+        unique = list(
+            dict.fromkeys(one for row in programs for made in row for one in made.values())
+        )
         found = sandbox.run(unique)
         verdicts = {program: verdict.reason for program, verdict in zip(unique, found, strict=True)}
-    outcomes = []
-    for problem, answer, made in zip(problems, answers, programs, strict=True):
-        passed = {name: float(verdicts[program] == "passed") for name, program in made.items()}
-        outcomes.append(
-            Outcome(
-                answer=answer.text,
-                ended=answer.ended,
-                scores=passed | score_answer(problem, answer),
-                verdict=verdicts[made["pass"]] if made else "",
-            )
-        )
-    return outcomes
+    return [
+        [_outcome(*each, verdicts) for each in zip(problems, row, made, strict=True)]
+        for row, made in zip(answers, programs, strict=True)
+    ]
+
+
+def _outcome(
+    problem: Problem, answer: Answer, made: dict[str, Program], verdicts: dict[Program, str]
+) -> Outcome:
+    passed = {name: float(verdicts[program] == "passed") for name, program in made.items()}
+    return Outcome(
+        answer=answer.text,
+        ended=answer.ended,
+        scores=passed | score_answer(problem, answer),
+        verdict=verdicts[made["pass"]] if made else "",
+    )
 
 
 def _programs(problem: Problem, answer: Answer) -> dict[str, Program]:
