@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.evaluation.holes import SourceFile, draw_holes, read_files
+from midfill.evaluation.holes import draw_holes
 from midfill.evaluation.problems import FILE_TASKS, FileTask, Problem
+from midfill.evaluation.source_files import SourceFile, read_files
 
 HERE = Path(__file__).parent
 FILES = read_files([HERE])
 TEXTS = {file.name: file.text for file in FILES}
+WHOLE_FILE_TASKS: tuple[FileTask, ...] = ("line", "subtoken", "block", "span", "nothing")
 
 
 @pytest.fixture(params=FILE_TASKS)
@@ -27,9 +29,11 @@ def holes(task: FileTask, count: int = 150, seed: int = 0) -> list[Problem]:
 
 def test_a_hole_is_cut_from_its_file(task: FileTask) -> None:
     for problem in holes(task):
-        assert problem.prefix + problem.hole + problem.suffix == TEXTS[problem.group]
+        document = problem.prefix + problem.hole + problem.suffix
+        if task in WHOLE_FILE_TASKS:
+            assert document == TEXTS[problem.group]
         assert problem.task == task
-        assert problem.hole.strip()
+        assert bool(problem.hole.strip()) == (task != "nothing")
         assert problem.prefix
 
 
@@ -39,12 +43,15 @@ def test_holes_differ_and_the_seed_decides(task: FileTask) -> None:
     assert found == holes(task)
     assert found != holes(task, seed=1)
     assert len({problem.group for problem in found}) == len(FILES)
+    assert len({problem.group for problem in found[: len(FILES)]}) >= len(FILES) - 1
 
 
 def test_the_holes_of_a_file_do_not_depend_on_other_files(task: FileTask) -> None:
     """Other files change how many holes are drawn from a file, not which."""
-    alone = {problem.id for problem in draw_holes(FILES[:1], task, 60, 0)}
+    few = draw_holes(FILES[:2], task, 60, 0)  # word-deep takes the text above from another file
+    alone = {problem.id for problem in few if problem.group == FILES[0].name}
     among = {problem.id for problem in holes(task, 60) if problem.group == FILES[0].name}
+    assert among
     assert among <= alone
 
 
@@ -86,16 +93,38 @@ def test_spans_are_short_and_start_anywhere() -> None:
     assert {bool(re.match(r"\w", problem.hole)) for problem in found} == {True, False}
 
 
-def test_folders_are_searched_and_unusable_files_skipped(tmp_path: Path) -> None:
-    (tmp_path / "deep" / "er").mkdir(parents=True)
-    (tmp_path / "deep" / "er" / "good.py").write_bytes(b"value = 1\r\n" * 50)
-    (tmp_path / "binary.py").write_bytes(b"\xff\x00" * 500)
-    (tmp_path / "short.py").write_text("x = 1\n")
-    (tmp_path / "other.txt").write_text("x = 1\n" * 100)
-    (only,) = read_files([tmp_path])
-    assert only.name == f"{tmp_path.name}/deep/er/good.py"
-    assert only.text == "value = 1\n" * 50
-    assert len(read_files([tmp_path / "other.txt"])) == 1  # named itself
+def test_nothing_is_missing_where_statements_end_and_on_blank_lines() -> None:
+    found = holes("nothing")
+    for problem in found:
+        assert problem.hole == ""
+        assert problem.suffix.startswith("\n")
+    last_signs = {problem.prefix[-1] for problem in found}
+    assert "\n" in last_signs
+    assert ")" in last_signs
+    assert not last_signs & {":", ",", "("}
+
+
+def test_words_are_the_same_in_a_tiny_file_and_further_down() -> None:
+    top, deep = holes("word-top"), holes("word-deep")
+    for above, below in zip(top, deep, strict=True):
+        assert above.id.removeprefix("word-top") == below.id.removeprefix("word-deep")
+        assert (above.hole, above.suffix, above.word_rest) == (
+            below.hole,
+            below.suffix,
+            below.word_rest,
+        )
+        assert below.prefix.endswith("\n\n\n" + above.prefix)
+        assert len(below.prefix) >= len(above.prefix) + 500
+        assert len(above.prefix) <= 300
+        assert len(above.suffix) <= 400
+        assert above.prefix + above.hole in TEXTS[above.group]
+        assert above.prefix[0].isalpha() or above.prefix[0] in "_@"
+        assert not TEXTS[above.group].startswith(below.prefix[:500])
+
+
+def test_words_further_down_need_another_file() -> None:
+    with pytest.raises(MidfillError, match="no place for a hole of kind 'word-deep'"):
+        draw_holes(FILES[:1], "word-deep", 5, 0)
 
 
 def test_a_file_with_syntax_errors_still_has_lines() -> None:
@@ -109,13 +138,6 @@ def test_there_are_fewer_holes_if_the_files_have_no_more() -> None:
     assert 50 < len(found) <= 300
 
 
-def test_bad_input_is_reported_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(MidfillError, match="no such file"):
-        read_files([tmp_path / "none"])
-    with pytest.raises(MidfillError, match="no Python files"):
-        read_files([tmp_path])
-    (tmp_path / "short.py").write_text("x = 1\n")
-    with pytest.raises(MidfillError, match=r"none of the 1 files .* at least 400 characters"):
-        read_files([tmp_path])
+def test_bad_input_is_reported_in_one_line() -> None:
     with pytest.raises(MidfillError, match="no place for a hole of kind 'subtoken'"):
         draw_holes([SourceFile("a.py", "x = 1\n" * 100)], "subtoken", 5, 0)

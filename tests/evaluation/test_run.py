@@ -107,6 +107,7 @@ def test_scores_of_held_out_holes() -> None:
         id="a", task="subtoken", group="a", prefix="pri", hole="nt(x)", suffix="\n", word_rest="nt"
     )
     right = score_answer(problem, ended("nt(x)  "))
+    assert right.pop("empty") == 0
     assert set(right.values()) == {1.0}
     assert set(right) == {"exact", "similarity", "stops", "exact_first_line", "subtoken"}
     runs_on = score_answer(problem, Answer("nt(x)\nprint(y)", ended=True))
@@ -115,6 +116,19 @@ def test_scores_of_held_out_holes() -> None:
         score_answer(problem, ended("nt(x)\n"))["stops"] == 0
     )  # the line break is not in the hole
     assert score_answer(problem, ended("ntly(x)"))["subtoken"] == 0
+
+
+def test_empty_answers_are_right_where_nothing_is_missing() -> None:
+    complete = Problem(id="a", task="nothing", group="a", prefix="x = 1", hole="", suffix="\n")
+    assert score_answer(complete, ended("")) == {"empty": 1, "stops": 1}
+    assert score_answer(complete, ended(" \n ")) == {"empty": 1, "stops": 1}
+    assert score_answer(complete, Answer(" + 2", ended=False)) == {"empty": 0, "stops": 0}
+    tasks: tuple[Task, ...] = ("line", "word-top", "random-span")
+    for task in tasks:
+        hole = msgspec.structs.replace(complete, task=task, hole="1")
+        assert score_answer(hole, ended("  "))["empty"] == 1
+        assert score_answer(hole, ended("2"))["empty"] == 0
+        assert score_answer(msgspec.structs.replace(hole, hole=" "), ended(""))["empty"] == 0
 
 
 def test_missing_data_is_reported(humaneval: Path) -> None:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from midfill.errors import MidfillError
+from midfill.evaluation.problems import Task
 from midfill.evaluation.report import (
     comparison_tables,
     plot_report,
@@ -16,7 +17,13 @@ from midfill.evaluation.report import (
     write_report,
 )
 from midfill.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
-from midfill.evaluation.summary import baseline_of, compare_reports, differences, summarise
+from midfill.evaluation.summary import (
+    baseline_of,
+    compare_reports,
+    differences,
+    summarise,
+    task_differences,
+)
 
 
 def report(conditions: dict[str, float], count: int = 300, seed: int = 0) -> InfillingReport:
@@ -66,6 +73,27 @@ def test_two_reports_are_compared_hole_by_hole() -> None:
     crossed = compare_reports(base, trained, [("prefix-only", "efim")])
     assert crossed["line"]["prefix-only | efim"]["exact"] == exact
     assert len(comparison_tables(crossed)) == 2
+
+
+def test_tasks_with_the_same_holes_are_compared_hole_by_hole() -> None:
+    run = report({"psm": 0.5, "auto": 0.6}, 60)
+    tasks: tuple[Task, Task] = ("word-top", "word-deep")
+    problems = [
+        ProblemRecord(f"{tasks[i % 2]}/{i // 2}", tasks[i % 2], f"{i // 6}", "digest")
+        for i in range(59)  # one hole has no partner
+    ]
+    for outcomes in run.outcomes.values():
+        for index, outcome in enumerate(outcomes):
+            outcome.scores["subtoken"] = float(index % 2 == 0 or index % 8 == 1)
+    paired = msgspec.structs.replace(
+        run, problems=problems, outcomes={name: each[:59] for name, each in run.outcomes.items()}
+    )
+    found = task_differences(paired, *tasks)
+    assert set(found) == {"psm", "auto"}
+    assert found["psm"]["subtoken"].count == 29
+    assert found["psm"]["subtoken"].value == pytest.approx(8 / 29 - 1)
+    assert task_differences(report({"psm": 0.5}), *tasks) == {}
+    assert "word-deep, minus word-top, 29 holes in both:" in report_markdown(paired)
 
 
 def test_only_shared_holes_are_compared() -> None:

@@ -17,11 +17,17 @@ from midfill.cli.evaluation_options import (
     MaxTokensOption,
     ResumeOption,
     SeedOption,
+    SuffixesOption,
     TasksOption,
     TypedOption,
     UrlOption,
 )
-from midfill.cli.evaluation_values import choose_tasks, parse_context, results_console
+from midfill.cli.evaluation_values import (
+    choose_tasks,
+    parse_context,
+    parse_suffixes,
+    results_console,
+)
 from midfill.cli.options import (
     AdapterOption,
     BackendOption,
@@ -66,6 +72,7 @@ def infilling(
     max_tokens: MaxTokensOption = None,
     context_characters: ContextOption = "2000,1000",
     typed: TypedOption = False,
+    suffixes: SuffixesOption = ".py",
     weights: WeightsFormatOption = "auto",
     backend: BackendOption = "auto",
     device: DeviceOption = None,
@@ -106,6 +113,7 @@ def infilling(
         after=after,
         typed=typed,
         max_tokens=max_tokens,
+        suffixes=parse_suffixes(suffixes),
     )
     problems = load_problems(options, humaneval, files or [])
 
@@ -195,6 +203,24 @@ def compare(
         console.print(table)
     if docs is not None:
         replace_section(docs, section, comparison_markdown(one.model, other.model, comparisons))
+
+
+@app.command()
+def files(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Gets the folders python and javascript.")
+    ],
+) -> None:
+    """Fetch held-out files: pinned packages that no adapter of midfill was trained on."""
+    from midfill.cli.progress import show_progress
+    from midfill.evaluation.held_out_packages import fetch_held_out
+
+    with show_progress() as progress:
+        python, javascript = fetch_held_out(folder, progress)
+    typer.echo(
+        f"use them with:\n  midfill eval infilling --files {python}\n"
+        f"  midfill eval infilling --files {javascript} --suffixes .js"
+    )
 
 
 @app.command()

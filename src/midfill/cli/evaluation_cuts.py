@@ -101,7 +101,7 @@ def cuts(
         _check_target(write, model or DEFAULT_MODEL, adapter)
     before, after = parse_context(context_characters)
     options = RunOptions(
-        tasks=choose_tasks(tasks, humaneval, files or []),
+        tasks=choose_tasks(tasks, humaneval, files or [], holes_only=True),
         limit=limit,
         seed=seed,
         before=before,

@@ -18,7 +18,14 @@ FilesOption = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="PATH",
-        help="Python files, or folders of them, that the model hasn't seen; repeatable.",
+        help="Source files, or folders of them, that the model hasn't seen; repeatable.",
+    ),
+]
+SuffixesOption = Annotated[
+    str,
+    typer.Option(
+        metavar="SUFFIXES",
+        help="Suffixes of the files to take from folders, separated by commas, such as .js.",
     ),
 ]
 UrlOption = Annotated[
@@ -32,7 +39,8 @@ TasksOption = Annotated[
     str | None,
     typer.Option(
         help="Kinds of holes, separated by commas: single-line, multi-line, random-span"
-        " (HumanEval), line, subtoken, block, span (files). By default all there is data for."
+        " (HumanEval), line, subtoken, block, span, nothing, word-top, word-deep (files). By"
+        " default all there is data for."
     ),
 ]
 ConditionsOption = Annotated[

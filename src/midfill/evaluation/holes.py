@@ -1,91 +1,51 @@
-"""Holes in held-out files: cut at random out of Python sources that a model hasn't seen.
+"""Holes in held-out files: cut at random out of sources that a model hasn't seen.
 
-Four kinds, by where the caret is:
+By where the caret is:
 
 * ``line``: at a random character of a line's code; the hole extends to the line's end.
 * ``subtoken``: strictly inside an identifier or keyword of at least four characters, not in a
   string or comment; the hole extends to the line's end.
 * ``block``: where a line's code starts; the hole is that line and one to four more.
 * ``span``: anywhere; the hole is 4 to 160 characters long.
+* ``nothing``: where nothing is missing, at the end of a complete statement's line or on a blank
+  line; the hole is empty.
+* ``word-top``: as in ``subtoken``, in a tiny file: a few lines that start at the file's margin.
+* ``word-deep``: the same holes in the same text, below at least 500 characters of another file, so
+  that only the place in the file differs.
 """
 
-import io
 import random
-import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from midfill.errors import MidfillError
 from midfill.evaluation.problems import FileTask, Problem
+from midfill.evaluation.source_files import SourceFile
 
-MIN_FILE_CHARACTERS = 400
-"""Shorter files have too little context around a hole."""
-
-_MAX_LINE_CHARACTERS = 160
 _BLOCK_LINES = (2, 5)
 _SPAN_CHARACTERS = (4, 160)
-_MIN_WORD_CHARACTERS = 4
 _MAX_ATTEMPTS = 20  # per file and hole
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file to cut holes into.
-
-    Attributes:
-        name: its path relative to the parent of the folder that the user named.
-        text: its text with LF line ends.
-    """
-
-    name: str
-    text: str
+_TINY_BEFORE, _TINY_AFTER = 300, 400  # characters around the caret in a tiny file
+_LEAD_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """The hole text[start:end]; ``word_end`` is the end of the caret's word, or start."""
+    """The hole text[start:end] of a document.
+
+    Attributes:
+        start, end: of the hole in the file.
+        word_end: end of the caret's word, or start.
+        first, last: the part of the file that is in the document; None is the file's end.
+        lead: text that the document has before that part.
+    """
 
     start: int
     end: int
     word_end: int
-
-
-def read_files(paths: Sequence[Path]) -> list[SourceFile]:
-    """Read files and the Python files in folders, each folder's sorted by name.
-
-    Files that are not UTF-8 or shorter than ``MIN_FILE_CHARACTERS`` are skipped.
-
-    Raises:
-        MidfillError: a path doesn't exist, or no usable file is left.
-    """
-    files: list[SourceFile] = []
-    found = 0
-    for path in paths:
-        if not path.exists():
-            raise MidfillError(f"--files {path}: no such file or folder")
-        inside = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        root = path if path.is_dir() else path.parent
-        for file in inside:
-            if not file.is_file():
-                continue
-            found += 1
-            try:
-                text = file.read_text("utf-8")
-            except (UnicodeDecodeError, OSError):
-                continue
-            if len(text) >= MIN_FILE_CHARACTERS and "\0" not in text:
-                name = file.relative_to(root).as_posix()
-                within = f"{path.resolve().name}/" if path.is_dir() else ""
-                files.append(SourceFile(within + name, text))
-    if not found:
-        raise MidfillError(f"no Python files in {', '.join(map(str, paths))}")
-    if not files:
-        raise MidfillError(
-            f"none of the {found} files in {', '.join(map(str, paths))} is a text of at least"
-            f" {MIN_FILE_CHARACTERS} characters"
-        )
-    return files
+    first: int = 0
+    last: int | None = None
+    lead: str = ""
 
 
 def draw_holes(files: Sequence[SourceFile], task: FileTask, count: int, seed: int) -> list[Problem]:
@@ -99,7 +59,10 @@ def draw_holes(files: Sequence[SourceFile], task: FileTask, count: int, seed: in
     """
     order = list(files)
     random.Random(f"{seed}/files").shuffle(order)
-    sources = [_HoleSource(file, random.Random(f"{seed}/{task}/{file.name}")) for file in order]
+    kind = "word" if task in ("word-top", "word-deep") else task  # both have the same holes
+    sources = [
+        _HoleSource(file, random.Random(f"{seed}/{kind}/{file.name}"), order) for file in order
+    ]
     problems: dict[str, Problem] = {}
     while sources and len(problems) < count:
         left = []
@@ -118,13 +81,12 @@ def draw_holes(files: Sequence[SourceFile], task: FileTask, count: int, seed: in
 
 
 class _HoleSource:
-    """A file that holes are drawn from."""
+    """A file that holes are drawn from; ``others`` are the files of the run."""
 
-    def __init__(self, file: SourceFile, rng: random.Random) -> None:
+    def __init__(self, file: SourceFile, rng: random.Random, others: Sequence[SourceFile]) -> None:
         self._file = file
         self._rng = rng
-        self._lines: list[tuple[int, int]] | None = None
-        self._words: list[tuple[int, int]] | None = None
+        self._others = [other for other in others if other is not file]
 
     def draw(self, task: FileTask, taken: dict[str, Problem]) -> Problem | None:
         """Draw a hole that is not among ``taken``; return None if none is found."""
@@ -133,6 +95,9 @@ class _HoleSource:
             "subtoken": self._draw_subtoken,
             "block": self._draw_block,
             "span": self._draw_span,
+            "nothing": self._draw_nothing,
+            "word-top": self._draw_word_top,
+            "word-deep": self._draw_word_deep,
         }
         text = self._file.text
         for _ in range(_MAX_ATTEMPTS):
@@ -143,36 +108,35 @@ class _HoleSource:
             row = text.count("\n", 0, cut.start) + 1
             column = cut.start - text.rfind("\n", 0, cut.start)
             name = f"{task}/{self._file.name}:{row}:{column}+{len(hole)}"
-            if name in taken or not hole.strip() or not cut.start:
+            if name in taken or not cut.start or (task != "nothing" and not hole.strip()):
                 continue
             return Problem(
                 id=name,
                 task=task,
                 group=self._file.name,
-                prefix=text[: cut.start],
+                prefix=cut.lead + text[cut.first : cut.start],
                 hole=hole,
-                suffix=text[cut.end :],
+                suffix=text[cut.end : cut.last],
                 word_rest=text[cut.start : cut.word_end],
             )
         return None
 
     def _draw_line(self) -> _Cut | None:
-        if not (lines := self._code_lines()):
+        if not (lines := self._file.code_lines):
             return None
         start, end = self._rng.choice(lines)
         caret = self._rng.randrange(start, end)
         return _Cut(caret, end, caret)
 
     def _draw_subtoken(self) -> _Cut | None:
-        if not (words := self._code_words()):
+        if not (words := self._file.words):
             return None
         start, end = self._rng.choice(words)
         caret = self._rng.randrange(start + 1, end)
-        line_end = self._file.text.find("\n", end)
-        return _Cut(caret, line_end if line_end >= 0 else len(self._file.text), end)
+        return _Cut(caret, self._line_end(end), end)
 
     def _draw_block(self) -> _Cut | None:
-        lines = self._code_lines()
+        lines = self._file.code_lines
         count = self._rng.randint(*_BLOCK_LINES)
         if len(lines) < count:
             return None
@@ -187,38 +151,47 @@ class _HoleSource:
         start = self._rng.randrange(len(self._file.text) - length)
         return _Cut(start, start + length, start)
 
-    def _code_lines(self) -> list[tuple[int, int]]:
-        """Return start and end of each line's code, without blank and very long lines."""
-        if self._lines is None:
-            self._lines = list(_find_lines(self._file.text))
-        return self._lines
+    def _draw_nothing(self) -> _Cut | None:
+        places = self._rng.choice(self._file.complete_places)
+        if not places:
+            return None
+        caret = self._rng.choice(places)
+        return _Cut(caret, caret, caret)
 
-    def _code_words(self) -> list[tuple[int, int]]:
-        if self._words is None:
-            self._words = list(_find_words(self._file.text))
-        return self._words
+    def _draw_word_top(self) -> _Cut | None:
+        cut = self._draw_subtoken()
+        if cut is None:
+            return None
+        text = self._file.text
+        # From the nearest line that starts at the margin, to whole lines after the hole.
+        first = text.rfind("\n", 0, cut.start) + 1
+        while first and not _starts_at_margin(text, first):
+            first = text.rfind("\n", 0, first - 1) + 1
+        if cut.start - first > _TINY_BEFORE or not _starts_at_margin(text, first):
+            return None
+        last = text.rfind("\n", cut.end, cut.end + _TINY_AFTER) + 1
+        return _Cut(cut.start, cut.end, cut.word_end, first, max(last, cut.end))
+
+    def _draw_word_deep(self) -> _Cut | None:
+        cut = self._draw_word_top()
+        if cut is None:
+            return None
+        # Not from the sequence of draws, so that both tasks draw the same holes.
+        choice = random.Random(f"{self._file.name}/{cut.start}")
+        for other in choice.sample(self._others, len(self._others)):
+            ends, _ = other.complete_places
+            end = next((end for end in ends if end >= _LEAD_CHARACTERS), None)
+            if end is not None and other.suffix == self._file.suffix:
+                lead = f"{other.text[:end]}\n\n\n"
+                return _Cut(cut.start, cut.end, cut.word_end, cut.first, cut.last, lead)
+        return None
+
+    def _line_end(self, position: int) -> int:
+        end = self._file.text.find("\n", position)
+        return end if end >= 0 else len(self._file.text)
 
 
-def _find_lines(text: str) -> Iterator[tuple[int, int]]:
-    start = 0
-    for line in text.split("\n"):
-        code = line.strip()
-        if code and len(line) <= _MAX_LINE_CHARACTERS:
-            begin = start + line.index(code[0])
-            yield begin, start + len(line)
-        start += len(line) + 1
-
-
-def _find_words(text: str) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each long enough identifier or keyword, up to a syntax error."""
-    starts = [0]
-    for line in text.split("\n"):
-        starts.append(starts[-1] + len(line) + 1)
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text, newline="\n").readline):
-            if token.type == tokenize.NAME and len(token.string) >= _MIN_WORD_CHARACTERS:
-                begin = starts[token.start[0] - 1] + token.start[1]
-                if text.startswith(token.string, begin):  # a form feed can shift columns
-                    yield begin, begin + len(token.string)
-    except (tokenize.TokenError, SyntaxError):
-        return
+def _starts_at_margin(text: str, line_start: int) -> bool:
+    """Return whether a statement may start at a line's first character."""
+    first = text[line_start : line_start + 1]
+    return first.isalpha() or first in ("_", "@")

@@ -3,7 +3,7 @@
 import re
 
 from midfill.evaluation.models import Answer
-from midfill.evaluation.problems import LINE_TASKS, Problem
+from midfill.evaluation.problems import LINE_TASKS, WORD_TASKS, Problem
 from midfill.infill.trim import first_line
 
 _WORD = re.compile(r"\w*")
@@ -14,18 +14,25 @@ def score_answer(problem: Problem, answer: Answer) -> dict[str, float]:
 
     exact, similarity: of the whole answer.
     exact_first_line: of the answer up to its first line break; for holes within a line.
-    subtoken: whether it completes the caret's word; for subtoken holes.
+    subtoken: whether it completes the caret's word; for holes inside words.
+    empty: whether it is nothing or blank. Where nothing is missing that is right, and there is no
+        other score but stops; a blank hole can't be answered wrongly so.
     stops: whether it ended by itself, and within its line if the hole ends with its line.
     """
     text = answer.text
+    stops = float(answer.ended and not _leaves_line(problem, text))
+    blank = not text.strip()
+    if problem.task == "nothing":
+        return {"empty": float(blank), "stops": stops}
     scores = {
         "exact": float(is_exact(text, problem.hole)),
         "similarity": similarity(text, problem.hole),
-        "stops": float(answer.ended and not _leaves_line(problem, text)),
+        "empty": float(blank and bool(problem.hole.strip())),
+        "stops": stops,
     }
     if problem.task in LINE_TASKS:
         scores["exact_first_line"] = float(is_exact_first_line(text, problem.hole))
-    if problem.task == "subtoken":
+    if problem.task in WORD_TASKS:
         scores["subtoken"] = float(completes_word(text, problem.word_rest))
     return scores
 

@@ -11,12 +11,18 @@ from midfill.errors import MidfillError
 from midfill.evaluation.sandbox.pool import Program
 
 PublicTask = Literal["single-line", "multi-line", "random-span"]
-FileTask = Literal["line", "subtoken", "block", "span"]
-Task = Literal["single-line", "multi-line", "random-span", "line", "subtoken", "block", "span"]
+FileTask = Literal["line", "subtoken", "block", "span", "nothing", "word-top", "word-deep"]
+Task = Literal[PublicTask, FileTask]
 PUBLIC_TASKS: tuple[PublicTask, ...] = get_args(PublicTask)
 FILE_TASKS: tuple[FileTask, ...] = get_args(FileTask)
-LINE_TASKS: tuple[Task, ...] = ("single-line", "line", "subtoken")
+LINE_TASKS: tuple[Task, ...] = ("single-line", "line", "subtoken", "word-top", "word-deep")
 """Tasks whose holes end where their line ends."""
+HOLE_TASKS: tuple[Task, ...] = (*PUBLIC_TASKS, "line", "subtoken", "block", "span")
+"""Tasks whose holes are cut where users have them."""
+WORD_TASKS: tuple[Task, ...] = ("subtoken", "word-top", "word-deep")
+"""Tasks whose carets are inside words."""
+PAIRED_TASKS: tuple[tuple[Task, Task], ...] = (("word-top", "word-deep"),)
+"""Tasks with the same holes in different surroundings; their ids differ in the task's name only."""
 
 _DEFAULT_MAX_TOKENS: dict[Task, int] = {
     "multi-line": 256,
@@ -47,7 +53,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         task: its kind.
         group: the function or file it is from; problems of a group are not independent.
         prefix, hole, suffix: the complete text.
-        word_rest: for a subtoken hole, the rest of the caret's word.
+        word_rest: in ``WORD_TASKS``, the rest of the caret's word.
         test: for a HumanEval problem.
     """
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from midfill.errors import MidfillError
 from midfill.evaluation.bootstrap import Estimate
-from midfill.evaluation.problems import Task
+from midfill.evaluation.problems import PAIRED_TASKS, Task
 from midfill.evaluation.run import InfillingReport
 from midfill.evaluation.summary import (
     SCORES,
@@ -18,6 +18,7 @@ from midfill.evaluation.summary import (
     baseline_of,
     differences,
     summarise,
+    task_differences,
     tasks_of,
 )
 from midfill.reporting.publish import write_json
@@ -138,6 +139,11 @@ def _score_tables(report: InfillingReport) -> Iterator[ResultTable]:
         yield ResultTable(title=_title(report, task), rows=rows)
         if rows := score_rows(differences(report, task), signed=True):
             yield ResultTable(title=f"{task}, minus {base}", rows=rows)
+    for first, second in PAIRED_TASKS:
+        if found := task_differences(report, first, second):
+            rows = _score_rows(found, signed=True)
+            count = next(iter(next(iter(found.values())).values())).count
+            yield ResultTable(title=f"{second}, minus {first}, {count} holes in both", rows=rows)
 
 
 def score_rows(

@@ -9,7 +9,7 @@ import msgspec
 
 from midfill.errors import MidfillError
 from midfill.evaluation.conditions import Condition, PromptOptions, make_prompt
-from midfill.evaluation.holes import draw_holes, read_files
+from midfill.evaluation.holes import draw_holes
 from midfill.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
 from midfill.evaluation.metrics import score_answer
 from midfill.evaluation.models import Answer, Model, ModelPrompt
@@ -23,6 +23,7 @@ from midfill.evaluation.problems import (
     sample_problems,
 )
 from midfill.evaluation.sandbox.pool import Program, Sandbox
+from midfill.evaluation.source_files import DEFAULT_SUFFIXES, read_files
 from midfill.infill.trim import first_line
 from midfill.system.progress import Progress, StageProgress
 
@@ -40,6 +41,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         before, after: maximum characters of prefix and suffix in a prompt.
         typed: see ``PromptOptions``.
         max_tokens: maximum tokens of an answer; None takes each task's default.
+        suffixes: suffixes of the files that are read from folders.
     """
 
     tasks: tuple[Task, ...]
@@ -49,6 +51,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     after: int = 1000
     typed: bool = False
     max_tokens: int | None = None
+    suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
 
 
 class ProblemRecord(msgspec.Struct, frozen=True):
@@ -107,12 +110,12 @@ def load_problems(
     Args:
         options: of the run.
         humaneval: the data folder of HumanEval-Infilling, if given.
-        files: Python files, and folders of them.
+        files: source files, and folders of them.
 
     Raises:
         MidfillError: a task's data is missing.
     """
-    sources = read_files(files) if files else []
+    sources = read_files(files, options.suffixes) if files else []
     problems: list[Problem] = []
     for task in options.tasks:
         if task in PUBLIC_TASKS:
@@ -122,7 +125,7 @@ def load_problems(
             problems += sample_problems(found, options.limit, options.seed)
         elif task in FILE_TASKS:
             if not sources:
-                raise MidfillError(f"task {task} needs --files: Python files to cut holes into")
+                raise MidfillError(f"task {task} needs --files: source files to cut holes into")
             count = options.limit or _MAX_FILE_HOLES
             problems += draw_holes(sources, task, count, options.seed)
     return problems
