@@ -114,7 +114,7 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["infilling"], "nothing to ask: name held-out Python files with --files, or"),
+        (["infilling"], "nothing to ask: name held-out source files with --files, or"),
         (["infilling", "--files", "nowhere"], "--files nowhere: no such file or folder"),
         (["infilling", "--humaneval", "nowhere"], "no HumanEval-SingleLineInfilling.jsonl.gz in"),
         (["infilling", "--files", HERE, "--tasks", "words"], "--tasks names words"),
