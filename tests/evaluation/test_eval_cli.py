@@ -128,7 +128,7 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["compare", "a.json", "b.json"], "a.json can't be read"),
         (["show", "a.json"], "a.json can't be read"),
         (["show", "a.json", "--docs", "no/a.md"], "there is no folder no"),
-        (["cuts"], "nothing to ask: name held-out Python files with --files, or"),
+        (["cuts"], "nothing to ask: name held-out source files with --files, or"),
         (["cuts", "--files", HERE, "--distances", "400"], "nothing to choose from"),
         (["cuts", "--files", HERE, "--distances", "0,far"], "--distances takes characters and"),
         (["cuts", "--files", HERE, "--score", "beauty"], "--score beauty: there is no such"),

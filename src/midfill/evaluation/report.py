@@ -141,7 +141,7 @@ def _score_tables(report: InfillingReport) -> Iterator[ResultTable]:
             yield ResultTable(title=f"{task}, minus {base}", rows=rows)
     for first, second in PAIRED_TASKS:
         if found := task_differences(report, first, second):
-            rows = _score_rows(found, signed=True)
+            rows = score_rows(found, signed=True)
             count = next(iter(next(iter(found.values())).values())).count
             yield ResultTable(title=f"{second}, minus {first}, {count} holes in both", rows=rows)
 
