@@ -1,7 +1,6 @@
 """Answer: from engine outputs to text, log probabilities and finish reasons."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -14,6 +13,7 @@ from midfill.frontend.answer import Answer, AnswerDelta, GenerationError
 from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopStrings
+from midfill.infill.trim import Trimmer
 from midfill.tokens.tokenizer import Tokenizer
 
 END_OF_TEXT = 0
@@ -42,10 +42,10 @@ def run(
     sampling: SamplingParams,
     *,
     healed: int = 0,
-    post_process: Callable[[str], str] | None = None,
+    trimmer: Trimmer | None = None,
 ) -> tuple[Answer, list[AnswerDelta]]:
     stops = StopStrings((*sampling.stop, *sampling.post_processing.stop))
-    answer = Answer(0, tokenizer, sampling, stops, healed=healed, post_process=post_process)
+    answer = Answer(0, tokenizer, sampling, stops, healed=healed, trimmer=trimmer)
     pushed = [answer.push(item) for item in outputs]
     return answer, [delta for delta in pushed if delta is not None]
 
@@ -211,25 +211,41 @@ def test_a_stop_string_in_healed_bytes_does_not_end_the_answer(tokenizer: Tokeni
     assert text_of(deltas) == " a"
 
 
-def test_a_post_processed_answer_arrives_in_one_piece(tokenizer: Tokenizer) -> None:
-    outputs = [output([i], logprobs=True) for i in byte_tokens(tokenizer, b"abcd")]
-    sampling = SamplingParams(logprobs=0, max_tokens=4)
-    _, deltas = run(tokenizer, outputs, sampling, post_process=lambda text: text[:2])
-    assert [delta.text for delta in deltas] == ["ab"]
-    assert [report.chosen.text for report in deltas[0].logprobs] == ["a", "b"]
-    assert len(deltas[0].token_ids) == 4
-    _, deltas = run(tokenizer, outputs, sampling, post_process=lambda text: f"{text})")
-    assert [delta.text for delta in deltas] == ["abcd)"]
-    assert [report.chosen.text for report in deltas[0].logprobs] == ["a", "b", "c", "d"]
+def test_only_what_may_be_cut_is_held_back(tokenizer: Tokenizer) -> None:
+    outputs = [output([i], logprobs=True) for i in byte_tokens(tokenizer, b"ab, cd")]
+    sampling = SamplingParams(logprobs=0, max_tokens=6)
+    _, deltas = run(tokenizer, outputs, sampling, trimmer=Trimmer("(", ", cd)", overlap=True))
+    assert [delta.text for delta in deltas] == ["a", "b", ""]
+    assert [report.chosen.text for delta in deltas for report in delta.logprobs] == ["a", "b"]
+    assert sum(len(delta.token_ids) for delta in deltas) == 6
+    assert deltas[-1].finish_reason == "stop"  # it is complete, though of the maximum length
+    _, deltas = run(tokenizer, outputs, sampling, trimmer=Trimmer("(", ", ce)", overlap=True))
+    assert [delta.text for delta in deltas] == ["a", "b", ", cd"]
+    assert [len(delta.logprobs) for delta in deltas] == [1, 1, 4]
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_closing_brackets_are_no_token_of_the_answer(tokenizer: Tokenizer) -> None:
+    outputs = [output([i], logprobs=True) for i in byte_tokens(tokenizer, b"([x")]
+    sampling = SamplingParams(logprobs=0, max_tokens=3)
+    _, deltas = run(tokenizer, outputs, sampling, trimmer=Trimmer("", "", brackets="close"))
+    assert [delta.text for delta in deltas] == ["(", "[", "x])"]
+    assert [len(delta.logprobs) for delta in deltas] == [1, 1, 1]
+
+
+def test_a_block_that_has_ended_ends_the_answer(tokenizer: Tokenizer) -> None:
+    outputs = [output([i]) for i in byte_tokens(tokenizer, b"a\n  b\nc\nd")]
+    trimmer = Trimmer("  ", "", lines="block")
+    answer, deltas = run(tokenizer, outputs, SamplingParams(stop=("c\n",)), trimmer=trimmer)
+    assert text_of(deltas) == "a\n  b"
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", None)
+    assert answer.finished
 
 
 def test_a_single_line_ends_at_its_line_break(tokenizer: Tokenizer) -> None:
-    post_processing = PostProcessing(lines="single")
-    sampling = SamplingParams(post_processing=post_processing)
+    sampling = SamplingParams(post_processing=PostProcessing(lines="single"))
     outputs = [output([i]) for i in byte_tokens(tokenizer, b"ab\r\ncd")]
-    answer, deltas = run(
-        tokenizer, outputs, sampling, post_process=lambda text: post_processing.apply(text, "", "")
-    )
+    answer, deltas = run(tokenizer, outputs, sampling, trimmer=Trimmer("", "", lines="single"))
     assert text_of(deltas) == "ab"
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "\r\n")
     assert answer.tokens == 4

@@ -13,23 +13,33 @@ ANSWER = "x, [1)\n\nprint(f(1))\n"
 @pytest.mark.parametrize(
     ("post_processing", "kept"),
     [
-        (PostProcessing(), ANSWER),
+        (PostProcessing(overlap=False), ANSWER),
+        (PostProcessing(), "x, [1"),
         (PostProcessing(overlap=True), "x, [1"),
-        (PostProcessing(lines="single"), "x, [1)"),
-        (PostProcessing(lines="block"), "x, [1)"),
-        (PostProcessing(overlap=True, brackets="close"), "x, [1]"),
-        (PostProcessing(overlap=True, lines="single", brackets="close"), "x, [1]"),
+        (PostProcessing(overlap=False, lines="single"), "x, [1)"),
+        (PostProcessing(overlap=False, lines="block"), "x, [1)"),
+        (PostProcessing(brackets="close"), "x, [1]"),
+        (PostProcessing(overlap=False, brackets="close"), ANSWER),
+        (PostProcessing(lines="single", brackets="close"), "x, [1]"),
     ],
 )
 def test_only_what_is_asked_for_is_changed(post_processing: PostProcessing, kept: str) -> None:
     assert post_processing.apply(ANSWER, PREFIX, SUFFIX) == kept
 
 
-def test_nothing_is_held_back_unless_the_answer_may_change() -> None:
-    assert not PostProcessing()
-    assert not SamplingParams().post_processing
-    assert PostProcessing(overlap=True)
-    assert PostProcessing(brackets="close")
+def test_overlap_is_cut_where_a_request_infills_unless_it_says_otherwise() -> None:
+    assert PostProcessing().trimmer(PREFIX, SUFFIX, infilling=True) is not None
+    assert PostProcessing().trimmer(PREFIX, SUFFIX, infilling=False) is None
+    assert PostProcessing(overlap=False).trimmer(PREFIX, SUFFIX, infilling=True) is None
+    assert PostProcessing(overlap=True).trimmer(PREFIX, SUFFIX, infilling=False) is not None
+    assert PostProcessing(lines="block").trimmer(PREFIX, SUFFIX, infilling=False) is not None
+
+
+def test_line_breaks_are_reported_at_once_where_they_may_end_the_answer() -> None:
+    assert SamplingParams().stop_bytes == b""
+    assert SamplingParams(post_processing=PostProcessing(lines="block")).stop_bytes == b"\n"
+    assert SamplingParams(post_processing=PostProcessing(lines="single")).stop_bytes == b"\n"
+    assert SamplingParams(stop=("ab",)).stop_bytes == b"b"
 
 
 @pytest.mark.parametrize("field", ["lines", "brackets"])

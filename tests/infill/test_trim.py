@@ -1,50 +1,23 @@
-"""Trimming: completions end where the suffix, the line or the block says."""
+"""Trimming: completions end where the suffix, the line or the block says, also as they arrive."""
+
+import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.trim import block, first_line, trim, with_closed_brackets, without_overlap
+from midfill.infill.trim import BlockScanner, FirstLineScanner, Trimmer, first_line, missing_closers
 
 
-@pytest.mark.parametrize(
-    ("completion", "suffix", "kept"),
-    [
-        ("x)", ")", "x"),  # the suffix closes the call
-        ("f(x)", ")", "f(x)"),  # this bracket is the completion's own
-        ("f(x))", ")", "f(x)"),
-        ('hello")', '")', "hello"),
-        ("a, b", "\nreturn a", "a, b"),  # nothing repeated
-        ("y = 1\n    return x", "\n    return x\n", "y = 1"),
-        ("y = 1\n    return x\n\n\ndef g", "\n  return x\n\ndef g():\n", "y = 1"),  # blanks differ
-        ("x,", ", y)", "x"),
-        ("a + b", " + b", "a + b"),  # too short to be sure
-        ("total + bonus", " + bonus", "total"),
-        ("", ")", ""),
-        ("abc", "", "abc"),
-        ("return x", "return x", ""),
-    ],
-)
-def test_a_completion_that_runs_into_the_suffix_is_cut(completion, suffix, kept) -> None:
-    assert without_overlap(completion, suffix) == kept
+def block(completion: str, prefix: str) -> str:
+    scanner = BlockScanner(prefix)
+    return scanner.push(completion) + scanner.finish()
 
 
-@settings(deadline=None)
-@given(st.text("ab()[]\n ,;é", max_size=30), st.text("ab()[]\n ,;é", max_size=30))
-def test_only_text_that_the_suffix_has_is_ever_cut(completion: str, suffix: str) -> None:
-    kept = without_overlap(completion, suffix)
-    assert completion.startswith(kept)
-    lost = "".join(completion[len(kept) :].split())
-    assert "".join(suffix.split()).startswith(lost)
-
-
-@settings(deadline=None)
-@given(st.text("abcd \n", min_size=8, max_size=30), st.text("xyz", min_size=1, max_size=10))
-def test_a_long_repetition_is_always_found(shared: str, new: str) -> None:
-    if sum(not char.isspace() for char in shared) >= 3:
-        assert without_overlap(new + shared, shared + "end") == (
-            new if not shared[:1].isspace() else new.rstrip()
-        )
+def trim(completion: str, prefix: str, suffix: str, **options) -> str:
+    trimmer = Trimmer(prefix, suffix, **options)
+    return trimmer.push(completion) + trimmer.finish()
 
 
 def test_single_line_mode_keeps_the_first_line() -> None:
@@ -74,6 +47,64 @@ def test_block_mode_ends_with_the_enclosing_indent(prefix, completion, kept) -> 
     assert block(completion, prefix) == kept
 
 
+COLUMNS = st.text(" \t", max_size=5)
+CODE = st.lists(
+    st.sampled_from(
+        ["else", "elsewhere", "case", "}", ")", "x", " ", "\n", "\n  ", "\n    ", "\r\n"]
+    ),
+    max_size=14,
+).map("".join)
+
+
+def block_of_lines(completion: str, prefix: str) -> str:
+    """The definition, by whole lines."""
+
+    def indent(line: str) -> int:
+        return len(line[: len(line) - len(line.lstrip(" \t"))].expandtabs())
+
+    base, deeper = indent(prefix.split("\n")[-1]), False
+    lines = re.split(r"(?<=\n)", completion)
+    for number, line in enumerate(lines[1:], 1):
+        if not line.strip():
+            continue
+        here, text = indent(line), line.strip()
+        closes = text[0] in ")]}"
+        continues = re.match(r"(else|elif|except|finally|catch|case|default)\b", text)
+        if here < base or (here == base and deeper and not (closes or continues)):
+            return "".join(lines[:number]).rstrip()
+        if here == base and deeper and closes:
+            return "".join(lines[: number + 1]).rstrip()
+        deeper = deeper or here > base
+    return completion
+
+
+@settings(deadline=None, max_examples=200)
+@given(CODE, COLUMNS, st.data())
+def test_a_block_in_pieces_is_the_block_of_the_whole(completion, blanks, data) -> None:
+    expected = block_of_lines(completion, f"x\n{blanks}")
+    assert in_pieces(BlockScanner(f"x\n{blanks}"), completion, data) == expected
+
+
+@given(st.text("ab\r\n", max_size=8), st.data())
+def test_a_first_line_in_pieces_is_the_first_line_of_the_whole(completion, data) -> None:
+    assert in_pieces(FirstLineScanner(), completion, data) == first_line(completion)
+
+
+def in_pieces(scanner, completion: str, data) -> str:
+    places = data.draw(st.sets(st.integers(0, len(completion)), max_size=6))
+    bounds = sorted({0, len(completion)} | places)
+    shown = [scanner.push(completion[a:b]) for a, b in itertools.pairwise(bounds)]
+    return "".join(shown) + scanner.finish()
+
+
+def test_a_block_holds_back_blanks_and_words_that_may_continue_it() -> None:
+    scanner = BlockScanner("    if x:")
+    pieces = ["\n        a", "\n", "    el", "se:", " b", "\n    else", "where"]
+    shown = [scanner.push(piece) for piece in pieces]
+    assert shown == ["\n        a", "", "", "\n    else:", " b", "", ""]
+    assert scanner.done
+
+
 @pytest.mark.parametrize(
     ("completion", "suffix", "closed"),
     [
@@ -86,20 +117,37 @@ def test_block_mode_ends_with_the_enclosing_indent(prefix, completion, kept) -> 
     ],
 )
 def test_brackets_are_closed_unless_the_suffix_does_it(completion, suffix, closed) -> None:
-    assert with_closed_brackets(completion, suffix) == closed
+    assert completion + missing_closers(completion, suffix) == closed
 
 
 @settings(deadline=None)
 @given(st.text("ab([{", max_size=20))
 def test_closing_closes_everything_the_completion_opened(completion: str) -> None:
-    closed = with_closed_brackets(completion, "")
-    assert closed.startswith(completion)
-    assert with_closed_brackets(closed, "") == closed
+    closed = completion + missing_closers(completion, "")
+    assert missing_closers(closed, "") == ""
 
 
 def test_modes_combine() -> None:
     completion = "sum(values)\nprint(total)\n"
-    assert trim(completion, "total = ", "\nprint(total)\n") == "sum(values)"
+    assert trim(completion, "total = ", "\nprint(total)\n", overlap=True) == "sum(values)"
+    assert trim(completion, "total = ", "\nprint(total)\n") == completion
     assert trim(completion, "total = ", "", lines="single") == "sum(values)"
     assert trim("sum([1, 2", "total = ", "", brackets="close") == "sum([1, 2])"
     assert trim("sum([1, 2", "total = ", "") == "sum([1, 2"
+    assert trim("sum([1, 2)", "x = ", ")", overlap=True, brackets="close") == "sum([1, 2]"
+
+
+def test_the_last_line_of_a_block_is_complete() -> None:
+    # So it is not the beginning of the suffix's line, even if the answer was broken off later.
+    trimmer = Trimmer("  x = 1\n  ", "\n  y = 12\n", lines="block", overlap=True)
+    assert trimmer.push("x = 2\n  y = 1\nz") == "x = 2\n  y = 1"
+    assert trimmer.done
+
+
+def test_a_trimmer_tells_what_it_kept() -> None:
+    trimmer = Trimmer("f(", ")\n", overlap=True, brackets="close")
+    assert trimmer.push("[x)") + trimmer.finish() == "[x]"
+    assert (trimmer.kept, trimmer.cut, trimmer.overlapped) == (2, True, True)
+    trimmer = Trimmer("f(", ")\n", lines="single")
+    assert trimmer.push("x") + trimmer.finish() == "x"
+    assert (trimmer.kept, trimmer.cut, trimmer.overlapped) == (1, False, False)

@@ -97,8 +97,9 @@ def test_the_documents_path_is_shown(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("fields", "post_processing"),
     [
+        ({}, PostProcessing(overlap=True)),
         ({"trim": True}, PostProcessing(overlap=True)),
-        ({"lines": "single"}, PostProcessing(lines="single")),
+        ({"trim": False, "lines": "single"}, PostProcessing(overlap=False, lines="single")),
         ({"lines": "block"}, PostProcessing(lines="block")),
         ({"brackets": "close"}, PostProcessing(brackets="close")),
         (
@@ -122,12 +123,13 @@ def test_post_processing_is_the_same_streamed_and_whole(
             "ignore_eos": True,
             "logit_bias": {str(token_id): 4 for token_id in likely},
         }
-        untrimmed = server.complete(**body, midfill={"layout": "psm"})["choices"][0]["text"]
-        expected = post_processing.apply(untrimmed, body["prompt"], body["suffix"])
+        asked = {"layout": "psm", "trim": False}
+        untrimmed = server.complete(**body, midfill=asked)["choices"][0]["text"]
+        expected = post_processing.apply(untrimmed, body["prompt"], body["suffix"], broken_off=True)
         whole = server.complete(**body, midfill={"layout": "psm", **fields})["choices"][0]
         pieces = stream(server, **body, midfill={"layout": "psm", **fields})
         assert whole["text"] == expected
-        assert pieces == [expected] * bool(expected)
+        assert "".join(pieces) == expected
 
 
 def test_a_single_line_ends_generation(server: RunningServer) -> None:

@@ -5,13 +5,13 @@ part of the answer's text. Tokens that stand for such bytes only count neither a
 nor towards ``max_tokens``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from midfill.engine.request import EngineOutput, TokenLogprobs
 from midfill.errors import GenerationError
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopScanner, StopStrings
+from midfill.infill.trim import Trimmer
 from midfill.tokens.detokenizer import Detokenizer
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -81,8 +81,7 @@ class Answer:
         sampling: how the answer is generated.
         stops: strings that end it; one automaton serves all answers of a request.
         healed: number of bytes at its start that the text before the caret ended with.
-        post_process: turns the complete text into what is shown; everything is held back until
-            then.
+        trimmer: decides where the text ends before the model ends it; None shows all of it.
 
     Attributes:
         index: the same.
@@ -98,7 +97,7 @@ class Answer:
         stops: StopStrings,
         *,
         healed: int = 0,
-        post_process: Callable[[str], str] | None = None,
+        trimmer: Trimmer | None = None,
     ) -> None:
         self.index = index
         self.tokens = 0
@@ -107,10 +106,9 @@ class Answer:
         self._sampling = sampling
         self._detokenizer = Detokenizer(tokenizer, healed)
         self._scanner = StopScanner(stops, include_stop=sampling.include_stop_str_in_output)
-        self._post_process = post_process
-        self._whole = ""  # text held back for post-processing
+        self._trimmer = trimmer
         self._decoded = 0  # characters returned by the detokenizer
-        self._shown = 0  # characters returned to the caller
+        self._shown = 0  # how many of them were returned to the caller
         self._pending: list[TokenLogprob] = []
         self._unreported: list[int] = []  # tokens that no delta has reported yet
 
@@ -158,13 +156,17 @@ class Answer:
             if finish_reason == "stop" and self._unreported:
                 last = self._unreported[-1]
                 stop_reason = last if last in self._sampling.stop_token_ids else None
+        complete = finish_reason is not None and self._scanner.stopped is None
+        if self._trimmer is None:
+            self._shown += len(text)
+        else:
+            text = self._trimmer.push(text)
+            if finish_reason is not None:
+                text += self._trimmer.finish(broken_off=finish_reason == "length")
+            self._shown = self._trimmer.kept
+            if self._trimmer.cut:
+                finish_reason, stop_reason, complete = "stop", None, False
         self.finished = finish_reason is not None
-        complete = self.finished and self._scanner.stopped is None
-        if self._post_process is not None:
-            self._whole += text
-            text = self._post_process(self._whole) if self.finished else ""
-            complete = complete and text.startswith(self._whole)
-        self._shown += len(text)
         logprobs = self._release(complete)
         if not (text or logprobs or self.finished):
             return None

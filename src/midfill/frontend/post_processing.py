@@ -1,23 +1,21 @@
-"""PostProcessing: how a complete answer is cut or completed before it is shown."""
+"""PostProcessing: where an answer is cut, and how it is completed."""
 
 from dataclasses import dataclass
 from typing import get_args
 
 from midfill.errors import InvalidRequestError
-from midfill.infill.trim import Brackets, Lines, trim, with_closed_brackets
+from midfill.infill.trim import Brackets, Lines, Trimmer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostProcessing:
-    """What to change in an answer; nothing by default.
-
-    Which text stays is known only at the answer's end, so a streamed answer that is post-processed
-    arrives in one piece.
+    """What to change in an answer.
 
     Attributes:
-        overlap: cut the answer where it begins to repeat the suffix.
-        lines: "single" ends the answer at its first line break and stops generation there; "block"
-            ends it where the block around the caret ends, by indentation.
+        overlap: end the answer where it begins to repeat the suffix. None does so if the request is
+            one for infilling, and not for a raw prompt.
+        lines: "single" ends the answer at its first line break; "block" ends it where the block
+            around the caret ends, by indentation. Generation stops there, too.
         brackets: "close" closes the brackets that the answer leaves open and the suffix does not
             close.
 
@@ -25,7 +23,7 @@ class PostProcessing:
         InvalidRequestError: an unknown mode.
     """
 
-    overlap: bool = False
+    overlap: bool | None = None
     lines: Lines = "all"
     brackets: Brackets = "keep"
 
@@ -35,21 +33,37 @@ class PostProcessing:
                 names = " or ".join(map(repr, modes))
                 raise InvalidRequestError(f"{field} must be {names}", param=field)
 
-    def __bool__(self) -> bool:
-        """Whether any change is asked for, so that the answer has to be held back."""
-        return self != PostProcessing()
-
     @property
     def stop(self) -> tuple[str, ...]:
         """Stop strings that end generation where nothing after them would be kept."""
         return ("\n", "\r\n") if self.lines == "single" else ()
 
-    def apply(self, answer: str, prefix: str, suffix: str) -> str:
-        """Return a complete answer as it is shown.
+    @property
+    def ends_at_lines(self) -> bool:
+        """Whether a line break can show that the answer has ended."""
+        return self.lines != "all"
+
+    def trimmer(self, prefix: str, suffix: str, *, infilling: bool) -> Trimmer | None:
+        """Return what changes an answer while it arrives; None if nothing does.
+
+        Args:
+            prefix, suffix: the text before and after the answer.
+            infilling: whether the request is one for infilling.
+        """
+        overlap = infilling if self.overlap is None else self.overlap
+        if not overlap and self.lines == "all" and self.brackets == "keep":
+            return None
+        return Trimmer(prefix, suffix, lines=self.lines, overlap=overlap, brackets=self.brackets)
+
+    def apply(self, answer: str, prefix: str, suffix: str, *, broken_off: bool = False) -> str:
+        """Return a whole answer to an infilling request as it is shown.
 
         Args:
             answer: what the model wrote.
             prefix, suffix: the text before and after it.
+            broken_off: whether the answer reached its maximum length.
         """
-        kept = trim(answer, prefix, suffix if self.overlap else "", lines=self.lines)
-        return with_closed_brackets(kept, suffix) if self.brackets == "close" else kept
+        trimmer = self.trimmer(prefix, suffix, infilling=True)
+        if trimmer is None:
+            return answer
+        return trimmer.push(answer) + trimmer.finish(broken_off=broken_off)

@@ -67,6 +67,7 @@ class Prompt:
         begins_with: the last bytes before the caret if they are left out of ``token_ids``, so that
             the answer has to begin with them (token healing).
         prefix, suffix: the text around the caret, as far as it is known.
+        infilling: whether the client sent the text around a caret, and no raw prompt.
     """
 
     token_ids: list[int]
@@ -76,6 +77,7 @@ class Prompt:
     begins_with: bytes = b""
     prefix: str = ""
     suffix: str = ""
+    infilling: bool = False
 
     def request(
         self,
@@ -92,7 +94,7 @@ class Prompt:
             tenant=tenant,
             begins_with=self.begins_with,
             stream_interval=stream_interval,
-            stop_bytes=bytes({stop.encode()[-1] for stop in sampling.stops if stop}),
+            stop_bytes=sampling.stop_bytes,
         )
 
 
@@ -197,7 +199,8 @@ class PromptEncoder:
         prefix = layout.planned_prefix if filled else request.prefix
         suffix = layout.planned_suffix if filled else request.suffix
         prompt, last = self._encode(layout, parts, prefix, suffix)
-        prompt = dataclasses.replace(prompt, text=request.prefix)
+        infilling = not request.raw and layout.layout != "verbatim"
+        prompt = dataclasses.replace(prompt, text=request.prefix, infilling=infilling)
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
 
     def encode_layout(

@@ -48,12 +48,18 @@ class Response:
         self.prompt = prompt
         stops = StopStrings(sampling.stops)
         healed = len(prompt.begins_with)
-        post_process = self._post_process if sampling.post_processing else None
+        trims = sampling.post_processing
         self._answers = [
-            Answer(index, tokenizer, sampling, stops, healed=healed, post_process=post_process)
+            Answer(
+                index,
+                tokenizer,
+                sampling,
+                stops,
+                healed=healed,
+                trimmer=trims.trimmer(prompt.prefix, prompt.suffix, infilling=prompt.infilling),
+            )
             for index in range(sampling.n)
         ]
-        self._post_processing = sampling.post_processing
         self._cached_tokens = 0
 
     @property
@@ -75,6 +81,3 @@ class Response:
         """
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         return self._answers[output.index].push(output)
-
-    def _post_process(self, answer: str) -> str:
-        return self._post_processing.apply(answer, self.prompt.prefix, self.prompt.suffix)

@@ -22,7 +22,7 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     Attributes:
         stop: strings that end the answer.
         include_stop_str_in_output: keep the stop string (or the stop token's text) in the answer.
-        post_processing: what to change in the complete answer.
+        post_processing: where to cut the answer, and how to complete it.
         trimming: the former name of ``post_processing``, for one release.
     """
 
@@ -45,6 +45,12 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     def stops(self) -> tuple[str, ...]:
         """Return all strings that end the answer."""
         return (*self.stop, *self.post_processing.stop)
+
+    @property
+    def stop_bytes(self) -> bytes:
+        """Return the bytes that may show that the answer has ended; see ``EngineRequest``."""
+        last = {stop.encode()[-1] for stop in self.stops if stop}
+        return bytes(last | set(b"\n" if self.post_processing.ends_at_lines else b""))
 
     def for_engine(self, end_tokens: tuple[int, ...] = (), healed: int = 0) -> EngineSamplingParams:
         """Return the parameters that concern tokens.

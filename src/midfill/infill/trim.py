@@ -1,58 +1,213 @@
-"""Trimming: cut a completion where it should end. Every function is pure: text in, text out.
+"""Trimming: end a completion where it should end, while it arrives.
 
-The functions look at characters only and are independent of programming languages. Brackets and
+Each scanner takes a completion in any pieces and passes on what can be shown already. What it has
+passed on altogether, once ``finish`` was called, depends on the whole text alone.
+
+The scanners look at characters only and are independent of programming languages. Brackets and
 quotes inside strings and comments can mislead them; a cut is then missed.
 """
 
 import re
 from typing import Literal
 
+from midfill.infill.overlap import OverlapScanner, open_brackets
+
 Lines = Literal["all", "single", "block"]
 Brackets = Literal["keep", "close"]
 
-_CLOSERS = {")": "(", "]": "[", "}": "{"}
-_OPENERS = {opener: closer for closer, opener in _CLOSERS.items()}
-_CERTAIN = 3  # an overlap with this many characters beside brackets is no coincidence
-_MAX_OVERLAP = 2000  # characters
-_CONTINUES = re.compile(r"(else|elif|except|finally|catch|case|default)\b")
+_CLOSERS = {"(": ")", "[": "]", "{": "}"}
+_CONTINUING = ("else", "elif", "except", "finally", "catch", "case", "default")
+_CONTINUES = re.compile(rf"({'|'.join(_CONTINUING)})\b")
 
 
-def trim(
-    completion: str, prefix: str, suffix: str, *, lines: Lines = "all", brackets: Brackets = "keep"
-) -> str:
-    """Return a completion as it should be inserted, by the functions below in this order.
+class Trimmer:
+    """Ends one completion at its line or block, then before its overlap; then closes brackets.
 
     Args:
-        completion: the text that the model wrote.
-        prefix, suffix: text before and after the caret.
-        lines: "single" keeps the first line; "block" ends with the block the caret is in.
-        brackets: "close" closes brackets that the completion leaves open.
+        prefix, suffix: the text before and after the caret.
+        lines: "single" keeps the first line; "block" ends with the block that the caret is in.
+        overlap: end where the completion begins to repeat the suffix.
+        brackets: "close" closes brackets that the completion leaves open and the suffix does not
+            close.
+
+    Attributes:
+        done: whether the completion has ended here, whatever follows.
+        cut: whether any of it was cut off.
+        overlapped: whether it was cut off because it repeats the suffix.
+        kept: number of the completion's characters that were passed on.
     """
-    if lines == "single":
-        completion = first_line(completion)
-    elif lines == "block":
-        completion = block(completion, prefix)
-    completion = without_overlap(completion, suffix)
-    return with_closed_brackets(completion, suffix) if brackets == "close" else completion
+
+    def __init__(
+        self,
+        prefix: str,
+        suffix: str,
+        *,
+        lines: Lines = "all",
+        overlap: bool = False,
+        brackets: Brackets = "keep",
+    ) -> None:
+        self.done = False
+        self.kept = 0
+        self._suffix = suffix
+        self._lines: FirstLineScanner | BlockScanner | None = None
+        if lines != "all":
+            self._lines = FirstLineScanner() if lines == "single" else BlockScanner(prefix)
+        self._overlap = OverlapScanner(prefix, suffix) if overlap else None
+        self._closes = brackets == "close"
+        self._text = ""  # what was kept, if brackets are to be closed
+
+    @property
+    def overlapped(self) -> bool:
+        """See the attributes."""
+        return self._overlap is not None and self._overlap.cut
+
+    @property
+    def cut(self) -> bool:
+        """See the attributes."""
+        return self.overlapped or (self._lines is not None and self._lines.done)
+
+    def push(self, text: str) -> str:
+        """Take the next part of the completion; return what can be shown."""
+        if self.done:
+            return ""
+        if self._lines is not None:
+            text = self._lines.push(text)
+        if self._overlap is not None:
+            text = self._overlap.push(text)
+        self._keep(text)
+        return text + self.finish() if self.cut else text
+
+    def finish(self, *, broken_off: bool = False) -> str:
+        """Return the rest, once the completion has ended.
+
+        Args:
+            broken_off: whether the completion is incomplete, because it reached its maximum length.
+        """
+        if self.done:
+            return ""
+        self.done = True
+        text = ""
+        broken_off = broken_off and not self.cut
+        if self._lines is not None:
+            text = self._lines.finish()
+        if self._overlap is not None:
+            text = self._overlap.push(text) + self._overlap.finish(broken_off=broken_off)
+        self._keep(text)
+        return text + missing_closers(self._text, self._suffix) if self._closes else text
+
+    def _keep(self, text: str) -> None:
+        self.kept += len(text)
+        if self._closes:
+            self._text += text
 
 
-def without_overlap(completion: str, suffix: str) -> str:
-    """Return the completion up to where it begins to repeat the suffix.
+class FirstLineScanner:
+    """Passes a completion on up to its first line break.
 
-    The longest end of the completion that is also the suffix's beginning is cut off; whitespace is
-    ignored in both. A short overlap like ``)`` could be a coincidence. It is cut off if the
-    completion closes something it did not open (the suffix's own ``)`` does that then), or if it
-    begins with a separator, which is never repeated.
+    Attributes:
+        done: whether the line has ended.
     """
-    places = [place for place, char in enumerate(completion) if not char.isspace()]
-    written = "".join(completion.split())[-_MAX_OVERLAP:]
-    coming = "".join(suffix[: 4 * _MAX_OVERLAP].split())
-    for length in range(min(len(written), len(coming)), 0, -1):
-        overlap = coming[:length]
-        if written.endswith(overlap) and _repeats(completion, overlap):
-            kept = completion[: places[-length]]
-            return kept.rstrip() if suffix[:1].isspace() else kept
-    return completion
+
+    def __init__(self) -> None:
+        self.done = False
+        self._held = ""  # a carriage return that may belong to the line break
+
+    def push(self, text: str) -> str:
+        """Take the next part of the completion; return what can be shown."""
+        if self.done:
+            return ""
+        line, line_break, _ = (self._held + text).partition("\n")
+        self.done = bool(line_break)
+        if self.done:
+            self._held = ""
+            return line.removesuffix("\r")
+        self._held = "\r" if line.endswith("\r") else ""
+        return line.removesuffix("\r")
+
+    def finish(self) -> str:
+        """Return what was held back, once the completion has ended."""
+        return "" if self.done else self._held
+
+
+class BlockScanner:
+    """Passes a completion on up to the end of the block that the caret is in.
+
+    The block ends before the first line indented less than the caret's line. After deeper lines, it
+    also ends before a line indented as much as the caret's. Then a closing bracket still belongs to
+    the block, and so does a line that continues it (``else``). Blanks before its end are dropped.
+
+    Held back are blanks, and the first letters of a line as long as they may be such a word.
+
+    Args:
+        prefix: the text before the caret.
+
+    Attributes:
+        done: whether the block has ended.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.done = False
+        self._base = _indent(prefix[prefix.rfind("\n") + 1 :])
+        self._deeper = False
+        self._blanks = ""  # held: blanks, line breaks included
+        self._word = ""  # held: the first letters of a line
+        self._line: Literal["begun", "blank", "continues", "last"] = "begun"
+
+    def push(self, text: str) -> str:
+        """Take the next part of the completion; return what can be shown."""
+        return "".join(self._push(char) for char in text)
+
+    def finish(self) -> str:
+        """Return what was held back, once the completion has ended."""
+        if self.done:
+            return ""
+        if self._line == "continues" and not _CONTINUES.match(self._word):
+            self.done = True
+        return "" if self.done or self._line == "last" else self._blanks + self._word
+
+    def _push(self, char: str) -> str:
+        if self.done:
+            return ""
+        if self._line == "continues":
+            return self._continue_word(char)
+        if char == "\n":
+            self.done = self._line == "last"
+            self._line = "blank"
+        if char.isspace():
+            self._blanks += char
+            return ""
+        if self._line == "blank" and not self._begin_line(char):
+            return ""
+        shown, self._blanks = self._blanks + char, ""
+        return shown
+
+    def _begin_line(self, char: str) -> bool:
+        """Begin a line with its first visible character; return whether it can be shown at once."""
+        indent = _indent(self._blanks[self._blanks.rfind("\n") + 1 :])
+        self._line = "begun"
+        if indent < self._base:
+            self.done = True
+        elif indent == self._base and self._deeper:
+            if char in _CLOSERS.values():
+                self._line = "last"
+            else:
+                self._line = "continues"
+                self._continue_word(char)
+                return False
+        self._deeper = self._deeper or indent > self._base
+        return not self.done
+
+    def _continue_word(self, char: str) -> str:
+        """Take a character of a line that is kept only if it begins with a continuing word."""
+        self._word += char
+        if any(word.startswith(self._word) for word in _CONTINUING):
+            return ""
+        if not _CONTINUES.match(self._word):
+            self.done = True
+            return ""
+        shown, self._blanks, self._word = self._blanks + self._word[:-1], "", ""
+        self._line = "begun"
+        return shown + self._push(char)
 
 
 def first_line(completion: str) -> str:
@@ -60,61 +215,14 @@ def first_line(completion: str) -> str:
     return re.split(r"\r?\n", completion, maxsplit=1)[0]
 
 
-def block(completion: str, prefix: str) -> str:
-    """Return the completion up to the end of the block the caret is in.
-
-    The block ends before the first line indented less than the caret's line. After deeper lines, it
-    also ends before a line indented as much as the caret's. Then a closing bracket still belongs to
-    the block, and so does a line that continues it (``else``). Trailing blank lines are dropped.
-    """
-    here = prefix[prefix.rfind("\n") + 1 :]
-    base = _indent(here)
-    lines = completion.splitlines(keepends=True)
-    deeper = False
-    for number, line in enumerate(lines):
-        if number == 0 or not line.strip():
-            continue
-        indent, text = _indent(line), line.lstrip()
-        closes = text[0] in _CLOSERS
-        if indent < base or (indent == base and deeper and not (closes or _CONTINUES.match(text))):
-            return "".join(lines[:number]).rstrip()
-        if indent == base and deeper and closes:
-            return "".join(lines[: number + 1]).rstrip()
-        deeper = deeper or indent > base
-    return completion
-
-
-def with_closed_brackets(completion: str, suffix: str) -> str:
-    """Return the completion with its open brackets closed where the suffix doesn't close them."""
-    missing = "".join(_OPENERS[opener] for opener in reversed(_open_brackets(completion)[0]))
+def missing_closers(completion: str, suffix: str) -> str:
+    """Return the brackets that close what is left open and the suffix doesn't close."""
+    missing = "".join(_CLOSERS[opener] for opener in reversed(open_brackets(completion)[0]))
     coming = "".join(suffix[:100].split())
-    for length in range(len(missing), -1, -1):
+    for length in range(len(missing), 0, -1):
         if coming.startswith(missing[len(missing) - length :]):
-            return completion + missing[: len(missing) - length]
-    return completion
-
-
-def _repeats(completion: str, overlap: str) -> bool:
-    """Return whether an overlap is the suffix's text and not the completion's own."""
-    if sum(char not in "()[]{}" for char in overlap) >= _CERTAIN or overlap[0] in ",;:":
-        return True
-    quoted = overlap[0] in "\"'`" and completion.count(overlap[0]) % 2 == 1
-    return quoted or _open_brackets(completion)[1]
-
-
-def _open_brackets(text: str) -> tuple[list[str], bool]:
-    """Return the brackets left open, and whether the text closes one that it did not open."""
-    opened: list[str] = []
-    foreign = False
-    for char in text:
-        if char in _OPENERS:
-            opened.append(char)
-        elif char in _CLOSERS:
-            if opened and opened[-1] == _CLOSERS[char]:
-                opened.pop()
-            else:
-                foreign = True
-    return opened, foreign
+            return missing[: len(missing) - length]
+    return missing
 
 
 def _indent(line: str) -> int:

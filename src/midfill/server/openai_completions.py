@@ -87,12 +87,10 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             out of the answer.
         context: other files to show the model; those that change least come first.
         path, repository: where the document is, shown in the model family's own format.
-        trim: cut the answer where it begins to repeat the suffix.
+        trim: end the answer where it begins to repeat the suffix; null does so if there is one.
         lines: "single" ends the answer at its first line break, "block" where the block around
             the caret ends.
         brackets: "close" closes what the answer leaves open.
-
-    A streamed answer that ``trim``, ``lines`` or ``brackets`` may change arrives in one piece.
     """
 
     layout: RequestedLayout | None = None
@@ -107,9 +105,9 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     brackets: Brackets | None = None
 
     def post_processing(self) -> PostProcessing:
-        """Return what to change in the complete answer."""
+        """Return what to change in the answer."""
         return PostProcessing(
-            overlap=bool(self.trim), lines=self.lines or "all", brackets=self.brackets or "keep"
+            overlap=self.trim, lines=self.lines or "all", brackets=self.brackets or "keep"
         )
 
 
