@@ -1,11 +1,13 @@
 """OverlapScanner: a completion ends where it begins to repeat the suffix, also while it arrives."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from midfill.evaluation.holes import draw_holes, read_files
 from midfill.infill.overlap import OverlapScanner, without_overlap
 
 BODY = "def area(w, h):\n    "
@@ -100,6 +102,45 @@ def test_only_what_may_be_cut_is_held_back() -> None:
     inline = OverlapScanner("f(", ", b)")
     assert [inline.push(piece) for piece in ("x", ", ", "c", ", b")] == ["x", "", ", c", ""]
     assert inline.finish() == ""
+
+
+# --- text that people wrote ---
+
+SOURCES = Path(__file__).parents[2] / "src" / "midfill"
+
+
+@pytest.fixture(scope="module")
+def holes() -> list[tuple[str, str, str]]:
+    """Prefix, hole and suffix of lines and blocks; every third begins in the first column."""
+    files = read_files([SOURCES])
+    drawn = []
+    for task in ("line", "subtoken", "block"):
+        for number, one in enumerate(draw_holes(files, task, 400, seed=0)):
+            prefix, hole, suffix = one.prefix, one.hole, one.suffix
+            if task == "block" and number % 3 == 0 and suffix.startswith("\n"):
+                indent = len(prefix) - len(prefix.rstrip(" "))
+                hole = prefix[len(prefix) - indent :] + hole + "\n"
+                prefix, suffix = prefix[: len(prefix) - indent], suffix[1:]
+            drawn.append((prefix, hole, suffix))
+    return drawn
+
+
+def test_the_right_text_is_hardly_ever_cut(holes: list[tuple[str, str, str]]) -> None:
+    cut = [hole for prefix, hole, suffix in holes if without_overlap(hole, prefix, suffix) != hole]
+    assert len(cut) <= 0.005 * len(holes)
+
+
+def test_the_right_text_is_found_where_it_runs_on(holes: list[tuple[str, str, str]]) -> None:
+    lost = []
+    for number, (prefix, hole, suffix) in enumerate(holes):
+        line_ends = [place for place, char in enumerate(suffix[:500]) if char == "\n"]
+        ends = [place for place in line_ends if suffix[:place].strip()]
+        if ends:
+            end = ends[min(number % 4, len(ends) - 1)]  # one to four lines of the suffix
+            kept = without_overlap(hole + suffix[:end], prefix, suffix)
+            if kept.rstrip() != hole.rstrip():
+                lost.append((hole, kept))
+    assert len(lost) <= 0.005 * len(holes)
 
 
 # --- the definition, written down as slowly as possible ---

@@ -53,7 +53,8 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("efim+healing", "random", healing=True),
     Condition("auto", "planner", healing=True),
 )
-"""All conditions. In psm the caret follows a sentinel, so there is no token to heal."""
+"""All conditions. In psm the caret follows a sentinel, so there is no token to heal. ``auto`` is
+what users get: its answers end where they begin to repeat the suffix; others are not changed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ suffix:
 A completion that repeats three lines of 60 characters in all, 200 characters, or the whole suffix
 with a further line after it has reached the suffix for certain: it ends there, whatever follows.
 
-Measured on 14,000 holes in Python, C++, JavaScript and JSON files that nobody filled in but their
-authors: 0.1% of the right texts are cut. Of right texts followed by one to four of the suffix's
-lines, all but 0.1% are cut back to the right text.
+Right texts, written by people into holes of lines and blocks, are hardly ever cut (0.1% in Python,
+C++, JavaScript and JSON files: mostly the second of two equal lines), and those that run on into
+whole lines of the suffix nearly always are; ``tests/infill/test_overlap.py`` measures both.
 """
 
 from collections.abc import Iterator
