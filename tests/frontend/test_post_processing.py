@@ -19,7 +19,7 @@ ANSWER = "x, [1)\n\nprint(f(1))\n"
         (PostProcessing(overlap=False, lines="single"), "x, [1)"),
         (PostProcessing(overlap=False, lines="block"), "x, [1)"),
         (PostProcessing(brackets="close"), "x, [1]"),
-        (PostProcessing(overlap=False, brackets="close"), ANSWER),
+        (PostProcessing(overlap=False, brackets="close"), f"{ANSWER}]"),
         (PostProcessing(lines="single", brackets="close"), "x, [1]"),
     ],
 )
