@@ -36,7 +36,7 @@ def test_generate_from_token_ids(llm: LLM) -> None:
 
 
 def test_infill_reuses_what_it_computed(llm: LLM) -> None:
-    prefix, suffix = "total = 0\n" * 10, "print(total)\n" * 10
+    prefix, suffix = "total = 0\n" * 45, "print(total)\n" * 10
     first = llm.infill(prefix, suffix, GREEDY)
     later = llm.infill(prefix + "tot", suffix, GREEDY)
     assert first.layout is not None
