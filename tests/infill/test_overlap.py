@@ -1,13 +1,14 @@
 """OverlapScanner: a completion ends where it begins to repeat the suffix, also while it arrives."""
 
 import itertools
+import random
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from midfill.evaluation.holes import draw_holes, read_files
 from midfill.infill.overlap import OverlapScanner, without_overlap
 
 BODY = "def area(w, h):\n    "
@@ -106,22 +107,27 @@ def test_only_what_may_be_cut_is_held_back() -> None:
 
 # --- text that people wrote ---
 
-SOURCES = Path(__file__).parents[2] / "src" / "midfill"
-
 
 @pytest.fixture(scope="module")
 def holes() -> list[tuple[str, str, str]]:
-    """Prefix, hole and suffix of lines and blocks; every third begins in the first column."""
-    files = read_files([SOURCES])
-    drawn = []
-    for task in ("line", "subtoken", "block"):
-        for number, one in enumerate(draw_holes(files, task, 400, seed=0)):
-            prefix, hole, suffix = one.prefix, one.hole, one.suffix
-            if task == "block" and number % 3 == 0 and suffix.startswith("\n"):
-                indent = len(prefix) - len(prefix.rstrip(" "))
-                hole = prefix[len(prefix) - indent :] + hole + "\n"
-                prefix, suffix = prefix[: len(prefix) - indent], suffix[1:]
-            drawn.append((prefix, hole, suffix))
+    """Prefix, hole and suffix: rests of lines, blocks, and whole lines, cut out of this project."""
+    rng, drawn = random.Random(0), []
+    for path in sorted((Path(__file__).parents[2] / "src" / "midfill").rglob("*.py")):
+        text = path.read_text()
+        starts = [0, *(match.end() for match in re.finditer("\n", text))]
+        for kind in ("line", "block", "whole lines") * 2:
+            first = rng.randrange(len(starts) - 1)
+            last = min(len(starts) - 2, first + (rng.randrange(5) if kind != "line" else 0))
+            start, end = starts[first], starts[last + 1] - 1
+            code = start + len(text[start:end]) - len(text[start:end].lstrip())
+            if code >= end:
+                continue
+            if kind == "whole lines":
+                end += 1
+            else:
+                start = rng.randrange(code, starts[first + 1]) if kind == "line" else code
+            if text[start:end].strip():
+                drawn.append((text[:start], text[start:end], text[end:]))
     return drawn
 
 
