@@ -24,6 +24,7 @@ from midfill.cli.evaluation_options import (
 )
 from midfill.cli.evaluation_values import (
     choose_tasks,
+    earlier_report,
     parse_context,
     parse_suffixes,
     results_console,
@@ -93,16 +94,14 @@ def infilling(
     from midfill.errors import MidfillError
     from midfill.evaluation.conditions import choose_conditions, parse_conditions
     from midfill.evaluation.models import LocalModel, RemoteModel
-    from midfill.evaluation.report import read_report, write_report
+    from midfill.evaluation.report import write_report
     from midfill.evaluation.run import RunOptions, evaluate, load_problems
 
     if url is not None and (model or adapter or typed):
         raise MidfillError(
             "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
-    if resume and json is None:
-        raise MidfillError("--resume continues what a file holds: name it with --json")
-    earlier = read_report(json) if resume and json is not None and json.exists() else None
+    earlier = earlier_report(json, resume)
     names = None if conditions is None else parse_conditions(conditions)
     before, after = parse_context(context_characters)
     options = RunOptions(

@@ -12,10 +12,16 @@ from midfill.cli.evaluation_options import (
     JsonOption,
     LimitOption,
     MaxTokensOption,
+    ResumeOption,
     SeedOption,
     TasksOption,
 )
-from midfill.cli.evaluation_values import choose_tasks, parse_context, results_console
+from midfill.cli.evaluation_values import (
+    choose_tasks,
+    earlier_report,
+    parse_context,
+    results_console,
+)
 from midfill.cli.options import (
     AdapterOption,
     BackendOption,
@@ -76,6 +82,7 @@ def cuts(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
     json: JsonOption = None,
+    resume: ResumeOption = False,
     plot: PlotOption = None,
     docs: DocsOption = None,
     section: SectionOption = "cuts",
@@ -97,6 +104,7 @@ def cuts(
 
     places = parse_distances(distances)
     check_score(score)
+    earlier = earlier_report(json, resume)
     if write is not None:
         _check_target(write, model or DEFAULT_MODEL, adapter)
     before, after = parse_context(context_characters)
@@ -130,7 +138,7 @@ def cuts(
         ) as llm:
             evaluated = LocalModel(llm, f"{name} (weights {weights})")
             conditions = cut_conditions(places, evaluated.format)
-            report = evaluate(evaluated, problems, conditions, options, progress, save)
+            report = evaluate(evaluated, problems, conditions, options, progress, save, earlier)
     if json is not None:
         write_report(report, json, finished=True)
     choice = choose_cut(report, score=score, margin=margin / 100)

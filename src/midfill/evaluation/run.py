@@ -264,7 +264,12 @@ def _ask(
         for problem in problems
     ]
     limit = max_tokens(problems[0].task, options.max_tokens)
-    answers = model.answer(prompts, limit, progress)
+    # Conditions can make the same prompt, as different cuts do of a short prefix.
+    unique = list(dict.fromkeys(prompts))
+    spared = len(prompts) - len(unique)
+    given = model.answer(unique, limit, lambda done, _: progress(spared + done, len(prompts)))
+    found = dict(zip(unique, given, strict=True))
+    answers = [found[prompt] for prompt in prompts]
     return [answers[at : at + len(problems)] for at in range(0, len(answers), len(problems))]
 
 

@@ -11,9 +11,10 @@ or digit and an ASCII space or sign. Its tokens are therefore those of the whole
 reason the text that follows the caret doesn't matter: between a cut and the caret is such a place.
 """
 
-import unicodedata
 from collections.abc import Callable, Iterator
 from itertools import islice
+
+from midfill.infill.character_boundaries import divides_character
 
 KeepsTokens = Callable[[str, str], bool]
 """Takes two adjacent texts: do they, tokenised apart, give the tokens that they give together?"""
@@ -25,7 +26,6 @@ _MAX_TRIES = 64  # places inside a line that are tried
 _CONTEXT = 16  # characters on either side of a place that a stretch holds at least
 _MAX_STRETCH = 512  # characters on either side of a place that are searched for a stretch's end
 
-_ZERO_WIDTH_JOINER = "\u200d"
 _ENDS = frozenset(' \t\n\r!"#$%&()*+,-./:;<=>?@[\\]^`{|}~')  # no ', which continues "don't"
 
 
@@ -100,28 +100,13 @@ def _inner_places(prefix: str, first: int, last: int) -> Iterator[int]:
 
 
 def _joined(text: str, at: int) -> bool:
-    """Return whether a place is inside a word, a line break, or a character as it is displayed."""
+    """Return whether a place is inside a word or a character."""
     before, after = text[at - 1], text[at]
-    if before.isascii() and after.isascii():
-        return _in_word(before, after) or (before == "\r" and after == "\n")
-    return _in_word(before, after) or _in_character(text, at)
+    return _in_word(before, after) or divides_character(text, at)
 
 
 def _in_word(before: str, after: str) -> bool:
     return (before.isalnum() or before == "_") and (after.isalnum() or after == "_")
-
-
-def _in_character(text: str, at: int) -> bool:
-    """Return whether a place is before a mark, around a joiner, or inside a flag."""
-    before, after = text[at - 1], text[at]
-    if unicodedata.category(after)[0] == "M" or _ZERO_WIDTH_JOINER in (before, after):
-        return True
-    if "\U0001f3fb" <= after <= "\U0001f3ff":  # a skin tone
-        return True
-    flags = 0  # regional indicators before the place; two make a flag
-    while flags < at and "\U0001f1e6" <= text[at - 1 - flags] <= "\U0001f1ff":
-        flags += 1
-    return flags % 2 == 1 and "\U0001f1e6" <= after <= "\U0001f1ff"
 
 
 def _stretch_start(text: str, at: int) -> int | None:
