@@ -13,6 +13,7 @@ from midfill.infill.layout import PromptLayout
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.request import InfillRequest
+from midfill.infill.window import WindowRule
 from midfill.tokens.token_boundary import keeps_tokens_of
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -59,7 +60,14 @@ def test_after_any_edit_the_head_ends_with_a_whole_token(split, edits, rule, tex
 def test_in_windows_and_templates_too(split, edits, rule, reach) -> None:
     tokenizer = code_tokenizer(split)
     windows, templates = planner(tokenizer, rule), planner(tokenizer, rule)
+    options = PlannerOptions(
+        cut_rule=rule,
+        keeps_tokens=keeps_tokens_of(tokenizer),
+        window=WindowRule(before=max(1, reach), after=reach // 4),
+    )
+    whole = Planner(FORMAT, options)
     for prefix, suffix in edited_texts(CODE[:3000], edits):
+        check(whole.plan_and_record(InfillRequest(prefix=prefix, suffix=suffix)), tokenizer)
         prefix, suffix = prefix[-reach:], suffix[:reach]
         check(windows.plan_and_record(InfillRequest(prefix=prefix, suffix=suffix)), tokenizer)
         filled = f"<PRE>{prefix}<SUF>{suffix}<MID>"
