@@ -20,7 +20,7 @@ from midfill.frontend.generation import (
     whole_answers,
 )
 from midfill.frontend.in_process_engine import InProcessEngine
-from midfill.frontend.prompts import Prompt, PromptEncoder, fim_format
+from midfill.frontend.prompts import Prompt, PromptEncoder, fim_format, fingerprint_of
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.context import ContextFile
@@ -57,7 +57,7 @@ class LLM:
         tokenizer: the model's tokenizer.
         info: the backend, memory, load time, and ``info.context``, the maximum number of tokens of
             a prompt and its answer.
-        fingerprint: hex digest of the weights, adapter included.
+        fingerprint: hex digest of what decides its answers: weights, adapter and rules of layout.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LLM:
         checkpoint = open_model(resolve(model, progress), folder, weights)
         self.fim_format = fim_format(checkpoint, fim_tokens)
         self.tokenizer = checkpoint.tokenizer
-        self.fingerprint = checkpoint.fingerprint
+        self.fingerprint = fingerprint_of(checkpoint)
         engine, self._runner, self.info = load_engine(checkpoint, options, progress, started)
         self._engine = InProcessEngine(engine)
         self._prompts = PromptEncoder(checkpoint, self.fim_format, self.info.context, window)

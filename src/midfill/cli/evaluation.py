@@ -15,6 +15,7 @@ from midfill.cli.evaluation_options import (
     JsonOption,
     LimitOption,
     MaxTokensOption,
+    ProcessesOption,
     ResumeOption,
     SeedOption,
     SuffixesOption,
@@ -78,6 +79,7 @@ def infilling(
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     threads: ThreadsOption = None,
+    processes: ProcessesOption = 1,
     json: JsonOption = None,
     resume: ResumeOption = False,
     plot: PlotOption = None,
@@ -93,7 +95,9 @@ def infilling(
     from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
     from midfill.evaluation.conditions import choose_conditions, parse_conditions
-    from midfill.evaluation.models import LocalModel, RemoteModel
+    from midfill.evaluation.model_choice import ModelChoice
+    from midfill.evaluation.model_pool import load_model
+    from midfill.evaluation.models import RemoteModel
     from midfill.evaluation.report import write_report
     from midfill.evaluation.run import RunOptions, evaluate, load_problems
 
@@ -126,20 +130,17 @@ def infilling(
         if url is not None:
             evaluated = RemoteModel(url, fim_tokens)
         else:
-            from midfill.llm import LLM  # slow to import, and not needed for --url
-
-            name = model or DEFAULT_MODEL
-            llm = LLM(
-                name,
+            choice = ModelChoice(
+                model=model or DEFAULT_MODEL,
                 adapter=adapter,
                 weights=weights,
                 backend=backend,
                 device=device,
                 threads=threads,
                 fim_tokens=fim_tokens,
-                progress=progress,
+                processes=processes,
             )
-            evaluated = LocalModel(stack.enter_context(llm), f"{name} (weights {weights})")
+            evaluated = stack.enter_context(load_model(choice, progress))
         chosen = choose_conditions(names, evaluated.format, remote=evaluated.remote)
         report = evaluate(evaluated, problems, chosen, options, progress, save, earlier)
     if json is not None:

@@ -88,3 +88,11 @@ ResumeOption = Annotated[
         help="Continue the run in --json with the same options: ask only what it lacks.",
     ),
 ]
+ProcessesOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Copies of the model, each in a process with its share of the threads: faster where"
+        " other programs keep the machine busy.",
+    ),
+]

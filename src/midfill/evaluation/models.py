@@ -43,10 +43,12 @@ class ModelPrompt:
     Attributes:
         text: a layout, or a request that midfill lays out itself.
         healing: whether a layout is answered with token healing.
+        group: prompts of a group have much text in common.
     """
 
     text: PromptLayout | InfillRequest
     healing: bool = False
+    group: str = ""
 
 
 class Model(Protocol):
@@ -55,7 +57,7 @@ class Model(Protocol):
     Attributes:
         format: its FIM format, None if it has none.
         description: the model and what computes its answers, for the report.
-        fingerprint: digest of its weights; "" if it is unknown.
+        fingerprint: digest of what decides its answers; "" if it is unknown.
         remote: whether it takes prompts as text only.
         keeps_tokens: where its tokenizer allows a cut.
     """
@@ -91,7 +93,8 @@ class LocalModel:
         self._llm = llm
         self.format = llm.fim_format
         adapter = "no adapter" if llm.info.adapter is None else f"adapter {llm.info.adapter}"
-        self.description = f"{name}, {adapter}, {llm.info.backend}"
+        backend, _, _ = llm.info.backend.partition(",")  # answers don't depend on threads
+        self.description = f"{name}, {adapter}, {backend}"
         self.keeps_tokens: KeepsTokens = keeps_tokens_of(llm.tokenizer)
         self.fingerprint = llm.fingerprint
 

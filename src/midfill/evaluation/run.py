@@ -28,7 +28,7 @@ from midfill.infill.trim import first_line
 from midfill.system.progress import Progress, StageProgress
 
 _MAX_FILE_HOLES = 1000  # per task, for files without a limit
-_BATCH_ANSWERS = 256  # enough that the last answers of a batch, which run alone, cost little
+_BATCH_ANSWERS = 512  # enough that the last answers of a batch, which run alone, cost little
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,7 +258,9 @@ def _ask(
     # Condition by condition: when a problem's turn comes again, its prefix is in the cache.
     prompts = [
         ModelPrompt(
-            make_prompt(condition, model.format, problem, prompt_options), condition.healing
+            make_prompt(condition, model.format, problem, prompt_options),
+            condition.healing,
+            problem.group,
         )
         for condition in conditions
         for problem in problems

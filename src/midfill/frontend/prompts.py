@@ -1,6 +1,7 @@
 """PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat."""
 
 import dataclasses
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -389,6 +390,13 @@ def _context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int
         for segment, part in zip(layout.segments, parts[1:], strict=True)
         if isinstance(segment, TextSegment) and segment.role == "context"
     )
+
+
+def fingerprint_of(checkpoint: Checkpoint) -> str:
+    """Return a digest of what decides a model's answers: its weights, and its rules of layout."""
+    rules = (cut_rule_of(checkpoint), window_rule_of(checkpoint))
+    text = f"{checkpoint.fingerprint} {rules} {checkpoint.metadata.get(FRAGMENTS_KEY) is True}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _too_long_field(layout: PromptLayout, parts: Sequence[Sequence[int]], context: int) -> str:
