@@ -255,6 +255,21 @@ class TestWindows:
             assert len(session.layout.planned_prefix) <= 1700
         assert costs[1:] == [1] * 59
 
+    @pytest.mark.parametrize("format", [PSM, SUFFIX_FIRST])
+    def test_a_hop_that_was_computed_in_idle_time_costs_nothing(self, format) -> None:
+        session = self.session(format)
+        self.ask(session, 40_000)
+        typed, expected = "", None
+        while expected is None or len(expected.planned_prefix) > 1500:
+            typed += "    x = 1\n"
+            assert self.ask(session, 40_000, typed) == len("    x = 1\n")
+            assert session.layout.document is not None
+            expected = session.planner.expected_layout(session.layout.document)
+        session.prompts.append(spelled(expected))
+        session.planner.record_computed(expected)
+        assert self.ask(session, 40_000, typed + "y") == 1
+        assert session.layout.planned_prefix == expected.planned_prefix + "y"
+
     def test_a_limit_is_remembered(self) -> None:
         session = self.session()
         prefix, suffix = self.LONG[:40_000], self.LONG[40_000:]

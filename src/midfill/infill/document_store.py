@@ -22,7 +22,7 @@ from zlib import crc32
 from midfill.infill.layout import Segment
 from midfill.infill.prefix_cut import CutHistory
 from midfill.infill.view import Overlap, View, find_overlap
-from midfill.infill.window import WindowStarts
+from midfill.infill.window_history import WindowHistory
 
 _EDGE = 64  # characters at the ends of a text that make a key
 _REACH = 4000  # lines within this many characters of the caret make keys
@@ -54,9 +54,7 @@ class Document:
         cuts: how its prompts were cut.
         fixed_head: text before the suffix in the fixed layout "efim"; None before its first use.
         context: the segments its last prompt began with.
-        starts: where windows of it have begun.
-        window_limit: maximum number of its characters in a prompt, since more did not fit into the
-            model's context; None if that never happened.
+        windows: which parts of it were shown.
     """
 
     id: str
@@ -66,14 +64,13 @@ class Document:
     cuts: CutHistory
     fixed_head: str | None = None
     context: tuple[Segment, ...] = ()
-    starts: WindowStarts = field(default_factory=WindowStarts)
-    window_limit: int | None = None
+    windows: WindowHistory = field(default_factory=WindowHistory)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes held, objects included; a text that is held twice as one object counts once."""
         texts = [self.view.text, self.name or "", self.fixed_head or "", *self.cuts.texts()]
-        texts += self.starts.texts()
+        texts += self.windows.texts()
         texts += (segment.text for segment in self.context)
         distinct = {id(text): getsizeof(text) for text in texts}
         fragments = sum(len(prompt.fragments) for prompt in self.cuts.prompts)
@@ -84,7 +81,7 @@ class Document:
             + _PROMPT_BYTES * len(self.cuts.prompts)
             + _FRAGMENT_BYTES * fragments
             + _SEGMENT_BYTES * len(self.context)
-            + _START_BYTES * len(self.starts)
+            + _START_BYTES * len(self.windows)
         )
 
 

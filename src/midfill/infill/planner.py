@@ -19,11 +19,13 @@ from midfill.infill.prefix_cut import (
     CutHistory,
     CutRule,
     extend_fragments,
+    first_cut,
 )
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import parse_template
 from midfill.infill.view import View, updated_view
-from midfill.infill.window import WindowRule, place_end
+from midfill.infill.window import WindowRule
+from midfill.infill.window_history import ShownText
 
 _MAX_TENANTS = 4096  # whose context order is remembered
 
@@ -103,19 +105,28 @@ class Planner:
             The layout; None if it is cached already or the document is no longer held.
         """
         found = self._documents.get(document)
-        cut = found.cuts.better_cut() if found is not None and self._cuts_matter else None
-        if found is None or cut is None:
+        if found is None:
             return None
-        last = found.cuts.prompts[-1]
-        prefix = last.head + last.increment
-        expected = CachedPrompt(prefix[:cut], last.suffix, extend_fragments((), prefix[cut:]))
+        if (shown := found.windows.expected(found.view)) is not None:
+            prefix, suffix, cut = shown.prefix, shown.suffix, len(shown.prefix)
+            if self._cuts_matter:
+                options = self._options
+                cut = first_cut(prefix, options.cut_rule, options.keeps_tokens)
+        elif self._cuts_matter and (better := found.cuts.better_cut()) is not None:
+            last = found.cuts.prompts[-1]
+            prefix, suffix, cut = last.head + last.increment, last.suffix, better
+        else:
+            return None
+        expected = CachedPrompt(prefix[:cut], suffix, extend_fragments((), prefix[cut:]))
         return self._laid_out(expected, found.id, found.context)
 
     def record_computed(self, layout: PromptLayout) -> None:
         """Record that a layout from ``expected_layout`` is in the engine's cache now."""
         found = self._documents.get(layout.document) if layout.document is not None else None
         if found is not None:
-            found.cuts.record_prompt(layout.planned_prefix, layout.planned_suffix, layout.cut)
+            prefix = layout.planned_prefix
+            found.cuts.record_prompt(prefix, layout.planned_suffix, layout.cut)
+            found.windows.record_computed(found.view, prefix)
             self._documents.record(found)
 
     @property
@@ -148,7 +159,8 @@ class Planner:
             prompt = CachedPrompt("", suffix, extend_fragments((), prefix))
             return self._laid_out(prompt, None, context)
         document = self._record_text(request)
-        prefix, suffix = _shown(document, rule, window_limit)
+        shown = self._show(document, rule, window_limit)
+        prefix, suffix = shown.prefix, shown.suffix
         if document.context != context:  # nothing cached begins with this context
             document.context = context
             document.cuts.prompts.clear()
@@ -169,6 +181,15 @@ class Planner:
         if request.window == "as-sent":
             return None
         return self._options.window if request.window == "stable" else request.window
+
+    def _show(self, document: Document, rule: WindowRule | None, limit: int | None) -> ShownText:
+        """Return the text around the caret that goes into the prompt, and record its window."""
+        if rule is None:
+            return ShownText(document.view.prefix, document.view.suffix)
+        shown = document.windows.choose_and_record(document.view, rule, limit)
+        if not shown.same_start:
+            document.cuts.restart_visit()
+        return shown
 
     def _record_text(self, request: InfillRequest) -> Document:
         """Return the request's document, its name and view updated."""
@@ -255,30 +276,3 @@ class Planner:
 
 def _limited(rule: WindowRule, limit: int | None) -> WindowRule:
     return rule if limit is None else rule.limited(limit)
-
-
-def _shown(document: Document, rule: WindowRule | None, limit: int | None) -> tuple[str, str]:
-    """Return the text before and after the caret that goes into the prompt.
-
-    A side of which the client sent no more than the rule allows is shown as ``View`` has it.
-    """
-    view = document.view
-    if rule is None:
-        return view.prefix, view.suffix
-    if limit is not None:
-        document.window_limit = min(limit, document.window_limit or limit)
-    rule = _limited(rule, document.window_limit)
-    start, kept = document.starts.choose_and_record(
-        view.text,
-        view.caret,
-        rule,
-        sent=view.sent_left,
-        shown=view.left,
-        most=None if document.window_limit is None else document.window_limit - rule.after,
-    )
-    if not kept:
-        document.cuts.restart_visit()
-    end = view.right
-    if document.window_limit is not None or view.sent_right - view.caret > rule.after:
-        end = place_end(view.text, view.caret, rule, view.sent_right)
-    return view.text[start : view.caret], view.text[view.caret : end]

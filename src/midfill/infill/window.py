@@ -1,20 +1,9 @@
 """Windows: how much of a long document goes into a prompt, and where that part begins and ends.
 
-A client may send a whole document. The model sees a window of it around the caret, as large as a
-``WindowRule`` says. What the window's edges cost decides where they are:
-
-* The prompt begins with the window's first line. When that line changes, nothing cached matches.
-  So a window keeps its start while the caret is between half and twice ``before`` characters away,
-  whatever is typed and wherever the caret goes. Only then does the start hop to about ``before``
-  characters before the caret. Starts are remembered, so a caret that comes back to another part of
-  the document finds the prompts computed there. A start is recognised by its text, so edits above
-  it don't matter.
-* The suffix begins at the caret. A caret that moves has it computed again whatever its end is, so
-  its end needs no memory: the last line break within ``after`` characters.
-
-A start is placed at a line with little indentation, so that windows tend to begin with a block, and
-windows of neighbouring carets with the same one. Where lines are too long, edges are after a
-separator if there is one. They never divide a character, see ``character_boundaries``.
+A new window starts at a line with little indentation, so that it tends to begin with a block, and
+windows of neighbouring carets with the same one. It ends with the last whole line that is near
+enough. Where lines are too long, edges are after a separator if there is one. They never divide a
+character, see ``character_boundaries``. ``WindowHistory`` decides when a window has to be placed.
 """
 
 import re
@@ -24,13 +13,10 @@ from dataclasses import dataclass
 from midfill.errors import InvalidRequestError
 from midfill.infill.character_boundaries import boundary_before
 
-_LEAST = 0.5  # of ``before``: a start this near to the caret is given up
-_MOST = 2.0  # of ``before``: so is one this far away
+_LEAST, _MOST = 0.5, 2.0  # of ``before``: a start nearer or farther than this is given up
 _NEAR, _FAR = 0.75, 1.25  # of ``before``: where a new start is looked for
-_PROBE = 64  # characters that identify a start
-_LEAST_PROBE = 16  # characters; fewer are only looked for where they should be
 _PLACED = 0.6  # of a limit: what a window holds that is placed anew
-_MAX_STARTS = 8  # remembered per document
+_LINE = 64  # characters of a line that are looked at
 _SEPARATOR = re.compile(r"[\s;,(){}\[\]]")
 _CLOSERS = ")]}"
 
@@ -63,6 +49,16 @@ class WindowRule:
         """A text before the caret of at most this length is shown whole."""
         return int(_FAR * self.before)
 
+    @property
+    def nearest(self) -> int:
+        """A window whose start is nearer to the caret is given up, unless it begins the text."""
+        return int(_LEAST * self.before)
+
+    @property
+    def farthest(self) -> int:
+        """A window whose start is farther from the caret is given up."""
+        return int(_MOST * self.before)
+
     def limited(self, most: int) -> "WindowRule":
         """Return a rule whose windows hold at most ``most`` characters, with room to grow.
 
@@ -81,105 +77,6 @@ class WindowRule:
 
 DEFAULT_WINDOW = WindowRule()
 """For models that don't say what they profit from."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """A window's start in an earlier version of the text.
-
-    Attributes:
-        from_begin, from_end: its distance from the text's ends.
-        probe: the character before it, if there is one, and the text after it.
-        at: the start's place in the probe, 0 or 1.
-    """
-
-    from_begin: int
-    from_end: int
-    probe: str
-    at: int
-
-    def find(self, text: str, low: int, high: int) -> int | None:
-        """Return where the start is now, if that is from ``low`` to ``high``."""
-        if low > high:
-            return None
-        for place in (self.from_begin, len(text) - self.from_end):
-            if low <= place <= high and text.startswith(self.probe, place - self.at):
-                return place
-        if len(self.probe) < _LEAST_PROBE:
-            return None
-        found = text.find(self.probe, max(0, low - self.at), high + len(self.probe) - self.at)
-        place = found + self.at
-        # The start of the whole text has no character before it in the probe.
-        begins = found >= 0 and (self.at == 1 or text[place - 1 : place] in ("", "\n"))
-        return place if begins else None
-
-
-class WindowStarts:
-    """The windows' starts of one document; keeps each where it is while it serves the caret."""
-
-    __slots__ = ("_starts",)
-
-    def __init__(self) -> None:
-        self._starts: list[_Start] = []  # the newest last
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def texts(self) -> Iterator[str]:
-        """Yield every text that is held."""
-        for start in self._starts:
-            yield start.probe
-
-    def choose_and_record(
-        self,
-        text: str,
-        caret: int,
-        rule: WindowRule,
-        *,
-        sent: int,
-        shown: int,
-        most: int | None = None,
-    ) -> tuple[int, bool]:
-        """Choose where the window starts, and record it.
-
-        Args:
-            text: what is known of the document.
-            caret: the caret's place.
-            rule: how much to show.
-            sent: where the text begins that the client sent.
-            shown: where the prompt begins without a rule; before ``sent`` if it shows text of
-                earlier requests, too.
-            most: maximum number of characters before the caret; None for no such limit.
-
-        Returns:
-            The start, and whether it is the one of the request before.
-        """
-        farthest = int(_MOST * rule.before)
-        start, age = shown, 0
-        if most is not None:
-            farthest = min(farthest, max(rule.before, most))
-            start = max(shown, min(sent, caret - farthest))
-        if caret - sent > rule.whole:
-            low = max(min(sent, shown), caret - farthest)
-            start, age = self._standing(text, low, caret - int(_LEAST * rule.before))
-            if start < 0:
-                start = place_start(text, caret, rule)
-        self._record(text, start, caret)
-        return start, age == 0
-
-    def _standing(self, text: str, low: int, high: int) -> tuple[int, int]:
-        """Return the newest start that may stay, and how many are newer; -1 if there is none."""
-        for age, start in enumerate(reversed(self._starts)):
-            place = start.find(text, low, high)
-            if place is not None:
-                return place, age
-        return -1, len(self._starts)
-
-    def _record(self, text: str, start: int, caret: int) -> None:
-        at = min(start, 1)
-        probe = text[start - at : min(start + _PROBE, caret)]
-        kept = [each for each in self._starts if each.probe != probe]
-        self._starts = [*kept, _Start(start, len(text) - start, probe, at)][-_MAX_STARTS:]
 
 
 def place_start(text: str, caret: int, rule: WindowRule) -> int:
@@ -226,12 +123,12 @@ def _line_starts(text: str, low: int, high: int) -> Iterator[int]:
 
 
 def _is_blank(text: str, place: int) -> bool:
-    end = text.find("\n", place, place + _PROBE)
-    return not text[place : end if end >= 0 else place + _PROBE].strip()
+    end = text.find("\n", place, place + _LINE)
+    return not text[place : end if end >= 0 else place + _LINE].strip()
 
 
 def _depth(text: str, place: int) -> tuple[bool, int]:
     """Return how little a line looks like the first of a block: closing, then its indentation."""
-    line = text[place : place + _PROBE]
+    line = text[place : place + _LINE]
     code = line.lstrip()
     return code[:1] in _CLOSERS, len(line) - len(code)
