@@ -238,12 +238,13 @@ class TestWindows:
     def test_where_the_window_hops_the_cut_is_placed_as_in_a_new_document(self) -> None:
         session = self.session()
         self.ask(session, 40_000)
-        hops, length = 0, 0
-        for lines in range(1, 300):
-            self.ask(session, 40_000, "    x = 1\n" * lines)
+        hops, length, typed = 0, 0, ""
+        for number in range(1000, 1300):
+            typed += f"    value = {number} + x\n"
+            self.ask(session, 40_000, typed)
             if len(session.layout.planned_prefix) < length:
                 hops += 1
-                assert 400 <= len(session.layout.text_of("increment")) <= 420
+                assert 400 <= len(session.layout.text_of("increment")) <= 425
             length = len(session.layout.planned_prefix)
         assert hops == 2
 

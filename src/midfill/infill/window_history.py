@@ -7,7 +7,10 @@ What a window's edges cost decides where they are:
   whatever is typed and wherever the caret goes. Only then does the start hop to about ``before``
   characters before the caret. Starts are remembered, so a caret that comes back to another part of
   the document finds the prompts computed there. A start is recognised by its text, so edits above
-  it don't matter. A hop that is about to come can be prepared in idle time (``expected``).
+  it don't matter.
+* A hop that is about to come can be prepared in idle time (``expected``); then it costs nothing.
+  Without idle time it is put off while text is typed in one place, until the window holds three
+  times ``before``: a keystroke should never wait for a hop, a caret that moves waits anyway.
 * The suffix begins at the caret. A caret that moves has it computed again whatever its end is, so
   its end needs no memory.
 """
@@ -22,6 +25,7 @@ _PROBE = 64  # characters that identify a start
 _LEAST_PROBE = 16  # characters; fewer are only looked for where they should be
 _MAX_STARTS = 8
 _SOON = 0.8  # of the distance at which a window hops; from here on the hop is worth preparing
+_TYPING = 1.5  # times as far, while text is typed in one place
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class WindowHistory:
         """Yield every text that is held."""
         for start in self._starts:
             yield start.probe
+        if self._last is not None:
+            yield self._last.suffix
 
     def choose_and_record(
         self, view: View, rule: WindowRule, limit: int | None = None
@@ -71,22 +77,27 @@ class WindowHistory:
         """
         if limit is not None:
             self._limit = limit if self._limit is None else min(limit, self._limit)
-        text, caret, farthest = view.text, view.caret, rule.farthest
+        text, caret, most = view.text, view.caret, None
         start, age, end = view.left, 0, view.right
         if self._limit is not None:
             rule = rule.limited(self._limit)
-            farthest = min(rule.farthest, max(rule.before, self._limit - rule.after))
-            start = max(start, min(view.sent_left, caret - farthest))
+            most = max(rule.before, self._limit - rule.after)
+            start = max(start, min(view.sent_left, caret - most))
+        if most is not None or view.sent_right - caret > rule.after:
+            end = place_end(text, caret, rule, view.sent_right)
+        suffix = text[caret:end]
         if caret - view.sent_left > rule.whole:
+            farthest = rule.farthest
+            if self._last is not None and self._last.suffix == suffix:
+                farthest = int(_TYPING * farthest)
+            farthest = farthest if most is None else min(most, farthest)
             low = max(min(view.sent_left, view.left), caret - farthest)
             start, age = self._standing(text, low, caret - rule.nearest)
             if start < 0:
                 start = place_start(text, caret, rule)
-        if self._limit is not None or view.sent_right - caret > rule.after:
-            end = place_end(text, caret, rule, view.sent_right)
         self._record(text, start, caret)
-        self._last = _Placed(start, end, farthest, rule)
-        return ShownText(text[start:caret], text[caret:end], age == 0)
+        self._last = _Placed(start, suffix, min(rule.farthest, most or rule.farthest), rule)
+        return ShownText(text[start:caret], suffix, age == 0)
 
     def expected(self, view: View) -> ShownText | None:
         """Return what the window will show after a hop that is about to come, None before that.
@@ -102,14 +113,14 @@ class WindowHistory:
         start = place_start(text, caret, last.rule)
         if start <= last.start:
             return None
-        return ShownText(text[start:caret], text[caret : last.end], same_start=False)
+        return ShownText(text[start:caret], last.suffix, same_start=False)
 
     def record_computed(self, view: View, prefix: str) -> None:
         """Record that a prompt is cached whose text before the caret is ``prefix``."""
         probe, last = prefix[:_PROBE], self._last
         if last is None or len(probe) < _LEAST_PROBE:
             return
-        start = view.text.find(probe, max(0, view.caret - last.farthest), view.caret)
+        start = view.text.find(probe, max(0, view.caret - last.rule.farthest), view.caret)
         if start >= 0:
             self._record(view.text, start, view.caret)
             self._last = replace(last, start=start)
@@ -131,10 +142,17 @@ class WindowHistory:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """The last request's window: its edges, and the rule and reach that it was chosen with."""
+    """The last request's window.
+
+    Attributes:
+        start: its place in the text.
+        suffix: the text after the caret.
+        farthest: characters before the caret with which it hops when the caret moves.
+        rule: how much to show.
+    """
 
     start: int
-    end: int
+    suffix: str
     farthest: int
     rule: WindowRule
 
