@@ -58,8 +58,8 @@ _LONG_INCREMENT = 1024  # characters beyond the least increment
 class CutRule:
     """What a model needs of its cuts.
 
-    A model that has the suffix between the text before the caret and the last line of it answers
-    worse, the less text follows the suffix. How much text it needs is a property of the model.
+    The less of the text before the caret follows the suffix, the worse a model continues it. How
+    much it needs is a property of the model.
 
     Attributes:
         least_increment: characters before the caret that stand after the suffix, at least; the
