@@ -7,15 +7,14 @@ import pytest
 
 from midfill.checkpoints.model_record import MAX_LEAST_INCREMENT
 from midfill.errors import MidfillError
+from midfill.evaluation.choice import check_score, half_of, split_in_halves
 from midfill.evaluation.conditions import PromptOptions, make_prompt
 from midfill.evaluation.cut_report import cut_markdown, cut_measurement
 from midfill.evaluation.cuts import (
-    check_score,
     choose_cut,
     cut_conditions,
-    half_of,
+    parse_distance,
     parse_distances,
-    split_in_halves,
 )
 from midfill.evaluation.problems import Problem
 from midfill.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
@@ -50,9 +49,9 @@ def report(rises_to: dict[str, float], holes: int = 400, noise: float = 0.1) -> 
 def test_the_least_distance_that_is_as_good_as_the_best_is_recommended() -> None:
     rising = {"0": 0.2, "96": 0.4, "200": 0.55, "400": 0.56, "whole": 0.56}
     choice = choose_cut(report(rising), margin=0.05)
-    assert choice.recommended == 200
-    assert choice.best in (200, 400, MAX_LEAST_INCREMENT)
-    assert [one.least_increment for one in choice.choice] == [0, 96, 200, 400, MAX_LEAST_INCREMENT]
+    assert parse_distance(choice.recommended) == 200
+    assert choice.best in ("200", "400", "whole")
+    assert [one.condition for one in choice.choice] == ["0", "96", "200", "400", "whole"]
     assert abs(choice.on_other_holes.value) < 0.05
 
 
@@ -64,7 +63,7 @@ def test_without_certainty_the_best_itself_is_recommended() -> None:
 
 def test_a_model_that_needs_the_whole_prefix_gets_it() -> None:
     choice = choose_cut(report({"0": 0.2, "400": 0.3, "whole": 0.6}))
-    assert choice.recommended == MAX_LEAST_INCREMENT
+    assert parse_distance(choice.recommended) == MAX_LEAST_INCREMENT
     assert "Least increment: whole" in cut_markdown(report({"0": 0.2, "whole": 0.6}), choice)
 
 

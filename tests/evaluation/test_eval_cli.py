@@ -101,6 +101,31 @@ def test_a_models_cut_is_measured_shown_and_written(
     assert "what is measured is" in said
 
 
+def test_windows_are_measured_and_the_chosen_one_is_written_beside_the_model(
+    midfill: Command, tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    results, page, plot = (tmp_path / name for name in ("a.json", "page.md", "plot.png"))
+    page.write_text("<!-- windows -->\n<!-- /windows -->\n")
+    arguments = (
+        *("windows", "--model", folder, "--adapter", "none", "--threads", 1, "--files", HERE),
+        *("--tasks", "line", "--limit", 6, "--max-tokens", 3, "--windows", "60/20,120/40"),
+        *("--shortest", 3000, "--json", results),
+    )
+    assert midfill(*arguments)[0] == 0
+    assert midfill("show", results)[0] == 0
+    arguments = (*arguments, "--resume", "--plot", plot, "--docs", page, "--write", folder)
+    status, shown, _ = midfill(*arguments)
+    assert status == 0
+    assert "caret moved" in shown
+    assert "| 60/20 |" in page.read_text()
+    assert plot.stat().st_size > 1000
+    written = json_object(folder / "midfill.json")["window"]
+    assert (written["before"], written["after"]) in ((60, 20), (120, 40))
+    costs = json_object(results)["costs"]["120/40"]
+    assert all(one["moved"] > 0 and one["typed"] <= 8 for one in costs)
+
+
 def json_object(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], loads(path.read_text()))
 
@@ -133,6 +158,12 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["cuts", "--files", HERE, "--distances", "0,far"], "--distances takes characters and"),
         (["cuts", "--files", HERE, "--score", "beauty"], "--score beauty: there is no such"),
         (["cuts", "--files", HERE, "--write", HERE], "neither an adapter's nor"),
+        (["windows"], "nothing to ask: name held-out source files with --files"),
+        (["windows", "--files", HERE, "--windows", "400/100"], "nothing to choose from"),
+        (["windows", "--files", HERE, "--windows", "400,100"], "--windows takes characters"),
+        (["windows", "--files", HERE, "--tasks", "multi-line"], "documents are too short"),
+        (["windows", "--files", HERE, "--shortest", "9999999"], "see --shortest"),
+        (["windows", "--files", HERE, "--write", HERE], "neither an adapter's nor"),
         (["check"], "name the data with --humaneval FOLDER"),
     ],
 )

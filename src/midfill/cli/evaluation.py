@@ -30,6 +30,7 @@ from midfill.cli.evaluation_values import (
     parse_suffixes,
     results_console,
 )
+from midfill.cli.evaluation_windows import windows
 from midfill.cli.options import (
     AdapterOption,
     BackendOption,
@@ -57,6 +58,7 @@ def _eval() -> None:
 
 
 app.command()(cuts)
+app.command()(windows)
 
 
 @app.command()

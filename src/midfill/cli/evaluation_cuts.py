@@ -17,6 +17,7 @@ from midfill.cli.evaluation_options import (
     TasksOption,
 )
 from midfill.cli.evaluation_values import (
+    check_target,
     choose_tasks,
     earlier_report,
     parse_context,
@@ -34,7 +35,7 @@ from midfill.cli.options import (
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
 
 if TYPE_CHECKING:
-    from midfill.evaluation.cuts import CutChoice
+    from midfill.evaluation.choice import Choice
     from midfill.evaluation.run import InfillingReport
 
 DistancesOption = Annotated[
@@ -96,8 +97,14 @@ def cuts(
     from midfill.checkpoints.model_record import write_cut
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
+    from midfill.evaluation.choice import check_score
     from midfill.evaluation.cut_report import cut_measurement
-    from midfill.evaluation.cuts import check_score, choose_cut, cut_conditions, parse_distances
+    from midfill.evaluation.cuts import (
+        choose_cut,
+        cut_conditions,
+        parse_distance,
+        parse_distances,
+    )
     from midfill.evaluation.models import LocalModel
     from midfill.evaluation.report import write_report
     from midfill.evaluation.run import RunOptions, evaluate, load_problems
@@ -106,7 +113,7 @@ def cuts(
     check_score(score)
     earlier = earlier_report(json, resume)
     if write is not None:
-        _check_target(write, model or DEFAULT_MODEL, adapter)
+        check_target(write, model or DEFAULT_MODEL, adapter)
     before, after = parse_context(context_characters)
     options = RunOptions(
         tasks=choose_tasks(tasks, humaneval, files or [], holes_only=True),
@@ -144,29 +151,14 @@ def cuts(
     choice = choose_cut(report, score=score, margin=margin / 100)
     _show(report, choice, plot, docs, section)
     if write is not None:
-        path = write_cut(write, choice.recommended, cut_measurement(report, choice))
+        least = parse_distance(choice.recommended)
+        path = write_cut(write, least, cut_measurement(report, choice))
         results_console().print(f"written to {path}", markup=False, highlight=False)
-
-
-def _check_target(folder: Path, model: str, adapter: str | None) -> None:
-    """Check before the work that what is measured can be noted in a folder.
-
-    Raises:
-        MidfillError: it is no model's or adapter's folder, or another one's.
-    """
-    from midfill.checkpoints.model_record import check_folder
-    from midfill.checkpoints.model_store import resolve, resolve_adapter
-    from midfill.errors import MidfillError
-
-    check_folder(folder)
-    measured = resolve_adapter(model, adapter) or resolve(model)
-    if folder.resolve() != measured.resolve():
-        raise MidfillError(f"--write {folder}: what is measured is {measured}; name that folder")
 
 
 def _show(
     report: "InfillingReport",
-    choice: "CutChoice",
+    choice: "Choice",
     plot: Path | None,
     docs: Path | None,
     section: str,

@@ -84,3 +84,19 @@ def earlier_report(json: Path | None, resume: bool) -> "InfillingReport | None":
     if resume and json is None:
         raise MidfillError("--resume continues what a file holds: name it with --json")
     return read_report(json) if resume and json is not None and json.exists() else None
+
+
+def check_target(folder: Path, model: str, adapter: str | None) -> None:
+    """Check before the work that what is measured can be noted in a folder.
+
+    Raises:
+        MidfillError: it is no model's or adapter's folder, or another one's.
+    """
+    from midfill.checkpoints.model_record import check_folder
+    from midfill.checkpoints.model_store import resolve, resolve_adapter
+    from midfill.errors import MidfillError
+
+    check_folder(folder)
+    measured = resolve_adapter(model, adapter) or resolve(model)
+    if folder.resolve() != measured.resolve():
+        raise MidfillError(f"--write {folder}: what is measured is {measured}; name that folder")

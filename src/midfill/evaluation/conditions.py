@@ -12,6 +12,7 @@ from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, TextSegment, lay_out
 from midfill.infill.prefix_cut import CutRule, first_cut
 from midfill.infill.request import InfillRequest
+from midfill.infill.window import WindowRule
 
 SuffixPosition = Literal["none", "end", "start", "random", "distance", "planner"]
 
@@ -31,12 +32,15 @@ class Condition:
             "none": the suffix is not in the prompt.
         healing: token healing: the model writes the last tokens before the caret again.
         least_increment: see ``infill/prefix_cut.py``.
+        window: how much of the whole document the planner shows; None gives it the text that the
+            other conditions have.
     """
 
     name: str
     suffix: SuffixPosition
     healing: bool = False
     least_increment: int = 0
+    window: WindowRule | None = None
 
     @property
     def needs_cut(self) -> bool:
@@ -123,10 +127,17 @@ def make_prompt(
     The random cut depends on the problem and the seed alone, so all models and both efim
     conditions get the same one.
     """
+    # A tenant of its own for each prompt: what was asked before doesn't influence cut and window.
+    if condition.window is not None:
+        return InfillRequest(
+            prefix=problem.prefix,
+            suffix=problem.suffix,
+            tenant=f"{problem.id} {condition.name}",
+            window=condition.window,
+        )
     prefix, suffix = window(problem, options.before, options.after)
     if condition.suffix == "planner":
-        # One tenant per problem: documents of other problems don't influence the cut.
-        return InfillRequest(prefix=prefix, suffix=suffix, tenant=problem.id)
+        return InfillRequest(prefix=prefix, suffix=suffix, tenant=problem.id, window="as-sent")
     if condition.suffix == "none" or format is None:
         segments = (TextSegment(prefix, "prefix"),) if prefix else ()
         stops = () if format is None else format.stop_token_ids

@@ -115,6 +115,14 @@ class LocalModel:
             Answer(result.text, result.answers[0].finish_reason == "stop") for result in results
         ]
 
+    def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
+        """See ``windows.TokenCounter``."""
+        from midfill.frontend.sampling import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1)
+        results = self._llm.infill_all(requests, sampling)
+        return [result.usage.computed_tokens for result in results]
+
 
 class RemoteModel:
     """A model behind a URL. Layouts are sent as text, and the server alone decides on healing.

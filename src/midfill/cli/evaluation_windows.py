@@ -1,0 +1,172 @@
+"""The command ``midfill eval windows``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from midfill.cli.evaluation_cuts import MarginOption, ScoreOption
+from midfill.cli.evaluation_options import (
+    FilesOption,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    ResumeOption,
+    SeedOption,
+    SuffixesOption,
+)
+from midfill.cli.evaluation_values import (
+    check_target,
+    earlier_report,
+    parse_suffixes,
+    results_console,
+)
+from midfill.cli.options import (
+    AdapterOption,
+    BackendOption,
+    DeviceOption,
+    FimTokensOption,
+    ModelOption,
+    ThreadsOption,
+    WeightsFormatOption,
+)
+from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+
+WindowsOption = Annotated[
+    str,
+    typer.Option(help="Characters before and after the caret, BEFORE/AFTER, separated by commas."),
+]
+WindowTasksOption = Annotated[
+    str,
+    typer.Option(help="Kinds of holes in files, separated by commas: line, subtoken, block, span."),
+]
+ShortestOption = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Characters of the shortest file to use: windows differ in long files only."
+    ),
+]
+WriteOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Write the window into the midfill.json of this adapter's or Hugging Face model's"
+        " folder.",
+    ),
+]
+
+
+def windows(
+    files: FilesOption = None,
+    suffixes: SuffixesOption = ".py",
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    fim_tokens: FimTokensOption = None,
+    tasks: WindowTasksOption = "line,block",
+    windows: WindowsOption = "400/150,800/250,1200/400,2000/600,4000/1000",
+    shortest: ShortestOption = 12_000,
+    score: ScoreOption = "similarity",
+    margin: MarginOption = 2.0,
+    limit: LimitOption = 100,
+    seed: SeedOption = 0,
+    max_tokens: MaxTokensOption = None,
+    weights: WeightsFormatOption = "auto",
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    resume: ResumeOption = False,
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "windows",
+    write: WriteOption = None,
+) -> None:
+    """Measure quality and cost against the window, and choose how much of a document to show.
+
+    Every hole is asked with several windows of its whole file. Half of the files choose the
+    smallest window that is as good as the best; the other half shows what it is worth. The engine
+    counts the tokens that it computes when a file is opened, a caret moves by a line, and a word is
+    typed.
+    """
+    from midfill.checkpoints.model_record import write_window
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.cli.progress import show_progress
+    from midfill.errors import MidfillError
+    from midfill.evaluation.choice import check_score
+    from midfill.evaluation.models import LocalModel
+    from midfill.evaluation.problems import parse_tasks
+    from midfill.evaluation.report import write_report
+    from midfill.evaluation.run import InfillingReport, RunOptions, evaluate
+    from midfill.evaluation.source_files import read_files
+    from midfill.evaluation.window_report import (
+        plot_windows,
+        window_markdown,
+        window_measurement,
+        window_tables,
+        write_windows,
+    )
+    from midfill.evaluation.windows import (
+        choose_window,
+        draw_window_holes,
+        measure_costs,
+        parse_windows,
+        rule_of,
+        window_conditions,
+    )
+    from midfill.llm import LLM
+    from midfill.reporting.document_sections import replace_section
+
+    rules = parse_windows(windows)
+    check_score(score)
+    earlier = earlier_report(json, resume)
+    if not files:
+        raise MidfillError("nothing to ask: name held-out source files with --files")
+    if write is not None:
+        check_target(write, model or DEFAULT_MODEL, adapter)
+    options = RunOptions(
+        tasks=parse_tasks(tasks),
+        limit=limit,
+        seed=seed,
+        max_tokens=max_tokens,
+        suffixes=parse_suffixes(suffixes),
+    )
+    problems = draw_window_holes(read_files(files, options.suffixes), options, shortest)
+
+    def save(report: InfillingReport) -> None:
+        if json is not None:
+            write_report(report, json, finished=False)
+
+    name = model or DEFAULT_MODEL
+    with (
+        show_progress() as progress,
+        LLM(
+            name,
+            adapter=adapter,
+            weights=weights,
+            backend=backend,
+            device=device,
+            threads=threads,
+            fim_tokens=fim_tokens,
+            progress=progress,
+        ) as llm,
+    ):
+        evaluated = LocalModel(llm, f"{name} (weights {weights})")
+        conditions = window_conditions(rules)
+        report = evaluate(evaluated, problems, conditions, options, progress, save, earlier)
+        costs = measure_costs(
+            evaluated, problems, rules, lambda done, total: progress("costs", done, total)
+        )
+    if json is not None:
+        write_windows(report, costs, json)
+    choice = choose_window(report, score=score, margin=margin / 100)
+    console = results_console()
+    for table in window_tables(report, choice, costs, shortest):
+        console.print(table)
+    if plot is not None:
+        plot_windows(report, choice, shortest, plot)
+    if docs is not None:
+        replace_section(docs, section, window_markdown(report, choice, costs, shortest))
+    if write is not None:
+        measured = window_measurement(report, choice, costs, shortest)
+        path = write_window(write, rule_of(choice.recommended), measured)
+        console.print(f"written to {path}", markup=False, highlight=False)
