@@ -12,8 +12,10 @@ from midfill.cli.evaluation_options import (
     JsonOption,
     LimitOption,
     MaxTokensOption,
+    ProcessesOption,
     ResumeOption,
     SeedOption,
+    SuffixesOption,
     TasksOption,
 )
 from midfill.cli.evaluation_values import (
@@ -21,6 +23,7 @@ from midfill.cli.evaluation_values import (
     choose_tasks,
     earlier_report,
     parse_context,
+    parse_suffixes,
     results_console,
 )
 from midfill.cli.options import (
@@ -77,11 +80,13 @@ def cuts(
     limit: LimitOption = 200,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
+    suffixes: SuffixesOption = ".py",
     context_characters: ContextOption = "2000,1000",
     weights: WeightsFormatOption = "auto",
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     threads: ThreadsOption = None,
+    processes: ProcessesOption = 1,
     json: JsonOption = None,
     resume: ResumeOption = False,
     plot: PlotOption = None,
@@ -105,7 +110,8 @@ def cuts(
         parse_distance,
         parse_distances,
     )
-    from midfill.evaluation.models import LocalModel
+    from midfill.evaluation.model_choice import ModelChoice
+    from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.report import write_report
     from midfill.evaluation.run import RunOptions, evaluate, load_problems
 
@@ -122,6 +128,7 @@ def cuts(
         before=before,
         after=after,
         max_tokens=max_tokens,
+        suffixes=parse_suffixes(suffixes),
     )
     problems = load_problems(options, humaneval, files or [])
 
@@ -129,23 +136,19 @@ def cuts(
         if json is not None:
             write_report(report, json, finished=False)
 
-    with show_progress() as progress:
-        from midfill.llm import LLM  # slow to import
-
-        name = model or DEFAULT_MODEL
-        with LLM(
-            name,
-            adapter=adapter,
-            weights=weights,
-            backend=backend,
-            device=device,
-            threads=threads,
-            fim_tokens=fim_tokens,
-            progress=progress,
-        ) as llm:
-            evaluated = LocalModel(llm, f"{name} (weights {weights})")
-            conditions = cut_conditions(places, evaluated.format)
-            report = evaluate(evaluated, problems, conditions, options, progress, save, earlier)
+    asked = ModelChoice(
+        model=model or DEFAULT_MODEL,
+        adapter=adapter,
+        weights=weights,
+        backend=backend,
+        device=device,
+        threads=threads,
+        fim_tokens=fim_tokens,
+        processes=processes,
+    )
+    with show_progress() as progress, load_model(asked, progress) as evaluated:
+        conditions = cut_conditions(places, evaluated.format)
+        report = evaluate(evaluated, problems, conditions, options, progress, save, earlier)
     if json is not None:
         write_report(report, json, finished=True)
     choice = choose_cut(report, score=score, margin=margin / 100)
