@@ -61,7 +61,7 @@ def test_a_run_prints_and_writes_its_results(
     assert "| efim+healing |" in (tmp_path / "page.md").read_text()
     status, shown, _ = midfill("compare", *results, "--pair", "psm=efim+healing")
     assert status == 0
-    assert "psm | efim+healing" in shown
+    assert "psm / efim+healing" in shown
     page = tmp_path / "other.md"
     status, again, _ = midfill("show", results[0], "--docs", page, "--section", "one")
     assert status == 0

@@ -71,7 +71,7 @@ def test_two_reports_are_compared_hole_by_hole() -> None:
     assert exact.difference.value == pytest.approx(exact.second.value - exact.first.value)
     assert exact.difference.low > 0.15
     crossed = compare_reports(base, trained, [("prefix-only", "efim")])
-    assert crossed["line"]["prefix-only | efim"]["exact"] == exact
+    assert crossed["line"]["prefix-only / efim"]["exact"] == exact
     assert len(comparison_tables(crossed)) == 2
 
 

@@ -23,6 +23,7 @@ from midfill.cli.evaluation_options import (
     TypedOption,
     UrlOption,
 )
+from midfill.cli.evaluation_page import page
 from midfill.cli.evaluation_values import (
     choose_tasks,
     earlier_report,
@@ -59,6 +60,7 @@ def _eval() -> None:
 
 app.command()(cuts)
 app.command()(windows)
+app.command()(page)
 
 
 @app.command()

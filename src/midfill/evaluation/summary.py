@@ -142,7 +142,7 @@ def compare_reports(
     tasks = [task for task in tasks_of(first) if task in tasks_of(second)]
     return {
         task: {
-            one if one == other else f"{one} | {other}": _compare(
+            one if one == other else f"{one} / {other}": _compare(
                 [first.outcomes[one][index] for index, _ in chosen],
                 [second.outcomes[other][index] for _, index in chosen],
                 [first.problems[index].group for index, _ in chosen],
