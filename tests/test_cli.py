@@ -214,6 +214,19 @@ def test_complete_shows_the_answer_in_its_place(
     assert file.read_text().count("return \n") == 1  # untouched
 
 
+def test_complete_says_when_nothing_is_suggested(
+    midfill: Command, tiny_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "code.py"
+    file.write_text("x = f(1)\n")
+    command = ["complete", f"{file}:1", "--model", tiny_folder, "--lines", "all", "--threads", "1"]
+    shown = midfill(*command, "-n", "3").stdout.removeprefix("    1 | x = f(1)")
+    result = midfill(*command, "--stop", shown[:1])  # the answer ends before its first character
+    assert result.status == 0
+    assert result.stdout == "    1 | x = f(1)\n"
+    assert result.stderr == f"midfill: no suggestion at {file}:1\n"
+
+
 def test_models_lists_the_default(midfill: Command) -> None:
     result = midfill("models")
     assert result.status == 0

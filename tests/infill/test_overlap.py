@@ -57,6 +57,9 @@ BODY = "def area(w, h):\n    "
         ("f(", "", ")", ""),
         ("f(", "abc", "", "abc"),
         ("f(", "abc\n", " \n\n", "abc\n"),
+        # blanks alone are nothing
+        ("x = 1", "\n    ", "\ny = 2\n", ""),
+        (BODY[:-4], "\n    return a", "    return a\n", ""),
     ],
 )
 def test_a_completion_ends_where_it_repeats_the_suffix(prefix, completion, suffix, kept) -> None:
@@ -69,6 +72,7 @@ def test_an_answer_that_was_broken_off_may_end_within_a_repeated_line() -> None:
     assert without_overlap(*texts) == texts[0]
     whole = ("import os\n", "import json\n", "\nimport os.path\n")
     assert without_overlap(*whole, broken_off=True) == whole[0]  # this line is complete
+    assert without_overlap("\n    ", "x = 1", "", broken_off=True) == "\n    "
 
 
 LINES = "\n    first = compute(alpha)\n    second = compute(beta)\n    third = compute(gamma)\n"
@@ -197,18 +201,23 @@ class Reference:
         self.inline = bool(self.coming) and self.coming[0][0] is None
 
     def end(self, completion: str, broken_off: bool) -> int:
+        end, cut = self.end_before_overlap(completion, broken_off)
+        ends_blank = not completion[:end].strip() and (cut or not broken_off)
+        return 0 if ends_blank else end
+
+    def end_before_overlap(self, completion: str, broken_off: bool) -> tuple[int, bool]:
         written = visible(completion, self.before)
         for count in range(1, len(written) + 1):  # what is certain as soon as it is written
             for length in range(min(count, len(self.coming)), 0, -1):
                 start = self.start(completion, written[:count], length)
                 certain = length == 200 or self.certain_before(written, count, length)
                 if start is not None and certain:
-                    return start
+                    return start, True
         for length in range(min(len(written), len(self.coming)), 0, -1):
             start = self.start(completion, written, length)
             if start is not None and self.counts(completion, written, length, broken_off):
-                return start
-        return len(completion)
+                return start, True
+        return len(completion), False
 
     def start(self, completion: str, written: list, length: int) -> int | None:
         """Where the last symbols begin, with blanks, if they equal the suffix's first ones."""

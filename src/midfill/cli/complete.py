@@ -74,7 +74,10 @@ def complete(
     device: DeviceOption = None,
     threads: ThreadsOption = None,
 ) -> None:
-    """Fill in at a place in a file, and show the result there; the file is not changed."""
+    """Fill in at a place in a file, and show the result there; the file is not changed.
+
+    If the model suggests nothing there, a line on stderr says so; the exit status is 0 all the same.
+    """
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
     from midfill.frontend.post_processing import PostProcessing
@@ -106,6 +109,8 @@ def complete(
         for text in render(caret, (delta.text for delta in answer), around, _has_colours()):
             sys.stdout.write(text)
             sys.stdout.flush()
+        if not answer.result().text.strip():
+            typer.echo(f"midfill: no suggestion at {place}", err=True)
     if llm.fim_format is None:
         typer.echo(
             "midfill: no FIM tokens known for this model; it saw only the text before the caret",

@@ -16,6 +16,8 @@ suffix:
   completion closes what it did not open, and the suffix's own bracket would close nothing; a quote
   counts if the completion's quotes are odd.
 
+What is left after that is no completion if it is blank, unless the answer was broken off.
+
 A completion that repeats three lines of 60 characters in all, 200 characters, or the whole suffix
 with a further line after it has reached the suffix for certain: it ends there, whatever follows.
 
@@ -62,8 +64,8 @@ class OverlapScanner:
     """Passes a completion on up to where it begins to repeat the suffix.
 
     Held back are the characters that an end of the completion may still cut off: from the first
-    place on at which the completion has equalled the suffix ever since, and blanks before a place
-    where an overlap may begin.
+    place on at which the completion has equalled the suffix ever since, blanks before a place
+    where an overlap may begin, and blanks before the first visible character.
 
     Args:
         prefix, suffix: the text before and after the caret.
@@ -98,7 +100,7 @@ class OverlapScanner:
         start = len(self._text)
         self._text += text
         if not self._suffix:
-            return self._show(len(self._text))
+            return self._show(self._without_blanks(len(self._text)))
         for at, char in enumerate(text, start):
             if char in "\r\n":
                 self._end_line()
@@ -107,10 +109,10 @@ class OverlapScanner:
             else:
                 certain = self._advance((self._indent, char), at)
                 if certain is not None:
-                    self.done = self.cut = True
-                    return self._show(certain.cut)
+                    self.done = True
+                    return self._end(certain.cut)
                 self._indent, self._visible = None, at + 1
-        return self._show(self._held_from())
+        return self._show(self._without_blanks(self._held_from()))
 
     def finish(self, *, broken_off: bool = False) -> str:
         """Return what was held back and is no overlap, once the completion has ended.
@@ -124,9 +126,18 @@ class OverlapScanner:
         within_line = broken_off and self._indent is None
         for match in self._matches:
             if self._repeats(match, within_line=within_line):
-                self.cut = True
-                return self._show(match.cut)
-        return self._show(len(self._text))
+                return self._end(match.cut)
+        return self._show(len(self._text)) if broken_off else self._end(len(self._text))
+
+    def _end(self, end: int) -> str:
+        """Return the rest of a completion that ends at a place."""
+        end = self._without_blanks(end)
+        self.cut = end < len(self._text)
+        return self._show(end)
+
+    def _without_blanks(self, end: int) -> int:
+        """Return the end, or 0 if the completion is blank up to there."""
+        return end if self._shown or self._text[:end].strip() else 0
 
     def _show(self, end: int) -> str:
         shown, self._shown = self._text[self._shown : end], end
