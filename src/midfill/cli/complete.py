@@ -76,7 +76,7 @@ def complete(
 ) -> None:
     """Fill in at a place in a file, and show the result there; the file is not changed.
 
-    If the model suggests nothing there, a line on stderr says so; the exit status is 0 all the same.
+    If the model suggests nothing there, a line on stderr says so; the exit status is still 0.
     """
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
