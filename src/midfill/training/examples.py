@@ -3,12 +3,15 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from midfill.infill.cut_places import KeepsTokens
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import TextSegment, lay_out
+from midfill.tokens.token_boundary import keeps_tokens_of
 from midfill.tokens.tokenizer import Tokenizer
 from midfill.training.alignment import aligned_tokens, token_starts
 from midfill.training.fragments import broken_token_mask, draw_cuts, split_at
@@ -64,6 +67,11 @@ class ExampleMaker:
     end_token_id: int
     recipe: DataRecipe
     plain_text: bool = False
+
+    @cached_property
+    def keeps_tokens(self) -> KeepsTokens:
+        """Where the tokenizer allows a prompt to be cut."""
+        return keeps_tokens_of(self.tokenizer)
 
     def make(self, text: str, hole: Hole, rng: random.Random, *, fragments: bool) -> Example:
         """Make one example.

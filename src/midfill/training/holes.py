@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
+from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.prefix_cut import CutRule, first_cut
 from midfill.training.recipe import DataRecipe
 
@@ -40,13 +41,19 @@ class Hole:
     layout: LayoutKind
 
 
-def draw_hole(text: str, recipe: DataRecipe, rng: random.Random) -> Hole | None:
+def draw_hole(
+    text: str,
+    recipe: DataRecipe,
+    rng: random.Random,
+    keeps_tokens: KeepsTokens = keeps_any_tokens,
+) -> Hole | None:
     """Draw a hole, its context and its layout; return None if the hole would be blank.
 
     Args:
         text: the document, with LF line ends only.
         recipe: what to draw.
         rng: the random source.
+        keeps_tokens: where the tokenizer allows the planner to cut.
     """
     if not text:
         return None
@@ -62,7 +69,7 @@ def draw_hole(text: str, recipe: DataRecipe, rng: random.Random) -> Hole | None:
     length = caret - start
     random_cut = rng.randint(0, length)
     rule = CutRule(least_increment=_log_uniform(*recipe.increment_characters, rng))
-    planned_cut = first_cut(text[start:caret], rule)
+    planned_cut = first_cut(text[start:caret], rule, keeps_tokens)
     cut = {"psm": length, "spm": 0, "efim": random_cut, "planned": planned_cut}[layout]
     return Hole(kind, start, caret, end, stop, cut, layout)
 

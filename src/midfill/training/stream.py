@@ -161,10 +161,13 @@ class TrainingStream:
         """Make the examples of a document; they depend on it, the seed and the pass alone."""
         key = f"{self.recipe.seed} {self.position.epoch} {document.name}"
         rng = random.Random(key)
+        keeps_tokens = self.maker.keeps_tokens
         widest = sum(self.recipe.data.prefix_characters + self.recipe.data.suffix_characters)
         windows = min(self.recipe.data.windows, 1 + len(text) // widest)
         for number in range(windows):
-            holes = (draw_hole(text, self.recipe.data, rng) for _ in range(_HOLE_ATTEMPTS))
+            holes = (
+                draw_hole(text, self.recipe.data, rng, keeps_tokens) for _ in range(_HOLE_ATTEMPTS)
+            )
             hole = next((hole for hole in holes if hole is not None), None)
             if hole is None:
                 continue
