@@ -9,14 +9,22 @@ import pytest
 
 from midfill.checkpoints.adapter_record import read_record
 from midfill.checkpoints.checkpoint import (
+    END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
 )
-from midfill.checkpoints.model_record import cut_rule_of, window_rule_of, write_cut, write_window
+from midfill.checkpoints.model_record import (
+    cut_rule_of,
+    end_bias_of,
+    window_rule_of,
+    write_cut,
+    write_window,
+)
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import CheckpointError, MidfillError
 from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.sampling import SamplingParams
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
@@ -150,3 +158,45 @@ def test_only_folders_of_models_and_adapters_are_written_to(tmp_path: Path) -> N
     with pytest.raises(MidfillError, match=r"neither an adapter's nor a Hugging Face model's"):
         write_cut(tmp_path, 400, {})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_end_tokens_bias_reaches_the_engine(folder: Path) -> None:
+    write(folder, {"end": {"logit_bias": 2.5}})
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.metadata[END_BIAS_KEY] == end_bias_of(checkpoint) == 2.5
+    prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 4000)
+    prompt = prompts.infill(InfillRequest(prefix="a = ", suffix="\nb\n"))
+    ends = prompt.stop_token_ids
+    assert ends
+    biased = prompt.request("1", SamplingParams()).sampling.logit_bias
+    assert biased == dict.fromkeys(ends, 2.5)
+    own = SamplingParams(logit_bias={ends[0]: -1.0, 7: 3.0})
+    biased = prompt.request("2", own).sampling.logit_bias
+    assert biased == {**dict.fromkeys(ends, 2.5), ends[0]: -1.0, 7: 3.0}
+    assert prompt.request("3", SamplingParams(ignore_eos=True)).sampling.logit_bias == {}
+
+
+def test_raw_prompts_and_models_that_say_nothing_have_no_bias(folder: Path) -> None:
+    request = InfillRequest(prefix="a = ", suffix="\nb\n")
+    checkpoint = open_checkpoint(folder)
+    assert end_bias_of(checkpoint) == 0.0
+    prompt = PromptEncoder(checkpoint, fim_format(checkpoint), 4000).infill(request)
+    assert prompt.request("1", SamplingParams()).sampling.logit_bias == {}
+    write(folder, {"end": {"logit_bias": 2.5}})
+    checkpoint = open_checkpoint(folder)
+    raw = PromptEncoder(checkpoint, fim_format(checkpoint), 4000).raw("a = ")
+    assert raw.request("1", SamplingParams()).sampling.logit_bias == {}
+
+
+@pytest.mark.parametrize("value", ["2", None, True, 101, -1e9, float("nan"), [1]])
+def test_a_nonsense_bias_is_one_error(folder: Path, value: object) -> None:
+    write(folder, {"end": {"logit_bias": value}})
+    with pytest.raises(CheckpointError, match=r"midfill\.json: 'end\.logit_bias' must be a number"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("end", [3, {}, {"bias": 1}])
+def test_an_end_without_a_bias_is_one_error(folder: Path, end: object) -> None:
+    write(folder, {"end": end})
+    with pytest.raises(CheckpointError, match="'end' must be an object with 'logit_bias'"):
+        open_checkpoint(folder)

@@ -124,11 +124,14 @@ def test_the_first_stage_starts_with_an_adapter_of_a_commit(
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "an adapter"]):
         subprocess.run(["git", *identity, *command], cwd=repository, check=True)
     shutil.rmtree(repository / "adapters")
+    (repository / "recipes").mkdir()
     weights = (tmp_path / "out" / "adapter" / "adapter_model.safetensors").read_bytes()
     digest = hashlib.sha256(weights).hexdigest()
     shutil.copytree(tmp_path / "out" / "packages", tmp_path / "next" / "packages")
     started = dataclasses.replace(
-        plan, path=repository / "plan.toml", start=StartAdapter("HEAD", "adapters/first", digest)
+        plan,
+        path=repository / "recipes" / "plan.toml",
+        start=StartAdapter("HEAD", "adapters/first", digest),
     )
     _, run = next(prepare_stages(started, tiny, tmp_path / "next"))
     assert run.trainer.start_from is not None

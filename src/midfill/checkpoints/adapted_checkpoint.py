@@ -17,6 +17,7 @@ from midfill.checkpoints.adapter import Adapter, ReplacedRows
 from midfill.checkpoints.adapter_record import AdapterRecord
 from midfill.checkpoints.checkpoint import (
     ADAPTER_KEY,
+    END_BIAS_KEY,
     FRAGMENTS_KEY,
     LEAST_INCREMENT_KEY,
     WINDOW_AFTER_KEY,
@@ -72,7 +73,9 @@ class AdaptedCheckpoint:
         self.metadata: Mapping[str, object] = {
             **_without_needs(base.metadata),
             **_fim_metadata(adapter.record, base),
-            **record_metadata(adapter.record.least_increment, adapter.record.window),
+            **record_metadata(
+                adapter.record.least_increment, adapter.record.window, adapter.record.end_bias
+            ),
             **({FRAGMENTS_KEY: True} if adapter.record.fragments else {}),
             ADAPTER_KEY: adapter.name,
         }
@@ -143,8 +146,8 @@ def _quantised(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredT
 
 
 def _without_needs(metadata: Mapping[str, object]) -> dict[str, object]:
-    """Return a base's metadata without its cut rule and window: its adapter has changed them."""
-    needs = (LEAST_INCREMENT_KEY, WINDOW_BEFORE_KEY, WINDOW_AFTER_KEY)
+    """Return a base's metadata without its rules of prompts and ends: its adapter changed them."""
+    needs = (END_BIAS_KEY, LEAST_INCREMENT_KEY, WINDOW_BEFORE_KEY, WINDOW_AFTER_KEY)
     return {key: value for key, value in metadata.items() if key not in needs}
 
 

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import cast, get_args
 
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.model_record import RECORD_FORMAT, read_least_increment, read_window
+from midfill.checkpoints.model_record import (
+    RECORD_FORMAT,
+    read_end_bias,
+    read_least_increment,
+    read_window,
+)
 from midfill.checkpoints.quantized_update import DEFAULT_ROUNDING, Rounding
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError
@@ -27,6 +32,7 @@ class AdapterRecord:
             that rounding depends on it.
         least_increment: see ``infill/prefix_cut.py``; None where it doesn't say.
         window: how much of a long document the model should see; None where it doesn't say.
+        end_bias: added to the logits of the tokens that end an answer; None where it doesn't say.
     """
 
     fim_tokens: FimTokens | None = None
@@ -36,6 +42,7 @@ class AdapterRecord:
     rounding: Rounding = DEFAULT_ROUNDING
     least_increment: int | None = None
     window: WindowRule | None = None
+    end_bias: float | None = None
 
 
 def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
@@ -74,6 +81,7 @@ def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
         cast(Rounding, rounding),
         read_least_increment(path, record),
         read_window(path, record),
+        read_end_bias(path, record),
     )
 
 

@@ -27,6 +27,8 @@ ADAPTER_KEY = "midfill.adapter"
 FRAGMENTS_KEY = "midfill.fragments"
 """Metadata key: true where a model was trained on text tokenised in fragments, as in EFIM."""
 
+END_BIAS_KEY = "midfill.end_logit_bias"
+"""Metadata key: what is added to the logits of the tokens that end an infilled answer."""
 LEAST_INCREMENT_KEY = "midfill.least_increment"
 """Metadata key: characters before the caret that a model needs after the suffix, at least."""
 

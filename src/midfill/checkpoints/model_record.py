@@ -2,6 +2,7 @@
 
     "cut": {"least_increment": 400, "measured": {...}}
     "window": {"before": 1200, "after": 400, "measured": {...}}
+    "end": {"logit_bias": 2.0, "measured": {...}}
 
 It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF file may have the keys
 ``midfill.least_increment``, ``midfill.window.before`` and ``midfill.window.after`` instead.
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from midfill.checkpoints.checkpoint import (
+    END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
@@ -69,6 +71,34 @@ def read_window(path: Path, record: Mapping[str, object]) -> WindowRule | None:
     )
 
 
+def read_end_bias(path: Path, record: Mapping[str, object]) -> float | None:
+    """Return the end tokens' logit bias of a midfill.json, None where it says nothing.
+
+    A model that learned to infill from few tokens is too sure, or not sure enough, that an answer
+    is complete. The bias sets that right without touching what it writes.
+
+    Raises:
+        CheckpointError: it is no sensible number.
+    """
+    if "end" not in record:
+        return None
+    end = record["end"]
+    if not isinstance(end, Mapping) or "logit_bias" not in end:
+        raise CheckpointError(f"{path}: 'end' must be an object with 'logit_bias'")
+    return _checked_bias(end["logit_bias"], path, "end.logit_bias")
+
+
+def end_bias_of(checkpoint: Checkpoint) -> float:
+    """Return what is added to a model's end tokens' logits; 0 where its metadata says nothing.
+
+    Raises:
+        CheckpointError: its metadata holds nonsense.
+    """
+    if END_BIAS_KEY not in checkpoint.metadata:
+        return 0.0
+    return _checked_bias(checkpoint.metadata[END_BIAS_KEY], checkpoint.path, END_BIAS_KEY)
+
+
 def folder_metadata(folder: Path) -> dict[str, object]:
     """Return what a model folder's midfill.json adds to the checkpoint's metadata.
 
@@ -77,16 +107,22 @@ def folder_metadata(folder: Path) -> dict[str, object]:
     """
     path = folder / RECORD_FILE
     record = read_json(path, optional=True)
-    return record_metadata(read_least_increment(path, record), read_window(path, record))
+    return record_metadata(
+        read_least_increment(path, record), read_window(path, record), read_end_bias(path, record)
+    )
 
 
-def record_metadata(least_increment: int | None, window: WindowRule | None) -> dict[str, object]:
+def record_metadata(
+    least_increment: int | None, window: WindowRule | None, end_bias: float | None
+) -> dict[str, object]:
     """Return what a record says as metadata; nothing for what it doesn't say."""
     metadata: dict[str, object] = {}
     if least_increment is not None:
         metadata[LEAST_INCREMENT_KEY] = least_increment
     if window is not None:
         metadata |= {WINDOW_BEFORE_KEY: window.before, WINDOW_AFTER_KEY: window.after}
+    if end_bias is not None:
+        metadata[END_BIAS_KEY] = end_bias
     return metadata
 
 
@@ -178,6 +214,14 @@ def _checked(
             f"not {_short(value)}"
         )
     return value
+
+
+def _checked_bias(value: object, path: Path, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 100:
+        raise CheckpointError(
+            f"{path}: {field!r} must be a number from -100 to 100, not {_short(value)}"
+        )
+    return float(value)
 
 
 def _short(value: object) -> str:

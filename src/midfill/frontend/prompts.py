@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
-from midfill.checkpoints.model_record import cut_rule_of, window_rule_of
+from midfill.checkpoints.model_record import cut_rule_of, end_bias_of, window_rule_of
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
@@ -65,6 +65,7 @@ class Prompt:
         text: what the client sent before the caret, to be echoed.
         report: how it was laid out; None for chats and token ids.
         stop_token_ids: tokens that end the answer, in addition to the model's own end tokens.
+        end_bias: added to these tokens' logits.
         begins_with: the last bytes before the caret if they are left out of ``token_ids``, so that
             the answer has to begin with them (token healing).
         prefix, suffix: the text around the caret, as far as it is known.
@@ -75,6 +76,7 @@ class Prompt:
     text: str
     report: LayoutReport | None = None
     stop_token_ids: tuple[int, ...] = ()
+    end_bias: float = 0.0
     begins_with: bytes = b""
     prefix: str = ""
     suffix: str = ""
@@ -91,7 +93,7 @@ class Prompt:
         return EngineRequest(
             request_id=request_id,
             token_ids=self.token_ids,
-            sampling=sampling.for_engine(self.stop_token_ids, len(self.begins_with)),
+            sampling=sampling.for_engine(self.stop_token_ids, len(self.begins_with), self.end_bias),
             tenant=tenant,
             begins_with=self.begins_with,
             stream_interval=stream_interval,
@@ -147,6 +149,7 @@ class PromptEncoder:
         self.context = context
         self.format = format
         self.window = self._limited(window or window_rule_of(checkpoint))
+        self._end_bias = end_bias_of(checkpoint)
         self._tokenizer = checkpoint.tokenizer
         self._planner = Planner(
             format,
@@ -256,7 +259,15 @@ class PromptEncoder:
             document=layout.document,
             window=None if raw else (len(layout.planned_prefix), len(layout.planned_suffix)),
         )
-        prompt = Prompt(ids, prefix, report, layout.stop_token_ids, prefix=prefix, suffix=suffix)
+        prompt = Prompt(
+            ids,
+            prefix,
+            report,
+            layout.stop_token_ids,
+            0.0 if raw else self._end_bias,
+            prefix=prefix,
+            suffix=suffix,
+        )
         end = layout.segments[-1] if layout.segments else None
         is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")
         return prompt, len(parts[-1]) if is_open else 0
@@ -394,7 +405,7 @@ def _context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:
     """Return a digest of what decides a model's answers: its weights, and its rules of layout."""
-    rules = (cut_rule_of(checkpoint), window_rule_of(checkpoint))
+    rules = (cut_rule_of(checkpoint), window_rule_of(checkpoint), end_bias_of(checkpoint))
     text = f"{checkpoint.fingerprint} {rules} {checkpoint.metadata.get(FRAGMENTS_KEY) is True}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

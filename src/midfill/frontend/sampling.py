@@ -52,17 +52,23 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
         last = {stop.encode()[-1] for stop in self.stops if stop}
         return bytes(last | set(b"\n" if self.post_processing.ends_at_lines else b""))
 
-    def for_engine(self, end_tokens: tuple[int, ...] = (), healed: int = 0) -> EngineSamplingParams:
+    def for_engine(
+        self, end_tokens: tuple[int, ...] = (), healed: int = 0, end_bias: float = 0.0
+    ) -> EngineSamplingParams:
         """Return the parameters that concern tokens.
 
         Args:
             end_tokens: further tokens that end the answer, unless ``ignore_eos`` is set.
             healed: number of bytes at the prompt's end that the answer writes again; as many
                 tokens are allowed in addition to ``max_tokens``.
+            end_bias: added to the logits of ``end_tokens``; those that have a bias of the client's
+                keep it.
         """
         fields = {name: getattr(self, name) for name in EngineSamplingParams.__struct_fields__}
         stops = (*self.stop_token_ids, *(() if self.ignore_eos else end_tokens))
         fields["stop_token_ids"] = tuple(dict.fromkeys(stops))
+        if end_bias and not self.ignore_eos:
+            fields["logit_bias"] = {**dict.fromkeys(end_tokens, end_bias), **self.logit_bias}
         fields["max_tokens"] = min(self.max_tokens + healed, 2**31 - 1)
         return EngineSamplingParams(**fields)
 

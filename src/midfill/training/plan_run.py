@@ -143,6 +143,11 @@ def _records(folders: Sequence[Path]) -> list[Path]:
     )
 
 
+def _git(folder: Path, *arguments: str) -> bytes:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, check=True).stdout
+
+
 def _fetch_start(start: StartAdapter, repository: Path, folder: Path) -> Path:
     """Return the folder of the adapter to start with, taken from the plan's repository.
 
@@ -151,10 +156,10 @@ def _fetch_start(start: StartAdapter, repository: Path, folder: Path) -> Path:
     """
     target = folder / "start"
     if not target.is_dir():
-        command = ["git", "-C", str(repository), "archive", "--format=tar"]
-        command.append(f"{start.commit}:{start.folder}")
         try:
-            packed = subprocess.run(command, capture_output=True, check=True).stdout
+            # git archives a tree from the top of the repository only.
+            top = _git(repository, "rev-parse", "--show-toplevel").decode().strip()
+            packed = _git(Path(top), "archive", "--format=tar", f"{start.commit}:{start.folder}")
         except (OSError, subprocess.CalledProcessError) as error:
             raise MidfillError(
                 f"the plan starts with an adapter of commit {start.commit}, which is not to be had:"
