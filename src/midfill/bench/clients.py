@@ -188,12 +188,17 @@ class InProcessClient:
     def _measure(self, payload: dict[str, Any]) -> Measurement:
         from midfill import SamplingParams
 
-        fields = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
-        sampling = SamplingParams(**{name: payload[name] for name in fields if name in payload})
+        names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "ignore_eos")
+        sampling = SamplingParams(**{name: payload[name] for name in names if name in payload})
         started = time.perf_counter()
-        layout = payload.get("midfill", {}).get("layout", "auto")
-        suffix = payload.get("suffix", "")
-        stream = self._llm.infill_stream(payload["prompt"], suffix, sampling, layout=layout)
+        fields, suffix = payload.get("midfill", {}), payload.get("suffix", "")
+        stream = self._llm.infill_stream(
+            payload["prompt"],
+            suffix,
+            sampling,
+            layout=fields.get("layout", "auto"),
+            window=fields.get("window", "stable"),
+        )
         first: float | None = None
         pieces = []
         for delta in stream:

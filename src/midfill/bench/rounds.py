@@ -131,7 +131,8 @@ def payload(
         "top_k": 20,
     }
     if layout == "native":
-        return {**body, "prompt": prefix, "suffix": suffix}
+        # All layouts show the model the same text: no window of midfill's own.
+        return {**body, "prompt": prefix, "suffix": suffix, "midfill": {"window": "as-sent"}}
     assert options.sentinels is not None
     pre, suf, mid = options.sentinels
     rest = "" if layout == "fim" else prefix[len(head) :]

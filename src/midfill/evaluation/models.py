@@ -166,7 +166,10 @@ class RemoteModel:
     def _payload(self, prompt: ModelPrompt, max_tokens: int) -> dict[str, Any]:
         body = {"model": self._name, "max_tokens": max_tokens, "temperature": 0}
         if isinstance(prompt.text, InfillRequest):
-            return {**body, "prompt": prompt.text.prefix, "suffix": prompt.text.suffix}
+            # The text that the other conditions have; other servers ignore the field.
+            fields = {"window": "as-sent"} if prompt.text.window == "as-sent" else {}
+            asked = {"prompt": prompt.text.prefix, "suffix": prompt.text.suffix}
+            return {**body, **asked, "midfill": fields}
         text = "".join(segment.text for segment in prompt.text.segments)
         return {**body, "prompt": text, "midfill": {"layout": "verbatim"}}
 

@@ -10,6 +10,7 @@ from editing import needs_git
 from midfill.bench.edits.git import History, HistoryError
 from midfill.bench.edits.measure import (
     LAYOUTS,
+    SHOWN,
     WINDOWS,
     EditsOptions,
     EditsReport,
@@ -42,6 +43,18 @@ class TestReport:
         assert report.windowed["planner"] <= 0.10 * report.windowed["psm"]
         for window in WINDOWS:
             assert mix.windowed[window]["planner"] <= 1.5 * mix.tokens_computed["planner"]
+
+    def test_the_planners_own_windows_cost_less_than_whole_documents(
+        self, report: EditsReport
+    ) -> None:
+        mix = report.sessions[0]
+        assert set(mix.shown) == set(SHOWN)
+        assert mix.shown["1200/400"] < 0.7 * mix.tokens_computed["planner"]
+        assert len(mix.moves["whole"]) == len(mix.moves["1200/400"]) > 5
+        assert max(mix.moves["1200/400"]) <= (1.25 * 1200 + 400) / 2.5
+        text = edits_markdown(report)
+        assert "shown 1200/400: / whole" in text
+        assert "A caret that moves, median and most tokens: " in text
 
     def test_typing_and_accepting_cost_a_handful_of_tokens(self, report: EditsReport) -> None:
         for result in report.sessions:

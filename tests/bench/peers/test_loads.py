@@ -26,7 +26,11 @@ def test_the_three_ways_to_ask_after_typing() -> None:
     assert prompt("fim") == "PheadrestSsuffixM"
     assert prompt("efim") == "PheadSsuffixMrest"
     native = keystroke_fields("native", "head", "rest", "suffix", None)
-    assert native == {"prompt": "headrest", "suffix": "suffix"}
+    assert native == {
+        "prompt": "headrest",
+        "suffix": "suffix",
+        "midfill": {"window": "as-sent"},
+    }
 
 
 def test_only_the_loads_that_are_asked_for(folder_model: ComparedModel) -> None:

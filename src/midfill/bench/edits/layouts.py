@@ -12,6 +12,7 @@ from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import Segment, TextSegment, lay_out
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
+from midfill.infill.window import WindowRule
 
 FORMAT = FimFormat("bench", Sentinel("<PRE>", 0), Sentinel("<SUF>", 1), Sentinel("<MID>", 2))
 
@@ -33,14 +34,22 @@ class PlannedSession:
     milliseconds: list[float]
 
 
-def plan(rounds: Sequence[Round], tokenize: Tokenize) -> PlannedSession:
-    """Lay a session out by a new planner, which sees the texts alone."""
+def plan(
+    rounds: Sequence[Round], tokenize: Tokenize, window: WindowRule | None = None
+) -> PlannedSession:
+    """Lay a session out by a new planner, which sees the texts alone.
+
+    Args:
+        rounds: the session.
+        tokenize: decides where the planner may cut.
+        window: how much of each document to show; None shows all that is sent.
+    """
 
     @lru_cache(1024)
     def keeps_tokens(before: str, after: str) -> bool:
         return tokenize(before) + tokenize(after) == tokenize(before + after)
 
-    planner = Planner(FORMAT, PlannerOptions(keeps_tokens=keeps_tokens))
+    planner = Planner(FORMAT, PlannerOptions(keeps_tokens=keeps_tokens, window=window))
     planned = PlannedSession([], [], [])
     for one in rounds:
         request = InfillRequest(prefix=one.prefix, suffix=one.suffix)
@@ -124,6 +133,20 @@ def most_for_accepting(rounds: Sequence[Round], computed: Sequence[int]) -> int:
         ),
         default=0,
     )
+
+
+def costs_of_moves(rounds: Sequence[Round], computed: Sequence[int]) -> list[int]:
+    """Return the tokens that each request after a move of the caret computes.
+
+    The text is that of the request before; files that are opened or returned to don't count.
+    """
+    return [
+        cost
+        for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False)
+        if one.document == before.document
+        and one.prefix != before.prefix
+        and one.prefix + one.suffix == before.prefix + before.suffix
+    ]
 
 
 def _follows(before: Round, one: Round) -> bool:

@@ -9,7 +9,8 @@ histories (``git``). Every session is laid out in five ways:
     planner      midfill's own, from the texts alone: no file names
     clairvoyant  the cheapest cuts with the whole session known beforehand (``clairvoyant``)
 
-and again as a client that sends only a window around the caret would lay it out. The cost of a
+again as a client that sends only a window around the caret would lay it out, and by a planner that
+shows a window of its own of the whole documents (``infill/window.py``). The cost of a
 prompt is its tokens after the longest prefix shared with an earlier prompt (``cost``). Tokens are
 those of a stand-in for a model's tokenizer unless one is given.
 """
@@ -17,6 +18,7 @@ those of a stand-in for a model's tokenizer unless one is given.
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 import msgspec
 from rich.table import Table
@@ -27,6 +29,7 @@ from midfill.bench.edits.cost import PieceTokenizer, PromptEncoder, Tokenize
 from midfill.bench.edits.editor import Round, windowed
 from midfill.bench.edits.git import History, git_session
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
+from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
 
@@ -35,6 +38,11 @@ WINDOWS: Mapping[str, Mapping[str, int]] = {
     "4000 characters": {"characters": 4000},
     "60 lines": {"lines": 60},
 }
+SHOWN: Mapping[str, WindowRule] = {
+    f"{rule.before}/{rule.after}": rule for rule in (WindowRule(1200, 400), DEFAULT_WINDOW)
+}
+"""The planner's own windows, characters before/after the caret."""
+WHOLE = "whole"
 _FILES = 3
 _LONG_FILE = 100_000
 
@@ -73,6 +81,9 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
         tokens_computed: by layout.
         windowed: tokens computed by window and layout: "psm" and "efim" on the windows as sent,
             and "planner".
+        shown: tokens computed by the planner with windows of its own, by window.
+        moves: tokens that each mere move of the caret computes, with whole documents ("whole") and
+            by window of ``shown``.
         most_over_typed: worst request after typing: tokens computed less tokens typed.
         most_for_accepting: worst request after a completion was accepted: tokens computed.
         commit: of a history, the newest commit that was replayed; "" for other sessions.
@@ -83,6 +94,8 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
     characters: int
     tokens_computed: dict[str, int]
     windowed: dict[str, dict[str, int]]
+    shown: dict[str, int]
+    moves: dict[str, list[int]]
     most_over_typed: int
     most_for_accepting: int
     commit: str = ""
@@ -195,6 +208,10 @@ def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionRe
     for layout, places in cuts.items():
         prompts = layouts.cut_prompts(rounds, places)
         computed[layout] = sum(layouts.count(rounds, prompts, encode))
+    shown = {
+        name: layouts.count(rounds, layouts.plan(rounds, tokenize, rule).prompts, encode)
+        for name, rule in SHOWN.items()
+    }
     return SessionResult(
         name=name,
         requests=len(rounds),
@@ -203,6 +220,11 @@ def measure(name: str, rounds: Sequence[Round], tokenize: Tokenize) -> SessionRe
         windowed={
             window: _measure_windowed(windowed(rounds, **size), tokenize, encode)
             for window, size in WINDOWS.items()
+        },
+        shown={window: sum(costs) for window, costs in shown.items()},
+        moves={
+            window: layouts.costs_of_moves(rounds, costs)
+            for window, costs in {WHOLE: planner, **shown}.items()
         },
         most_over_typed=layouts.most_over_typed(rounds, planner, encode),
         most_for_accepting=layouts.most_for_accepting(rounds, planner),
@@ -276,6 +298,11 @@ def _together(parts: Sequence[SessionResult]) -> SessionResult:
         characters=sum(part.requests * part.characters for part in parts) // requests,
         tokens_computed=_total(part.tokens_computed for part in parts),
         windowed={window: _total(part.windowed[window] for part in parts) for window in WINDOWS},
+        shown=_total(part.shown for part in parts),
+        moves={
+            window: [cost for part in parts for cost in part.moves[window]]
+            for window in (WHOLE, *SHOWN)
+        },
         most_over_typed=max(part.most_over_typed for part in parts),
         most_for_accepting=max(part.most_for_accepting for part in parts),
         commit=parts[0].commit,
@@ -321,6 +348,8 @@ def _cells(result: SessionResult) -> dict[str, str]:
         counts = result.windowed[window]
         share, whole = counts["planner"] / counts["psm"], counts["planner"] / planner
         cells[f"{window}: / psm, / whole"] = f"{share:.3f}, {whole:.2f}"
+    for window, tokens in result.shown.items():
+        cells[f"shown {window}: / whole"] = f"{tokens / planner:.2f}"
     return cells
 
 
@@ -345,6 +374,7 @@ def _notes(report: EditsReport) -> str:
         f"{max(one.most_over_typed for one in report.sessions)} tokens. "
         "At most after accepting a completion: "
         f"{max(one.most_for_accepting for one in report.sessions)} tokens.\n"
+        f"{_moves(report.sessions)}"
         f"Planning at {planning.characters:,} characters: median {planning.median:.2f} ms, "
         f"p99 {planning.p99:.2f} ms, worst of {planning.requests} {planning.worst:.2f} ms.\n"
         f"{report.machine}."
@@ -369,3 +399,14 @@ def _histories(report: EditsReport) -> str:
         f"The planner's tokens over {len(pinned)} histories ({', '.join(pinned)}), lowest to "
         f"highest: {shares}.\n"
     )
+
+
+def _moves(sessions: Sequence[SessionResult]) -> str:
+    """What moves of the caret compute over all sessions, as a line of the notes."""
+    found = []
+    for window in (WHOLE, *SHOWN):
+        costs = [cost for one in sessions for cost in one.moves[window]]
+        if costs:
+            what = "the whole document" if window == WHOLE else window
+            found.append(f"{median(costs):.0f} and {max(costs):,} with {what}")
+    return f"A caret that moves, median and most tokens: {'; '.join(found)}.\n" if found else ""

@@ -2,7 +2,8 @@
 
 The requests are those of one session of the mix, one after the other. Each layout is a run of its
 own; a unique first line in every file keeps it from finding another run's KV. ``planner`` sends
-prefix and suffix and lets the server choose; the other layouts are laid out here.
+prefix and suffix and lets the server choose the cut; ``window`` lets it choose how much to show,
+too, as it does by default. The other layouts are laid out here.
 """
 
 import uuid
@@ -23,6 +24,8 @@ from midfill.errors import MidfillError
 from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import describe_machine
 
+LAYOUTS = ("psm", "spm", "efim", "planner", "clairvoyant", "window")
+_SERVERS_OWN = ("planner", "window")
 _FILES = 2
 
 
@@ -51,7 +54,7 @@ async def replay_edits(
     rounds: int = 60,
     output_tokens: int = 8,
     seed: int = 0,
-    names: Sequence[str] = ("psm", "spm", "efim", "planner", "clairvoyant"),
+    names: Sequence[str] = LAYOUTS,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, ReplayResult]:
     """Replay a session of the mix under each of the named layouts.
@@ -67,7 +70,7 @@ async def replay_edits(
     Raises:
         MidfillError: the model refuses a request, or its FIM tokens are needed and not known.
     """
-    if client.sentinels is None and set(names) - {"planner"}:
+    if client.sentinels is None and set(names) - set(_SERVERS_OWN):
         raise MidfillError("laying prompts out takes the model's FIM tokens; name them")
     model = await client.model()
     await client.complete({"model": model, "prompt": "def", "max_tokens": 2})
@@ -102,8 +105,9 @@ def _marked(rounds: Sequence[Round]) -> list[Round]:
 def _payloads(
     name: str, rounds: Sequence[Round], sentinels: Sentinels | None
 ) -> list[dict[str, Any]]:
-    if name == "planner" or sentinels is None:
-        return [{"prompt": one.prefix, "suffix": one.suffix} for one in rounds]
+    if name in _SERVERS_OWN or sentinels is None:
+        fields = {} if name == "window" else {"window": "as-sent"}
+        return [{"prompt": one.prefix, "suffix": one.suffix, "midfill": fields} for one in rounds]
     efim = layouts.efim_cuts(rounds)
     planned = layouts.plan(rounds, PieceTokenizer()).cuts
     cuts = {

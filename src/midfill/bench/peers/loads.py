@@ -276,7 +276,8 @@ def keystroke_fields(
         rest: what was typed after it.
     """
     if layout == "native":
-        return {"prompt": head + rest, "suffix": suffix}
+        # All layouts show the model the same text: no window of midfill's own.
+        return {"prompt": head + rest, "suffix": suffix, "midfill": {"window": "as-sent"}}
     assert sentinels is not None
     pre, suf, mid = sentinels
     before, after = (head, rest) if layout == "efim" else (head + rest, "")
