@@ -122,8 +122,8 @@ def test_windows_are_measured_and_the_chosen_one_is_written_beside_the_model(
     assert plot.stat().st_size > 1000
     written = json_object(folder / "midfill.json")["window"]
     assert (written["before"], written["after"]) in ((60, 20), (120, 40))
-    costs = json_object(results)["costs"]["120/40"]
-    assert all(one["moved"] > 0 and one["typed"] <= 8 for one in costs)
+    costs = [one["cost"] for one in json_object(results)["outcomes"]["120/40"]]
+    assert all(cost["moved"] > 0 and cost["typed"] <= 8 for cost in costs)
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["windows", "--files", HERE, "--windows", "400/100"], "nothing to choose from"),
         (["windows", "--files", HERE, "--windows", "400,100"], "--windows takes characters"),
         (["windows", "--files", HERE, "--tasks", "multi-line"], "documents are too short"),
-        (["windows", "--files", HERE, "--shortest", "9999999"], "see --shortest"),
+        (["windows", "--files", HERE, "--shortest", "9999999"], "no file has 9999999"),
         (["windows", "--files", HERE, "--write", HERE], "neither an adapter's nor"),
         (["check"], "name the data with --humaneval FOLDER"),
     ],

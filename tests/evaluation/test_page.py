@@ -38,6 +38,14 @@ limit = 6
 max_tokens = 4
 context_characters = [200, 100]
 
+[runs.windows]
+model = "{model}"
+tasks = ["line"]
+windows = ["60/20", "120/40"]
+shortest = 500
+limit = 6
+max_tokens = 4
+
 [sections.main]
 run = "adapter"
 
@@ -47,6 +55,9 @@ pairs = ["prefix-only=auto"]
 
 [sections.cuts]
 cuts = "cuts"
+
+[sections.windows]
+windows = "windows"
 """
 
 
@@ -94,14 +105,16 @@ def measure(
 
 
 def test_sections_are_written_into_the_document(plan: Path, held_out: Path) -> None:
-    stages, written = measure(plan, held_out, ["main", "base", "cuts"])
-    assert written == ["main", "base", "cuts"]
+    stages, written = measure(plan, held_out, ["main", "base", "cuts", "windows"])
+    assert written == ["main", "base", "cuts", "windows"]
     assert {"adapter: line", "base: nothing", "cuts: line"} <= set(stages)
     text = (plan.parent / "page.md").read_text()
     assert text.index("<!-- base -->") < text.index("line, 3 holes in both:")
     assert "| prefix-only / auto | exact |" in text
     assert text.index("The end.") < text.index("<!-- main -->") < text.index("nothing, 3 holes:")
     assert "whole" in text[text.index("<!-- cuts -->") :]
+    assert "| 120/40 |" in text[text.index("<!-- windows -->") :]
+    assert not measure(plan, held_out, ["cuts", "windows"])[0]
 
 
 def test_what_is_measured_is_not_measured_again(plan: Path, held_out: Path) -> None:
@@ -139,7 +152,10 @@ def test_missing_files_are_reported(plan: Path) -> None:
         ('["psm", "auto"]', '["psm", "cut"]', "run adapter: --conditions names cut"),
         ('distances = [0, "whole"]', "distances = [0]", "run cuts: --distances names one"),
         ('run = "adapter"', 'run = "other"', "section main names run other; there are adapter"),
-        ('run = "adapter"', "", "section main must have one of run, compare and cuts"),
+        ('windows = ["60/20", "120/40"]', 'windows = ["60"]', "run windows: --windows takes"),
+        ('windows = ["60/20", "120/40"]', "distances = [0, 1]", "run windows has no windows"),
+        ("shortest = 500", 'conditions = ["psm"]', "run windows: it has several of conditions"),
+        ('run = "adapter"', "", "section main must have one of run, compare, cuts and windows"),
         ('cuts = "cuts"', 'cuts = "base"', "section cuts: run base has no distances"),
         ("prefix-only=auto", "prefix-only", "section base: its pairs must be like"),
     ],

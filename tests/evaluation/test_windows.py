@@ -2,27 +2,37 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from midfill.errors import MidfillError
 from midfill.evaluation.conditions import PromptOptions, make_prompt
+from midfill.evaluation.models import Answer, ModelPrompt
 from midfill.evaluation.problems import Problem
-from midfill.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
-from midfill.evaluation.source_files import SourceFile
+from midfill.evaluation.run import (
+    InfillingReport,
+    Outcome,
+    ProblemRecord,
+    RunOptions,
+    evaluate,
+    load_problems,
+)
+from midfill.evaluation.window_costs import WindowCost, measure_costs
 from midfill.evaluation.window_report import window_markdown, window_measurement
 from midfill.evaluation.windows import (
-    WindowCost,
+    check_tasks,
     choose_window,
-    draw_window_holes,
-    measure_costs,
     parse_windows,
     rule_of,
     window_conditions,
 )
+from midfill.infill.cut_places import keeps_any_tokens
 from midfill.infill.planner import Planner
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
+from midfill.system.progress import StageProgress
 
 LINES = "".join(f"value_{number} = compute({number * 7919 % 1000})\n" for number in range(900))
 RULES = (WindowRule(200, 50), WindowRule(600, 200))
@@ -60,7 +70,7 @@ def report(means: dict[str, float], holes: int = 400) -> InfillingReport:
 
 
 class CharacterCounter:
-    """Counts the characters of prompts after the longest common start, tenant by tenant."""
+    """Counts the characters of prompts."""
 
     def __init__(self) -> None:
         self._planner = Planner(None)
@@ -69,6 +79,21 @@ class CharacterCounter:
     def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
         self.requests += requests
         return [len(self._planner.plan_and_record(one).planned_prefix) for one in requests]
+
+
+class Echo(CharacterCounter):
+    """A model that answers nothing."""
+
+    format = None
+    description = "echo"
+    fingerprint = ""
+    remote = False
+    keeps_tokens = staticmethod(keeps_any_tokens)
+
+    def answer(
+        self, prompts: Sequence[ModelPrompt], max_tokens: int, progress: StageProgress
+    ) -> list[Answer]:
+        return [Answer("", True) for _ in prompts]
 
 
 def test_windows_are_parsed_the_smallest_first() -> None:
@@ -103,52 +128,69 @@ def test_a_hole_is_asked_with_its_whole_document() -> None:
 def test_costs_are_of_a_document_opened_moved_in_and_typed_in() -> None:
     counter = CharacterCounter()
     problems = [hole(20_005), hole(9_003)]
-    done = []
-    costs = measure_costs(counter, problems, RULES, lambda *each: done.append(each))
-    assert set(costs) == {"200/50", "600/200"}
-    assert all(len(found) == len(problems) for found in costs.values())
-    assert done[-1] == (4, 4)
-    opened, moved, typed = [
-        one for one in counter.requests if one.tenant == counter.requests[0].tenant
-    ]
+    costs = measure_costs(counter, problems, RULES[0])
+    assert len(costs) == len(problems)
+    tenant = counter.requests[0].tenant
+    opened, moved, typed = (one for one in counter.requests if one.tenant == tenant)
     assert opened.prefix == LINES[: LINES.rfind("\n", 0, 20_005)]
     assert moved.prefix == LINES[:20_005]
     assert typed.prefix == moved.prefix + "value"
     assert typed.suffix == moved.suffix
+    assert {one.window for one in counter.requests} == {RULES[0]}
 
 
 @pytest.mark.parametrize("text", ["x", "x\ny", "\nx"])
 def test_a_hole_in_the_first_line_moves_from_below(text: str) -> None:
     problem = Problem(id="line/1", task="line", group="a", prefix="", hole="x", suffix=text)
     counter = CharacterCounter()
-    measure_costs(counter, [problem], RULES, lambda *_: None)
+    measure_costs(counter, [problem], RULES[0])
     assert all(one.prefix + one.suffix in (text, "value" + text) for one in counter.requests)
 
 
-def test_only_long_files_and_holes_in_files_are_used() -> None:
-    files = [SourceFile("long.py", LINES), SourceFile("short.py", LINES[:900])]
-    options = RunOptions(tasks=("line",), limit=5)
-    assert {one.group for one in draw_window_holes(files, options, 12_000)} == {"long.py"}
+def test_only_long_files_are_used(tmp_path: Path) -> None:
+    for name, text in (("long.py", LINES), ("short.py", LINES[:900])):
+        (tmp_path / name).write_text(text)
+    options = RunOptions(tasks=("line",), limit=5, shortest=12_000)
+    problems = load_problems(options, None, [tmp_path])
+    assert {Path(problem.group).name for problem in problems} == {"long.py"}
     with pytest.raises(MidfillError, match="no file has 99999 characters"):
-        draw_window_holes(files, options, 99_999)
+        load_problems(RunOptions(tasks=("line",), shortest=99_999), None, [tmp_path])
     with pytest.raises(MidfillError, match="single-line: its documents are too short"):
-        draw_window_holes(files, RunOptions(tasks=("single-line",)), 1000)
+        check_tasks(["line", "single-line"])
+
+
+def test_a_run_counts_what_its_windows_cost(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(LINES)
+    (tmp_path / "b.py").write_text(LINES.replace("value", "other"))
+    options = RunOptions(tasks=("line",), limit=4)
+    model = Echo()
+    report = evaluate(
+        model, load_problems(options, None, [tmp_path]), window_conditions(RULES), options,
+        lambda *_: None, lambda _: None,
+    )  # fmt: skip
+    for name, outcomes in report.outcomes.items():
+        for outcome in outcomes:
+            assert outcome.cost is not None
+            assert outcome.cost.opened <= 1.25 * rule_of(name).before
+    stored = msgspec.json.decode(msgspec.json.encode(report), type=InfillingReport)
+    assert stored == report
 
 
 def test_tables_show_costs_beside_scores() -> None:
     measured = report({"400/100": 0.4, "1200/400": 0.56})
+    for name, base in (("400/100", 160), ("1200/400", 480)):
+        measured.outcomes[name][:] = [
+            msgspec.structs.replace(outcome, cost=WindowCost(base + number % 2, base // 2, 1))
+            for number, outcome in enumerate(measured.outcomes[name])
+        ]
     choice = choose_window(measured)
-    costs = {
-        name: [WindowCost(base + number % 2, base // 2, 1) for number in range(400)]
-        for name, base in (("400/100", 160), ("1200/400", 480))
-    }
-    page = window_markdown(measured, choice, costs, 12_000)
+    page = window_markdown(measured, choice)
     assert "| window | tokens, opened | caret moved | typed | similarity |" in page
     assert "| 1200/400 | 48" in page
     assert "Window: 1200/400, the smallest whose similarity" in page
-    assert "the most of any hole with 1200/400: 481 cold, 240 moved, 1 typed" in page
-    noted = window_measurement(measured, choice, costs, 12_000)
+    assert "the most of any hole with 1200/400: 481 opened, 240 moved, 1 typed" in page
+    noted = window_measurement(measured, choice)
     assert noted["mean_tokens"] == {
-        "400/100": {"cold": 160.5, "moved": 80.0, "typed": 1.0},
-        "1200/400": {"cold": 480.5, "moved": 240.0, "typed": 1.0},
+        "400/100": {"opened": 160.5, "moved": 80.0, "typed": 1.0},
+        "1200/400": {"opened": 480.5, "moved": 240.0, "typed": 1.0},
     }

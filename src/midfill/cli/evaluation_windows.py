@@ -1,7 +1,7 @@
 """The command ``midfill eval windows``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,7 @@ from midfill.cli.evaluation_options import (
     JsonOption,
     LimitOption,
     MaxTokensOption,
+    ProcessesOption,
     ResumeOption,
     SeedOption,
     SuffixesOption,
@@ -31,6 +32,10 @@ from midfill.cli.options import (
     WeightsFormatOption,
 )
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+
+if TYPE_CHECKING:
+    from midfill.evaluation.choice import Choice
+    from midfill.evaluation.run import InfillingReport
 
 WindowsOption = Annotated[
     str,
@@ -74,6 +79,7 @@ def windows(
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     threads: ThreadsOption = None,
+    processes: ProcessesOption = 1,
     json: JsonOption = None,
     resume: ResumeOption = False,
     plot: PlotOption = None,
@@ -93,28 +99,19 @@ def windows(
     from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
     from midfill.evaluation.choice import check_score
-    from midfill.evaluation.models import LocalModel
+    from midfill.evaluation.model_choice import ModelChoice
+    from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.problems import parse_tasks
     from midfill.evaluation.report import write_report
-    from midfill.evaluation.run import InfillingReport, RunOptions, evaluate
-    from midfill.evaluation.source_files import read_files
-    from midfill.evaluation.window_report import (
-        plot_windows,
-        window_markdown,
-        window_measurement,
-        window_tables,
-        write_windows,
-    )
+    from midfill.evaluation.run import RunOptions, evaluate, load_problems
+    from midfill.evaluation.window_report import window_measurement
     from midfill.evaluation.windows import (
+        check_tasks,
         choose_window,
-        draw_window_holes,
-        measure_costs,
         parse_windows,
         rule_of,
         window_conditions,
     )
-    from midfill.llm import LLM
-    from midfill.reporting.document_sections import replace_section
 
     rules = parse_windows(windows)
     check_score(score)
@@ -129,44 +126,52 @@ def windows(
         seed=seed,
         max_tokens=max_tokens,
         suffixes=parse_suffixes(suffixes),
+        shortest=shortest,
     )
-    problems = draw_window_holes(read_files(files, options.suffixes), options, shortest)
+    check_tasks(options.tasks)
+    problems = load_problems(options, None, files)
 
-    def save(report: InfillingReport) -> None:
+    def save(report: "InfillingReport") -> None:
         if json is not None:
             write_report(report, json, finished=False)
 
-    name = model or DEFAULT_MODEL
-    with (
-        show_progress() as progress,
-        LLM(
-            name,
-            adapter=adapter,
-            weights=weights,
-            backend=backend,
-            device=device,
-            threads=threads,
-            fim_tokens=fim_tokens,
-            progress=progress,
-        ) as llm,
-    ):
-        evaluated = LocalModel(llm, f"{name} (weights {weights})")
+    asked = ModelChoice(
+        model=model or DEFAULT_MODEL,
+        adapter=adapter,
+        weights=weights,
+        backend=backend,
+        device=device,
+        threads=threads,
+        fim_tokens=fim_tokens,
+        processes=processes,
+    )
+    with show_progress() as progress, load_model(asked, progress) as evaluated:
         conditions = window_conditions(rules)
         report = evaluate(evaluated, problems, conditions, options, progress, save, earlier)
-        costs = measure_costs(
-            evaluated, problems, rules, lambda done, total: progress("costs", done, total)
-        )
     if json is not None:
-        write_windows(report, costs, json)
+        write_report(report, json, finished=True)
     choice = choose_window(report, score=score, margin=margin / 100)
+    _show(report, choice, plot, docs, section)
+    if write is not None:
+        measured = window_measurement(report, choice)
+        path = write_window(write, rule_of(choice.recommended), measured)
+        results_console().print(f"written to {path}", markup=False, highlight=False)
+
+
+def _show(
+    report: "InfillingReport",
+    choice: "Choice",
+    plot: Path | None,
+    docs: Path | None,
+    section: str,
+) -> None:
+    from midfill.evaluation.window_report import plot_windows, window_markdown, window_tables
+    from midfill.reporting.document_sections import replace_section
+
     console = results_console()
-    for table in window_tables(report, choice, costs, shortest):
+    for table in window_tables(report, choice):
         console.print(table)
     if plot is not None:
-        plot_windows(report, choice, shortest, plot)
+        plot_windows(report, choice, plot)
     if docs is not None:
-        replace_section(docs, section, window_markdown(report, choice, costs, shortest))
-    if write is not None:
-        measured = window_measurement(report, choice, costs, shortest)
-        path = write_window(write, rule_of(choice.recommended), measured)
-        console.print(f"written to {path}", markup=False, highlight=False)
+        replace_section(docs, section, window_markdown(report, choice))

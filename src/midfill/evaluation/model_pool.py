@@ -10,6 +10,7 @@ from typing import Self
 from midfill.errors import MidfillError
 from midfill.evaluation.model_choice import ModelChoice
 from midfill.evaluation.models import Answer, LocalModel, Model, ModelPrompt
+from midfill.infill.request import InfillRequest
 from midfill.system.cores import available_threads
 from midfill.system.progress import Progress, StageProgress, ignore_progress
 
@@ -115,6 +116,10 @@ class ModelPool:
                     case message:
                         raise MidfillError(str(message))
         return [answers[place] for place in range(len(prompts))]
+
+    def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
+        """See ``Model``; the first copy counts, since one request finds what the last one left."""
+        return self._first.count_computed(requests)
 
 
 def split_by_group(prompts: Sequence[ModelPrompt], shares: int) -> list[list[int]]:

@@ -83,6 +83,14 @@ class Model(Protocol):
         """
         ...
 
+    def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
+        """Return the prompt tokens that each request computes; all are asked at once.
+
+        Raises:
+            MidfillError: a prompt is too long, or nobody counts them.
+        """
+        ...
+
 
 class LocalModel:
     """A model in this process; all prompts of a call are batched."""
@@ -116,7 +124,7 @@ class LocalModel:
         ]
 
     def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
-        """See ``windows.TokenCounter``."""
+        """See ``Model``."""
         from midfill.frontend.sampling import SamplingParams
 
         sampling = SamplingParams(temperature=0.0, max_tokens=1)
@@ -162,6 +170,10 @@ class RemoteModel:
         """See ``Model``."""
         payloads = [self._payload(prompt, max_tokens) for prompt in prompts]
         return asyncio.run(self._answer_all(payloads, progress))
+
+    def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
+        """See ``Model``."""
+        raise MidfillError("tokens are counted by a model that is loaded here, not behind a URL")
 
     def _payload(self, prompt: ModelPrompt, max_tokens: int) -> dict[str, Any]:
         body = {"model": self._name, "max_tokens": max_tokens, "temperature": 0}

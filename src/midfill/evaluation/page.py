@@ -47,6 +47,15 @@ from midfill.evaluation.report import (
 )
 from midfill.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
 from midfill.evaluation.summary import compare_reports
+from midfill.evaluation.window_report import window_markdown
+from midfill.evaluation.windows import (
+    check_tasks,
+    choose_window,
+    parse_windows,
+    window_conditions,
+    window_name,
+)
+from midfill.infill.window import WindowRule
 from midfill.reporting.document_sections import replace_section
 from midfill.system.progress import Progress
 
@@ -60,15 +69,17 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         tasks: kinds of holes.
         conditions: names of conditions; none take all that apply to the model.
         distances: distances of ``midfill eval cuts`` instead of conditions.
+        windows: windows of ``midfill eval windows`` instead of conditions.
         model, adapter, weights: the model; adapter "none" is the base model.
         files: which of the held-out files.
         limit: holes per task; 0 takes all.
-        seed, context_characters, typed, max_tokens: see ``RunOptions``.
+        seed, context_characters, typed, max_tokens, shortest: see ``RunOptions``.
     """
 
     tasks: tuple[Task, ...]
     conditions: tuple[str, ...] = ()
     distances: tuple[int | Literal["whole"], ...] = ()
+    windows: tuple[str, ...] = ()
     model: str = DEFAULT_MODEL
     adapter: str | None = None
     weights: WeightsOption = "auto"
@@ -78,6 +89,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     context_characters: tuple[int, int] = (2000, 1000)
     typed: bool = False
     max_tokens: int | None = None
+    shortest: int = 0
 
     def options(self, limit: int | None) -> RunOptions:
         """Return the run's options; ``limit`` replaces the plan's own."""
@@ -91,6 +103,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             typed=self.typed,
             max_tokens=self.max_tokens,
             suffixes=_SUFFIXES[self.files],
+            shortest=self.shortest,
         )
 
     def choose_conditions(self, model: Model) -> tuple[Condition, ...]:
@@ -101,53 +114,66 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         if self.distances:
             return cut_conditions(self._distances(), model.format)
+        if self.windows:
+            return window_conditions(self._windows())
         return choose_conditions(self.conditions or None, model.format)
 
     def check(self) -> None:
         """Check the names of the conditions.
 
         Raises:
-            MidfillError: one is unknown, or there are conditions and distances.
+            MidfillError: one is unknown, or there is more than one kind of them.
         """
-        if self.distances and self.conditions:
-            raise MidfillError("it has conditions and distances; only one can be measured")
+        if sum(map(bool, (self.conditions, self.distances, self.windows))) > 1:
+            raise MidfillError(
+                "it has several of conditions, distances and windows; only one can be measured"
+            )
         if self.distances:
             self._distances()
+        if self.windows:
+            self._windows()
+            check_tasks(self.tasks)
         if self.conditions:
             parse_conditions(",".join(self.conditions))
 
     @property
     def condition_names(self) -> set[str] | None:
         """Names of what is measured; None if that depends on the model."""
+        if self.windows:
+            return {window_name(rule) for rule in self._windows()}
         return set(map(str, self.distances or self.conditions)) or None
 
     def _distances(self) -> tuple[int, ...]:
         return parse_distances(",".join(map(str, self.distances)))
 
+    def _windows(self) -> tuple[WindowRule, ...]:
+        return parse_windows(",".join(self.windows))
+
 
 class SectionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A section of the document: the tables of ``run``, of ``compare`` or of ``cuts``.
+    """A section: the tables of ``run``, of ``compare``, of ``cuts`` or of ``windows``.
 
     Attributes:
         run: name of a run.
         compare: names of two runs, paired by hole.
         pairs: conditions to compare, as in "prefix-only=psm"; none compare each with itself.
-        cuts: name of a run with distances.
-        score, margin: what the cut is chosen by, see ``choose_cut``; the margin is in points.
+        cuts, windows: name of a run with distances, with windows.
+        score, margin: what cut and window are chosen by, see ``choice``; the margin is in points.
     """
 
     run: str | None = None
     compare: tuple[str, str] | None = None
     pairs: tuple[str, ...] = ()
     cuts: str | None = None
+    windows: str | None = None
     score: str = "similarity"
     margin: float = 2.0
 
     @property
     def runs(self) -> tuple[str, ...]:
         """Names of the runs that it shows."""
-        single = (name for name in (self.run, self.cuts) if name is not None)
-        return (*single, *(self.compare or ()))
+        single = (self.run, self.cuts, self.windows)
+        return (*(name for name in single if name is not None), *(self.compare or ()))
 
     def markdown(self, reports: Mapping[str, InfillingReport]) -> str:
         """Return its tables.
@@ -161,6 +187,10 @@ class SectionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             report = reports[self.cuts]
             chosen = choose_cut(report, score=self.score, margin=self.margin / 100)
             return cut_markdown(report, chosen)
+        if self.windows is not None:
+            report = reports[self.windows]
+            chosen = choose_window(report, score=self.score, margin=self.margin / 100)
+            return window_markdown(report, chosen)
         assert self.compare is not None
         first, second = (reports[name] for name in self.compare)
         comparisons = compare_reports(first, second, self.parsed_pairs())
@@ -265,14 +295,16 @@ def measure_page(
 
 
 def _check_section(where: str, section: SectionPlan, runs: Mapping[str, RunPlan]) -> None:
-    kinds = sum(each is not None for each in (section.run, section.compare, section.cuts))
-    if kinds != 1:
-        raise MidfillError(f"{where} must have one of run, compare and cuts")
+    kinds = (section.run, section.compare, section.cuts, section.windows)
+    if sum(each is not None for each in kinds) != 1:
+        raise MidfillError(f"{where} must have one of run, compare, cuts and windows")
     for run in section.runs:
         if run not in runs:
             raise MidfillError(f"{where} names run {run}; there are {', '.join(runs)}")
     if section.cuts is not None and not runs[section.cuts].distances:
         raise MidfillError(f"{where}: run {section.cuts} has no distances")
+    if section.windows is not None and not runs[section.windows].windows:
+        raise MidfillError(f"{where}: run {section.windows} has no windows")
     try:
         section.parsed_pairs()
     except MidfillError as error:

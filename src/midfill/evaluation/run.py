@@ -24,6 +24,7 @@ from midfill.evaluation.problems import (
 )
 from midfill.evaluation.sandbox.pool import Program, Sandbox
 from midfill.evaluation.source_files import DEFAULT_SUFFIXES, read_files
+from midfill.evaluation.window_costs import WindowCost, measure_costs
 from midfill.infill.trim import first_line
 from midfill.system.progress import Progress, StageProgress
 
@@ -42,6 +43,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         typed: see ``PromptOptions``.
         max_tokens: maximum tokens of an answer; None takes each task's default.
         suffixes: suffixes of the files that are read from folders.
+        shortest: characters of the shortest file to cut holes into.
     """
 
     tasks: tuple[Task, ...]
@@ -52,6 +54,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     typed: bool = False
     max_tokens: int | None = None
     suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
+    shortest: int = 0
 
 
 class ProblemRecord(msgspec.Struct, frozen=True):
@@ -72,12 +75,14 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
         scores: name -> 0 to 1: those of ``score_answer`` and, where the problem has a test,
             "pass" and "pass_first_line".
         verdict: how the answer's program ended; "" where the problem has no test.
+        cost: what the condition's window costs at this hole; None where it has no window.
     """
 
     answer: str
     ended: bool
     scores: dict[str, float]
     verdict: str = ""
+    cost: WindowCost | None = None
 
 
 class InfillingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +121,8 @@ def load_problems(
         MidfillError: a task's data is missing.
     """
     sources = read_files(files, options.suffixes) if files else []
+    if sources and not (sources := [one for one in sources if len(one.text) >= options.shortest]):
+        raise MidfillError(f"no file has {options.shortest} characters")
     problems: list[Problem] = []
     for task in options.tasks:
         if task in PUBLIC_TASKS:
@@ -187,6 +194,9 @@ def evaluate(
             answers = _ask(model, batch, conditions, options, answered)
             outcomes = _judge(batch, answers, sandbox)
             for condition, found in zip(conditions, outcomes, strict=True):
+                if condition.window is not None:
+                    costs = measure_costs(model, batch, condition.window)
+                    found = _with_costs(found, costs)
                 report.outcomes[condition.name].extend(found)
             report.problems.extend(_record(problem) for problem in batch)
             done += len(batch) * len(conditions)
@@ -304,6 +314,13 @@ def _outcome(
         scores=passed | score_answer(problem, answer),
         verdict=verdicts[made["pass"]] if made else "",
     )
+
+
+def _with_costs(outcomes: Sequence[Outcome], costs: Sequence[WindowCost]) -> list[Outcome]:
+    return [
+        msgspec.structs.replace(outcome, cost=cost)
+        for outcome, cost in zip(outcomes, costs, strict=True)
+    ]
 
 
 def _programs(problem: Problem, answer: Answer) -> dict[str, Program]:
