@@ -85,7 +85,6 @@ def measure(
     stages: list[str] = []
     written: list[str] = []
     results = plan.parent / "results"
-    results.mkdir(exist_ok=True)
     options = PageOptions(
         humaneval=None,
         held_out=held_out,

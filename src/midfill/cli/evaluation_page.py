@@ -63,7 +63,6 @@ def page(
         raise MidfillError(
             f"--only names {', '.join(unknown)}; {plan} has {', '.join(found.sections)}"
         )
-    results.mkdir(parents=True, exist_ok=True)
     options = PageOptions(
         humaneval=humaneval,
         held_out=files,
