@@ -104,6 +104,8 @@ class Engine:
             )
         sequence = Sequence(request, self._next_sequence_id, max_length, self._eos_token_ids)
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
+        if not request.background:
+            sequence.check_empty(request.empty_threshold, len(request.begins_with))
         self._next_sequence_id += len(sequence.answer_indices)
         self._queues.add(sequence)
 
@@ -255,8 +257,7 @@ class Engine:
             keys = sum(entry.rows * (entry.sequence.computed + entry.rows) for entry in scheduled)
             self._speculation.record_step(rows, keys / rows, sampled - started)
             for entry, group in groups:
-                token_ids = [token.token_id for token in group[0].tokens]
-                self._speculation.record_verification(entry, token_ids)
+                self._speculation.record_verification(entry, group[0].verified_token_ids)
         outputs: list[EngineOutput] = []
         for entry in scheduled:
             outputs += self._commit_computed(entry)
@@ -285,10 +286,13 @@ class Engine:
             outputs = [group[0].output()] if len(group) == 1 and group[0].tokens else []
             return outputs + self._fail([first], "the model's logits hold no finite value")
         if not first.decoding:
-            _held(first).cache_prefix(first.computed_tokens)
+            # An answer that started again may have other tokens than those that were computed.
+            computed = min(first.computed, first.length - 1)
+            _held(first).cache_prefix(first.tokens[:computed])
         if len(group) > 1:
             self._queues.start_siblings([one.sequence for one in group])
-        return [self._commit_answer(one) for one in group]
+        outputs = [self._commit_answer(one) for one in group]
+        return [one for one in outputs if one.token_ids or one.finish_reason is not None]
 
     def _commit_answer(self, one: Verification) -> EngineOutput:
         """Free the slots of rejected tokens, finish the answer if it ended, return its output."""

@@ -136,4 +136,5 @@ def _join(outputs: list[EngineOutput]) -> EngineOutput:
         finish_reason=last.finish_reason,
         cached_tokens=last.cached_tokens,
         error=last.error,
+        empty_probability=last.empty_probability,
     )

@@ -63,6 +63,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         tenant: whose prefix cache is used; tenants share nothing.
         begins_with: bytes that every answer has to begin with (token healing). Until they are
             written, only max_tokens can end the answer.
+        empty_threshold: an answer is empty if, and only if, the model gives the empty answer more
+            than this probability, see ``engine.empty_answer``; 1: never. 0 is off: end tokens are
+            sampled like others.
         background: compute the prompt into the prefix cache while the engine is idle, and generate
             nothing. Ends with "stop", or with "cancelled" if newer background requests or a lack
             of slots displace it.
@@ -77,6 +80,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: EngineSamplingParams
     tenant: str = ""
     begins_with: bytes = b""
+    empty_threshold: float = 0.0
     background: bool = False
     stream_interval: float = 0.0
     stop_bytes: bytes = b""
@@ -105,6 +109,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
         finish_reason: why the answer ended; None while it continues.
         cached_tokens: prompt tokens whose KV was found in the cache when the prompt was admitted.
         error: what went wrong, if finish_reason is "error".
+        empty_probability: how probable an empty answer was; an upper bound where that is not above
+            the request's threshold. None if it was not asked for.
     """
 
     request_id: str
@@ -114,6 +120,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     error: str | None = None
+    empty_probability: float | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,6 +41,7 @@ class SampleRow(NamedTuple):
         prompt_length: how many of them belong to the prompt.
         draw: uniformly random in [0, 1); greedy rows ignore it.
         allowed: [n] int32, ascending, ids of the tokens to choose among; None allows all.
+        barred: [n] int32, ids of tokens that are impossible; None bars none.
     """
 
     row: int
@@ -49,6 +50,7 @@ class SampleRow(NamedTuple):
     prompt_length: int
     draw: float
     allowed: Int32Array | None = None
+    barred: Int32Array | None = None
 
 
 class SampledToken(NamedTuple):
@@ -129,6 +131,7 @@ def _is_plain(spec: SampleRow) -> bool:
     return (
         is_greedy(params)
         and spec.allowed is None
+        and spec.barred is None
         and params.logprobs is None
         and not _is_adjusted(params)
     )
@@ -157,7 +160,7 @@ def _groups(rows: Sequence[SampleRow]) -> list[list[int]]:
 
 def _choose(logits: torch.Tensor, specs: Sequence[SampleRow]) -> list[_Row | None]:
     """Sample the tokens of rows whose vectors have one length; None as in ``sample``."""
-    vectors = [_restrict(_adjust(logits[spec.row], spec), spec) for spec in specs]
+    vectors = [_restrict(adjust_logits(logits[spec.row], spec), spec) for spec in specs]
     rows = _start_rows(vectors, specs)
     alive = [row for row in rows if row is not None]
     _draw([row for row in alive if not is_greedy(row.spec.params)])
@@ -184,10 +187,10 @@ def _is_adjusted(params: EngineSamplingParams) -> bool:
     )
 
 
-def _adjust(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
-    """Return [vocab] logits with penalties and bias; the tensor itself if there are none."""
+def adjust_logits(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
+    """Return [vocab] logits with penalties, bias and barred tokens; the tensor itself if none."""
     params = spec.params
-    if not _is_adjusted(params):
+    if not _is_adjusted(params) and spec.barred is None:
         return logits
     logits = logits.clone()
     if params.repetition_penalty != 1.0:
@@ -206,6 +209,8 @@ def _adjust(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[biased] += torch.tensor(list(params.logit_bias.values())).to(logits)
+    if spec.barred is not None:
+        logits[torch.from_numpy(spec.barred).to(logits.device)] = -torch.inf
     return logits
 
 

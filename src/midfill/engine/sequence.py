@@ -8,6 +8,7 @@ import numpy as np
 
 from midfill.arrays import Int32Array
 from midfill.engine.acceptance import Calibration
+from midfill.engine.empty_answer import EmptyAnswerCheck
 from midfill.engine.request import (
     EngineOutput,
     EngineRequest,
@@ -40,6 +41,10 @@ class Sequence:
         background: whether the prompt is only to be cached; such a sequence holds slots during a
             step only.
         constraint: what the next tokens have to spell; None if they are free.
+        empty_check: decides whether the answer is empty; None where that is decided or not asked.
+        empty_probability: what the check found.
+        not_empty: whether end tokens are impossible next, since the answer has no text yet and the
+            check has decided that it will.
         stop_token_ids: token ids that end generation, the model's end tokens included.
         calibration: how well drafts for this sequence do.
         seed: key of the sequence's random numbers, together with the answer's index.
@@ -55,9 +60,12 @@ class Sequence:
         "computed",
         "constraint",
         "decoding",
+        "empty_check",
+        "empty_probability",
         "kv",
         "length",
         "max_length",
+        "not_empty",
         "params",
         "prompt_length",
         "request_id",
@@ -96,6 +104,9 @@ class Sequence:
         self.cached_tokens: int | None = None
         self.kv: SequenceKV | None = None
         self.constraint: HealingConstraint | None = None
+        self.empty_check: EmptyAnswerCheck | None = None
+        self.empty_probability: float | None = None
+        self.not_empty = False
         end_tokens = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = end_tokens.union(request.sampling.stop_token_ids)
         self.calibration = Calibration()
@@ -131,6 +142,29 @@ class Sequence:
         self._tokens[self.length] = token_id
         self.length += 1
 
+    def drop(self, count: int) -> None:
+        """Take back the last ``count`` tokens."""
+        self.length -= count
+
+    @property
+    def end_token_ids(self) -> Int32Array:
+        """[n] int32, ascending: ``stop_token_ids``."""
+        return np.array(sorted(self.stop_token_ids), dtype=np.int32)
+
+    def check_empty(self, threshold: float, required: int) -> None:
+        """Have it decided first whether the answer is empty.
+
+        There is no check if nothing ends the answer, or if there is no room to spell what it has to
+        begin with and end there.
+
+        Args:
+            threshold: see ``EngineRequest.empty_threshold``.
+            required: number of bytes that the answer has to begin with.
+        """
+        room = self.max_length - self.prompt_length
+        if threshold > 0.0 and self.stop_token_ids and room > required:
+            self.empty_check = EmptyAnswerCheck(threshold, self.end_token_ids, self.constraint)
+
     def allowed_token_ids(self) -> Int32Array | None:
         """[n] int32, ascending: the ids that the next token may have; None if any."""
         ids = None if self.constraint is None else self.constraint.allowed()
@@ -163,6 +197,7 @@ class Sequence:
             sibling.kv = None
             sibling.computed = 0
             sibling.constraint = copy.copy(self.constraint)
+            sibling.empty_check = self.empty_check and self.empty_check.fork()
             siblings.append(sibling)
         return siblings
 

@@ -138,7 +138,9 @@ def propose_draft(sequence: Sequence) -> Draft:
     end where it occurred before.
     """
     room = min(_MAX_DRAFT_TOKENS, sequence.max_length - sequence.length - 1)
-    spelled = [] if sequence.constraint is None else sequence.constraint.spelling()[:room]
+    check = sequence.empty_check
+    constraint = sequence.constraint if check is None else check.constraint
+    spelled = [] if constraint is None else constraint.spelling()[:room]
     tokens = sequence.tokens
     if spelled:
         known = np.array([token_id for token_id, _ in spelled], dtype=np.int32)

@@ -144,6 +144,11 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
             f"at most {_MAX_BEGINS_WITH_BYTES} can be required of an answer",
             param="begins_with",
         )
+    if not 0.0 <= request.empty_threshold <= 1.0:
+        raise InvalidRequestError(
+            f"empty_threshold must be from 0 to 1, not {request.empty_threshold}",
+            param="empty_threshold",
+        )
     check_sampling_ranges(request.sampling, vocab, max_logprobs=vocab)
 
 

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from midfill.engine.batching import ScheduledSequence
+from midfill.engine.empty_answer import EmptyAnswerCheck
 from midfill.engine.request import EngineOutput, FinishReason
-from midfill.engine.sampler import SampledToken, SampleRow, is_greedy, sample
+from midfill.engine.sampler import SampledToken, SampleRow, adjust_logits, is_greedy, sample
 from midfill.engine.sequence import Sequence
 from midfill.engine.vocabulary import Vocabulary
 
@@ -28,8 +30,11 @@ class Verification:
     Attributes:
         sequence: the answer; ``verify`` appends the tokens to it.
         row: row of the logits from which the next token is sampled.
-        draft: token ids whose logits are the rows that follow.
+        draft: token ids whose logits are the rows that follow the first one.
+        first_row: the first row of the answer.
         tokens: the new tokens.
+        restarted: whether they begin before the step's own first token, since it was decided
+            first whether the answer is empty.
         finish_reason: set when the last of them ends the answer.
         failed: whether the logits after them hold no finite value.
     """
@@ -37,9 +42,27 @@ class Verification:
     sequence: Sequence
     row: int
     draft: SequenceOf[int] = ()
+    first_row: int = field(init=False)
+    restarted: bool = False
     tokens: list[SampledToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.first_row = self.row
+
+    @property
+    def verified_token_ids(self) -> list[int]:
+        """The tokens to compare the draft with; none if the draft begins elsewhere."""
+        return [] if self.restarted else [token.token_id for token in self.tokens]
+
+    def accept(self, token_id: int) -> bool:
+        """Return whether the logits after a token are computed, and move to their row."""
+        place = self.row - self.first_row
+        if place >= len(self.draft) or self.draft[place] != token_id:
+            return False
+        self.row += 1
+        return True
 
     def output(self) -> EngineOutput:
         """Return the new tokens as the request's output."""
@@ -52,6 +75,7 @@ class Verification:
             logprobs=None if sequence.params.logprobs is None else logprobs,
             finish_reason=self.finish_reason,
             cached_tokens=sequence.cached_tokens or 0,
+            empty_probability=sequence.empty_probability,
         )
 
 
@@ -83,44 +107,86 @@ def verify(
         verifications: one per answer, without tokens.
         vocabulary: the model's.
     """
-    pending = list(verifications)
+    pending = [
+        one
+        for one in verifications
+        if one.sequence.empty_check is None or _check_empty(one, logits, vocabulary)
+    ]
     while pending:
-        sampled = sample(logits, [_sample_row(one) for one in pending])
+        sampled = sample(logits, [_sample_row(one.sequence, one.row) for one in pending])
         pending = [
             one
             for one, token in zip(pending, sampled, strict=True)
-            if _append(one, token, vocabulary)
+            if _append(one, token, vocabulary) and one.accept(one.tokens[-1].token_id)
         ]
 
 
-def _sample_row(one: Verification) -> SampleRow:
-    sequence = one.sequence
-    draw = 0.0 if is_greedy(sequence.params) else sequence.draw()
+def _check_empty(one: Verification, logits: torch.Tensor, vocabulary: Vocabulary) -> bool:
+    """Decide whether an answer is empty, as far as the step's logits suffice for it.
+
+    Once it is decided, the tokens are taken from the logits that the check has seen.
+
+    Returns:
+        Whether the next token is to be sampled from the logits at ``one.row``.
+    """
+    sequence, check = one.sequence, one.sequence.empty_check
+    assert check is not None
+    one.restarted = bool(check.tokens)
+    while True:
+        row = SampleRow(0, sequence.params, sequence.tokens, sequence.prompt_length, 0.0)
+        token_id = check.observe(logits[one.row], adjust_logits(logits[one.row], row))
+        if token_id is None:
+            break
+        sequence.append(token_id)
+        if not one.accept(token_id):
+            return False
+    sequence.drop(len(check.tokens))
+    sequence.empty_check, sequence.empty_probability = None, check.probability
+    sequence.not_empty = not check.is_empty
+    for row_logits, expected in zip(check.rows, _expected(check), strict=True):
+        spec = _sample_row(sequence, 0, None if sequence.not_empty else expected)
+        (token,) = sample(row_logits[None], [spec])
+        if not _append(one, token, vocabulary):
+            return False
+        if one.tokens[-1].token_id != expected:
+            return row_logits is check.rows[-1] and one.accept(one.tokens[-1].token_id)
+    return False
+
+
+def _expected(check: EmptyAnswerCheck) -> list[int | None]:
+    """Return the tokens whose logits, or end, follow each of a check's rows."""
+    return [*check.tokens, check.end_token if check.is_empty else None]
+
+
+def _sample_row(sequence: Sequence, row: int, only: int | None = None) -> SampleRow:
+    """Return how an answer's next token is sampled; as ``only``, if that is given."""
+    allowed = sequence.allowed_token_ids() if only is None else np.array([only], dtype=np.int32)
     return SampleRow(
-        one.row,
+        row,
         sequence.params,
         sequence.tokens,
         sequence.prompt_length,
-        draw,
-        sequence.allowed_token_ids(),
+        0.0 if only is not None or is_greedy(sequence.params) else sequence.draw(),
+        allowed,
+        sequence.end_token_ids if sequence.not_empty and allowed is None else None,
     )
 
 
 def _append(one: Verification, token: SampledToken | None, vocabulary: Vocabulary) -> bool:
-    """Append a sampled token; return whether the logits that follow it are computed."""
+    """Append a sampled token; return whether the answer goes on."""
     if token is None:
         one.failed = True
         return False
-    sequence = one.sequence
-    position = len(one.tokens)
-    accepted = position < len(one.draft) and one.draft[position] == token.token_id
+    sequence, constraint = one.sequence, one.sequence.constraint
     one.tokens.append(token)
-    one.row += 1
     sequence.append(token.token_id)
-    if sequence.constraint is not None:
-        sequence.constraint = vocabulary.advance(sequence.constraint, token.token_id)
+    if constraint is None:
+        sequence.not_empty = False
+    else:
+        sequence.constraint = vocabulary.advance(constraint, token.token_id)
+        sequence.not_empty = sequence.not_empty and not constraint.exceeded
     if token.token_id in sequence.stop_token_ids:
         one.finish_reason = "stop"
     elif sequence.length >= sequence.max_length:
         one.finish_reason = "length"
-    return accepted and one.finish_reason is None
+    return one.finish_reason is None

@@ -140,6 +140,17 @@ class HealingConstraint:
                 ids += self._trie.spelling(self._required[start:end])
         return self._usable(ids)
 
+    def exact(self) -> list[int]:
+        """Return those of the allowed ids that write nothing beyond the required bytes."""
+        left = len(self._required) - self._written
+        token_bytes = self._trie.token_bytes
+        return [token_id for token_id in self.allowed() or () if len(token_bytes(token_id)) <= left]
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the answer has bytes beyond the required ones."""
+        return self._written > len(self._required)
+
     def spelling(self) -> list[tuple[int, bool]]:
         """Return the likely tokens for what is still required: the longest one at each place.
 
@@ -164,6 +175,10 @@ class HealingConstraint:
             else:
                 break
         return tokens
+
+    def advance_by(self, token_id: int) -> None:
+        """Record a token that was chosen; see ``advance``."""
+        self.advance(self._trie.token_bytes(token_id))
 
     def advance(self, written: bytes) -> None:
         """Record the bytes of the token that was chosen.
