@@ -51,12 +51,14 @@ def test_a_stream_without_usage_has_none(server: RunningServer) -> None:
 
 def test_infilling_later_rounds_compute_the_increment_only(server: RunningServer) -> None:
     client = server.openai()
-    prefix, suffix = "x = 1\n" * 80, "y = 2\n" * 20
+    prefix = "".join(f"x{line} = 1\n" for line in range(40))
+    suffix = "y = 2\n" * 10
     first = client.completions.create(model="tiny-llama", prompt=prefix, suffix=suffix, **GREEDY)
     typed = prefix + "z = 3"
     later = client.completions.create(model="tiny-llama", prompt=typed, suffix=suffix, **GREEDY)
-    assert later.midfill["layout"] == "efim"
-    assert later.midfill["cut"] == first.midfill["cut"] <= len(prefix)
+    # So short a prefix stands after the suffix as a whole.
+    assert later.midfill["layout"] == first.midfill["layout"] == "spm"
+    assert later.midfill["cut"] == first.midfill["cut"] == 0
     assert later.midfill["document"] == first.midfill["document"]
     assert later.midfill["sentinels"] is True
     assert later.usage is not None
