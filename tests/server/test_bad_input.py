@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from running_server import RunningServer
 
-from midfill.server.openai_chat import ChatRequest
-from midfill.server.openai_completions import CompletionRequest
+from midfill.server.dialects.openai_chat import ChatRequest
+from midfill.server.dialects.openai_completions import CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}

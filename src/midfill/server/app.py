@@ -4,31 +4,42 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 
-from midfill.server import openai_chat, openai_completions, openai_models, operations
+from midfill.server import operations
 from midfill.server.auth import tenant_check
 from midfill.server.bodies import body_schemas
-from midfill.server.errors import install_error_handlers
+from midfill.server.dialects import openai_chat, openai_completions, openai_models
+from midfill.server.errors import ErrorBody, install_error_handlers
 from midfill.server.service import ModelService
 from midfill.version import __version__
 
-_DIALECTS = (openai_completions, openai_chat, openai_models)
-_BODIES = (openai_completions.CompletionRequest, openai_chat.ChatRequest)
+DIALECTS = (
+    openai_completions.DIALECT,
+    openai_chat.DIALECT,
+    openai_models.DIALECT,
+)
 
 
 def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> FastAPI:
     """Return the ASGI application for a model, whose engine the caller starts and ends."""
     app = FastAPI(title="midfill", version=__version__)
     tenant_of = tenant_check(api_keys)
-    for dialect in _DIALECTS:
-        app.include_router(dialect.routes(service, tenant_of))
+    error_bodies: dict[str, ErrorBody] = {}
+    for dialect in DIALECTS:
+        router = dialect.routes(service, tenant_of)
+        for route in router.routes:
+            if isinstance(route, APIRoute):
+                error_bodies[route.path] = dialect.error_body
+        app.include_router(router)
     app.include_router(operations.routes(service))
-    install_error_handlers(app)
+    install_error_handlers(app, error_bodies)
+    bodies = [body for dialect in DIALECTS for body in dialect.bodies]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            schema.setdefault("components", {})["schemas"] = body_schemas(_BODIES)
+            schema.setdefault("components", {})["schemas"] = body_schemas(bodies)
             app.openapi_schema = schema
         return app.openapi_schema
 

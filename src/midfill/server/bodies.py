@@ -1,10 +1,11 @@
-"""Request bodies: read up to a maximum size, decoded into a struct, described for OpenAPI."""
+"""Bodies: requests read up to a maximum size, decoded and described for OpenAPI; JSON responses."""
 
 from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 from fastapi import Request
+from fastapi.responses import Response
 
 from midfill.server.errors import ApiError
 from midfill.server.json_decoding import decode_json
@@ -26,25 +27,36 @@ def body_schemas(kinds: Sequence[type[msgspec.Struct]]) -> dict[str, object]:
     return dict(components)
 
 
-async def read_json(request: Request, kind: type[T], limit: int) -> T:
+def json_response(value: object) -> Response:
+    """Return a response of compact JSON on one line."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def read_json(
+    request: Request, kind: type[T], limit: int, *, any_content_type: bool = False
+) -> T:
     """Read and decode a JSON body.
 
     Args:
         request: a request whose body is unread.
         kind: the msgspec Struct to decode into.
         limit: maximum size in bytes; a longer body is never held in memory.
+        any_content_type: accept JSON under other types, such as curl's for ``-d``, as the servers
+            do that the dialect imitates. Not from web pages: a page can send these anywhere
+            without asking first.
 
     Raises:
         ApiError: 413 for a body that is too long, 415 for one that is not JSON by its headers.
         InvalidRequestError: see ``decode_json``.
     """
-    _check_headers(request)
+    _check_headers(request, any_content_type and "origin" not in request.headers)
     return decode_json(await _read(request, limit), kind)
 
 
-def _check_headers(request: Request) -> None:
+def _check_headers(request: Request, any_content_type: bool) -> None:
     content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
+    is_json = content_type.partition(";")[0].strip().lower() == "application/json"
+    if not (is_json or any_content_type):
         raise ApiError(
             415,
             f"the body must be JSON, with the header Content-Type: application/json,"

@@ -1,7 +1,7 @@
-"""Errors as HTTP responses in OpenAI's shape: ``{"error": {message, type, param, code}}``."""
+"""Errors as HTTP responses, in the shape of the dialect whose path failed."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -52,6 +52,10 @@ class ApiError(MidfillError):
         self.headers = dict(headers or {})
 
 
+ErrorBody = Callable[[ApiError], object]
+"""A dialect's shape of errors: returns the JSON body of one."""
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Return the HTTP error for any exception. Bugs are logged, not exposed to clients."""
     if isinstance(error, ApiError):
@@ -76,16 +80,21 @@ def retry_header(error: UnavailableError) -> dict[str, str]:
     return {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
 
 
-def error_body(error: ApiError) -> dict[str, object]:
-    """Return the JSON body of an error."""
+def openai_error_body(error: ApiError) -> dict[str, object]:
+    """Return OpenAI's shape, which other paths get as well."""
     return {
         "error": {
-            "message": _quotable(str(error)),
+            "message": error_message(error),
             "type": _error_type(error.status),
             "param": None if error.param is None else _quotable(error.param),
             "code": error.code,
         }
     }
+
+
+def error_message(error: ApiError) -> str:
+    """Return an error's message; what it quotes of the client's input is shortened."""
+    return _quotable(str(error))
 
 
 def _error_type(status: int) -> str:
@@ -101,7 +110,7 @@ def _quotable(text: str) -> str:
     return text if short else f"{text[:_MAX_CHARACTERS]}..."
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: Exception, error_body: ErrorBody = openai_error_body) -> Response:
     """Return the HTTP response for any exception."""
     api_error = as_api_error(error)
     return Response(
@@ -112,8 +121,13 @@ def error_response(error: Exception) -> Response:
     )
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Give every error of an app the same shape, those of unknown paths and methods too."""
+def install_error_handlers(app: FastAPI, error_bodies: Mapping[str, ErrorBody]) -> None:
+    """Give every error its dialect's shape, those of unknown paths OpenAI's.
+
+    Args:
+        app: the application.
+        error_bodies: the shapes by path.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code == 404:
@@ -121,7 +135,7 @@ def install_error_handlers(app: FastAPI) -> None:
         elif isinstance(error, HTTPException) and error.status_code == 405:
             message = f"{request.url.path} doesn't take {request.method}"
             error = ApiError(405, message, headers=error.headers)
-        return error_response(error)
+        return error_response(error, error_bodies.get(request.url.path, openai_error_body))
 
     async def ignore(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_GONE)

@@ -3,11 +3,13 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 
 from midfill.engine.client import EngineClient, OutputStream
 from midfill.engine.request import EngineOutput
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
+from midfill.frontend.generation import GenerationResult, whole_answers
 from midfill.frontend.prompts import Prompt
 from midfill.frontend.response import Response, Usage
 from midfill.frontend.sampling import SamplingParams
@@ -15,6 +17,19 @@ from midfill.server.metrics import Metrics
 from midfill.tokens.tokenizer import Tokenizer
 
 MAX_ANSWERS_PER_REQUEST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """How long a request took so far, in seconds.
+
+    Attributes:
+        prompt: from its arrival to the first token.
+        generation: from there to the last token.
+    """
+
+    prompt: float
+    generation: float
 
 
 class Generation:
@@ -60,7 +75,14 @@ class Generation:
         self._places = {request.request_id: i for i, request in enumerate(self._requests)}
         self.responses = [Response(prompt, sampling, tokenizer) for prompt in prompts]
         self._started = time.perf_counter()
+        self._first_token: float | None = None
         self._last_token: dict[tuple[int, int], float] = {}
+
+    @property
+    def timings(self) -> Timings:
+        """How long the prompts and their answers took so far."""
+        first = self._first_token or time.perf_counter()
+        return Timings(first - self._started, max(self._last_token.values(), default=first) - first)
 
     @property
     def usage(self) -> Usage:
@@ -92,6 +114,13 @@ class Generation:
             for _ in range(self._answers - complete):
                 self._metrics.answer_finished("abort")
 
+    async def whole(self) -> list[GenerationResult]:
+        """Return the answers to each prompt, once all are complete. Raises what ``deltas`` does."""
+        pieces: list[list[AnswerDelta]] = [[] for _ in self.responses]
+        async for place, delta in self.deltas():
+            pieces[place].append(delta)
+        return list(map(whole_answers, self.responses, pieces))
+
     def _push(self, output: EngineOutput, outputs: OutputStream) -> AnswerDelta | None:
         """Turn an output into text, and count it."""
         place = self._places[output.request_id]
@@ -111,6 +140,7 @@ class Generation:
     def _record_tokens(self, place: int, index: int, tokens: int) -> None:
         """Record the latency of an answer's new tokens."""
         now = time.perf_counter()
+        self._first_token = self._first_token or now
         before = self._last_token.get((place, index))
         if before is not None:
             self._metrics.next_tokens(now - before, tokens)

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,9 +14,10 @@ from midfill.frontend.answer import Candidate, TokenLogprob
 from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.server.bodies import body_reference, read_json
+from midfill.server.dialects.dialect import Dialect, TenantOf
+from midfill.server.dialects.openai_fields import GenerationFields, floor_logprob, usage_object
 from midfill.server.event_stream import EventStream, while_connected
 from midfill.server.generation import Generation
-from midfill.server.openai_fields import GenerationFields, floor_logprob, usage_object
 from midfill.server.service import ModelService
 
 
@@ -58,7 +59,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     response_format: dict[str, msgspec.Raw] | None = None
 
 
-def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]) -> APIRouter:
+def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     """Return the router of the endpoint."""
     router = APIRouter()
 
@@ -81,6 +82,9 @@ def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     return router
+
+
+DIALECT = Dialect(routes=routes, bodies=(ChatRequest,))
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:

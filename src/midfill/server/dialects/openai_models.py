@@ -1,13 +1,12 @@
 """GET /v1/models: what is served."""
 
-from collections.abc import Awaitable, Callable
+from fastapi import APIRouter, Depends
 
-from fastapi import APIRouter, Depends, Request
-
+from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.service import ModelService
 
 
-def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]) -> APIRouter:
+def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     """Return the router of the list and of its one entry."""
     router = APIRouter(dependencies=[Depends(tenant_of)])
 
@@ -31,3 +30,6 @@ def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]
         return card()
 
     return router
+
+
+DIALECT = Dialect(routes=routes)

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -19,14 +19,15 @@ from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.trim import Brackets, Lines
 from midfill.infill.window import WindowRule
 from midfill.server.bodies import body_reference, read_json
-from midfill.server.event_stream import EventStream, while_connected
-from midfill.server.generation import Generation, check_answer_count
-from midfill.server.openai_fields import (
+from midfill.server.dialects.dialect import Dialect, TenantOf
+from midfill.server.dialects.openai_fields import (
     GenerationFields,
     floor_logprob,
     midfill_object,
     usage_object,
 )
+from midfill.server.event_stream import EventStream, while_connected
+from midfill.server.generation import Generation, check_answer_count
 from midfill.server.service import ModelService
 
 _DEFAULT_MAX_TOKENS = 16
@@ -129,7 +130,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
         return (*extra, *(ContextFile(one.text, one.path or "") for one in own or ()))
 
 
-def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]) -> APIRouter:
+def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     """Return the router of the endpoint."""
     router = APIRouter()
 
@@ -149,6 +150,9 @@ def routes(service: ModelService, tenant_of: Callable[[Request], Awaitable[str]]
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     return router
+
+
+DIALECT = Dialect(routes=routes, bodies=(CompletionRequest,))
 
 
 def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:

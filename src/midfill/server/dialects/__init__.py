@@ -1,0 +1,1 @@
+"""Dialects: one file per client API. Each translates into what ModelService takes."""
