@@ -90,6 +90,7 @@ def test_help_imports_nothing_heavy() -> None:
         ["serve", "--fim-tokens", "one,two"],
         ["serve", "--backend", "abacus"],
         ["complete", "no-line-number.py"],
+        ["complete", "code.py:1", "--empty-threshold", "1.5"],
         ["generate"],
     ],
 )
@@ -225,6 +226,19 @@ def test_complete_says_when_nothing_is_suggested(
     assert result.status == 0
     assert result.stdout == "    1 | x = f(1)\n"
     assert result.stderr == f"midfill: no suggestion at {file}:1\n"
+
+
+@pytest.mark.parametrize(("threshold", "suggests"), [("1e-9", False), ("1", True)])
+def test_complete_suggests_nothing_where_that_is_probable_enough(
+    midfill: Command, tiny_folder: Path, tmp_path: Path, threshold: str, suggests: bool
+) -> None:
+    file = tmp_path / "code.py"
+    file.write_text("x = f(1)\n")
+    command = ["complete", f"{file}:1", "--model", tiny_folder, "--threads", "1", "-n", "3"]
+    result = midfill(*command, "--no-trim", "--lines", "all", "--empty-threshold", threshold)
+    assert result.status == 0
+    assert (result.stdout != "    1 | x = f(1)\n") == suggests
+    assert (result.stderr == "") == suggests
 
 
 def test_models_lists_the_default(midfill: Command) -> None:

@@ -11,6 +11,7 @@ from tiny_adapters import FIM, write_adapter, write_record
 
 from midfill import LLM, SamplingParams
 from midfill.errors import InvalidRequestError, MidfillError
+from midfill.infill.request import InfillRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -121,6 +122,29 @@ def test_speculation_changes_no_answer(llm: LLM, tiny_folder: Path) -> None:
                 with_drafts = llm.infill(prefix, "print(total)", params)
                 assert with_drafts.answers == plain.infill(prefix, "print(total)", params).answers
         assert plain.stats.draft_tokens == 0
+
+
+def test_whether_answers_are_empty_is_decided_by_their_probability(llm: LLM) -> None:
+    prefixes = [f"total = {number}\nfor value in val" for number in range(6)]
+    biased = SamplingParams(temperature=0, max_tokens=12, logit_bias={0: 4.0})
+    asked = [InfillRequest(prefix=prefix, suffix="\nprint(total)\n") for prefix in prefixes]
+    measured = llm.infill_all(asked, biased, empty_threshold=1e-30)
+    found = [result.empty_probability for result in measured]
+    probabilities = [one for one in found if one is not None]
+    assert len(set(probabilities)) == 6
+    middle = sorted(probabilities)[3]
+    for threshold in (middle * 1.001, middle * 0.999, 1.0, 0.0):
+        results = llm.infill_all(asked, biased, empty_threshold=threshold)
+        empty = [result.text == "" for result in results]
+        if threshold > 0:
+            assert empty == [one > threshold for one in probabilities]
+        for item, result in zip(asked, results, strict=True):
+            alone = llm.infill(item.prefix, item.suffix, biased, empty_threshold=threshold)
+            assert alone.answers == result.answers
+    each = llm.infill_all(asked[:2], biased, empty_threshold=[1e-30, 1.0])
+    assert [result.text == "" for result in each] == [True, False]
+    with pytest.raises(InvalidRequestError, match="empty_threshold must be a number from 0 to 1"):
+        llm.infill("a", "b", biased, empty_threshold=15)
 
 
 def test_what_cant_be_is_refused_at_once(llm: LLM) -> None:

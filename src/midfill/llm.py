@@ -180,6 +180,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         healing: bool = True,
+        empty_threshold: float | None = None,
         **options: Unpack[InfillOptions],
     ) -> GenerationResult:
         """Fill in between two texts; special tokens in them stay text.
@@ -189,12 +190,17 @@ class LLM:
             sampling: how to generate; greedy, at most 128 tokens, if None.
             healing: let the model write an unfinished last word again instead of continuing right
                 at the caret. The answer's text is what comes after the caret either way.
+            empty_threshold: the answer is empty if the model gives that more than this probability,
+                and otherwise not; 0 leaves it to the sampled tokens, 1 never. None takes what the
+                model says.
             options: see ``InfillOptions``.
 
         Raises:
             InvalidRequestError: a text or a parameter that can't be used.
         """
-        return self.infill_stream(prefix, suffix, sampling, healing=healing, **options).result()
+        return self.infill_stream(
+            prefix, suffix, sampling, healing=healing, empty_threshold=empty_threshold, **options
+        ).result()
 
     def infill_stream(
         self,
@@ -203,6 +209,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         healing: bool = True,
+        empty_threshold: float | None = None,
         **options: Unpack[InfillOptions],
     ) -> AnswerStream:
         """``infill``, piece by piece; closing the stream ends the request."""
@@ -217,7 +224,8 @@ class LLM:
             repository=options.get("repository", ""),
         )
         sampling = self._checked(sampling)
-        return self._stream(self._infill_prompt(request, healing, sampling), sampling)
+        prompt = self._infill_prompt(request, healing, empty_threshold, sampling)
+        return self._stream(prompt, sampling)
 
     def infill_all(
         self,
@@ -225,6 +233,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         healing: bool | Sequence[bool] = True,
+        empty_threshold: float | Sequence[float | None] | None = None,
         progress: StageProgress | None = None,
     ) -> list[GenerationResult]:
         """Fill in many holes, all in one batch.
@@ -232,7 +241,7 @@ class LLM:
         Args:
             items: requests for the planner, or layouts to use as they are.
             sampling: how to generate; greedy, at most 128 tokens, if None.
-            healing: see ``infill``; for all items or for each.
+            healing, empty_threshold: see ``infill``; for all items or for each.
             progress: called with (number of answered items, number of items).
 
         Returns:
@@ -243,9 +252,11 @@ class LLM:
         """
         sampling = self._checked(sampling)
         healed = [healing] * len(items) if isinstance(healing, bool) else healing
+        given = empty_threshold
+        thresholds = given if isinstance(given, Sequence) else [given] * len(items)
         prompts = [
-            self._infill_prompt(item, heals, sampling)
-            for item, heals in zip(items, healed, strict=True)
+            self._infill_prompt(item, heals, threshold, sampling)
+            for item, heals, threshold in zip(items, healed, thresholds, strict=True)
         ]
         return self._results(prompts, sampling, progress)
 
@@ -256,13 +267,19 @@ class LLM:
             return self._prompts.tokens(prompt)
 
     def _infill_prompt(
-        self, item: InfillRequest | PromptLayout, healing: bool, sampling: SamplingParams
+        self,
+        item: InfillRequest | PromptLayout,
+        healing: bool,
+        empty_threshold: float | None,
+        sampling: SamplingParams,
     ) -> Prompt:
         stops = sampling.stop_token_ids
         with self._encoding:
             if isinstance(item, PromptLayout):
-                return self._prompts.encode_layout(item, healing=healing, stop_token_ids=stops)
-            return self._prompts.infill(item, healing=healing, stop_token_ids=stops)
+                prompt = self._prompts.encode_layout(item, healing=healing, stop_token_ids=stops)
+            else:
+                prompt = self._prompts.infill(item, healing=healing, stop_token_ids=stops)
+        return prompt.with_empty_threshold(empty_threshold)
 
     def _checked(self, sampling: SamplingParams | None) -> SamplingParams:
         sampling = sampling or DEFAULT_SAMPLING

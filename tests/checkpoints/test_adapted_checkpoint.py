@@ -25,8 +25,13 @@ from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill.checkpoints.adapted_checkpoint import AdaptedCheckpoint
 from midfill.checkpoints.adapter import Adapter, AdapterRecord, load_adapter
-from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY, WINDOW_AFTER_KEY, Checkpoint
-from midfill.checkpoints.model_record import window_rule_of
+from midfill.checkpoints.checkpoint import (
+    EMPTY_THRESHOLD_KEY,
+    LEAST_INCREMENT_KEY,
+    WINDOW_AFTER_KEY,
+    Checkpoint,
+)
+from midfill.checkpoints.model_record import empty_threshold_of, window_rule_of
 from midfill.checkpoints.opening import open_checkpoint, open_model
 from midfill.checkpoints.quantized_update import BLOCK_LAYOUTS
 from midfill.forward.runner import Runner
@@ -335,6 +340,14 @@ class TestMetadata:
             record = replace(adapter.record, window=window)
             adapted = AdaptedCheckpoint(checkpoint, replace(adapter, record=record))
             assert window_rule_of(adapted) == (window or DEFAULT_WINDOW)
+
+    def test_so_is_the_threshold_of_empty_answers(self, base: Path, adapter: Adapter) -> None:
+        checkpoint = open_checkpoint(base)
+        checkpoint.metadata = {**checkpoint.metadata, EMPTY_THRESHOLD_KEY: 0.3}
+        for threshold in (0.2, None):
+            record = replace(adapter.record, empty_threshold=threshold)
+            adapted = AdaptedCheckpoint(checkpoint, replace(adapter, record=record))
+            assert empty_threshold_of(adapted) == (threshold or 0.0)
 
     def test_fragments_keep_every_token_that_was_computed(self, base: Path, folder: Path) -> None:
         computed = {}

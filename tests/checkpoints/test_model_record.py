@@ -9,6 +9,7 @@ import pytest
 
 from midfill.checkpoints.adapter_record import read_record
 from midfill.checkpoints.checkpoint import (
+    EMPTY_THRESHOLD_KEY,
     END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
     WINDOW_AFTER_KEY,
@@ -16,14 +17,16 @@ from midfill.checkpoints.checkpoint import (
 )
 from midfill.checkpoints.model_record import (
     cut_rule_of,
+    empty_threshold_of,
     end_bias_of,
     window_rule_of,
     write_cut,
+    write_empty,
     write_window,
 )
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import CheckpointError, MidfillError
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompts import PromptEncoder, fim_format, fingerprint_of
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.request import InfillRequest
@@ -200,3 +203,66 @@ def test_an_end_without_a_bias_is_one_error(folder: Path, end: object) -> None:
     write(folder, {"end": end})
     with pytest.raises(CheckpointError, match="'end' must be an object with 'logit_bias'"):
         open_checkpoint(folder)
+
+
+class TestEmptyThreshold:
+    @pytest.mark.parametrize("threshold", [0, 0.15, 1])
+    def test_a_models_own_reaches_the_engine(self, folder: Path, threshold: float) -> None:
+        write(folder, {"empty": {"threshold": threshold}})
+        checkpoint = open_checkpoint(folder)
+        assert checkpoint.metadata[EMPTY_THRESHOLD_KEY] == empty_threshold_of(checkpoint)
+        prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 4000)
+        prompt = prompts.infill(InfillRequest(prefix="a = ", suffix="\nb\n"))
+        assert prompt.request("1", SamplingParams()).empty_threshold == threshold
+
+    def test_a_model_that_says_nothing_has_none(self, folder: Path) -> None:
+        checkpoint = open_checkpoint(folder)
+        assert empty_threshold_of(checkpoint) == 0.0
+        prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 4000)
+        prompt = prompts.infill(InfillRequest(prefix="a = ", suffix="\nb\n"))
+        assert prompt.request("1", SamplingParams()).empty_threshold == 0.0
+
+    def test_it_is_a_part_of_what_decides_a_models_answers(self, folder: Path) -> None:
+        found = []
+        for threshold in (0, 0.1, 0.2):
+            write(folder, {"empty": {"threshold": threshold}})
+            found.append(fingerprint_of(open_checkpoint(folder)))
+        (folder / "midfill.json").unlink()
+        assert len(set(found)) == 3
+        assert fingerprint_of(open_checkpoint(folder)) == found[0]
+
+    @pytest.mark.parametrize("value", ["0.1", None, True, -0.1, 1.01, float("nan"), [1]])
+    def test_nonsense_is_one_error_that_names_file_and_field(
+        self, folder: Path, value: object
+    ) -> None:
+        write(folder, {"empty": {"threshold": value}})
+        with pytest.raises(
+            CheckpointError, match=r"midfill\.json: 'empty\.threshold' must be a number from 0 to 1"
+        ):
+            open_checkpoint(folder)
+
+    @pytest.mark.parametrize("empty", [0.1, None, {}, {"measured": {}}])
+    def test_a_section_of_the_wrong_kind_is_an_error(self, folder: Path, empty: object) -> None:
+        write(folder, {"empty": empty})
+        with pytest.raises(CheckpointError, match="'empty' must be an object with 'threshold'"):
+            open_checkpoint(folder)
+
+    def test_nonsense_in_a_checkpoints_own_metadata_is_named_too(self, folder: Path) -> None:
+        checkpoint = open_checkpoint(folder)
+        checkpoint.metadata = {**checkpoint.metadata, EMPTY_THRESHOLD_KEY: 2}
+        with pytest.raises(CheckpointError, match=r"model: 'midfill\.empty_threshold' must be"):
+            PromptEncoder(checkpoint, None, 100)
+
+    def test_what_is_written_is_read_and_the_rest_is_kept(self, folder: Path) -> None:
+        write_cut(folder, 320, {})
+        path = write_empty(folder, 0.15, {"date": "2026-01-01"})
+        assert json.loads(path.read_text())["empty"]["measured"] == {"date": "2026-01-01"}
+        assert empty_threshold_of(open_checkpoint(folder)) == 0.15
+        assert cut_rule_of(open_checkpoint(folder)) == CutRule(320)
+
+    def test_an_adapters_record_is_read_and_checked(self, folder: Path, tmp_path: Path) -> None:
+        base, path = open_checkpoint(folder), tmp_path / "midfill.json"
+        path.write_text(json.dumps({"format": 1, "empty": {"threshold": 0.2}}))
+        assert read_record(path, base).empty_threshold == 0.2
+        path.write_text(json.dumps({"format": 1}))
+        assert read_record(path, base).empty_threshold is None

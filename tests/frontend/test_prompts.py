@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY, Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError
 from midfill.frontend.prompts import Prompt, PromptEncoder, fim_format
+from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
@@ -61,6 +62,43 @@ def test_special_tokens_are_not_parsed_around_a_caret(
     assert prompt.report is not None
     assert (prompt.report.layout, prompt.report.cut) == ("psm", len(request.prefix))
     assert set(special(checkpoint, "<fim_prefix>", "<|endoftext|>")) <= set(prompt.stop_token_ids)
+
+
+class TestTheThresholdOfEmptyAnswers:
+    REQUEST = InfillRequest(prefix="a = ", suffix="\nb\n")
+
+    @pytest.fixture
+    def prompts(self, checkpoint: Checkpoint, tiny_folder: Path) -> PromptEncoder:
+        says = open_checkpoint(tiny_folder)
+        says.metadata = {**says.metadata, EMPTY_THRESHOLD_KEY: 0.2}
+        return PromptEncoder(says, fim_format(says), CONTEXT)
+
+    def test_the_clients_counts_before_the_models(self, prompts: PromptEncoder) -> None:
+        prompt = prompts.infill(self.REQUEST)
+        for asked, expected in ((None, 0.2), (0.0, 0.0), (0.3, 0.3), (1, 1.0)):
+            request = prompt.with_empty_threshold(asked).request("1", SamplingParams())
+            assert request.empty_threshold == expected
+
+    def test_text_that_is_asked_for_in_any_case_has_none(self, prompts: PromptEncoder) -> None:
+        prompt = prompts.infill(self.REQUEST).with_empty_threshold(0.3)
+        assert prompt.request("1", SamplingParams(ignore_eos=True)).empty_threshold == 0.0
+
+    def test_raw_prompts_and_token_ids_have_none(self, prompts: PromptEncoder) -> None:
+        for prompt in (prompts.raw("a = "), prompts.tokens([5, 6])):
+            assert prompt.request("1", SamplingParams()).empty_threshold == 0.0
+            with pytest.raises(InvalidRequestError, match="needs a suffix, or a prompt that is"):
+                prompt.with_empty_threshold(0.3)
+
+    def test_a_filled_in_template_has_one(self, prompts: PromptEncoder) -> None:
+        prompt = prompts.raw("<fim_prefix>a = <fim_suffix>\nb\n<fim_middle>")
+        assert prompt.request("1", SamplingParams()).empty_threshold == 0.2
+        assert prompt.with_empty_threshold(0.0).empty_threshold == 0.0
+
+    @pytest.mark.parametrize("wrong", [-0.1, 1.5, float("nan")])
+    def test_it_is_a_probability(self, prompts: PromptEncoder, wrong: float) -> None:
+        with pytest.raises(InvalidRequestError, match="must be a number from 0 to 1") as raised:
+            prompts.infill(self.REQUEST).with_empty_threshold(wrong)
+        assert raised.value.param == "empty_threshold"
 
 
 def test_a_model_without_sentinels_sees_the_prefix_and_says_so(checkpoint: Checkpoint) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from running_server import RunningServer, start
@@ -146,6 +146,46 @@ def test_a_single_line_ends_generation(server: RunningServer) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 1
     server.wait_for(lambda: server.metric("num_requests_running") == 0)
+
+
+class TestEmptyAnswers:
+    """After what is healed, the end token is by far the likeliest."""
+
+    BODY: ClassVar = {
+        "prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 6, "logit_bias": {"0": 60},
+    }  # fmt: skip
+    KINDS: ClassVar = [
+        {"temperature": 0},
+        {"temperature": 1.5, "seed": 1, "n": 4},
+        {"temperature": 0, "midfill": {"healing": False}},
+        {"temperature": 0, "logprobs": 2},
+    ]
+
+    @pytest.mark.parametrize("fields", KINDS)
+    @pytest.mark.parametrize("threshold", [1e-30, 1])
+    def test_a_request_says_how_probable_they_have_to_be(
+        self, server: RunningServer, fields: dict[str, Any], threshold: float
+    ) -> None:
+        asked = {**fields.get("midfill", {}), "trim": False, "empty_threshold": threshold}
+        body = {**self.BODY, **fields, "midfill": asked}
+        whole = server.complete(**body)
+        choices = whole["choices"]
+        assert [choice["text"] == "" for choice in choices] == [threshold < 1] * len(choices)
+        assert {choice["finish_reason"] for choice in choices} == {"stop"}
+        assert [choice["index"] for choice in choices] == list(range(body.get("n", 1)))
+        for choice in choices if "logprobs" in body else ():
+            assert (choice["logprobs"]["tokens"] == []) == (threshold < 1)
+        if "n" not in body:
+            assert "".join(stream(server, **body)) == choices[0]["text"]
+            # The end token alone, or one of text and the end token.
+            assert whole["usage"]["completion_tokens"] == (1 if threshold < 1 else 2)
+
+    def test_ignore_eos_asks_for_text_in_any_case(self, server: RunningServer) -> None:
+        body = {**self.BODY, **GREEDY, "max_tokens": 5}
+        plain = server.complete(**body, midfill={"trim": False})
+        asked = server.complete(**body, midfill={"trim": False, "empty_threshold": 1e-30})
+        assert asked["choices"] == plain["choices"]
+        assert asked["usage"]["completion_tokens"] == 5
 
 
 DOCUMENT, REST = "                    a = 1\n" * 24, "print(a)\n" * 12

@@ -17,6 +17,7 @@ from midfill.checkpoints.adapter import Adapter, ReplacedRows
 from midfill.checkpoints.adapter_record import AdapterRecord
 from midfill.checkpoints.checkpoint import (
     ADAPTER_KEY,
+    EMPTY_THRESHOLD_KEY,
     END_BIAS_KEY,
     FRAGMENTS_KEY,
     LEAST_INCREMENT_KEY,
@@ -48,9 +49,9 @@ class AdaptedCheckpoint:
 
     Attributes:
         path, config: the base's.
-        metadata: the base's, with the adapter's FIM tokens, cut rule and window in place of its
-            own, and with ``midfill.fragments`` where the model was trained on text tokenised in
-            fragments.
+        metadata: the base's, with the adapter's FIM tokens and its rules of prompts and ends in
+            place of its own, and with ``midfill.fragments`` where the model was trained on text
+            tokenised in fragments.
         base, adapter: what is merged.
         exact: whether merged tensors are float32, whatever the base stores.
         rounding: how updates are added to quantised tensors; the adapter's own rule by default.
@@ -74,7 +75,10 @@ class AdaptedCheckpoint:
             **_without_needs(base.metadata),
             **_fim_metadata(adapter.record, base),
             **record_metadata(
-                adapter.record.least_increment, adapter.record.window, adapter.record.end_bias
+                adapter.record.least_increment,
+                adapter.record.window,
+                adapter.record.end_bias,
+                adapter.record.empty_threshold,
             ),
             **({FRAGMENTS_KEY: True} if adapter.record.fragments else {}),
             ADAPTER_KEY: adapter.name,
@@ -147,7 +151,13 @@ def _quantised(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredT
 
 def _without_needs(metadata: Mapping[str, object]) -> dict[str, object]:
     """Return a base's metadata without its rules of prompts and ends: its adapter changed them."""
-    needs = (END_BIAS_KEY, LEAST_INCREMENT_KEY, WINDOW_BEFORE_KEY, WINDOW_AFTER_KEY)
+    needs = (
+        EMPTY_THRESHOLD_KEY,
+        END_BIAS_KEY,
+        LEAST_INCREMENT_KEY,
+        WINDOW_BEFORE_KEY,
+        WINDOW_AFTER_KEY,
+    )
     return {key: value for key, value in metadata.items() if key not in needs}
 
 

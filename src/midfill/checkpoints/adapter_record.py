@@ -8,6 +8,7 @@ from typing import cast, get_args
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.model_record import (
     RECORD_FORMAT,
+    read_empty_threshold,
     read_end_bias,
     read_least_increment,
     read_window,
@@ -33,6 +34,7 @@ class AdapterRecord:
         least_increment: see ``infill/prefix_cut.py``; None where it doesn't say.
         window: how much of a long document the model should see; None where it doesn't say.
         end_bias: added to the logits of the tokens that end an answer; None where it doesn't say.
+        empty_threshold: how probable an empty answer must be; None where it doesn't say.
     """
 
     fim_tokens: FimTokens | None = None
@@ -43,6 +45,7 @@ class AdapterRecord:
     least_increment: int | None = None
     window: WindowRule | None = None
     end_bias: float | None = None
+    empty_threshold: float | None = None
 
 
 def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
@@ -82,6 +85,7 @@ def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
         read_least_increment(path, record),
         read_window(path, record),
         read_end_bias(path, record),
+        read_empty_threshold(path, record),
     )
 
 

@@ -29,6 +29,10 @@ FRAGMENTS_KEY = "midfill.fragments"
 
 END_BIAS_KEY = "midfill.end_logit_bias"
 """Metadata key: what is added to the logits of the tokens that end an infilled answer."""
+
+EMPTY_THRESHOLD_KEY = "midfill.empty_threshold"
+"""Metadata key: how probable an empty answer must be for an infilled answer to be empty."""
+
 LEAST_INCREMENT_KEY = "midfill.least_increment"
 """Metadata key: characters before the caret that a model needs after the suffix, at least."""
 

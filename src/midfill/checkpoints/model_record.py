@@ -1,12 +1,14 @@
-"""What midfill.json may say about any model, adapted or not: its prompts' cuts and windows.
+"""What midfill.json may say about any model, adapted or not: its prompts, and where answers end.
 
     "cut": {"least_increment": 400, "measured": {...}}
     "window": {"before": 1200, "after": 400, "measured": {...}}
     "end": {"logit_bias": 2.0, "measured": {...}}
+    "empty": {"threshold": 0.15, "measured": {...}}
 
 It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF file may have the keys
-``midfill.least_increment``, ``midfill.window.before`` and ``midfill.window.after`` instead.
-``infill/prefix_cut.py`` and ``infill/window.py`` explain the numbers.
+``midfill.least_increment``, ``midfill.window.before``, ``midfill.window.after``,
+``midfill.end_logit_bias`` and ``midfill.empty_threshold`` instead. ``infill/prefix_cut.py``,
+``infill/window.py`` and ``engine/empty_answer.py`` explain the numbers.
 """
 
 import json
@@ -15,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from midfill.checkpoints.checkpoint import (
+    EMPTY_THRESHOLD_KEY,
     END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
     WINDOW_AFTER_KEY,
@@ -34,6 +37,7 @@ MAX_LEAST_INCREMENT = 100_000
 """Characters. A model that asks for so many always gets the whole prefix after the suffix."""
 
 _MAX_WINDOW = 4_000_000  # characters, on either side; more are never accepted
+_BIASES = -100.0, 100.0
 
 _FOLDERS = ("adapter_config.json", "config.json")
 
@@ -85,7 +89,7 @@ def read_end_bias(path: Path, record: Mapping[str, object]) -> float | None:
     end = record["end"]
     if not isinstance(end, Mapping) or "logit_bias" not in end:
         raise CheckpointError(f"{path}: 'end' must be an object with 'logit_bias'")
-    return _checked_bias(end["logit_bias"], path, "end.logit_bias")
+    return _checked_number(end["logit_bias"], path, "end.logit_bias", *_BIASES)
 
 
 def end_bias_of(checkpoint: Checkpoint) -> float:
@@ -96,7 +100,34 @@ def end_bias_of(checkpoint: Checkpoint) -> float:
     """
     if END_BIAS_KEY not in checkpoint.metadata:
         return 0.0
-    return _checked_bias(checkpoint.metadata[END_BIAS_KEY], checkpoint.path, END_BIAS_KEY)
+    found = checkpoint.metadata[END_BIAS_KEY]
+    return _checked_number(found, checkpoint.path, END_BIAS_KEY, *_BIASES)
+
+
+def read_empty_threshold(path: Path, record: Mapping[str, object]) -> float | None:
+    """Return the threshold of empty answers of a midfill.json, None where it says nothing.
+
+    Raises:
+        CheckpointError: it is no probability.
+    """
+    if "empty" not in record:
+        return None
+    empty = record["empty"]
+    if not isinstance(empty, Mapping) or "threshold" not in empty:
+        raise CheckpointError(f"{path}: 'empty' must be an object with 'threshold'")
+    return _checked_number(empty["threshold"], path, "empty.threshold", 0.0, 1.0)
+
+
+def empty_threshold_of(checkpoint: Checkpoint) -> float:
+    """Return how probable a model's empty answer must be; 0 where its metadata says nothing.
+
+    Raises:
+        CheckpointError: its metadata holds nonsense.
+    """
+    if EMPTY_THRESHOLD_KEY not in checkpoint.metadata:
+        return 0.0
+    found = checkpoint.metadata[EMPTY_THRESHOLD_KEY]
+    return _checked_number(found, checkpoint.path, EMPTY_THRESHOLD_KEY, 0.0, 1.0)
 
 
 def folder_metadata(folder: Path) -> dict[str, object]:
@@ -108,12 +139,18 @@ def folder_metadata(folder: Path) -> dict[str, object]:
     path = folder / RECORD_FILE
     record = read_json(path, optional=True)
     return record_metadata(
-        read_least_increment(path, record), read_window(path, record), read_end_bias(path, record)
+        read_least_increment(path, record),
+        read_window(path, record),
+        read_end_bias(path, record),
+        read_empty_threshold(path, record),
     )
 
 
 def record_metadata(
-    least_increment: int | None, window: WindowRule | None, end_bias: float | None
+    least_increment: int | None,
+    window: WindowRule | None,
+    end_bias: float | None,
+    empty_threshold: float | None,
 ) -> dict[str, object]:
     """Return what a record says as metadata; nothing for what it doesn't say."""
     metadata: dict[str, object] = {}
@@ -123,6 +160,8 @@ def record_metadata(
         metadata |= {WINDOW_BEFORE_KEY: window.before, WINDOW_AFTER_KEY: window.after}
     if end_bias is not None:
         metadata[END_BIAS_KEY] = end_bias
+    if empty_threshold is not None:
+        metadata[EMPTY_THRESHOLD_KEY] = empty_threshold
     return metadata
 
 
@@ -197,6 +236,12 @@ def write_window(folder: Path, window: WindowRule, measured: Mapping[str, object
     return _write_section(folder, "window", section, keys)
 
 
+def write_empty(folder: Path, threshold: float, measured: Mapping[str, object]) -> Path:
+    """Write the threshold of empty answers into a folder's midfill.json, see ``write_cut``."""
+    section = {"threshold": threshold, "measured": dict(measured)}
+    return _write_section(folder, "empty", section, EMPTY_THRESHOLD_KEY)
+
+
 def _write_section(folder: Path, name: str, section: Mapping[str, object], keys: str) -> Path:
     check_folder(folder, keys)
     path = folder / RECORD_FILE
@@ -216,10 +261,10 @@ def _checked(
     return value
 
 
-def _checked_bias(value: object, path: Path, field: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 100:
+def _checked_number(value: object, path: Path, field: str, least: float, most: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise CheckpointError(
-            f"{path}: {field!r} must be a number from -100 to 100, not {_short(value)}"
+            f"{path}: {field!r} must be a number from {least:g} to {most:g}, not {_short(value)}"
         )
     return float(value)
 

@@ -67,6 +67,15 @@ def complete(
     brackets: Annotated[
         Brackets, typer.Option(help="Whether to close brackets that the answer leaves open.")
     ] = "keep",
+    empty_threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Suggest nothing if the model gives that more than this probability, and otherwise"
+            " something; 0 leaves it to each token. By default what the model or adapter names.",
+        ),
+    ] = None,
     around: Annotated[int, typer.Option(min=0, help="Lines to show around it.")] = 4,
     fim_tokens: FimTokensOption = None,
     window: WindowOption = None,
@@ -105,7 +114,9 @@ def complete(
             progress=progress,
         )
     with llm:
-        answer = llm.infill_stream(caret.prefix, caret.suffix, sampling)
+        answer = llm.infill_stream(
+            caret.prefix, caret.suffix, sampling, empty_threshold=empty_threshold
+        )
         for text in render(caret, (delta.text for delta in answer), around, _has_colours()):
             sys.stdout.write(text)
             sys.stdout.flush()

@@ -35,11 +35,14 @@ class GenerationResult:
         answers: ``SamplingParams.n`` of them.
         usage: what they cost.
         layout: how the prompt was laid out; None for token ids.
+        empty_probability: how probable an empty answer was; an upper bound where that is not above
+            the threshold. None where there was no threshold.
     """
 
     answers: tuple[GeneratedAnswer, ...]
     usage: Usage
     layout: LayoutReport | None
+    empty_probability: float | None = None
 
     @property
     def text(self) -> str:
@@ -95,6 +98,7 @@ def whole_answers(response: Response, deltas: Iterable[AnswerDelta]) -> Generati
         answers=tuple(_join(pieces[index]) for index in sorted(pieces)),
         usage=response.usage,
         layout=response.prompt.report,
+        empty_probability=response.empty_probability,
     )
 
 

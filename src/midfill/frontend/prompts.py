@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
-from midfill.checkpoints.model_record import cut_rule_of, end_bias_of, window_rule_of
+from midfill.checkpoints.model_record import (
+    cut_rule_of,
+    empty_threshold_of,
+    end_bias_of,
+    window_rule_of,
+)
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
@@ -66,6 +71,7 @@ class Prompt:
         report: how it was laid out; None for chats and token ids.
         stop_token_ids: tokens that end the answer, in addition to the model's own end tokens.
         end_bias: added to these tokens' logits.
+        empty_threshold: see ``EngineRequest``; 0 for raw prompts, chats and token ids.
         begins_with: the last bytes before the caret if they are left out of ``token_ids``, so that
             the answer has to begin with them (token healing).
         prefix, suffix: the text around the caret, as far as it is known.
@@ -77,10 +83,30 @@ class Prompt:
     report: LayoutReport | None = None
     stop_token_ids: tuple[int, ...] = ()
     end_bias: float = 0.0
+    empty_threshold: float = 0.0
     begins_with: bytes = b""
     prefix: str = ""
     suffix: str = ""
     infilling: bool = False
+
+    def with_empty_threshold(self, asked: float | None) -> "Prompt":
+        """Return the prompt with the threshold that a client asks for; None keeps the model's.
+
+        Raises:
+            InvalidRequestError: it is no probability, or the prompt is raw, a chat or token ids.
+        """
+        if asked is None:
+            return self
+        if self.report is None or self.report.layout == "verbatim":
+            raise InvalidRequestError.of_field(
+                "empty_threshold",
+                "needs a suffix, or a prompt that is the model's FIM format filled in",
+            )
+        if not 0.0 <= asked <= 1.0:
+            raise InvalidRequestError.of_field(
+                "empty_threshold", f"must be a number from 0 to 1, not {asked:g}"
+            )
+        return dataclasses.replace(self, empty_threshold=asked)
 
     def request(
         self,
@@ -89,13 +115,17 @@ class Prompt:
         tenant: str = "",
         stream_interval: float = 0.0,
     ) -> EngineRequest:
-        """Return the request for the engine; see ``EngineRequest`` for the arguments."""
+        """Return the request for the engine; see ``EngineRequest`` for the arguments.
+
+        ``ignore_eos`` asks for text whatever the model says, so then no answer is empty by rule.
+        """
         return EngineRequest(
             request_id=request_id,
             token_ids=self.token_ids,
             sampling=sampling.for_engine(self.stop_token_ids, len(self.begins_with), self.end_bias),
             tenant=tenant,
             begins_with=self.begins_with,
+            empty_threshold=0.0 if sampling.ignore_eos else self.empty_threshold,
             stream_interval=stream_interval,
             stop_bytes=sampling.stop_bytes,
         )
@@ -150,6 +180,7 @@ class PromptEncoder:
         self.format = format
         self.window = self._limited(window or window_rule_of(checkpoint))
         self._end_bias = end_bias_of(checkpoint)
+        self._empty_threshold = empty_threshold_of(checkpoint)
         self._tokenizer = checkpoint.tokenizer
         self._planner = Planner(
             format,
@@ -265,6 +296,7 @@ class PromptEncoder:
             report,
             layout.stop_token_ids,
             0.0 if raw else self._end_bias,
+            0.0 if raw else self._empty_threshold,
             prefix=prefix,
             suffix=suffix,
         )
@@ -407,6 +439,8 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
     """Return a digest of what decides a model's answers: its weights, and its rules of layout."""
     rules = (cut_rule_of(checkpoint), window_rule_of(checkpoint), end_bias_of(checkpoint))
     text = f"{checkpoint.fingerprint} {rules} {checkpoint.metadata.get(FRAGMENTS_KEY) is True}"
+    if threshold := empty_threshold_of(checkpoint):  # off, it leaves earlier digests valid
+        text += f" {threshold}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

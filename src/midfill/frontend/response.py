@@ -61,6 +61,7 @@ class Response:
             for index in range(sampling.n)
         ]
         self._cached_tokens = 0
+        self._empty_probability: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -73,6 +74,11 @@ class Response:
         generated = sum(answer.tokens for answer in self._answers)
         return Usage(len(self.prompt.token_ids), generated, self._cached_tokens)
 
+    @property
+    def empty_probability(self) -> float | None:
+        """How probable an empty answer was, see ``EngineOutput``."""
+        return self._empty_probability
+
     def push(self, output: EngineOutput) -> AnswerDelta | None:
         """Take an output; return what is new, or None if nothing can be shown yet.
 
@@ -80,4 +86,6 @@ class Response:
             GenerationError: the engine failed on the request.
         """
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        if output.empty_probability is not None:
+            self._empty_probability = output.empty_probability
         return self._answers[output.index].push(output)

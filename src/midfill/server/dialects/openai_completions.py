@@ -86,6 +86,8 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         healing: false continues right at the caret. Otherwise, where a longer token could begin
             like the last tokens before the caret, the model writes these again, and they are left
             out of the answer.
+        empty_threshold: the answer is empty if the model gives that more than this probability,
+            and otherwise not; 0 leaves it to the sampled tokens, 1 never. null takes the model's.
         context: other files to show the model; those that change least come first.
         path, repository: where the document is, shown in the model family's own format.
         trim: end the answer where it begins to repeat the suffix; null does so if there is one.
@@ -98,6 +100,7 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     document: str | None = None
     window: WindowMode | WindowFields | None = None
     healing: bool | None = None
+    empty_threshold: float | None = None
     context: list[ContextEntry] | None = None
     path: str | None = None
     repository: str | None = None
@@ -181,29 +184,36 @@ def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str
     if not items:
         raise InvalidRequestError("prompt is empty", param="prompt")
     check_answer_count(len(items), 1)
-    names = _context_names(body)
+    names = _field_names(body)
     if len({type(item) for item in items}) > 1 or isinstance(items[0], int):
         raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
-    prompts = []
-    for item in items:
-        if isinstance(item, list):
-            if body.suffix is not None:
-                raise InvalidRequestError(
-                    "a prompt of token ids can't have a suffix; send text", param="suffix"
-                )
-            prompts.append(encoder.tokens(item))
-        else:
-            assert isinstance(item, str)
-            try:
-                prompts.append(_encode_text(encoder, body, item, tenant))
-            except InvalidRequestError as error:
-                raise error.renamed(names) from None
-    return prompts
+    try:
+        return [_encode_prompt(encoder, body, item, tenant) for item in items]
+    except InvalidRequestError as error:
+        raise error.renamed(names) from None
 
 
-def _encode_text(encoder: PromptEncoder, body: CompletionRequest, text: str, tenant: str) -> Prompt:
-    """Encode a text: the prefix where there is a suffix, otherwise a raw prompt."""
+def _encode_prompt(
+    encoder: PromptEncoder, body: CompletionRequest, item: object, tenant: str
+) -> Prompt:
+    """Encode a list of token ids, or a text: the prefix if there is a suffix, else a raw prompt."""
     fields = body.midfill or MidfillFields()
+    if isinstance(item, list):
+        if body.suffix is not None:
+            raise InvalidRequestError(
+                "a prompt of token ids can't have a suffix; send text", param="suffix"
+            )
+        prompt = encoder.tokens(item)
+    else:
+        assert isinstance(item, str)
+        prompt = _encode_text(encoder, body, fields, item, tenant)
+    return prompt.with_empty_threshold(fields.empty_threshold)
+
+
+def _encode_text(
+    encoder: PromptEncoder, body: CompletionRequest, fields: MidfillFields, text: str, tenant: str
+) -> Prompt:
+    """Encode a text: the prefix where there is a suffix, otherwise a raw prompt."""
     window = fields.window or "stable"
     request = InfillRequest(
         prefix=text,
@@ -224,8 +234,8 @@ def _encode_text(encoder: PromptEncoder, body: CompletionRequest, text: str, ten
     )
 
 
-def _context_names(body: CompletionRequest) -> dict[str, str]:
-    """Return how the client spelled the fields about other files, by InfillRequest's names.
+def _field_names(body: CompletionRequest) -> dict[str, str]:
+    """Return how the client spelled the fields of infilling, by the encoder's names.
 
     Raises:
         InvalidRequestError: there are too many files, or the prompt is not to be infilled.
@@ -245,7 +255,8 @@ def _context_names(body: CompletionRequest) -> dict[str, str]:
             f"{useless} is only for infilling; send a suffix, which may be empty", param=useless
         )
     windows = {f"window.{name}": f"midfill.window.{name}" for name in ("before", "after")}
-    return {"context": context, "path": "midfill.path", **windows}
+    own = {name: f"midfill.{name}" for name in ("path", "empty_threshold")}
+    return {"context": context, **own, **windows}
 
 
 class _Completion:
