@@ -3,6 +3,8 @@
 # make test-slow  the tests that compile kernels anew, install packages or run long
 # make test-python PYTHON=python3.13   the tests that need no torch, on another Python
 # make lint       ruff, mypy and the direction of imports
+# make web        build the browser pages anew from web/; needs Node.js
+# make web-check  whether the built pages are what web/ builds
 # make bench      the EFIM rounds load on this machine
 
 PYTHON ?= python3
@@ -11,7 +13,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: serve test test-slow test-python lint bench format clean
+.PHONY: serve test test-slow test-python lint web web-check bench format clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -33,6 +35,16 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+web: web/node_modules/.installed
+	cd web && npm run --silent build
+
+web-check: web/node_modules/.installed
+	cd web && npm run --silent check
+
+web/node_modules/.installed: web/package-lock.json
+	cd web && npm ci
+	touch $@
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/midfill bench rounds $(ARGS)

@@ -1,11 +1,14 @@
 """Layouts: the order of segments, and that the text is all there."""
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.formats import FimFormat, Sentinel
-from midfill.infill.layout import PromptLayout, TextSegment, lay_out
+from midfill.infill.layout import PromptLayout, Segment, TextSegment, in_psm_order, lay_out
 
 PRE, SUF, MID = Sentinel("PRE", 1), Sentinel("SUF", 2), Sentinel("MID", 3)
 PSM = FimFormat("test", PRE, SUF, MID)
@@ -47,3 +50,31 @@ def test_no_text_is_lost_and_no_segment_is_empty(prefix, suffix, cut, format) ->
     assert all(segment.text for segment in segments)
     texts = [segment for segment in segments if isinstance(segment, TextSegment)]
     assert len(segments) - len(texts) == (2 if format.middle is None else 3)
+
+
+@settings(deadline=None)
+@given(st.text(), st.text(), st.integers(0, 50), st.booleans())
+def test_any_layout_in_psm_order_is_what_psm_would_send(
+    prefix: str, suffix: str, cut: int, has_context: bool
+) -> None:
+    context = (TextSegment("# other file", "context"),) if has_context else ()
+    cut = min(cut, len(prefix))
+    segments, name = lay_out(PSM, prefix, suffix, cut, context=context)
+    found = in_psm_order(PSM, PromptLayout(segments=segments, layout=name, cut=cut))
+    assert found is not None
+    expected, _ = lay_out(PSM, prefix, suffix, len(prefix), context=context)
+    assert by_role(found.segments) == by_role(expected)
+    assert (found.layout, found.cut) == ("psm", len(prefix))
+
+
+def by_role(segments: Sequence[Segment]) -> list[tuple[object, str]]:
+    """Each segment's role and text; adjacent texts of one role are one."""
+    groups = groupby(segments, key=lambda one: getattr(one, "role", one))
+    return [(role, "".join(one.text for one in group)) for role, group in groups]
+
+
+def test_suffix_first_families_and_raw_prompts_have_no_psm_order() -> None:
+    segments, name = lay_out(SEED, "abc", "xyz", 2)
+    assert in_psm_order(SEED, PromptLayout(segments=segments, layout=name)) is None
+    raw = (TextSegment("abc", "raw"),)
+    assert in_psm_order(PSM, PromptLayout(segments=raw, layout="verbatim")) is None

@@ -17,6 +17,7 @@ from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
 from midfill.frontend.sampling import SamplingParams
+from midfill.frontend.token_report import TokenReport, TokenReporter
 from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
@@ -76,6 +77,8 @@ class Prompt:
             the answer has to begin with them (token healing).
         prefix, suffix: the text around the caret, as far as it is known.
         infilling: whether the client sent the text around a caret, and no raw prompt.
+        layout: what ``token_ids`` was made of; None for chats and token ids.
+        parts: the ids of BOS and of each of the layout's segments, also those that were left out.
     """
 
     token_ids: list[int]
@@ -88,6 +91,8 @@ class Prompt:
     prefix: str = ""
     suffix: str = ""
     infilling: bool = False
+    layout: PromptLayout | None = None
+    parts: tuple[Sequence[int], ...] = ()
 
     def with_empty_threshold(self, asked: float | None) -> "Prompt":
         """Return the prompt with the threshold that a client asks for; None keeps the model's.
@@ -193,6 +198,7 @@ class PromptEncoder:
             ),
         )
         self._layouts = LayoutEncoder(checkpoint.tokenizer)
+        self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
         self._chat = _chat_template(checkpoint.tokenizer)
         self._longest_token = _longest_token(checkpoint.tokenizer)
 
@@ -299,6 +305,8 @@ class PromptEncoder:
             0.0 if raw else self._empty_threshold,
             prefix=prefix,
             suffix=suffix,
+            layout=layout,
+            parts=tuple(parts),
         )
         end = layout.segments[-1] if layout.segments else None
         is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")
@@ -341,6 +349,17 @@ class PromptEncoder:
     def record_computed(self, expected: ExpectedPrompt) -> None:
         """Record that an expected prompt is in the engine's cache now."""
         self._planner.record_computed(expected.layout)
+
+    def report_tokens(self, prompt: Prompt, tenant: str = "") -> TokenReport | None:
+        """Return a prompt's tokens and what it would cost in PSM order; None if it has no layout.
+
+        Args:
+            prompt: a prompt of this encoder that is about to be computed.
+            tenant: whose earlier prompts count as cached.
+        """
+        if prompt.layout is None:
+            return None
+        return self._reporter.report(prompt.layout, prompt.parts, len(prompt.token_ids), tenant)
 
     def raw(self, text: str) -> Prompt:
         """Return the prompt for a raw text; special tokens in it are parsed.

@@ -1,7 +1,7 @@
 """PromptLayout: a prompt as an ordered list of segments, each either text or a sentinel token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from midfill.infill.formats import FimFormat, Sentinel
@@ -107,6 +107,28 @@ def lay_out(
         *(_text(fragment, "increment") for fragment in fragments),
     ]
     return _present(segments), "psm" if cut == len(prefix) else "spm" if cut == 0 else "efim"
+
+
+def in_psm_order(format: FimFormat, layout: PromptLayout) -> PromptLayout | None:
+    """Return the same prompt with all text before the caret before the suffix: PSM.
+
+    Its head and increment stay two segments, so that what is known of them is used again.
+
+    Args:
+        format: the model's FIM format, with which the layout was made.
+        layout: any layout of the planner.
+
+    Returns:
+        The layout; None for a raw prompt, and where the format's order is not PSM.
+    """
+    if format.order != "psm" or format.suffix not in layout.segments:
+        return None
+    middle = layout.segments.index(format.suffix)
+    increment = _text(layout.text_of("increment"), "prefix")
+    before, after = layout.segments[:middle], layout.segments[middle:]
+    kept = [one for one in after if isinstance(one, Sentinel) or one.role != "increment"]
+    segments = _present([*before, increment, *kept])
+    return replace(layout, segments=segments, layout="psm", cut=len(layout.planned_prefix))
 
 
 def _text(text: str, role: Role) -> TextSegment | None:

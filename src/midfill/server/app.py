@@ -11,6 +11,7 @@ from midfill.server.auth import tenant_check
 from midfill.server.bodies import body_schemas
 from midfill.server.dialects import openai_chat, openai_completions, openai_models
 from midfill.server.errors import ErrorBody, install_error_handlers
+from midfill.server.pages import routes as pages
 from midfill.server.service import ModelService
 from midfill.version import __version__
 
@@ -33,6 +34,7 @@ def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> FastAPI
                 error_bodies[route.path] = dialect.error_body
         app.include_router(router)
     app.include_router(operations.routes(service))
+    app.include_router(pages.routes())
     install_error_handlers(app, error_bodies)
     bodies = [body for dialect in DIALECTS for body in dialect.bodies]
 

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
@@ -14,6 +14,7 @@ from midfill.frontend.answer import TokenLogprob
 from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.prompts import Prompt, PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.frontend.token_report import TokenReport
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.trim import Brackets, Lines
@@ -94,6 +95,8 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         lines: "single" ends the answer at its first line break, "block" where the block around
             the caret ends.
         brackets: "close" closes what the answer leaves open.
+        report: "tokens" adds the prompt's tokens to the response, and what the same prompt would
+            have cost in PSM order.
     """
 
     layout: RequestedLayout | None = None
@@ -107,6 +110,7 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     trim: bool | None = None
     lines: Lines | None = None
     brackets: Brackets | None = None
+    report: Literal["tokens"] | None = None
 
     def post_processing(self) -> PostProcessing:
         """Return what to change in the answer."""
@@ -147,6 +151,8 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         check_answer_count(len(prompts), sampling.n)
         generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
         answer = _Completion(body, generation, service.name)
+        if body.midfill is not None and body.midfill.report == "tokens":
+            answer.reports = await service.encode(_report_tokens, prompts, tenant)
         if body.stream:
             return EventStream(answer.events())
         whole = await while_connected(request.receive, answer.whole())
@@ -191,6 +197,12 @@ def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str
         return [_encode_prompt(encoder, body, item, tenant) for item in items]
     except InvalidRequestError as error:
         raise error.renamed(names) from None
+
+
+def _report_tokens(
+    encoder: PromptEncoder, prompts: Sequence[Prompt], tenant: str
+) -> list[TokenReport | None]:
+    return [encoder.report_tokens(prompt, tenant) for prompt in prompts]
 
 
 def _encode_prompt(
@@ -260,7 +272,11 @@ def _field_names(body: CompletionRequest) -> dict[str, str]:
 
 
 class _Completion:
-    """One response, whole or as a stream of chunks."""
+    """One response, whole or as a stream of chunks.
+
+    Attributes:
+        reports: of the prompts' tokens, if the client wants them.
+    """
 
     def __init__(self, body: CompletionRequest, generation: Generation, model: str) -> None:
         self._echo = bool(body.echo)
@@ -268,6 +284,7 @@ class _Completion:
         self._answers = body.n or 1
         self._usage = body.wants_usage()
         self._generation = generation
+        self.reports: list[TokenReport | None] = []
         self._head: dict[str, object] = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -334,10 +351,12 @@ class _Completion:
         responses = self._generation.responses
         targets: list[dict[str, Any]] = list(choices) if len(responses) > 1 else [answer]
         for target in targets:
-            response = responses[target.get("index", 0) // self._answers]
-            found = midfill_object(response.prompt, response.usage)
+            place = target.get("index", 0) // self._answers
+            found = midfill_object(responses[place].prompt, responses[place].usage)
             if found is not None:
                 target["midfill"] = found
+                if self.reports:
+                    found["report"] = self.reports[place]
 
     def _logprobs_object(self, reports: Sequence[TokenLogprob]) -> dict[str, object] | None:
         if not self._logprobs:
