@@ -76,6 +76,7 @@ class ServeOptions:
     Attributes:
         model: name or path, see ``midfill models``.
         served_name: the model's name for clients; None takes ``model``, or the last part of a path.
+        aliases: further names of the model for clients. Editors choose a FIM template by them.
         host, port: where to listen; port 0 takes a free one.
         api_keys: keys that clients must send, each with a cache of its own; no keys let everyone
             in.
@@ -92,11 +93,12 @@ class ServeOptions:
         options: how the model is run.
 
     Raises:
-        MidfillError: an API key that is empty or that no client could send.
+        MidfillError: an API key that is empty or that no client could send, or an empty alias.
     """
 
     model: str
     served_name: str | None = None
+    aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
@@ -109,6 +111,8 @@ class ServeOptions:
     options: ModelOptions = field(default_factory=ModelOptions)
 
     def __post_init__(self) -> None:
+        if not all(alias.strip() for alias in self.aliases):
+            raise MidfillError("an alias is empty; --alias takes a further name of the model")
         for key in self.api_keys:
             if not key.strip():
                 raise MidfillError("an API key is empty; leave it out to serve without keys")

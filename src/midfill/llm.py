@@ -23,6 +23,7 @@ from midfill.frontend.in_process_engine import InProcessEngine
 from midfill.frontend.prompts import Prompt, PromptEncoder, fim_format, fingerprint_of
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.frontend.token_stops import with_token_stops
 from midfill.infill.context import ContextFile
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
@@ -292,6 +293,7 @@ class LLM:
         sampling: SamplingParams,
         progress: StageProgress | None = None,
     ) -> list[GenerationResult]:
+        sampling = with_token_stops(sampling, prompts, self.tokenizer)
         responses = [Response(prompt, sampling, self.tokenizer) for prompt in prompts]
         deltas: list[list[AnswerDelta]] = [[] for _ in prompts]
         finished = 0
@@ -304,5 +306,6 @@ class LLM:
         return [whole_answers(*each) for each in zip(responses, deltas, strict=True)]
 
     def _stream(self, prompt: Prompt, sampling: SamplingParams) -> AnswerStream:
+        sampling = with_token_stops(sampling, [prompt], self.tokenizer)
         response = Response(prompt, sampling, self.tokenizer)
         return AnswerStream(response, self._engine.answer([response], sampling))

@@ -37,6 +37,14 @@ PortOption = Annotated[
 ServedNameOption = Annotated[
     str | None, typer.Option(help="What clients call the model.", metavar="NAME")
 ]
+AliasOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A further name of the model; may be repeated. Editors that know templates by a"
+        " model's name then know this one's.",
+        metavar="NAME",
+    ),
+]
 ApiKeyOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -86,6 +94,7 @@ def serve(
     host: HostOption = "127.0.0.1",
     port: PortOption = 8080,
     served_name: ServedNameOption = None,
+    alias: AliasOption = None,
     api_key: ApiKeyOption = None,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
@@ -117,6 +126,7 @@ def serve(
     options = ServeOptions(
         model=model or DEFAULT_MODEL,
         served_name=served_name,
+        aliases=tuple(alias or ()),
         host=host,
         port=port,
         api_keys=_api_keys(api_key),

@@ -52,6 +52,7 @@ class LayoutReport:
         healed: number of bytes before the caret that the model writes again.
         window: number of characters before and after the caret that the prompt holds; None for a
             raw prompt.
+        template: the first sentinel of the template that the client had filled in, if it had.
     """
 
     layout: LayoutName
@@ -60,6 +61,7 @@ class LayoutReport:
     document: str | None = None
     healed: int = 0
     window: tuple[int, int] | None = None
+    template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class Prompt:
         begins_with: the last bytes before the caret if they are left out of ``token_ids``, so that
             the answer has to begin with them (token healing).
         prefix, suffix: the text around the caret, as far as it is known.
-        infilling: whether the client sent the text around a caret, and no raw prompt.
+        infilling: whether the client sent the text around a caret: a suffix, or a filled-in
+            template.
         layout: what ``token_ids`` was made of; None for chats and token ids.
         parts: the ids of BOS and of each of the layout's segments, also those that were left out.
     """
@@ -232,15 +235,15 @@ class PromptEncoder:
         layout, parts = self._lay_out(request)
         if layout.layout == "verbatim" and request.layout not in ("auto", "verbatim"):
             raise InvalidRequestError(
-                f"midfill.layout {request.layout!r} needs a suffix, or a prompt that is the"
-                " model's FIM format filled in",
+                f"midfill.layout {request.layout!r} needs a suffix, or a prompt that is a"
+                " FIM template filled in",
                 param="midfill.layout",
             )
         filled = request.raw and layout.layout != "verbatim"  # its texts are not the request's
         prefix = layout.planned_prefix if filled else request.prefix
         suffix = layout.planned_suffix if filled else request.suffix
         prompt, last = self._encode(layout, parts, prefix, suffix)
-        infilling = not request.raw and layout.layout != "verbatim"
+        infilling = layout.layout != "verbatim"
         prompt = dataclasses.replace(prompt, text=request.prefix, infilling=infilling)
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
 
@@ -295,6 +298,7 @@ class PromptEncoder:
             sentinels=self.format is not None,
             document=layout.document,
             window=None if raw else (len(layout.planned_prefix), len(layout.planned_suffix)),
+            template=layout.template,
         )
         prompt = Prompt(
             ids,

@@ -173,6 +173,15 @@ FAMILIES: tuple[Family, ...] = (
         order="spm",
         models=("llama",),
     ),
+    Family(  # CodeGeeX and GLM, which do without an end token of their own
+        name="codegeex",
+        prefix="<|code_prefix|>",
+        suffix="<|code_suffix|>",
+        middle="<|code_middle|>",
+        order="spm",
+        stop=("<|endoftext|>", "<|user|>"),
+        models=("glm", "glm4"),
+    ),
     Family(  # Mistral's later vocabularies also hold [MIDDLE]; its FIM prompts never use it
         name="codestral",
         prefix="[PREFIX]",

@@ -39,6 +39,8 @@ class PromptLayout:
             increment.
         document: id of the document it was planned for; None where none is remembered.
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
+        template: the first sentinel of the template that the request had filled in; None if it was
+            a prefix with a suffix, or a raw prompt.
     """
 
     segments: tuple[Segment, ...]
@@ -46,6 +48,7 @@ class PromptLayout:
     cut: int = 0
     document: str | None = None
     stop_token_ids: tuple[int, ...] = ()
+    template: str | None = None
 
     def text_of(self, *roles: Role) -> str:
         """Return the text of all segments with one of these roles, joined."""

@@ -134,15 +134,26 @@ class Planner:
         return self._format is not None and self._format.order == "psm"
 
     def _plan_raw(self, request: InfillRequest, window_limit: int | None) -> PromptLayout:
-        """Lay out a raw prompt: as it is, unless it is the model's own template, filled in."""
-        if request.layout != "verbatim" and self._format is not None:
-            filled = parse_template(self._format, request.prefix)
-            if filled is not None:
-                lead = (TextSegment(filled.lead, "raw"),) if filled.lead else ()
-                request = replace(request, prefix=filled.prefix, suffix=filled.suffix, raw=False)
-                return self._plan(request, lead, window_limit)
-        segments = (TextSegment(request.prefix, "raw"),) if request.prefix else ()
-        return PromptLayout(segments=segments, layout="verbatim")
+        """Lay out a raw prompt: as it is, unless it is a filled-in template of any family."""
+        filled = None
+        if request.layout != "verbatim":
+            filled = parse_template(request.prefix, self._format)
+        if filled is None:
+            segments = (TextSegment(request.prefix, "raw"),) if request.prefix else ()
+            return PromptLayout(segments=segments, layout="verbatim")
+        request = replace(
+            request,
+            prefix=filled.prefix,
+            suffix=filled.suffix,
+            raw=False,
+            context=(*request.context, *filled.context),
+            path=request.path or filled.path,
+            repository=request.repository or filled.repository,
+        )
+        # A tokenizer that adds no BOS token gets the one that the client wrote.
+        bos = (TextSegment(filled.bos, "raw"),) if filled.bos and filled.is_own else ()
+        layout = self._plan(request, (*bos, *self._order_context(request)), window_limit)
+        return replace(layout, template=filled.sentinel)
 
     def _plan(
         self, request: InfillRequest, context: tuple[Segment, ...], window_limit: int | None

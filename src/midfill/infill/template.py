@@ -1,8 +1,60 @@
-"""Templates: raw prompts in which a client has filled in the model's FIM format itself."""
+"""Templates: raw prompts in which a client has filled in a FIM format itself, of any family.
 
-from dataclasses import dataclass
+Many editors choose a template by the model's name and send ``PRE prefix SUF suffix MID`` as one
+text. Such a prompt is planned like any other request for infilling, in the served model's own
+format. It is recognised strictly, since texts about FIM mention sentinels, too:
 
-from midfill.infill.formats import FimFormat, Sentinel
+* It begins with the family's first sentinel. Only its BOS token, blanks, and files in the family's
+  own form may precede it, see ``template_files``.
+* Each sentinel occurs once, with PRE before SUF and MID after both, or SUF before PRE before MID.
+  Text after MID is text before the caret (the SPM variant of prefix-first families).
+* Prompts for next-edit models are none: some use sentinels, but the answer is an edited region.
+
+A suffix-first prompt in the sentinels of the served model itself, if that is prefix-first by its
+vocabulary, is not taken for a template either: models exist that share a vocabulary and not its
+order. Other tokens inside the texts are text.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from midfill.infill.context import ContextFile
+from midfill.infill.formats import FAMILIES, Family, FimFormat, Order
+from midfill.infill.template_files import parse_lead, split_prefix
+
+_SPACE_MARK = "▁"  # what SentencePiece writes for a blank
+_ASSISTANT = "<|assistant|>"  # what ends a template inside a chat turn
+# Cursors and editable regions, as Zed, Continue and others write them for Zeta, Zeta 2, Instinct
+# and Mercury. Sweep's prompts have no sentinels.
+_NEXT_EDIT = re.compile(
+    r"<\|(?:user_cursor|editable_region_|marker_|code_to_edit)|^<{7} CURRENT$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """How clients write the sentinels of some families, and what may stand beside them.
+
+    Attributes:
+        prefix, suffix, middle: the sentinels; ``middle`` is None where there is none.
+        separators, repositories: tokens before each file's path, and before a repository's name.
+        spaced: whether a blank, or SentencePiece's mark for it, may stand before each sentinel,
+            and one blank after the first; these are not part of the texts.
+    """
+
+    prefix: str
+    suffix: str
+    middle: str | None
+    separators: tuple[str, ...] = ()
+    repositories: tuple[str, ...] = ()
+    spaced: bool = False
+
+    @property
+    def sentinels(self) -> tuple[str, str, str | None]:
+        """What tells spellings apart."""
+        return self.prefix, self.suffix, self.middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,46 +62,196 @@ class FilledTemplate:
     """The parts of a raw prompt.
 
     Attributes:
-        lead: text before the first sentinel (BOS, repository context), verbatim.
+        sentinel: its first sentinel, as it is written.
+        bos: the BOS token before that, "" if there is none.
         prefix: all text before the caret: what followed PRE, then what followed MID.
         suffix: text after the caret.
+        context, path, repository: the files it shows, see ``InfillRequest``.
+        is_own: whether the sentinels are those of the served model.
     """
 
+    sentinel: str
+    bos: str
+    prefix: str
+    suffix: str
+    context: tuple[ContextFile, ...] = ()
+    path: str = ""
+    repository: str = ""
+    is_own: bool = False
+
+
+def parse_template(prompt: str, format: FimFormat | None) -> FilledTemplate | None:
+    """Return the parts of a raw prompt, or None if it is no filled-in template.
+
+    Args:
+        prompt: the prompt.
+        format: the served model's format; None for a model without sentinels.
+    """
+    own = None if format is None else _own_spelling(format)
+    own_order = "spm" if format is None else format.order
+    if own is not None and (filled := _parse(prompt, own, own_order)) is not None:
+        return replace(filled, is_own=True)
+    for spelling in SPELLINGS:
+        if own is None or spelling.sentinels != own.sentinels:
+            filled = _parse(prompt, spelling, "spm")
+            if filled is not None:
+                return filled
+    return None
+
+
+def sentinel_texts() -> frozenset[str]:
+    """Return every known family's sentinels and end tokens, as clients write them."""
+    return _SENTINEL_TEXTS
+
+
+class _Parts(NamedTuple):
     lead: str
     prefix: str
     suffix: str
+    tail: str  # after the last sentinel
 
 
-def parse_template(format: FimFormat, prompt: str) -> FilledTemplate | None:
-    """Return the parts of a raw prompt, or None if it is not this format's template.
-
-    Every sentinel must occur once and in the family's order, and no other special token of the
-    format may occur in the texts. In a raw prompt all of them are parsed as tokens, so any other
-    reading would change what the model sees.
-    """
-    first, second = format.prefix.text, format.suffix.text
-    if format.order == "spm":
-        first, second = second, first
-    lead, found, rest = prompt.partition(first)
-    a, found_second, rest = rest.partition(second)
-    if not found or not found_second:
+def _parse(prompt: str, spelling: Spelling, order: Order) -> FilledTemplate | None:
+    """Return the parts of a prompt in one spelling; suffix-first only where ``order`` is "spm"."""
+    parts = _split(prompt, spelling)
+    if parts is None or (order == "psm" and parts[0] == "spm"):
         return None
-    b, typed = rest, ""
-    if format.middle is not None:
-        b, found, typed = rest.partition(format.middle.text)
-        if not found:
-            return None
-    prefix, suffix = (a, b) if format.order == "psm" else (b, a)
-    if format.order == "spm" and typed:
+    found, (lead, prefix, suffix, tail) = parts
+    files = parse_lead(lead, spelling.separators, spelling.repositories, spelling.suffix)
+    if files is None:
+        return None
+    if files.is_chat:
+        tail = tail.removeprefix(_ASSISTANT).removeprefix("\n")
+    if found == "spm" and tail:
         return None  # suffix-first families never continue a text after MID
-    if any(token.text in text for token in _tokens(format) for text in (prefix, suffix, typed)):
+    if _NEXT_EDIT.search(prompt):
         return None
-    if any(token.text in lead for token in (format.prefix, format.suffix)):
-        return None
-    return FilledTemplate(lead, prefix + typed, suffix)
+    inside, prefix = split_prefix(
+        prefix,
+        spelling.separators,
+        spelling.repositories,
+        spelling.suffix,
+        path_follows=files.ends_open,
+    )
+    return FilledTemplate(
+        spelling.prefix if found == "psm" else spelling.suffix,
+        files.bos,
+        prefix + tail,
+        suffix,
+        (*files.context, *inside.context),
+        inside.path or files.path,
+        inside.repository or files.repository,
+    )
 
 
-def _tokens(format: FimFormat) -> list[Sentinel]:
-    others = [format.middle, format.repository, format.file_separator]
-    named = [format.prefix, format.suffix, *(token for token in others if token), *format.stop]
-    return list(dict.fromkeys(named))
+def _split(prompt: str, spelling: Spelling) -> tuple[Order, _Parts] | None:
+    """Return a prompt's order and parts if each sentinel occurs once and at its place."""
+    prefix, suffix = _place(prompt, spelling.prefix), _place(prompt, spelling.suffix)
+    if prefix is None or suffix is None:
+        return None
+    middle = (len(prompt), len(prompt))
+    if spelling.middle is not None:
+        place = _place(prompt, spelling.middle)
+        if place is None or place[0] < max(prefix[0], suffix[0]):
+            return None
+        middle = place
+    elif prefix < suffix:
+        return None  # families without MID continue right after the prefix
+    if spelling.spaced:
+        prefix, suffix, middle = (_with_blank(prompt, *place) for place in (prefix, suffix, middle))
+        if prompt.startswith(" ", prefix[1]):
+            prefix = prefix[0], prefix[1] + 1
+    tail = prompt[middle[1] :]
+    if prefix < suffix:
+        before, after = prompt[prefix[1] : suffix[0]], prompt[suffix[1] : middle[0]]
+        return "psm", _Parts(prompt[: prefix[0]], before, after, tail)
+    before, after = prompt[prefix[1] : middle[0]], prompt[suffix[1] : prefix[0]]
+    return "spm", _Parts(prompt[: suffix[0]], before, after, tail)
+
+
+def _place(prompt: str, sentinel: str) -> tuple[int, int] | None:
+    """Return where a sentinel begins and ends; None unless it occurs exactly once."""
+    at = prompt.find(sentinel)
+    if at < 0 or prompt.find(sentinel, at + 1) >= 0:
+        return None
+    return at, at + len(sentinel)
+
+
+def _with_blank(prompt: str, start: int, end: int) -> tuple[int, int]:
+    """Return a sentinel's place with the blank before it, which is its own."""
+    spaced = start < end and prompt[start - 1 : start] in (" ", _SPACE_MARK)
+    return start - spaced, end
+
+
+def _written(token: str) -> str:
+    """Return a sentinel without SentencePiece's mark, for which clients write a blank."""
+    return token.removeprefix(_SPACE_MARK)
+
+
+def _spelling(family: Family) -> Spelling:
+    return Spelling(
+        prefix=_written(family.prefix),
+        suffix=_written(family.suffix),
+        middle=None if family.middle is None else _written(family.middle),
+        separators=(family.file_separator,) if family.file_separator else (),
+        repositories=(family.repository,) if family.repository else (),
+        spaced=family.prefix.startswith(_SPACE_MARK),
+    )
+
+
+def _grouped(spellings: list[Spelling]) -> tuple[Spelling, ...]:
+    """Return one spelling for all families with the same sentinels."""
+    groups: dict[tuple[str, str, str | None], Spelling] = {}
+    for one in spellings:
+        first = groups.get(one.sentinels, one)
+        separators = dict.fromkeys((*first.separators, *one.separators))
+        repositories = dict.fromkeys((*first.repositories, *one.repositories))
+        groups[one.sentinels] = replace(
+            first, separators=tuple(separators), repositories=tuple(repositories)
+        )
+    return tuple(groups.values())
+
+
+SPELLINGS = _grouped([_spelling(family) for family in FAMILIES])
+"""How clients write templates: one entry per set of sentinels."""
+
+
+@lru_cache(maxsize=64)
+def _own_spelling(format: FimFormat) -> Spelling:
+    """Return how the sentinels of the served model are written in a raw prompt."""
+    own = Spelling(
+        prefix=_written(format.prefix.text),
+        suffix=_written(format.suffix.text),
+        middle=None if format.middle is None else _written(format.middle.text),
+        separators=(format.file_separator.text,) if format.file_separator else (),
+        repositories=(format.repository.text,) if format.repository else (),
+        spaced=format.prefix.text.startswith(_SPACE_MARK),
+    )
+    others = [one for one in SPELLINGS if one.sentinels == own.sentinels]
+    return _grouped([own, *others])[0]
+
+
+def _end_texts(family: Family) -> tuple[str | None, ...]:
+    return (
+        *(family.prefix, family.suffix, family.middle),
+        *(family.repository, family.file_separator, *family.stop),
+    )
+
+
+_SENTINEL_TEXTS = frozenset(
+    [
+        *(
+            text
+            for family in FAMILIES
+            for token in _end_texts(family)
+            if token
+            for text in (token, _written(token))
+        ),
+        # Further tokens that editors send as stop strings with their templates.
+        *("<s>", "<bos>", "<|begin_of_text|>", "<|im_start|>", "<|user|>", "<|assistant|>"),
+        *("<|end_of_turn|>", "<end_of_turn>", "<|cursor|>", "<[PAD▁TOKEN]>", "<[SEP▁TOKEN]>"),
+        *("<[begin▁of▁sentence]>", "<[end▁of▁sentence]>", "<｜begin▁of▁sentence｜>"),  # noqa: RUF001
+        # DeepSeek's tokens with blanks for their marks, as twinny writes them.
+        *("<｜fim begin｜>", "<｜fim hole｜>", "<｜fim end｜>", "<｜end of sentence｜>"),  # noqa: RUF001
+    ]
+)

@@ -87,6 +87,7 @@ async def open_service(
             checkpoint.tokenizer,
             prompts,
             options.max_body_bytes,
+            aliases=options.aliases,
             idle_prefill=options.idle_prefill,
             stream_interval=options.stream_interval,
         )

@@ -22,6 +22,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from midfill.engine.client import EngineClient
 from midfill.frontend.prompts import Prompt, PromptEncoder
 from midfill.frontend.sampling import SamplingParams
+from midfill.frontend.token_stops import with_token_stops
 from midfill.infill.formats import FimFormat
 from midfill.server.errors import ApiError
 from midfill.server.generation import Generation
@@ -38,6 +39,7 @@ class ModelService:
 
     Attributes:
         name: what clients call the model.
+        aliases: further names that they may call it.
         created: when it was loaded, in seconds since 1970.
         engine: the engine that runs it.
         tokenizer: the model's tokenizer.
@@ -53,18 +55,20 @@ class ModelService:
         prompts: PromptEncoder,
         max_body_bytes: int,
         *,
+        aliases: Sequence[str] = (),
         idle_prefill: bool = True,
         stream_interval: float = 0.0,
     ) -> None:
         """Serve ``engine``.
 
         Args:
-            name, engine, tokenizer, max_body_bytes: see the attributes.
+            name, engine, tokenizer, max_body_bytes, aliases: see the attributes.
             prompts: the encoder of the model's prompts.
             idle_prefill: compute expected prompts while the engine is idle.
             stream_interval: seconds for which tokens of a streamed answer may be held back.
         """
         self.name = name
+        self.aliases = tuple(alias for alias in dict.fromkeys(aliases) if alias != name)
         self.created = int(time.time())
         self.engine = engine
         self.tokenizer = tokenizer
@@ -87,17 +91,26 @@ class ModelService:
         """The model's FIM tokens and their order; None if it has none that are known."""
         return self._prompts.format
 
-    def check_model(self, model: str | None) -> None:
-        """Refuse a request for another model; None stands for the one that is served.
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model, its own first."""
+        return (self.name, *self.aliases)
+
+    def check_model(self, model: str | None) -> str:
+        """Return the name to answer with: the client's own, or the model's if it gave none.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404 for any other model's name.
         """
-        if model is not None and model != self.name:
+        if not model:  # some editors send "" where their user has chosen none
+            return self.name
+        if model not in self.names:
+            known = ", ".join(map(repr, self.names))
             raise ApiError(
-                404, f"there is no model {model!r}; this server has {self.name!r}",
+                404, f"there is no model {model!r}; this server has {known}",
                 param="model", code="model_not_found",
             )  # fmt: skip
+        return model
 
     async def encode(
         self,
@@ -123,7 +136,7 @@ class ModelService:
             self.metrics,
             self.tokenizer,
             prompts,
-            sampling,
+            with_token_stops(sampling, prompts, self.tokenizer),
             tenant=tenant,
             stream_interval=self._stream_interval if streamed else math.inf,
             on_complete=lambda: self._prefill_next(prompts, tenant),

@@ -69,13 +69,13 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     ) -> Response:
         """Generate the assistant's next message."""
         body = await read_json(request, ChatRequest, service.max_body_bytes)
-        service.check_model(body.model)
+        model = service.check_model(body.model)
         _refuse_unsupported(body)
         sampling = _sampling(body, service)
         messages = [message.fields() for message in body.messages]
         prompt = await service.encode(PromptEncoder.chat, messages)
         generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
-        answer = _ChatCompletion(body, sampling.n, generation, service.name)
+        answer = _ChatCompletion(body, sampling.n, generation, model)
         if body.stream:
             return EventStream(answer.events())
         whole = await while_connected(request.receive, answer.whole())

@@ -1,4 +1,4 @@
-"""POST /v1/completions: raw prompts, and infilling when there is a ``suffix``."""
+"""POST /v1/completions: raw prompts, and infilling with a ``suffix`` or a filled-in template."""
 
 import time
 import uuid
@@ -145,12 +145,12 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     async def completions(request: Request, tenant: Annotated[str, Depends(tenant_of)]) -> Response:
         """Continue a prompt, or fill in between ``prompt`` and ``suffix``."""
         body = await read_json(request, CompletionRequest, service.max_body_bytes)
-        service.check_model(body.model)
+        model = service.check_model(body.model)
         sampling = _sampling(body, service)
         prompts = await service.encode(_encode_prompts, body, tenant)
         check_answer_count(len(prompts), sampling.n)
         generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
-        answer = _Completion(body, generation, service.name)
+        answer = _Completion(body, generation, model)
         if body.midfill is not None and body.midfill.report == "tokens":
             answer.reports = await service.encode(_report_tokens, prompts, tenant)
         if body.stream:
@@ -267,6 +267,8 @@ def _field_names(body: CompletionRequest) -> dict[str, str]:
             f"{useless} is only for infilling; send a suffix, which may be empty", param=useless
         )
     windows = {f"window.{name}": f"midfill.window.{name}" for name in ("before", "after")}
+    if not count:
+        context = "prompt"  # what a template holds
     own = {name: f"midfill.{name}" for name in ("path", "empty_threshold")}
     return {"context": context, **own, **windows}
 

@@ -105,6 +105,8 @@ def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
     if prompt.report.window is not None:
         before, after = prompt.report.window
         fields["window"] = {"before": before, "after": after}
+    if prompt.report.template is not None:
+        fields["template"] = prompt.report.template
     if prompt.report.document is not None:
         fields["document"] = prompt.report.document
     if prompt.report.healed:

@@ -7,27 +7,27 @@ from midfill.server.service import ModelService
 
 
 def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
-    """Return the router of the list and of its one entry."""
+    """Return the router of the list and of its entries: one per name of the model."""
     router = APIRouter(dependencies=[Depends(tenant_of)])
 
-    def card() -> dict[str, object]:
+    def card(name: str) -> dict[str, object]:
         return {
-            "id": service.name,
+            "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "midfill",
-            "max_model_len": service.context,  # vLLM's name for it
+            "root": service.name,  # vLLM's names for the model itself, and for its context
+            "max_model_len": service.context,
             "midfill": {"sentinels": service.fim_format is not None},
         }
 
     @router.get("/v1/models")
     async def models() -> dict[str, object]:
-        return {"object": "list", "data": [card()]}
+        return {"object": "list", "data": [card(name) for name in service.names]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, object]:
-        service.check_model(name)
-        return card()
+        return card(service.check_model(name))
 
     return router
 

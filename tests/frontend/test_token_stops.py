@@ -1,0 +1,57 @@
+"""Stop strings that are tokens: own ones end an answer as tokens, foreign ones don't matter."""
+
+from pathlib import Path
+
+import pytest
+from client_prompts import CLIENT_PROMPTS, NEXT_EDIT_PROMPTS, ClientPrompt
+
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.sampling import SamplingParams
+from midfill.frontend.token_stops import with_token_stops
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_folder: Path) -> Checkpoint:
+    return open_checkpoint(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def prompts(checkpoint: Checkpoint) -> PromptEncoder:
+    return PromptEncoder(checkpoint, fim_format(checkpoint), 512)
+
+
+def resolved(
+    checkpoint: Checkpoint, prompts: PromptEncoder, prompt: str, *stops: str
+) -> SamplingParams:
+    sampling = SamplingParams(stop=stops, stop_token_ids=(70,))
+    return with_token_stops(sampling, [prompts.raw(prompt)], checkpoint.tokenizer)
+
+
+@pytest.mark.parametrize("one", CLIENT_PROMPTS, ids=lambda one: one.client)
+def test_only_text_is_left_of_what_editors_send_with_a_template(
+    checkpoint: Checkpoint, prompts: PromptEncoder, one: ClientPrompt
+) -> None:
+    sampling = resolved(checkpoint, prompts, one.prompt, *one.stop)
+    texts = {"/src/", "#- coding: utf-8", "```", "</fim_middle>", "</code>", "<END>"}
+    texts |= {"//", "t.", "\nt", "\n+++++ "}
+    assert set(sampling.stop) == texts.intersection(one.stop)
+    own = checkpoint.tokenizer.special_tokens
+    assert set(sampling.stop_token_ids) == {70, *(own[stop] for stop in one.stop if stop in own)}
+
+
+def test_in_any_other_prompt_foreign_tokens_are_text_and_own_ones_are_both(
+    checkpoint: Checkpoint, prompts: PromptEncoder
+) -> None:
+    end = checkpoint.tokenizer.special_tokens["<|endoftext|>"]
+    stops = ("<|file_sep|>", "<|endoftext|>", "</s>")
+    for prompt in ("def f(", NEXT_EDIT_PROMPTS["sweep"]):
+        sampling = resolved(checkpoint, prompts, prompt, *stops)
+        assert sampling.stop == stops
+        assert sampling.stop_token_ids == (70, end)
+
+
+def test_text_is_left_alone(checkpoint: Checkpoint, prompts: PromptEncoder) -> None:
+    sampling = SamplingParams(stop=("\n\n", "def "))
+    assert with_token_stops(sampling, [prompts.raw("x")], checkpoint.tokenizer) is sampling

@@ -1,0 +1,85 @@
+"""Editors that fill in a template by the model's name: any name, any family's template."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from client_prompts import CLIENT_PROMPTS, NEXT_EDIT_PROMPTS, PREFIX, SUFFIX, ClientPrompt
+from running_server import RunningServer, start
+from tiny_checkpoints import tiny_tokenizer
+
+ALIASES = ("qwen2.5-coder", "codellama:7b")
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path) -> Iterator[RunningServer]:
+    options = [option for alias in ALIASES for option in ("--alias", alias)]
+    with start(tiny_folder, "--kv-memory", "4MB", *options) as server:
+        yield server
+
+
+def test_the_model_has_further_names(server: RunningServer) -> None:
+    cards = server.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["tiny-llama", *ALIASES]
+    assert {card["root"] for card in cards} == {"tiny-llama"}
+    for name in ALIASES:
+        assert server.get(f"/v1/models/{name}").json()["id"] == name
+        assert server.complete(model=name, prompt="a", max_tokens=1)["model"] == name
+        chat = server.post("/v1/chat/completions", {"model": name, "messages": [_HELLO]})
+        assert chat.json()["model"] == name
+    assert server.complete(model="", prompt="a", max_tokens=1)["model"] == "tiny-llama"
+    refused = server.post("/v1/completions", {"model": "gpt", "prompt": "a"})
+    assert refused.status_code == 404
+    assert "'tiny-llama', 'qwen2.5-coder', 'codellama:7b'" in refused.json()["error"]["message"]
+
+
+_HELLO = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize("one", CLIENT_PROMPTS, ids=lambda one: one.client)
+def test_a_template_is_answered_as_prefix_and_suffix_are(
+    server: RunningServer, one: ClientPrompt
+) -> None:
+    context = [{"path": file.path, "text": file.text} for file in one.context]
+    fields = {"context": context, "path": one.path, "repository": one.repository}
+    expected = server.complete(prompt=one.prefix, suffix=one.suffix, midfill=fields, **GREEDY)
+    answer = server.complete(prompt=one.prompt, stop=list(one.stop), **GREEDY)
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
+    assert answer["midfill"]["template"] in one.prompt
+    assert answer["midfill"]["document"] == expected["midfill"]["document"]
+    assert answer["midfill"]["computed_tokens"] <= 1
+
+
+def test_typing_in_a_template_computes_what_was_typed(server: RunningServer) -> None:
+    def ask(prefix: str) -> dict[str, int]:
+        prompt = f"<PRE> {prefix} <SUF>{SUFFIX * 6} <MID>"
+        answer = server.complete(prompt=prompt, midfill={"healing": False}, **GREEDY)
+        return answer["midfill"]  # type: ignore[no-any-return]
+
+    ask(PREFIX + "w")
+    assert ask(PREFIX + "w * ")["computed_tokens"] <= 5
+
+
+def test_a_template_that_is_too_long_is_refused_as_a_prompt(server: RunningServer) -> None:
+    prompt = f"<|file_sep|>a.py\n{'x = 1' * 400}\n<|file_sep|>b.py\n<|fim_prefix|>a<|fim_suffix|>"
+    response = server.post("/v1/completions", {"prompt": f"{prompt}<|fim_middle|>"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize("prompt", NEXT_EDIT_PROMPTS.values(), ids=NEXT_EDIT_PROMPTS)
+def test_next_edit_prompts_are_sent_as_they_are(server: RunningServer, prompt: str) -> None:
+    answer = server.complete(prompt=prompt, **GREEDY)
+    assert answer["midfill"]["layout"] == "verbatim"
+    assert "template" not in answer["midfill"]
+
+
+def test_an_answer_to_a_template_ends_where_it_repeats_the_suffix(server: RunningServer) -> None:
+    letter = tiny_tokenizer().token_to_id("e")
+    prompt = "<fim_prefix>x = <fim_suffix>eeee\n<fim_middle>"
+    body = {"prompt": prompt, "logit_bias": {str(letter): 100}, "max_tokens": 4, "temperature": 0}
+    assert server.complete(**body, midfill={"healing": False})["choices"][0]["text"] == ""
+    kept = server.complete(**body, midfill={"healing": False, "trim": False})
+    assert kept["choices"][0]["text"] == "eeee"
