@@ -24,7 +24,14 @@ from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingPa
 from midfill.errors import CheckpointError, EngineDeadError, QueueFullError
 
 INFO = EngineInfo(
-    backend="test", layers=1, weight_bytes=1, kv_bytes=1, slots=1, context=8, load_seconds=2.5
+    backend="test",
+    layers=1,
+    weight_bytes=1,
+    kv_bytes=1,
+    slots=1,
+    context=8,
+    max_running=1,
+    load_seconds=2.5,
 )
 READY, LOADING = Ready(INFO), Loading("stage", 0, 1)
 

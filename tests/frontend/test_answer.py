@@ -249,3 +249,28 @@ def test_a_single_line_ends_at_its_line_break(tokenizer: Tokenizer) -> None:
     assert text_of(deltas) == "ab"
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "\r\n")
     assert answer.tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ([0.0, 0.1, 0.2, 0.3], "a\nb\nc\nd"),  # the time is never over
+        ([0.0, 0.4, 0.6, 0.7], "a\nb\nc"),  # over within the third line
+        ([0.0, 9.0, 9.1, 9.2], "a\nb"),
+        ([7.0, 7.1, 7.6, 7.7], "a\nb\nc"),  # counted from the first token
+    ],
+)
+def test_an_answer_whose_time_is_over_ends_with_its_line(
+    tokenizer: Tokenizer, seconds: list[float], shown: str
+) -> None:
+    sampling = SamplingParams(post_processing=PostProcessing(max_seconds=0.5))
+    trimmer = sampling.post_processing.trimmer("", "", infilling=False)
+    clock = iter(seconds).__next__
+    answer = Answer(0, tokenizer, sampling, StopStrings(()), trimmer=trimmer, clock=clock)
+    lines = [output(tokenizer.encode(line)) for line in ("a\n", "b\n", "c\n")]
+    last = output([*tokenizer.encode("d"), END_OF_TEXT], "stop")
+    deltas = [answer.push(item) for item in (*lines, last)]
+    pushed = [delta for delta in deltas if delta is not None]
+    assert text_of(pushed) == shown
+    assert pushed[-1].finish_reason == ("stop" if shown.endswith("d") else "length")
+    assert answer.finished

@@ -21,6 +21,7 @@ ANSWER = "x, [1)\n\nprint(f(1))\n"
         (PostProcessing(brackets="close"), "x, [1]"),
         (PostProcessing(overlap=False, brackets="close"), f"{ANSWER}]"),
         (PostProcessing(lines="single", brackets="close"), "x, [1]"),
+        (PostProcessing(overlap=False, min_indent=1), "x, [1)"),
     ],
 )
 def test_only_what_is_asked_for_is_changed(post_processing: PostProcessing, kept: str) -> None:
@@ -39,6 +40,8 @@ def test_line_breaks_are_reported_at_once_where_they_may_end_the_answer() -> Non
     assert SamplingParams().stop_bytes == b""
     assert SamplingParams(post_processing=PostProcessing(lines="block")).stop_bytes == b"\n"
     assert SamplingParams(post_processing=PostProcessing(lines="single")).stop_bytes == b"\n"
+    assert SamplingParams(post_processing=PostProcessing(min_indent=2)).stop_bytes == b"\n"
+    assert SamplingParams(post_processing=PostProcessing(max_seconds=1)).stop_bytes == b"\n"
     assert SamplingParams(stop=("ab",)).stop_bytes == b"b"
 
 
@@ -47,6 +50,12 @@ def test_unknown_modes_are_refused(field: str) -> None:
     with pytest.raises(InvalidRequestError, match=field) as raised:
         PostProcessing(**{field: "some"})
     assert raised.value.param == field
+
+
+@pytest.mark.parametrize("field", ["min_indent", "max_seconds"])
+def test_negative_numbers_are_refused(field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field} must be at least 0"):
+        PostProcessing(**{field: -1})
 
 
 def test_the_old_names_still_work_for_one_release() -> None:

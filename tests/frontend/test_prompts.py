@@ -310,7 +310,6 @@ def test_after_deletions_close_to_the_cut_another_cut_is_expected(checkpoint: Ch
     expected = prompts.expected_prompt(first.report.document)
     assert expected is not None
     assert expected.layout.cut < first.report.cut
-    assert expected.request("r").background
     prompts.record_computed(expected)
     deleted = prefix[: first.report.cut + 198]
     later = prompts.infill(InfillRequest(prefix=deleted, suffix=suffix), healing=False)
@@ -322,3 +321,37 @@ def test_after_deletions_close_to_the_cut_another_cut_is_expected(checkpoint: Ch
 def test_named_fim_tokens_must_exist(checkpoint: Checkpoint) -> None:
     with pytest.raises(InvalidRequestError, match="<nope>"):
         fim_format(checkpoint, ("<fim_prefix>", "<nope>", "<fim_middle>"))
+
+
+def test_the_oldest_files_are_dropped_where_the_client_allows_it(
+    prompts: PromptEncoder, checkpoint: Checkpoint
+) -> None:
+    names = "abcdefgh"
+    context = tuple(ContextFile(f"{name} = 1\n", f"{name}.py") for name in names)
+    each = len(checkpoint.tokenizer.encode("# a.py\na = 1\n"))
+    request = InfillRequest(prefix="p = ", suffix="\n", context=context, drop_context=True)
+    prompt = prompts.infill(request, healing=False)
+    shown = checkpoint.tokenizer.decode(prompt.token_ids)
+    kept = [name for name in names if f"{name} = 1" in shown]
+    assert kept == list(names[-len(kept) :])
+    assert CONTEXT // 2 - each <= len(kept) * each <= CONTEXT // 2
+
+
+def test_a_long_document_leaves_room_for_files_that_may_be_dropped(
+    prompts: PromptEncoder,
+) -> None:
+    context = tuple(ContextFile(f"{name} = 1\n", f"{name}.py") for name in "abc")
+    prefix = "".join(f"x{number} = {number}\n" for number in range(400))
+    prompt = prompts.infill(InfillRequest(prefix=prefix, context=context, drop_context=True))
+    assert CONTEXT // 2 < len(prompt.token_ids) < CONTEXT
+    assert prompt.report is not None
+    assert prompt.report.window is not None
+    assert prompt.report.window[0] > 0
+
+
+def test_a_file_that_never_fits_is_dropped(prompts: PromptEncoder) -> None:
+    for text in ("ab" * CONTEXT, "x" * 3_000_000):
+        alone = prompts.infill(
+            InfillRequest(prefix="p = ", context=(ContextFile(text),), drop_context=True)
+        )
+        assert alone.token_ids == prompts.infill(InfillRequest(prefix="p = ")).token_ids

@@ -1,5 +1,7 @@
 """Context: a change costs little, and families get their own repository format."""
 
+from itertools import takewhile
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +62,41 @@ def test_a_request_without_context_does_not_forget_the_order() -> None:
     order.order_and_record([file("b"), file("a")])
     assert order.order_and_record([]) == []
     assert names(order.order_and_record([file("a"), file("b")])) == "ba"
+
+
+def chunk(number: int) -> ContextFile:
+    return ContextFile(f"chunk {number}\n", f"{number % 2}.py")  # several from each file
+
+
+def test_a_growing_ring_of_chunks_keeps_its_order() -> None:
+    order = ContextOrder()
+    for size in range(1, 8):
+        chunks = [chunk(number) for number in range(size)]
+        assert order.order_and_record(chunks) == chunks
+
+
+def test_a_full_ring_that_drops_the_oldest_chunk_recomputes_half_of_it_on_average() -> None:
+    order, size, turns = ContextOrder(), 8, 80
+    before = order.order_and_record([chunk(number) for number in range(size)])
+    recomputed = 0
+    for first in range(1, turns + 1):
+        sent = [chunk(number) for number in range(first, first + size)]
+        after = order.order_and_record(sent)
+        assert order.order_and_record(sent) == after
+        assert set(after) == set(sent)
+        same = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=True))
+        )
+        recomputed += size - same
+        before = after
+    assert recomputed / turns <= (size + 1) / 2
+
+
+def test_an_evicted_chunk_costs_only_those_after_it() -> None:
+    order = ContextOrder()
+    order.order_and_record([chunk(number) for number in range(6)])
+    left = [chunk(number) for number in (0, 1, 2, 4, 5)]
+    assert order.order_and_record(left) == left
 
 
 files = st.builds(file, st.sampled_from("abcdef"), st.integers(0, 2))

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.trim import BlockScanner, FirstLineScanner, Trimmer, first_line, missing_closers
+from midfill.infill.trim import (
+    BlockScanner,
+    FirstLineScanner,
+    IndentScanner,
+    Trimmer,
+    first_line,
+    missing_closers,
+)
 
 
 def block(completion: str, prefix: str) -> str:
@@ -103,6 +110,52 @@ def test_a_block_holds_back_blanks_and_words_that_may_continue_it() -> None:
     shown = [scanner.push(piece) for piece in pieces]
     assert shown == ["\n        a", "", "", "\n    else:", " b", "", ""]
     assert scanner.done
+
+
+@pytest.mark.parametrize(
+    ("completion", "kept"),
+    [
+        ("x\n    y\nz", "x\n    y"),
+        ("x\n    y\n\n    z", "x\n    y\n\n    z"),
+        ("x\n   y", "x"),
+        ("x\r\n  y", "x"),
+        ("x\r  y", "x\r  y"),
+        ("x\n\t\t\t\ty", "x\n\t\t\t\ty"),
+        ("x  y\n", "x  y\n"),
+        ("\n\nz", ""),
+    ],
+)
+def test_lines_with_too_little_indentation_end_a_completion(completion: str, kept: str) -> None:
+    assert trim(completion, "    ", "", min_indent=4) == kept
+    assert trim(completion, "    ", "") == completion
+
+
+@given(st.text("ab \t\r\n", max_size=12), st.integers(1, 4), st.data())
+def test_indentation_in_pieces_is_that_of_the_whole(completion, least, data) -> None:
+    whole = IndentScanner(least)
+    expected = whole.push(completion) + whole.finish()
+    assert in_pieces(IndentScanner(least), completion, data) == expected
+    assert completion.startswith(expected)
+
+
+def test_a_completion_ends_at_its_next_line_break_when_told() -> None:
+    trimmer = Trimmer("", "")
+    shown = trimmer.push("a\nb")
+    trimmer.end_at_line_break()
+    assert not trimmer.ended_at_line_break
+    shown += trimmer.push("c")
+    assert not trimmer.cut
+    shown += trimmer.push("d\ne\nf")
+    assert shown == "a\nbcd"
+    assert trimmer.cut
+    assert trimmer.ended_at_line_break
+
+
+def test_a_completion_without_a_further_line_break_ends_by_itself() -> None:
+    trimmer = Trimmer("", "")
+    trimmer.end_at_line_break()
+    assert trimmer.push("ab") + trimmer.finish() == "ab"
+    assert not trimmer.cut
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def load_engine(
         kv_bytes=runner.kv_bytes,
         slots=runner.slots,
         context=min(options.context or runner.config.context, runner.slots),
+        max_running=options.max_running,
         load_seconds=time.perf_counter() - started,
         adapter=str(name) if (name := checkpoint.metadata.get(ADAPTER_KEY)) is not None else None,
     )

@@ -16,6 +16,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes: size of the KV pool.
         slots: number of tokens that the KV pool holds.
         context: maximum number of tokens of a prompt and its answer.
+        max_running: maximum number of answers that are generated at the same time.
         load_seconds: time from the start of loading until ready.
         adapter: name of the adapter merged into the model; None if there is none.
     """
@@ -26,6 +27,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     slots: int
     context: int
+    max_running: int
     load_seconds: float
     adapter: str | None = None
 

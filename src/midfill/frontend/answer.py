@@ -5,7 +5,10 @@ part of the answer's text. Tokens that stand for such bytes only count neither a
 nor towards ``max_tokens``.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from midfill.engine.request import EngineOutput, TokenLogprobs
 from midfill.errors import GenerationError
@@ -82,6 +85,7 @@ class Answer:
         stops: strings that end it; one automaton serves all answers of a request.
         healed: number of bytes at its start that the text before the caret ended with.
         trimmer: decides where the text ends before the model ends it; None shows all of it.
+        clock: returns the time in seconds.
 
     Attributes:
         index: the same.
@@ -98,6 +102,7 @@ class Answer:
         *,
         healed: int = 0,
         trimmer: Trimmer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
         self.tokens = 0
@@ -107,6 +112,8 @@ class Answer:
         self._detokenizer = Detokenizer(tokenizer, healed)
         self._scanner = StopScanner(stops, include_stop=sampling.include_stop_str_in_output)
         self._trimmer = trimmer
+        self._clock = clock
+        self._end_time: float | None = None  # after which the answer ends with its line
         self._decoded = 0  # characters returned by the detokenizer
         self._shown = 0  # how many of them were returned to the caller
         self._pending: list[TokenLogprob] = []
@@ -123,6 +130,7 @@ class Answer:
         if output.finish_reason == "error":
             raise GenerationError(output.error or "the engine failed on this request")
         finish_reason: str | None = output.finish_reason
+        self._watch_time()
         text = ""
         for position, token_id in enumerate(output.token_ids):
             self._unreported.append(token_id)
@@ -143,6 +151,16 @@ class Answer:
                 finish_reason = finish_reason or "length"
                 break
         return self._delta(text, finish_reason)
+
+    def _watch_time(self) -> None:
+        """Let the answer end with its line once its time is over."""
+        if self._trimmer is None or self._sampling.post_processing.max_seconds == inf:
+            return
+        now = self._clock()
+        if self._end_time is None:
+            self._end_time = now + self._sampling.post_processing.max_seconds
+        if now > self._end_time:
+            self._trimmer.end_at_line_break()
 
     def _delta(self, text: str, finish_reason: str | None) -> AnswerDelta | None:
         stop_reason: str | int | None = self._scanner.stopped
@@ -165,7 +183,8 @@ class Answer:
                 text += self._trimmer.finish(broken_off=finish_reason == "length")
             self._shown = self._trimmer.kept
             if self._trimmer.cut:
-                finish_reason, stop_reason, complete = "stop", None, False
+                finish_reason = "length" if self._trimmer.ended_at_line_break else "stop"
+                stop_reason, complete = None, False
         self.finished = finish_reason is not None
         logprobs = self._release(complete)
         if not (text or logprobs or self.finished):

@@ -1,5 +1,6 @@
 """PostProcessing: where an answer is cut, and how it is completed."""
 
+import math
 from dataclasses import dataclass
 from typing import get_args
 
@@ -16,18 +17,27 @@ class PostProcessing:
             one for infilling, and not for a raw prompt.
         lines: "single" ends the answer at its first line break; "block" ends it where the block
             around the caret ends, by indentation. Generation stops there, too.
+        min_indent: end the answer before its first line that is indented by fewer characters; the
+            caret's own line and blank lines don't count.
+        max_seconds: once so many seconds have passed since its first token, end the answer at its
+            next line break. It never ends inside a line for that reason.
         brackets: "close" closes the brackets that the answer leaves open and the suffix does not
             close.
 
     Raises:
-        InvalidRequestError: an unknown mode.
+        InvalidRequestError: an unknown mode, or a negative number.
     """
 
     overlap: bool | None = None
     lines: Lines = "all"
+    min_indent: int = 0
+    max_seconds: float = math.inf
     brackets: Brackets = "keep"
 
     def __post_init__(self) -> None:
+        for field in ("min_indent", "max_seconds"):
+            if not getattr(self, field) >= 0:
+                raise InvalidRequestError.of_field(field, "must be at least 0")
         for field, modes in (("lines", get_args(Lines)), ("brackets", get_args(Brackets))):
             if getattr(self, field) not in modes:
                 names = " or ".join(map(repr, modes))
@@ -41,7 +51,7 @@ class PostProcessing:
     @property
     def ends_at_lines(self) -> bool:
         """Whether a line break can show that the answer has ended."""
-        return self.lines != "all"
+        return self.lines != "all" or self.min_indent > 0 or self.max_seconds < math.inf
 
     def trimmer(self, prefix: str, suffix: str, *, infilling: bool) -> Trimmer | None:
         """Return what changes an answer while it arrives; None if nothing does.
@@ -51,9 +61,16 @@ class PostProcessing:
             infilling: whether the request is one for infilling.
         """
         overlap = infilling if self.overlap is None else self.overlap
-        if not overlap and self.lines == "all" and self.brackets == "keep":
+        if not overlap and not self.ends_at_lines and self.brackets == "keep":
             return None
-        return Trimmer(prefix, suffix, lines=self.lines, overlap=overlap, brackets=self.brackets)
+        return Trimmer(
+            prefix,
+            suffix,
+            lines=self.lines,
+            min_indent=self.min_indent,
+            overlap=overlap,
+            brackets=self.brackets,
+        )
 
     def apply(self, answer: str, prefix: str, suffix: str, *, broken_off: bool = False) -> str:
         """Return a whole answer to an infilling request as it is shown.

@@ -18,6 +18,7 @@ from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_report import TokenReport, TokenReporter
+from midfill.infill.context import ContextFile, shown_text
 from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
@@ -36,6 +37,7 @@ _TOO_LONG = "context_length_exceeded"
 _ANSWER_SHARE = 0.125  # of the context; a window leaves as much for the answer
 _WINDOW_SHARE = 0.85  # of the context; what a window may hold after one was too long
 _MAX_SHRINKS = 16
+_CONTEXT_SHARE = 0.5  # of the context; what other files may take if the first may be dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +153,6 @@ class ExpectedPrompt:
     token_ids: list[int]
     layout: PromptLayout
 
-    def request(self, request_id: str, tenant: str = "") -> EngineRequest:
-        """Return the request for the engine: compute the prompt when idle."""
-        return EngineRequest(
-            request_id=request_id,
-            token_ids=self.token_ids,
-            sampling=SamplingParams().for_engine(),
-            tenant=tenant,
-            background=True,
-        )
-
 
 class PromptEncoder:
     """Makes prompts for one model. It remembers documents, and is not thread-safe.
@@ -224,6 +216,8 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: the prompt is too long or empty, or the layout doesn't fit it.
         """
+        if request.drop_context:
+            request = dataclasses.replace(request, context=self._fitting(request.context))
         self._refuse_oversized(
             sum(len(file.path) + len(file.text) for file in request.context), "context"
         )
@@ -269,16 +263,38 @@ class PromptEncoder:
         Returns:
             The layout and the ids of its parts, as of ``LayoutEncoder.encode_parts``.
         """
-        most, limit = self.context - int(_ANSWER_SHARE * self.context), None
+        limit = None
         for _ in range(_MAX_SHRINKS):
             layout = self._planner.plan_and_record(request, limit)
             parts = self._layouts.encode_parts(layout)
-            tokens = sum(map(len, parts)) - _context_tokens(layout, parts)
+            context = _context_tokens(layout, parts)
+            tokens = sum(map(len, parts)) - context
+            room = self.context - (context if request.drop_context else 0)
+            most = room - int(_ANSWER_SHARE * room)
             if tokens < most or layout.layout == "verbatim" or request.window == "as-sent":
                 break
             shown = len(layout.planned_prefix) + len(layout.planned_suffix)
-            limit = int(shown * _WINDOW_SHARE * self.context / tokens)
+            limit = int(shown * _WINDOW_SHARE * room / tokens)
         return layout, parts
+
+    def _fitting(self, files: Sequence[ContextFile]) -> tuple[ContextFile, ...]:
+        """Return the last of the files, as many as fit into their share of the context.
+
+        The share does not depend on the document, so that typing does not change what is left out.
+        """
+        if self.format is None:
+            return tuple(files)
+        left = int(_CONTEXT_SHARE * self.context)
+        kept: list[ContextFile] = []
+        for file in reversed(files):
+            text = shown_text(self.format, file)
+            if len(text) > left * self._longest_token:
+                break
+            left -= self._layouts.count(text) + 1  # its separator
+            if left < 0:
+                break
+            kept.append(file)
+        return tuple(reversed(kept))
 
     def _limited(self, rule: WindowRule) -> WindowRule:
         """Return the rule without text that can't fit into the context."""

@@ -4,6 +4,8 @@ Context comes before everything else, so the prefix cache serves it to all reque
 the same snippets in the same order. A snippet that changes invalidates everything after it in any
 case. From there on the order is free, and what has changed least often goes first. A snippet that
 is being edited therefore moves to the end with its first change and costs only itself afterwards.
+Among others, the newest go first: clients that send a ring of snippets (llama.vim) drop the oldest,
+which then has the fewest after it.
 """
 
 from collections import Counter, OrderedDict
@@ -43,25 +45,37 @@ class ContextOrder:
         self._order: list[_Key] = []  # of the last request that had context
         self._texts: OrderedDict[int, int] = OrderedDict()  # hash of a path -> of its last text
         self._changes: Counter[int] = Counter()  # hash of a path -> how often its text changed
+        self._since: dict[_Key, int] = {}  # number of the request from which on it was sent
+        self._requests = 0
 
     def order_and_record(self, files: Sequence[ContextFile]) -> list[ContextFile]:
         """Return the files (each once) in the order to send them, and record the order.
 
         As long as the last request's files come again unchanged, they keep their places. After the
-        first one that is missing or changed, files that changed less often come first.
+        first one that is missing or changed, files that changed less often come first, and of
+        these the ones that came last.
         """
         waiting = {_key(file): file for file in files}
+        snippets = Counter(path for path, _ in waiting)
         for path, text in waiting:
-            self._record_text(path, text)
+            if snippets[path] == 1:  # several are parts of a file, and none is a change
+                self._record_text(path, text)
         places = {key: place for place, key in enumerate(self._order)}
         standing = list(takewhile(waiting.__contains__, self._order))
         kept = set(standing)
         rest = sorted(
             [key for key in waiting if key not in kept],
-            key=lambda key: (self._changes[key[0]], places.get(key, len(places))),
+            key=lambda key: (
+                self._changes[key[0]],
+                -self._since.get(key, self._requests),
+                places.get(key, len(places)),
+            ),
         )
         ordered = standing + rest
-        self._order = ordered or self._order
+        if ordered:
+            self._order = ordered
+            self._since = {key: self._since.get(key, self._requests) for key in ordered}
+            self._requests += 1
         return [waiting[key] for key in ordered]
 
     def _record_text(self, path: int, text: int) -> None:
@@ -99,17 +113,23 @@ def context_segments(
     separator = format.file_separator
     segments: list[Segment] = []
     if separator is None:
-        text = "".join(f"{_path_comment(file.path)}{_with_newline(file.text)}" for file in files)
+        text = "".join(shown_text(format, file) for file in files)
         text += _path_comment(path)
         return (TextSegment(text, "context"),) if text else ()
     if format.repository is not None and repository:
         segments += [format.repository, TextSegment(f"{repository}\n", "context")]
     for file in files:
-        segments += [separator, TextSegment(f"{file.path}\n{_with_newline(file.text)}", "context")]
+        segments += [separator, TextSegment(shown_text(format, file), "context")]
     segments.append(separator)
     if path:
         segments.append(TextSegment(f"{path}\n", "context"))
     return tuple(segments)
+
+
+def shown_text(format: FimFormat, file: ContextFile) -> str:
+    """Return a file as the model sees it, without the separator token before it."""
+    head = _path_comment(file.path) if format.file_separator is None else f"{file.path}\n"
+    return head + _with_newline(file.text)
 
 
 def _with_newline(text: str) -> str:

@@ -30,6 +30,8 @@ class InfillRequest:
             rule takes its place. Edges stay where they were while the caret is near, also with
             text that the same tenant sent before. "as-sent" shows exactly what was sent.
         context: other files or snippets to show the model; the planner orders them.
+        drop_context: leave out the first ones of the context as long as all of them would take
+            more than half of the model's context, instead of refusing the request.
         path, repository: the document's path and its repository's name, shown to the model in the
             family's own format if it has one.
     """
@@ -42,5 +44,6 @@ class InfillRequest:
     tenant: str = ""
     window: WindowMode | WindowRule = "stable"
     context: tuple[ContextFile, ...] = ()
+    drop_context: bool = False
     path: str = ""
     repository: str = ""

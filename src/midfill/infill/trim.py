@@ -8,7 +8,7 @@ quotes inside strings and comments can mislead them; a cut is then missed.
 """
 
 import re
-from typing import Literal
+from typing import Literal, Protocol
 
 from midfill.infill.overlap import OverlapScanner, open_brackets
 
@@ -26,6 +26,7 @@ class Trimmer:
     Args:
         prefix, suffix: the text before and after the caret.
         lines: "single" keeps the first line; "block" ends with the block that the caret is in.
+        min_indent: end before the first line that is indented by fewer characters.
         overlap: end where the completion begins to repeat the suffix.
         brackets: "close" closes brackets that the completion leaves open and the suffix does not
             close.
@@ -43,15 +44,19 @@ class Trimmer:
         suffix: str,
         *,
         lines: Lines = "all",
+        min_indent: int = 0,
         overlap: bool = False,
         brackets: Brackets = "keep",
     ) -> None:
         self.done = False
         self.kept = 0
         self._suffix = suffix
-        self._lines: FirstLineScanner | BlockScanner | None = None
+        self._last_line: FirstLineScanner | None = None
+        self._lines: list[LineScanner] = []
         if lines != "all":
-            self._lines = FirstLineScanner() if lines == "single" else BlockScanner(prefix)
+            self._lines.append(FirstLineScanner() if lines == "single" else BlockScanner(prefix))
+        if min_indent:
+            self._lines.append(IndentScanner(min_indent))
         self._overlap = OverlapScanner(prefix, suffix) if overlap else None
         self._closes = brackets == "close"
         self._text = ""  # what was kept, if brackets are to be closed
@@ -64,14 +69,23 @@ class Trimmer:
     @property
     def cut(self) -> bool:
         """See the attributes."""
-        return self.overlapped or (self._lines is not None and self._lines.done)
+        return self.overlapped or any(scanner.done for scanner in self._scanners)
+
+    @property
+    def ended_at_line_break(self) -> bool:
+        """Whether it was cut off where ``end_at_line_break`` asked for it."""
+        return self._last_line is not None and self._last_line.done
+
+    def end_at_line_break(self) -> None:
+        """Let the completion end at the first line break of what is pushed from now on."""
+        self._last_line = self._last_line or FirstLineScanner()
 
     def push(self, text: str) -> str:
         """Take the next part of the completion; return what can be shown."""
         if self.done:
             return ""
-        if self._lines is not None:
-            text = self._lines.push(text)
+        for scanner in self._scanners:
+            text = scanner.push(text)
         if self._overlap is not None:
             text = self._overlap.push(text)
         self._keep(text)
@@ -88,17 +102,37 @@ class Trimmer:
         self.done = True
         text = ""
         broken_off = broken_off and not self.cut
-        if self._lines is not None:
-            text = self._lines.finish()
+        for scanner in self._scanners:
+            text = scanner.push(text) + scanner.finish()
         if self._overlap is not None:
             text = self._overlap.push(text) + self._overlap.finish(broken_off=broken_off)
         self._keep(text)
         return text + missing_closers(self._text, self._suffix) if self._closes else text
 
+    @property
+    def _scanners(self) -> list["LineScanner"]:
+        return self._lines if self._last_line is None else [self._last_line, *self._lines]
+
     def _keep(self, text: str) -> None:
         self.kept += len(text)
         if self._closes:
             self._text += text
+
+
+class LineScanner(Protocol):
+    """Ends a completion by its lines.
+
+    Attributes:
+        done: whether the completion has ended.
+    """
+
+    done: bool
+
+    def push(self, text: str) -> str:
+        """Take the next part of the completion; return what can be shown."""
+
+    def finish(self) -> str:
+        """Return what was held back, once the completion has ended."""
 
 
 class FirstLineScanner:
@@ -127,6 +161,44 @@ class FirstLineScanner:
     def finish(self) -> str:
         """Return what was held back, once the completion has ended."""
         return "" if self.done else self._held
+
+
+class IndentScanner:
+    """Passes a completion on up to its first line with too little indentation.
+
+    Blank lines have none to judge by. Blanks before the end are dropped.
+
+    Args:
+        least: minimum number of blanks before a line's first visible character. The first line
+            continues the caret's and may have any.
+
+    Attributes:
+        done: whether such a line was found.
+    """
+
+    def __init__(self, least: int) -> None:
+        self.done = False
+        self._least = least
+        self._blanks = ""  # held: a line break, or what may become one, and all blanks after it
+
+    def push(self, text: str) -> str:
+        """Take the next part of the completion; return what can be shown."""
+        shown = ""
+        for char in "" if self.done else text:
+            if char in "\r\n" or (self._blanks and char.isspace()):
+                self._blanks += char
+                continue
+            _, line_break, indent = self._blanks.rpartition("\n")
+            if line_break and len(indent) < self._least:
+                self.done = True
+                break
+            shown += self._blanks + char
+            self._blanks = ""
+        return shown
+
+    def finish(self) -> str:
+        """Return what was held back, once the completion has ended."""
+        return "" if self.done else self._blanks
 
 
 class BlockScanner:

@@ -9,7 +9,13 @@ from fastapi.routing import APIRoute
 from midfill.server import operations
 from midfill.server.auth import tenant_check
 from midfill.server.bodies import body_schemas
-from midfill.server.dialects import openai_chat, openai_completions, openai_models
+from midfill.server.dialects import (
+    llama_cpp,
+    llama_cpp_model,
+    openai_chat,
+    openai_completions,
+    openai_models,
+)
 from midfill.server.errors import ErrorBody, install_error_handlers
 from midfill.server.pages import routes as pages
 from midfill.server.service import ModelService
@@ -19,6 +25,8 @@ DIALECTS = (
     openai_completions.DIALECT,
     openai_chat.DIALECT,
     openai_models.DIALECT,
+    llama_cpp.DIALECT,
+    llama_cpp_model.DIALECT,
 )
 
 

@@ -7,11 +7,13 @@ it within one step, and it changes nothing but how long the next answer takes.
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from midfill.engine.client import EngineClient
-from midfill.frontend.prompts import PromptEncoder
+from midfill.engine.request import EngineRequest
+from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ class Encode(Protocol):
 
 
 class IdlePrefill:
-    """At most one prefill per document: a new one replaces the one before.
+    """At most one prefill per document, and per tenant that asks: a new one replaces the last.
 
     Args:
         engine: computes the prompts.
@@ -41,7 +43,7 @@ class IdlePrefill:
     def __init__(self, engine: EngineClient, encode: Encode) -> None:
         self._engine = engine
         self._encode = encode
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by document
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by document, or by tenant
 
     def start(self, document: str, tenant: str) -> None:
         """Start to prefill what a document will probably need next.
@@ -50,35 +52,53 @@ class IdlePrefill:
             document: ``LayoutReport.document``.
             tenant: whose prefix cache to use.
         """
-        self._cancel(document)
-        task = asyncio.create_task(self._prefill(document, tenant), name="idle prefill")
-        self._tasks[document] = task
-        task.add_done_callback(lambda _: self._forget(document, task))
+        self._start(document, lambda: self._prefill(document, tenant))
+
+    def start_prompt(self, prompt: Prompt, tenant: str) -> None:
+        """Start to prefill a prompt for which a client will ask soon."""
+        self._start(f"tenant-{tenant}", lambda: self._compute(prompt.token_ids, tenant))
 
     def close(self) -> None:
         """Cancel all prefills."""
-        for document in list(self._tasks):
-            self._cancel(document)
+        for key in list(self._tasks):
+            self._cancel(key)
+
+    def _start(self, key: str, work: Callable[[], Awaitable[object]]) -> None:
+        self._cancel(key)
+        task = asyncio.create_task(_log_errors(work), name="idle prefill")
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._forget(key, task))
 
     async def _prefill(self, document: str, tenant: str) -> None:
-        try:
-            expected = await self._encode(PromptEncoder.expected_prompt, document)
-            if expected is None:
-                return
-            request = expected.request(f"prefill-{uuid.uuid4().hex}", tenant)
-            with self._engine.submit(request) as outputs:
-                reasons = {output.finish_reason async for output in outputs}
-            if "stop" in reasons:
-                await self._encode(PromptEncoder.record_computed, expected)
-        except Exception as error:
-            # No client waits for a prefill, so the error is not reported to one.
-            _log.debug("idle prefill failed: %s", error)
+        expected = await self._encode(PromptEncoder.expected_prompt, document)
+        if expected is not None and await self._compute(expected.token_ids, tenant):
+            await self._encode(PromptEncoder.record_computed, expected)
 
-    def _cancel(self, document: str) -> None:
-        task = self._tasks.pop(document, None)
+    async def _compute(self, token_ids: list[int], tenant: str) -> bool:
+        """Have a prompt computed; return whether it was."""
+        request = EngineRequest(
+            request_id=f"prefill-{uuid.uuid4().hex}",
+            token_ids=token_ids,
+            sampling=SamplingParams().for_engine(),
+            tenant=tenant,
+            background=True,
+        )
+        with self._engine.submit(request) as outputs:
+            return "stop" in {output.finish_reason async for output in outputs}
+
+    def _cancel(self, key: str) -> None:
+        task = self._tasks.pop(key, None)
         if task is not None:
             task.cancel()
 
-    def _forget(self, document: str, task: "asyncio.Task[None]") -> None:
-        if self._tasks.get(document) is task:
-            del self._tasks[document]
+    def _forget(self, key: str, task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
+
+
+async def _log_errors(work: Callable[[], Awaitable[object]]) -> None:
+    """Do the work. No client waits for it, so errors are not reported to one."""
+    try:
+        await work()
+    except Exception as error:
+        _log.debug("idle prefill failed: %s", error)

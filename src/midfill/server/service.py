@@ -64,7 +64,8 @@ class ModelService:
         Args:
             name, engine, tokenizer, max_body_bytes, aliases: see the attributes.
             prompts: the encoder of the model's prompts.
-            idle_prefill: compute expected prompts while the engine is idle.
+            idle_prefill: compute expected prompts while the engine is idle, also where no client
+                asks for it.
             stream_interval: seconds for which tokens of a streamed answer may be held back.
         """
         self.name = name
@@ -78,7 +79,8 @@ class ModelService:
         # One thread, since the encoder is not thread-safe: it remembers documents. Not the event
         # loop's thread, which a long text would block.
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")
-        self._idle_prefill = IdlePrefill(engine, self.encode) if idle_prefill else None
+        self._idle_prefill = IdlePrefill(engine, self.encode)
+        self._prefills_unasked = idle_prefill
         self._stream_interval = stream_interval
 
     @property
@@ -142,15 +144,18 @@ class ModelService:
             on_complete=lambda: self._prefill_next(prompts, tenant),
         )
 
+    def prefill(self, prompt: Prompt, tenant: str) -> None:
+        """Have a prompt computed while the engine is idle, for a request that will come soon."""
+        self._idle_prefill.start_prompt(prompt, tenant)
+
     def close(self) -> None:
         """End idle prefills and the encoding thread."""
-        if self._idle_prefill is not None:
-            self._idle_prefill.close()
+        self._idle_prefill.close()
         self._encoding.shutdown(cancel_futures=True)
 
     def _prefill_next(self, prompts: Sequence[Prompt], tenant: str) -> None:
         """Prepare for the next request of each prompt's document."""
         for prompt in prompts:
             document = None if prompt.report is None else prompt.report.document
-            if self._idle_prefill is not None and document is not None:
+            if self._prefills_unasked and document is not None:
                 self._idle_prefill.start(document, tenant)

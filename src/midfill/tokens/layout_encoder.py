@@ -55,6 +55,10 @@ class LayoutEncoder:
         added = [bos] if self._tokenizer.add_bos and bos is not None and first != bos else []
         return [added, *parts]
 
+    def count(self, text: str) -> int:
+        """Return how many tokens a text has as a segment of its own."""
+        return len(self._text_ids(text))
+
     def _segment_ids(self, segment: Segment, layout: PromptLayout) -> Sequence[int]:
         if isinstance(segment, Sentinel):
             return [segment.token_id]

@@ -1,0 +1,138 @@
+"""llama.cpp's POST /infill and POST /completion, as llama.vim and llama.vscode use them.
+
+``n_predict`` 0 answers at once, and the prompt is computed while the engine is idle. Plugins send
+this when their ring of snippets has changed, without any text, so only the context is computed.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from midfill.errors import InvalidRequestError
+from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.sampling import SamplingParams
+from midfill.infill.context import ContextFile
+from midfill.infill.request import InfillRequest
+from midfill.server.bodies import body_reference, json_response, read_json
+from midfill.server.dialects.dialect import Dialect, TenantOf
+from midfill.server.dialects.llama_cpp_fields import LlamaCppFields, error_body
+from midfill.server.dialects.llama_cpp_results import Results
+from midfill.server.event_stream import ServerSentEvents, while_connected
+from midfill.server.generation import check_answer_count
+from midfill.server.service import ModelService
+
+_MAX_SNIPPETS = 256  # the last ones count
+_NAMES = {"prompt": "input_prefix", "suffix": "input_suffix", "context": "input_extra"}
+
+
+class ExtraSnippet(msgspec.Struct, kw_only=True):
+    """An entry of ``input_extra``: a file, or a part of one."""
+
+    text: str
+    filename: str | None = None
+
+
+class InfillBody(LlamaCppFields, kw_only=True):
+    """The body of POST /infill. ``prompt`` is the caret's line up to the caret."""
+
+    input_prefix: str
+    input_suffix: str
+    prompt: str | None = None
+    input_extra: list[ExtraSnippet] | None = None
+
+    def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:
+        """Return the prompt. Snippets that don't fit are left out, the oldest first."""
+        prefix, suffix = self.input_prefix + (self.prompt or ""), self.input_suffix
+        extra = (self.input_extra or [])[-_MAX_SNIPPETS:]
+        # Without any text there is no document to remember, only the context to compute.
+        empty = not (prefix or suffix)
+        request = InfillRequest(
+            prefix=prefix,
+            suffix=suffix,
+            layout="psm" if empty else "auto",
+            tenant=tenant,
+            context=tuple(ContextFile(one.text, one.filename or "") for one in extra),
+            drop_context=True,
+        )
+        try:
+            return encoder.infill(request, healing=not empty)
+        except InvalidRequestError as error:
+            raise error.renamed(_NAMES) from None
+
+
+class CompletionBody(LlamaCppFields, kw_only=True):
+    """The body of POST /completion: a raw prompt, in which special tokens are parsed, or several.
+
+    A list of numbers is one prompt.
+    """
+
+    prompt: str | list[str | int | list[int]]
+
+    def encode(self, encoder: PromptEncoder, tenant: str) -> list[Prompt]:
+        """Return the prompts."""
+        given = self.prompt
+        if not given:
+            raise InvalidRequestError("prompt is empty", param="prompt")
+        if isinstance(given, str):
+            given = [given]
+        numbers = [item for item in given if isinstance(item, int)]
+        if numbers and len(numbers) < len(given):
+            raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
+        items = [numbers] if numbers else given
+        check_answer_count(len(items), 1)
+        return [
+            encoder.infill(InfillRequest(prefix=item, raw=True, tenant=tenant))
+            if isinstance(item, str)
+            else encoder.tokens(item)
+            for item in items
+            if not isinstance(item, int)
+        ]
+
+
+def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
+    """Return the router of the endpoints."""
+    router = APIRouter()
+    limit = service.max_body_bytes
+
+    @router.post("/infill", openapi_extra=body_reference(InfillBody))
+    async def infill(request: Request, tenant: Annotated[str, Depends(tenant_of)]) -> Response:
+        """Fill in between ``input_prefix + prompt`` and ``input_suffix``."""
+        body = await read_json(request, InfillBody, limit, any_content_type=True)
+        sampling = body.sampling(service)
+        prompt = await service.encode(lambda encoder: body.encode(encoder, tenant))
+        return await _answer(request, body, [prompt], sampling, tenant)
+
+    @router.post("/completion", openapi_extra=body_reference(CompletionBody))
+    @router.post("/completions", openapi_extra=body_reference(CompletionBody))
+    async def completion(request: Request, tenant: Annotated[str, Depends(tenant_of)]) -> Response:
+        """Continue raw prompts."""
+        body = await read_json(request, CompletionBody, limit, any_content_type=True)
+        sampling = body.sampling(service)
+        prompts = await service.encode(lambda encoder: body.encode(encoder, tenant))
+        return await _answer(request, body, prompts, sampling, tenant)
+
+    async def _answer(
+        request: Request,
+        body: LlamaCppFields,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        tenant: str,
+    ) -> Response:
+        check_answer_count(len(prompts), sampling.n)
+        results = Results(body, sampling, service)
+        if body.limit == 0:
+            for prompt in prompts:
+                service.prefill(prompt, tenant)
+            return json_response(results.of_prefill(prompts))
+        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
+        if body.stream:
+            return ServerSentEvents(results.events(generation), error_body)
+        return json_response(await while_connected(request.receive, results.whole(generation)))
+
+    return router
+
+
+DIALECT = Dialect(routes=routes, bodies=(InfillBody, CompletionBody), error_body=error_body)
