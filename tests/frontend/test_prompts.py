@@ -328,7 +328,7 @@ def test_the_oldest_files_are_dropped_where_the_client_allows_it(
 ) -> None:
     names = "abcdefgh"
     context = tuple(ContextFile(f"{name} = 1\n", f"{name}.py") for name in names)
-    each = len(checkpoint.tokenizer.encode("# a.py\na = 1\n"))
+    each = len(checkpoint.tokenizer.encode("# a.py\na = 1\n")) + 1  # a separator is allowed for
     request = InfillRequest(prefix="p = ", suffix="\n", context=context, drop_context=True)
     prompt = prompts.infill(request, healing=False)
     shown = checkpoint.tokenizer.decode(prompt.token_ids)
