@@ -1,5 +1,7 @@
 """Dense attention over slots in torch: a query sees every key before it, or those in a window.
 
+Requests with cells of their own in each layer and head are ragged.py's.
+
 Works on any device. Nothing runs row by row: a prefill chunk is one call, and decodes of similar
 length share a call.
 """
@@ -12,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from midfill.attention.ragged import RaggedRequest, attend_ragged, prepare_ragged
 from midfill.forward.batch import ForwardBatch
 
 IntArray = npt.NDArray[np.integer]
@@ -54,14 +57,20 @@ class AttentionMetadata:
     """Which keys each row of a batch attends to.
 
     Attributes:
-        groups: together they hold every row once.
+        groups: requests without cells.
+        ragged: requests with cells. Together they hold every row once.
     """
 
     groups: tuple[AttentionGroup, ...]
+    ragged: tuple[RaggedRequest, ...] = ()
 
 
 def prepare_metadata(
-    batch: ForwardBatch, windows: Collection[Window], device: torch.device
+    batch: ForwardBatch,
+    windows: Collection[Window],
+    device: torch.device,
+    kv_heads: int,
+    total_slots: int,
 ) -> AttentionMetadata:
     """Group a batch's requests and determine, once for all layers, which keys each query sees.
 
@@ -69,13 +78,16 @@ def prepare_metadata(
         batch: the step.
         windows: every window that some layer has.
         device: where the tensors go.
+        kv_heads: of the model.
+        total_slots: slots of the KV cache.
     """
     groups = []
     for members in _members(batch):
         rows = np.stack([_span(batch.query_indptr, request) for request in members])
         views = {window: _key_view(batch, members, window, device) for window in windows}
         groups.append(AttentionGroup(_to_device(rows, device), views))
-    return AttentionMetadata(tuple(groups))
+    ragged = prepare_ragged(batch, kv_heads, total_slots, device)
+    return AttentionMetadata(tuple(groups), ragged)
 
 
 def attend(
@@ -83,6 +95,7 @@ def attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     metadata: AttentionMetadata,
+    layer: int,
     window: Window,
     scale: float,
 ) -> torch.Tensor:
@@ -92,6 +105,7 @@ def attend(
         queries: [rows, query_heads, head_dim].
         keys, values: the layer's KV cache [slots, kv_heads, head_dim], the batch's rows written.
         metadata: from ``prepare_metadata``.
+        layer: which one.
         window: of this layer.
         scale: factor of q.k.
 
@@ -104,6 +118,8 @@ def attend(
         outputs[group.rows] = _attend_group(
             queries[group.rows], keys[view.slots], values[view.slots], view, scale
         )
+    for request in metadata.ragged:
+        outputs[request.rows] = attend_ragged(queries, keys, values, request, layer, window, scale)
     return outputs
 
 
@@ -136,6 +152,8 @@ def _members(batch: ForwardBatch) -> Iterator[list[int]]:
     """
     queries = np.diff(batch.query_indptr)
     lengths = np.diff(batch.kv_indptr)
+    if batch.ragged:
+        queries[[index is not None for index in batch.ragged]] = 0
     yield from ([int(request)] for request in np.flatnonzero(queries > 1))
     decodes = np.flatnonzero(queries == 1)
     group: list[int] = []

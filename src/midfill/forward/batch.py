@@ -1,8 +1,15 @@
 """ForwardBatch: the input of one forward pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from midfill.arrays import Int32Array
+from midfill.forward.ragged import RaggedIndex
+
+
+def _no_rows() -> Int32Array:
+    return np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -12,7 +19,7 @@ class ForwardBatch:
     Request b has the rows ``query_indptr[b]:query_indptr[b + 1]`` and attends to the KV in
     ``kv_slots[kv_indptr[b]:kv_indptr[b + 1]]``, which is in order of position and ends with the
     slots of its own new rows. Row i of its q rows (i from 0) attends to the first
-    ``kv_length - q + i + 1`` of them.
+    ``kv_length - q + i + 1`` of them, and before these to the cells of ``ragged[b]``.
 
     Attributes:
         token_ids: [rows] int32.
@@ -22,6 +29,8 @@ class ForwardBatch:
         kv_indptr: [requests + 1] int32, ascending from 0 to the length of ``kv_slots``.
         kv_slots: [sum of KV lengths] int32.
         logit_rows: [outputs] int32, ascending, the rows whose logits are computed.
+        ragged: one per request, None where it has no such cells; empty if none has.
+        observed_rows: [n] int32, rows whose queries are kept for ``Runner.observed_queries``.
     """
 
     token_ids: Int32Array
@@ -31,6 +40,8 @@ class ForwardBatch:
     kv_indptr: Int32Array
     kv_slots: Int32Array
     logit_rows: Int32Array
+    ragged: tuple[RaggedIndex | None, ...] = ()
+    observed_rows: Int32Array = field(default_factory=_no_rows)
 
     @property
     def rows(self) -> int:

@@ -4,7 +4,9 @@ from typing import Protocol
 
 import torch
 
+from midfill.arrays import Float32Array
 from midfill.forward.batch import ForwardBatch
+from midfill.forward.cells import CellStore
 from midfill.models.config import ModelConfig
 
 
@@ -40,9 +42,25 @@ class Runner(Protocol):
         """What runs the model, in words: "CPU kernels, 2 threads"."""
         ...
 
+    @property
+    def cells(self) -> CellStore:
+        """The KV cache, cell by cell."""
+        ...
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write K and V of the batch to its slots; return logits [outputs, vocab] float32.
 
         The next call may overwrite the returned tensor.
+        """
+        ...
+
+    def observed_queries(self, batch: ForwardBatch) -> Float32Array:
+        """Return the rotated queries of the last batch's observed rows.
+
+        Args:
+            batch: the last one.
+
+        Returns:
+            float32 [layers, observed rows, query_heads, head_dim], the caller's own.
         """
         ...

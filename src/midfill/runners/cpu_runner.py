@@ -1,5 +1,7 @@
 """CpuRunner: the model on the CPU, through the compiled kernels."""
 
+import math
+
 import numpy as np
 import torch
 
@@ -20,6 +22,8 @@ from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, entry_bytes
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, panel_count
+from midfill.kernels.cpu.ragged_cells import pack_ragged
+from midfill.kernels.cpu.segments import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.models.config import ModelConfig
@@ -29,7 +33,9 @@ from midfill.runners.autotune import (
     autotune_tile_rows,
     default_tile_rows,
 )
+from midfill.runners.cpu_cells import CpuCells
 from midfill.runners.packed_model import PackedModel, block_format, load_packed
+from midfill.runners.rope import rope_frequencies
 from midfill.system.cores import available_threads
 from midfill.system.progress import Progress
 
@@ -97,7 +103,7 @@ class CpuRunner:
         self._slots = slots
         self._clock = np.zeros((self._pool.threads, CLOCK_WIDTH), np.int64)
         self._tile_rows = default_tile_rows(self.model)
-        self._rows, self._outputs, self._partials = MAX_SOLO_ROWS, 1, 1
+        self._rows, self._outputs, self._partials, self._observed = MAX_SOLO_ROWS, 1, 1, 0
         self._hidden = self._allocate_hidden(self._rows)
         self._workspace = self._allocate_workspace()
         if progress is not None:
@@ -119,6 +125,12 @@ class CpuRunner:
     @property
     def weight_bytes(self) -> int:
         return self.model.weight_bytes
+
+    @property
+    def cells(self) -> CpuCells:
+        """The KV cache, cell by cell."""
+        frequencies, _ = rope_frequencies(self.config)
+        return CpuCells(self._kv_cache, self.config.head_dim, frequencies.numpy())
 
     @property
     def description(self) -> str:
@@ -175,6 +187,12 @@ class CpuRunner:
         self._run(batch, self._checked(batch, hidden), Stages(False, 0, 0, True))
         return self._logits(len(batch.logit_rows))
 
+    def observed_queries(self, batch: ForwardBatch) -> Float32Array:
+        """See ``Runner.observed_queries``."""
+        config, rows = self.config, len(batch.observed_rows)
+        shape = (config.layers, rows, config.query_heads, config.head_dim)
+        return self._workspace.observed[: math.prod(shape)].reshape(shape).copy()
+
     def phase_ticks(self) -> Int64Array:
         """Return each thread's ticks in each phase of all steps so far: [threads, phases]."""
         return self._clock[:, : len(PHASES)].copy()
@@ -185,7 +203,7 @@ class CpuRunner:
 
     def _run(self, batch: ForwardBatch, hidden: Float32Array, stages: Stages) -> None:
         prepared = self._prepare(batch)
-        self._reserve(batch.rows, len(batch.logit_rows), prepared.attention.partials)
+        self._reserve(batch, prepared.attention.partials)
         self._pool.run(
             forward, self.model.config, self.model.weights, self._kv_cache, prepared,
             hidden.reshape(-1), self._workspace, stages,
@@ -209,23 +227,26 @@ class CpuRunner:
         """Return the batch as the kernels take it, its attention planned."""
         group = self.config.query_heads // self.config.kv_heads
         tiles = np.zeros((batch.rows + 1, TILE_FIELDS), np.int32)
+        ragged, most_cells = pack_ragged(batch.ragged)
         tile_count, partials = plan_attention(
-            batch.query_indptr, batch.kv_indptr, group, self.config.kv_heads, self.threads, tiles
-        )
+            batch.query_indptr, batch.kv_indptr, most_cells, group, self.config.kv_heads,
+            self.threads, tiles,
+        )  # fmt: skip
         attention = AttentionMetadata(
-            batch.query_indptr, batch.kv_indptr, batch.kv_slots, tiles, tile_count, partials
+            batch.query_indptr, batch.kv_indptr, batch.kv_slots, tiles, tile_count, partials, ragged
         )
         return Batch(
-            batch.token_ids, batch.positions, batch.write_slots, batch.logit_rows, attention
-        )
+            batch.token_ids, batch.positions, batch.write_slots, batch.logit_rows,
+            batch.observed_rows, attention,
+        )  # fmt: skip
 
-    def _reserve(self, rows: int, outputs: int, partials: int) -> None:
+    def _reserve(self, batch: ForwardBatch, partials: int) -> None:
         """Grow the workspace to hold a step of this size."""
-        if rows <= self._rows and outputs <= self._outputs and partials <= self._partials:
+        wanted = (batch.rows, len(batch.logit_rows), partials, len(batch.observed_rows))
+        sizes = (self._rows, self._outputs, self._partials, self._observed)
+        if all(size <= held for size, held in zip(wanted, sizes, strict=True)):
             return
-        self._rows = max(rows, self._rows)
-        self._outputs = max(outputs, self._outputs)
-        self._partials = max(partials, self._partials)
+        self._rows, self._outputs, self._partials, self._observed = map(max, wanted, sizes)
         self._workspace = self._allocate_workspace()
 
     def _allocate_hidden(self, rows: int) -> Float32Array:
@@ -256,6 +277,8 @@ class CpuRunner:
             logits=floats(outputs * panel_count(config.vocab) * PANEL),
             products=floats(threads, 2 * MAX_TILE_ROWS * PANEL),
             attention=floats(threads, scratch_size(group, config.head_dim)),
+            cells=aligned_zeros((threads, 2 * SEGMENT), np.int32),
+            observed=floats(config.layers * self._observed * attended),
             partials=SoftmaxSums(floats(merged * 2), floats(merged * config.head_dim)),
             clock=self._clock,
             tile_rows=self._tile_rows,

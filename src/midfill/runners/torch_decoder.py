@@ -53,12 +53,14 @@ class PreparedBatch:
         cos, sin: [rows, 1, head_dim / 2] float32, of each row's position.
         write_slots: [rows] int64.
         attention: which keys each row attends to.
+        observed_rows: [n] int64, rows whose queries are kept.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     write_slots: torch.Tensor
     attention: AttentionMetadata
+    observed_rows: torch.Tensor
 
 
 class Decoder:
@@ -68,6 +70,10 @@ class Decoder:
         config: the architecture.
         weights: all on one device and of one dtype, which hidden rows have too.
         kv_cache: on the same device.
+
+    Attributes:
+        observed: the rotated queries of the last batch's observed rows, [n, query_heads, head_dim]
+            per layer.
     """
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, kv_cache: KVCache) -> None:
@@ -75,6 +81,7 @@ class Decoder:
         self.weights = weights
         self.kv_cache = kv_cache
         self.device = weights.embed.device
+        self.observed: list[torch.Tensor] = [torch.empty(0)] * config.layers
         cos, sin = rope_tables(config, config.context)
         self._cos = torch.from_numpy(cos).to(self.device)
         self._sin = torch.from_numpy(sin).to(self.device)
@@ -87,7 +94,14 @@ class Decoder:
             cos=self._cos[positions][:, None],
             sin=self._sin[positions][:, None],
             write_slots=self._indices(batch.write_slots),
-            attention=prepare_metadata(batch, self._windows, self.device),
+            attention=prepare_metadata(
+                batch,
+                self._windows,
+                self.device,
+                self.config.kv_heads,
+                self.kv_cache.keys.shape[1],
+            ),
+            observed_rows=self._indices(batch.observed_rows),
         )
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
@@ -134,10 +148,13 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = _rotate(q, batch), _rotate(k, batch)
+        self.observed[index] = q[batch.observed_rows]
         keys[batch.write_slots] = k
         values[batch.write_slots] = v
         window = config.window_of(index)
-        attended = attend(q, keys, values, batch.attention, window, config.score_scale)
+        attended = attend(
+            q, keys, values, batch.attention, index, window, config.score_scale
+        )
         return _linear(attended.flatten(1), layer.o)
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,12 @@
 
 import torch
 
+from midfill.arrays import Float32Array
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
 from midfill.forward.batch import ForwardBatch
+from midfill.runners.rope import rope_frequencies
+from midfill.runners.torch_cells import TorchCells
 from midfill.runners.torch_decoder import Decoder, KVCache
 from midfill.runners.torch_weights import load_weights
 
@@ -53,6 +56,13 @@ class TorchRunner:
         return self.decoder.weights.bytes
 
     @property
+    def cells(self) -> TorchCells:
+        """The KV cache, cell by cell."""
+        frequencies, _ = rope_frequencies(self.config)
+        cache = self.decoder.kv_cache
+        return TorchCells(cache.keys, cache.values, frequencies.numpy())
+
+    @property
     def description(self) -> str:
         return f"PyTorch on {self.decoder.device}"
 
@@ -60,6 +70,11 @@ class TorchRunner:
         """See ``Runner.forward``; the logits are on the runner's device."""
         hidden = self.run_layers(batch, self.embed(batch), 0, self.config.layers)
         return self.compute_logits(batch, hidden)
+
+    def observed_queries(self, batch: ForwardBatch) -> Float32Array:
+        """See ``Runner.observed_queries``."""
+        queries: Float32Array = torch.stack(self.decoder.observed).float().cpu().numpy()
+        return queries
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:

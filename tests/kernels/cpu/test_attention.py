@@ -1,13 +1,17 @@
 """Attention over scattered slots against numpy, and independent of how work is cut."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
+from midfill.forward.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
 from midfill.kernels.cpu import attention
 from midfill.kernels.cpu.activations import Activations
-from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, write_entry
+from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, LayerKV, write_entry
+from midfill.kernels.cpu.ragged_cells import pack_ragged
+from midfill.kernels.cpu.segments import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext
 
@@ -57,6 +61,7 @@ def one_thread() -> ThreadContext:
 
 
 NO_QUANTS = np.zeros(0, np.uint8)
+CELLS = np.zeros(2 * SEGMENT, np.int32)
 
 
 def naive(pool: Pool, slots: np.ndarray, queries: np.ndarray, window: int) -> np.ndarray:
@@ -78,6 +83,7 @@ def attend(
     *,
     window: int = 0,
     split: bool = False,
+    indices: Sequence[RaggedIndex | None] = (),
 ) -> np.ndarray:
     """requests: (slots, queries [rows, heads, dim]) each; all in one batch."""
     rows = sum(len(queries) for _, queries in requests)
@@ -88,8 +94,11 @@ def attend(
     slots = np.concatenate([s for s, _ in requests]).astype(np.int32)
     tiles = np.zeros((rows + 1, attention.TILE_FIELDS), np.int32)
     threads = 10**6 if split else 1
-    planned = attention.plan_attention(query_indptr, kv_indptr, GROUP, KV_HEADS, threads, tiles)
-    metadata = attention.AttentionMetadata(query_indptr, kv_indptr, slots, tiles, *planned)
+    ragged, most_cells = pack_ragged(indices)
+    planned = attention.plan_attention(
+        query_indptr, kv_indptr, most_cells, GROUP, KV_HEADS, threads, tiles
+    )
+    metadata = attention.AttentionMetadata(query_indptr, kv_indptr, slots, tiles, *planned, ragged)
     assert (metadata.partials > 0) == split
     merged = attention.partial_rows(max(1, metadata.partials), GROUP, KV_HEADS)
     partials = SoftmaxSums(np.empty(merged * 2, np.float32), np.empty(merged * DIM, np.float32))
@@ -99,10 +108,10 @@ def attend(
     attended = Activations(out.reshape(-1), NO_QUANTS)
     attention.attend(
         one_thread(), attention.Queries(qkv.reshape(-1), WIDTH),
-        attention.LayerKV(pool.cache, pool.slots, 0), heads, metadata, attended, scratch, partials,
+        LayerKV(pool.cache, pool.slots, 0), heads, metadata, attended, scratch, CELLS, partials,
     )  # fmt: skip
     if metadata.partials:
-        attention.merge_partials(one_thread(), heads, metadata, attended, scratch, partials)
+        attention.merge_partials(one_thread(), heads, metadata, attended, scratch, CELLS, partials)
     return out
 
 
@@ -115,15 +124,18 @@ def test_any_width_of_head_and_number_of_rows(dim: int, rows: int) -> None:
     none = np.zeros(0, np.float32)
     tiles = np.zeros((2, attention.TILE_FIELDS), np.int32)
     one, all_keys = np.array([0, 1], np.int32), np.array([0, 300], np.int32)
-    planned = attention.plan_attention(one, all_keys, rows, 1, 1, tiles)
+    ragged, most_cells = pack_ragged(())
+    planned = attention.plan_attention(one, all_keys, most_cells, rows, 1, 1, tiles)
     out = np.empty(rows * dim, np.float32)
     cache = KVCache(keys.reshape(-1), values.reshape(-1), none, none)
     attention.attend(
         one_thread(), attention.Queries(query.reshape(-1), rows * dim),
-        attention.LayerKV(cache, 300, 0), attention.AttentionHeads(rows, 1, rows, dim, 0.1, 0),
-        attention.AttentionMetadata(one, all_keys, np.arange(300, dtype=np.int32), tiles, *planned),
+        LayerKV(cache, 300, 0), attention.AttentionHeads(rows, 1, rows, dim, 0.1, 0),
+        attention.AttentionMetadata(
+            one, all_keys, np.arange(300, dtype=np.int32), tiles, *planned, ragged
+        ),
         Activations(out, NO_QUANTS), np.empty(attention.scratch_size(rows, dim), np.float32),
-        SoftmaxSums(none, none),
+        CELLS, SoftmaxSums(none, none),
     )  # fmt: skip
     weights = np.exp(query.astype(np.float64) @ keys.T.astype(np.float64) * 0.1)
     expected = weights @ values / weights.sum(axis=1, keepdims=True)
@@ -178,3 +190,89 @@ def test_the_same_bits_in_a_batch_and_for_any_placement_of_slots(kv_format: KVFo
 
     moved = Pool(1500, kv_format, pool, order[:500])
     np.testing.assert_array_equal(attend(moved, [(np.arange(500), long)]), apart[0])
+
+
+def naive_ragged(
+    pool: Pool, index: RaggedIndex, slots: np.ndarray, queries: np.ndarray
+) -> np.ndarray:
+    """Each head sees its cells, with their terms, then the slots up to the row's own."""
+    out = np.empty((len(queries), QUERY_HEADS, DIM))
+    terms = index.terms or KeyTerms.neutral(len(index.cells))
+    for i, row in enumerate(queries):
+        own = slots[: len(slots) - len(queries) + i + 1]
+        for head in range(QUERY_HEADS):
+            kv_head = head // GROUP
+            part = slice(index.indptr[kv_head], index.indptr[kv_head + 1])
+            seen = np.concatenate((index.cells[part] - kv_head * pool.slots, own))
+            rest = np.zeros(len(own))
+            scores = pool.keys[seen, kv_head] @ row[head] / np.sqrt(DIM)
+            scores *= np.concatenate((terms.score_factor[part], rest + 1))
+            scores += np.concatenate((terms.score_bias[part], rest))
+            weights = np.exp(scores - scores.max())
+            values = pool.values[seen, kv_head]
+            values = values * np.concatenate((terms.value_factor[part], rest + 1))[:, None]
+            out[i, head] = weights @ values / weights.sum()
+    return out.reshape(len(queries), -1)
+
+
+def ragged_index(
+    pool: Pool, counts: Sequence[int], rng: np.random.Generator, *, terms: bool = False
+) -> RaggedIndex:
+    """Some cells of each head, in any order."""
+    cells = [
+        head * pool.slots + rng.permutation(pool.slots)[:count] for head, count in enumerate(counts)
+    ]
+    indptr = np.cumsum([0, *counts]).astype(np.int32)
+    size = sum(counts)
+    factors = [rng.uniform(0.5, 2, size).astype(np.float32) for _ in range(2)]
+    bias = rng.normal(size=size).astype(np.float32)
+    return RaggedIndex(
+        np.concatenate(cells).astype(np.int32),
+        indptr,
+        KeyTerms(factors[0], bias, factors[1]) if terms else None,
+    )
+
+
+@pytest.mark.parametrize("counts", [(0, 5), (3, 0), (256, 255), (300, 17), (16, 600)])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
+def test_heads_see_their_own_cells_before_the_slots(
+    pool: Pool, counts: tuple[int, int], rows: int, terms: bool, split: bool
+) -> None:
+    rng = np.random.default_rng(sum(counts) + rows)
+    index = ragged_index(pool, counts, rng, terms=terms)
+    slots = rng.permutation(pool.slots)[: rows + 7]
+    rows_queries = queries(rows, rows)
+    got = attend(pool, [(slots, rows_queries)], split=split, indices=[index])
+    np.testing.assert_allclose(got, naive_ragged(pool, index, slots, rows_queries), atol=4e-6)
+
+
+@pytest.mark.parametrize("kept", [1, 100, 256, 511, 590])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
+def test_all_cells_give_the_bits_of_the_slots(pool: Pool, kept: int, window: int) -> None:
+    slots = np.random.default_rng(8).permutation(1200)[:600].astype(np.int32)
+    rows = queries(9, 9)
+    index = uniform_ragged_index(slots[:kept], KV_HEADS, pool.slots)
+    dense = attend(pool, [(slots, rows)], window=window)
+    for split in (False, True):
+        got = attend(pool, [(slots[kept:], rows)], window=window, split=split, indices=[index])
+        np.testing.assert_array_equal(got, dense)
+
+
+@pytest.mark.parametrize("pool", [KVFormat.F16], indirect=True)
+def test_requests_with_cells_and_without_share_a_batch(pool: Pool) -> None:
+    rng = np.random.default_rng(11)
+    plain, two = ragged_index(pool, (30, 400), rng), ragged_index(pool, (9, 2), rng, terms=True)
+    indices = [None, plain, None, two]
+    requests = [
+        (rng.permutation(1200)[: rows + 20], queries(rows, rows)) for rows in (1, 5, 33, 2)
+    ]
+    together = attend(pool, requests, indices=indices)
+    apart = [
+        attend(pool, [request], indices=[index] if index else [])
+        for request, index in zip(requests, indices, strict=True)
+    ]
+    np.testing.assert_array_equal(together, np.concatenate(apart))

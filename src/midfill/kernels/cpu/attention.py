@@ -6,7 +6,11 @@ on how the prompt was chunked. A query tile is some rows of a request, with all 
 share a KV head. Where few rows meet a long context, the threads share a tile's segments and merge
 them afterwards (as Flash-Decoding does, Dao et al., 2023), with the same sums in the same order.
 
-The work on one segment is in segments.py.
+A request may see cells of its own in each layer and head before its slots (``RaggedIndex``). They
+count as its first keys; their numbers are gathered segment by segment, and from there on nothing
+differs. A ragged index that holds everything gives the same bits as the slots themselves.
+
+The work on one segment is in segments.py, the lists of cells in ragged_cells.py.
 """
 
 from typing import Any, NamedTuple
@@ -15,9 +19,17 @@ import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, quantize
 from midfill.kernels.cpu.jit import entry_point, kernel
-from midfill.kernels.cpu.kv_cache import KVArray, KVCache, is_quantized
+from midfill.kernels.cpu.kv_cache import KVArray, LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
+from midfill.kernels.cpu.ragged_cells import (
+    HeadKeys,
+    RaggedCells,
+    change_scores,
+    find_keys,
+    list_cells,
+    scale_weights,
+)
 from midfill.kernels.cpu.segments import (
     SEGMENT,
     SegmentRows,
@@ -53,6 +65,7 @@ class AttentionMetadata(NamedTuple):
         tile_count: tiles in use.
         partials: with too few tiles to keep the threads busy, the number of (tile, segment) pairs,
             each computed on its own and merged afterwards; else 0.
+        ragged: the cells that requests see before their slots.
     """
 
     query_indptr: Int32Array
@@ -61,6 +74,7 @@ class AttentionMetadata(NamedTuple):
     tiles: Int32Array
     tile_count: int
     partials: int
+    ragged: RaggedCells
 
 
 class AttentionHeads(NamedTuple):
@@ -83,20 +97,6 @@ class AttentionHeads(NamedTuple):
     window: int
 
 
-class LayerKV(NamedTuple):
-    """One layer's part of the KV cache.
-
-    Attributes:
-        cache: all layers.
-        slots: slots of the cache.
-        first_entry: number of the entry of the layer's first head and slot.
-    """
-
-    cache: KVCache
-    slots: int
-    first_entry: int
-
-
 class Queries(NamedTuple):
     """Rotated queries.
 
@@ -116,7 +116,7 @@ class _Tile(NamedTuple):
         row: the tile's first row in the batch.
         rows: query rows times the heads of a group; row r belongs to query row r // group.
         head: the KV head.
-        slots_at: where in kv_slots the request's slots start.
+        keys: where the request's keys are.
         length: keys that the last row sees.
         limit: keys that the first row sees.
         first, end: the segments, without those that lie before every row's window.
@@ -125,7 +125,7 @@ class _Tile(NamedTuple):
     row: int
     rows: int
     head: int
-    slots_at: int
+    keys: HeadKeys
     length: int
     limit: int
     first: int
@@ -141,7 +141,8 @@ class _Scratch(NamedTuple):
         part: one segment, ``most`` rows.
         scores: float32 [most * 256].
         panel: float32 [head_dim * 16], transposed keys.
-        scales: float32 [16].
+        scales: float32 [32].
+        cells: int32 [2 * 256], cells of a segment and of the one that is prefetched.
     """
 
     queries: Float32Array
@@ -150,17 +151,20 @@ class _Scratch(NamedTuple):
     scores: Float32Array
     panel: Float32Array
     scales: Float32Array
+    cells: Int32Array
 
 
 @entry_point
 def plan_attention(
-    query_indptr: Int32Array, kv_indptr: Int32Array, group: int, kv_heads: int, threads: int,
-    tiles: Int32Array,
+    query_indptr: Int32Array, kv_indptr: Int32Array, most_cells: Int32Array, group: int,
+    kv_heads: int, threads: int, tiles: Int32Array,
 ) -> tuple[int, int]:  # fmt: skip
     """Cut the batch's rows into query tiles and fill ``tiles``.
 
     Args:
         query_indptr, kv_indptr: of the ForwardBatch.
+        most_cells: int32 [requests], the most cells that a layer's head sees before the slots;
+            empty if there are none.
         group: query heads per KV head.
         kv_heads: of the model.
         threads: that the step runs on.
@@ -175,6 +179,8 @@ def plan_attention(
     for request in range(len(query_indptr) - 1):
         row, end = query_indptr[request], query_indptr[request + 1]
         length = kv_indptr[request + 1] - kv_indptr[request]
+        if len(most_cells) > 0:
+            length += most_cells[request]
         while row < end:
             rows = min(widest, end - row)
             tiles[count, REQUEST] = request
@@ -193,7 +199,7 @@ def plan_attention(
 def scratch_size(group: int, head_dim: int) -> int:
     """Return how many float32 a thread needs for ``attend``."""
     most = max(MAX_TILE_ROWS, group)
-    return 3 * most * head_dim + 2 * most * 2 + most * SEGMENT + head_dim * LANES + LANES
+    return 3 * most * head_dim + 2 * most * 2 + most * SEGMENT + head_dim * LANES + 2 * LANES
 
 
 def partial_rows(partials: int, group: int, kv_heads: int) -> int:
@@ -202,7 +208,7 @@ def partial_rows(partials: int, group: int, kv_heads: int) -> int:
 
 
 @kernel
-def _cut(scratch: Float32Array, heads: AttentionHeads) -> _Scratch:
+def _cut(scratch: Float32Array, cells: Int32Array, heads: AttentionHeads) -> _Scratch:
     """Cut a thread's memory into its parts."""
     most, head_dim = max(MAX_TILE_ROWS, heads.group), heads.head_dim
     rows, states = most * head_dim, most * 2
@@ -211,14 +217,16 @@ def _cut(scratch: Float32Array, heads: AttentionHeads) -> _Scratch:
     total_sums, rest = rest[:rows], rest[rows:]
     scores, rest = rest[: most * SEGMENT], rest[most * SEGMENT :]
     panel, rest = rest[: head_dim * LANES], rest[head_dim * LANES :]
-    scales, rest = rest[:LANES], rest[LANES:]
+    scales, rest = rest[: 2 * LANES], rest[2 * LANES :]
     part = SoftmaxSums(rest[:states], sums)
     totals = SoftmaxSums(rest[states : 2 * states], total_sums)
-    return _Scratch(queries, totals, part, scores, panel, scales)
+    return _Scratch(queries, totals, part, scores, panel, scales, cells)
 
 
 @kernel
-def _find_tile(metadata: AttentionMetadata, heads: AttentionHeads, work: int) -> _Tile:
+def _find_tile(
+    metadata: AttentionMetadata, kv: LayerKV, heads: AttentionHeads, work: int
+) -> _Tile:
     """Return unit ``work``: (tile, KV head), or (tile, segment, KV head) with partials."""
     tiles = metadata.tiles
     index, head = work // heads.kv_heads, work % heads.kv_heads
@@ -232,27 +240,36 @@ def _find_tile(metadata: AttentionMetadata, heads: AttentionHeads, work: int) ->
         # A prompt's last tiles have the most keys; starting with them evens out the end.
         tile = metadata.tile_count - 1 - index
     request, row, count = tiles[tile, REQUEST], tiles[tile, ROW], tiles[tile, ROWS]
-    slots_at = metadata.kv_indptr[request]
+    keys = find_keys(metadata.ragged, request, kv, head, metadata.kv_indptr[request])
     behind = metadata.query_indptr[request + 1] - row
-    length = metadata.kv_indptr[request + 1] - slots_at - behind + count
+    slots = metadata.kv_indptr[request + 1] - keys.slots_at
+    length = keys.cells + slots - behind + count
     limit = length - count + 1
     first, end = 0, (length + SEGMENT - 1) // SEGMENT
     if heads.window > 0:
         first = max(0, limit - heads.window) // SEGMENT
     if metadata.partials > 0:
-        first, end = max(first, part), part + 1
-    return _Tile(row, count * heads.group, head, slots_at, length, limit, first, end)
+        # A head that keeps fewer cells than another has no keys in the last segments.
+        first, end = max(first, part), min(end, part + 1)
+    return _Tile(row, count * heads.group, head, keys, length, limit, first, end)
 
 
 @kernel
 def _span(
-    entries: KVArray, kv: LayerKV, head_dim: int, slots: Int32Array, tile: _Tile, segment: int
-) -> KVSpan:
-    """Return the entries of a tile's segment; none if there is no such segment."""
-    base = (kv.first_entry + tile.head * kv.slots) * head_dim
+    entries: KVArray, head_dim: int, metadata: AttentionMetadata, tile: _Tile, segment: int,
+    cells: Int32Array, place: int,
+) -> KVSpan:  # fmt: skip
+    """Return the entries of a tile's segment; none if there is no such segment.
+
+    Where some of its keys are cells, all are listed in cells[place:place + 256].
+    """
     start = segment * SEGMENT
     count = min(SEGMENT, tile.length - start) if segment < tile.end else 0
-    return KVSpan(entries, base, slots, tile.slots_at + start, count)
+    keys = tile.keys
+    if keys.cells > 0:
+        list_cells(metadata.ragged, metadata.kv_slots, keys, start, count, cells, place)
+        return KVSpan(entries, keys.base * 0, cells, place, count)
+    return KVSpan(entries, keys.base * head_dim, metadata.kv_slots, keys.slots_at + start, count)
 
 
 @kernel
@@ -271,7 +288,7 @@ def _load_queries(
 
 @kernel
 def _attend_segment(
-    kv: LayerKV, heads: AttentionHeads, slots: Int32Array, tile: _Tile, segment: int,
+    kv: LayerKV, heads: AttentionHeads, metadata: AttentionMetadata, tile: _Tile, segment: int,
     ahead: KVSpan, scratch: _Scratch, out: SoftmaxSums, first_row: int,
 ) -> None:  # fmt: skip
     """Compute a tile's attention over one segment, to ``out`` from ``first_row`` on.
@@ -279,18 +296,27 @@ def _attend_segment(
     Entries of the span ``ahead`` are prefetched meanwhile.
     """
     dim, scores = heads.head_dim, scratch.scores
-    keys = _span(kv.cache.keys, kv, dim, slots, tile, segment)
-    values = _span(kv.cache.values, kv, dim, slots, tile, segment)
-    head_at = kv.first_entry + tile.head * kv.slots
+    keys = _span(kv.cache.keys, dim, metadata, tile, segment, scratch.cells, 0)
+    values = KVSpan(kv.cache.values, keys.base, keys.slots, keys.first, keys.length)
+    head_at = 0 if tile.keys.cells > 0 else tile.keys.base
     limit = tile.limit - segment * SEGMENT
     rows = SegmentRows(tile.rows, heads.group, limit, heads.window, dim)
     score_segment(scratch.queries, rows, keys, values, scratch.panel, scores)
     if is_quantized(kv.cache.keys):
         multiply_scales(kv.cache.key_scales, head_at, keys, scratch.scales, tile.rows, scores)
+    start = segment * SEGMENT
+    if tile.keys.has_terms:
+        change_scores(
+            metadata.ragged, tile.keys, start, keys.length, scratch.scales, tile.rows, scores
+        )
     for row in range(tile.rows):
         end = limit + row // heads.group
         first = end - heads.window if heads.window > 0 else 0
         softmax_row(scores, row * SEGMENT, keys.length, first, end, out.states, first_row + row)
+    if tile.keys.has_terms:
+        scale_weights(
+            metadata.ragged, tile.keys, start, keys.length, scratch.scales, tile.rows, scores
+        )
     if is_quantized(kv.cache.values):
         multiply_scales(kv.cache.value_scales, head_at, keys, scratch.scales, tile.rows, scores)
     weigh_segment(scores, rows, values, ahead, out.sums, first_row * dim)
@@ -298,23 +324,27 @@ def _attend_segment(
 
 @kernel
 def _attend_tile(
-    kv: LayerKV, heads: AttentionHeads, slots: Int32Array, tile: _Tile, following: _Tile,
-    scratch: _Scratch,
+    kv: LayerKV, heads: AttentionHeads, metadata: AttentionMetadata, tile: _Tile,
+    following: _Tile, scratch: _Scratch,
 ) -> None:  # fmt: skip
     """Compute a tile's attention over all of its keys, to the totals.
 
     The first keys of the tile ``following`` are prefetched during the last segment.
     """
-    dim = heads.head_dim
+    dim, cells = heads.head_dim, scratch.cells
     top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
     for segment in range(tile.first, tile.end):
-        ahead = _span(kv.cache.keys, kv, dim, slots, tile, segment + 1)
+        ahead = _span(kv.cache.keys, dim, metadata, tile, segment + 1, cells, SEGMENT)
         if segment + 1 == tile.end:
-            ahead = _span(kv.cache.keys, kv, dim, slots, following, following.first)
+            ahead = _span(
+                kv.cache.keys, dim, metadata, following, following.first, cells, SEGMENT
+            )
         if segment == tile.first:
-            _attend_segment(kv, heads, slots, tile, segment, ahead, scratch, scratch.totals, top)
+            _attend_segment(
+                kv, heads, metadata, tile, segment, ahead, scratch, scratch.totals, top
+            )
             continue
-        _attend_segment(kv, heads, slots, tile, segment, ahead, scratch, scratch.part, top)
+        _attend_segment(kv, heads, metadata, tile, segment, ahead, scratch, scratch.part, top)
         merge_rows(scratch.totals, scratch.part, top, tile.rows, dim)
 
 
@@ -333,7 +363,8 @@ def _finish_tile(
 @kernel
 def attend(
     context: ThreadContext, queries: Queries, kv: LayerKV, heads: AttentionHeads,
-    metadata: AttentionMetadata, out: Activations, scratch: Float32Array, partials: SoftmaxSums,
+    metadata: AttentionMetadata, out: Activations, scratch: Float32Array, cells: Int32Array,
+    partials: SoftmaxSums,
 ) -> None:  # fmt: skip
     """Run the attention of one layer, as one phase.
 
@@ -347,28 +378,31 @@ def attend(
         metadata: of the batch.
         out: [rows, query_heads * head_dim].
         scratch: float32 [scratch_size(...)], this thread's own.
+        cells: int32 [2 * 256], this thread's own.
         partials: ``partial_rows(...)`` rows, shared.
     """
-    memory = _cut(scratch, heads)
-    slots = metadata.kv_slots
+    memory = _cut(scratch, cells, heads)
     units = metadata.partials if metadata.partials > 0 else metadata.tile_count
     count = units * heads.kv_heads
     work = take_work(context.sync, 1)
     while work < count:
         # The next unit is claimed early, so that its keys can be prefetched.
         next_work = take_work(context.sync, 1)
-        tile = _find_tile(metadata, heads, work)
-        following = _find_tile(metadata, heads, min(next_work, count - 1))
+        tile = _find_tile(metadata, kv, heads, work)
+        following = _find_tile(metadata, kv, heads, min(next_work, count - 1))
         _load_queries(queries, heads, tile, memory.queries)
         if metadata.partials == 0:
-            _attend_tile(kv, heads, slots, tile, following, memory)
+            _attend_tile(kv, heads, metadata, tile, following, memory)
             _finish_tile(heads, tile.row, tile.rows, tile.head, memory.totals, out)
         else:
             first_row = work * max(MAX_TILE_ROWS, heads.group)
             if tile.first < tile.end:
-                ahead = _span(kv.cache.keys, kv, heads.head_dim, slots, following, following.first)
+                ahead = _span(
+                    kv.cache.keys, heads.head_dim, metadata, following, following.first, cells,
+                    SEGMENT,
+                )  # fmt: skip
                 _attend_segment(
-                    kv, heads, slots, tile, tile.first, ahead, memory, partials, first_row
+                    kv, heads, metadata, tile, tile.first, ahead, memory, partials, first_row
                 )
             else:
                 clear_states(partials.states, first_row, tile.rows)
@@ -378,10 +412,10 @@ def attend(
 @kernel
 def merge_partials(
     context: ThreadContext, heads: AttentionHeads, metadata: AttentionMetadata, out: Activations,
-    scratch: Float32Array, partials: SoftmaxSums,
+    scratch: Float32Array, cells: Int32Array, partials: SoftmaxSums,
 ) -> None:  # fmt: skip
     """Merge each tile's segments in order, as one phase after ``attend``; arguments as there."""
-    memory = _cut(scratch, heads)
+    memory = _cut(scratch, cells, heads)
     tiles, kv_heads = metadata.tiles, heads.kv_heads
     work = take_work(context.sync, 1)
     while work < metadata.tile_count * kv_heads:

@@ -13,7 +13,6 @@ from midfill.kernels.cpu.activations import Activations, quantize
 from midfill.kernels.cpu.attention import (
     AttentionHeads,
     AttentionMetadata,
-    LayerKV,
     Queries,
     attend,
     merge_partials,
@@ -33,7 +32,7 @@ from midfill.kernels.cpu.clock import (
     start_clock,
 )
 from midfill.kernels.cpu.jit import entry_point, kernel
-from midfill.kernels.cpu.kv_cache import KVCache, write_entry
+from midfill.kernels.cpu.kv_cache import KVCache, LayerKV, write_entry
 from midfill.kernels.cpu.linear import (
     GateUpWeights,
     LinearOutput,
@@ -110,6 +109,7 @@ class Batch(NamedTuple):
     Attributes:
         token_ids, positions, write_slots: int32 [rows].
         logit_rows: int32 [outputs], the rows whose logits are wanted.
+        observed_rows: int32 [n], the rows whose queries are kept.
         attention: which rows attend to which slots.
     """
 
@@ -117,11 +117,12 @@ class Batch(NamedTuple):
     positions: Int32Array
     write_slots: Int32Array
     logit_rows: Int32Array
+    observed_rows: Int32Array
     attention: AttentionMetadata
 
 
 class Workspace(NamedTuple):
-    """Memory of a step, reused by the next one; all arrays but four are flat.
+    """Memory of a step, reused by the next one; all arrays but five are flat.
 
     Attributes:
         normed: [rows, hidden]; one part per thread where every thread norms all rows.
@@ -131,6 +132,9 @@ class Workspace(NamedTuple):
         logits: float32 [outputs * vocab padded to whole panels].
         products: float32 [threads, 2 * 8 * 32], see linear.Tiling.
         attention: float32 [threads, attention.scratch_size(...)].
+        cells: int32 [threads, 2 * 256], see attention.attend.
+        observed: float32 [layers * n * query_heads * head_dim], rotated queries of the batch's
+            observed rows.
         partials: attention.partial_rows(...) rows.
         clock: int64 [threads, 16], see clock.py.
         tile_rows: uint8 [matrices, 49], see tiles.py.
@@ -143,6 +147,8 @@ class Workspace(NamedTuple):
     logits: Float32Array
     products: Float32Array
     attention: Float32Array
+    cells: Int32Array
+    observed: Float32Array
     partials: SoftmaxSums
     clock: Int64Array
     tile_rows: Uint8Array
@@ -219,6 +225,19 @@ def _rotate_and_store(
 
 
 @kernel
+def _keep_queries(
+    context: ThreadContext, config: DecoderConfig, layer: int, batch: Batch, qkv: Float32Array,
+    stride: int, observed: Float32Array,
+) -> None:  # fmt: skip
+    """Copy the rotated queries of the observed rows."""
+    size, count = config.query_heads * config.head_dim, len(batch.observed_rows)
+    for i in range(context.thread, count, context.threads):
+        start, to = batch.observed_rows[i] * stride, (layer * count + i) * size
+        for k in range(size):
+            observed[to + k] = qkv[start + k]
+
+
+@kernel
 def _attention_block(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
     layer: int, batch: Batch, hidden: Float32Array, workspace: Workspace,
@@ -237,20 +256,22 @@ def _attention_block(
     end_phase(context, QKV)
     _rotate_and_store(context, config, weights, kv, layer, batch, workspace.qkv)
     end_phase(context, ROTATE)
+    _keep_queries(context, config, layer, batch, workspace.qkv, width, workspace.observed)
     heads = AttentionHeads(
         config.query_heads, config.kv_heads, config.query_heads // config.kv_heads, dim,
         config.score_scale, weights.windows[layer],
     )  # fmt: skip
-    scratch = workspace.attention[context.thread]
+    scratch, cells = workspace.attention[context.thread], workspace.cells[context.thread]
     attend(
         context, Queries(workspace.qkv, width), kv, heads, batch.attention, workspace.attended,
-        scratch, workspace.partials,
+        scratch, cells, workspace.partials,
     )  # fmt: skip
     end_phase(context, ATTENTION)
     if batch.attention.partials > 0:
         merge_partials(
-            context, heads, batch.attention, workspace.attended, scratch, workspace.partials
-        )
+            context, heads, batch.attention, workspace.attended, scratch, cells,
+            workspace.partials,
+        )  # fmt: skip
         end_phase(context, ATTENTION)
     linear(
         context, workspace.attended, 0, weights.o, layer,

@@ -88,6 +88,20 @@ class KVCache(NamedTuple):
         return cls(keys, values, key_scales, value_scales)
 
 
+class LayerKV(NamedTuple):
+    """One layer's part of the KV cache.
+
+    Attributes:
+        cache: all layers.
+        slots: slots of the cache.
+        first_entry: number of the entry of the layer's first head and slot.
+    """
+
+    cache: KVCache
+    slots: int
+    first_entry: int
+
+
 def entry_bytes(kv_format: KVFormat, head_dim: int) -> int:
     """Return the bytes of one entry, its scale included."""
     scale = 4 if kv_format is KVFormat.I8 else 0

@@ -1,0 +1,138 @@
+"""Attention over cells in torch: a request sees other tokens in each layer and head.
+
+The plain form of what ``forward.ragged`` describes, one request at a time: the reference for the
+CPU kernels, and what runs on CUDA.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from midfill.forward.batch import ForwardBatch
+from midfill.forward.ragged import KeyTerms, RaggedIndex
+
+
+@dataclass(frozen=True)
+class RaggedRequest:
+    """The rows of a request with cells, and what they attend to.
+
+    Attributes:
+        rows: [queries] int64, rows of the packed batch.
+        own: [n] int64, the slots after the cells; they end with those of the rows.
+        slots: [layers, kv_heads, most] int64, the cells' slots, padded with slot 0.
+        kept: [layers, kv_heads, 1] int64, how many are cells.
+        terms: [3, layers, kv_heads, most] float32: score factors, score biases, value factors.
+    """
+
+    rows: torch.Tensor
+    own: torch.Tensor
+    slots: torch.Tensor
+    kept: torch.Tensor
+    terms: torch.Tensor
+
+
+def prepare_ragged(
+    batch: ForwardBatch, kv_heads: int, total_slots: int, device: torch.device
+) -> tuple[RaggedRequest, ...]:
+    """Return the batch's requests with cells, once for all layers.
+
+    Args:
+        batch: the step.
+        kv_heads: of the model.
+        total_slots: slots of the KV cache.
+        device: where the tensors go.
+    """
+    return tuple(
+        _prepare(batch, request, index, kv_heads, total_slots, device)
+        for request, index in enumerate(batch.ragged)
+        if index is not None
+    )
+
+
+def attend_ragged(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    request: RaggedRequest,
+    layer: int,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Compute a request's attention in one layer.
+
+    Args:
+        queries: [rows of the batch, query_heads, head_dim].
+        keys, values: the layer's KV cache [slots, kv_heads, head_dim], the batch's rows written.
+        request: from ``prepare_ragged``.
+        layer: of the KV cache.
+        window: how many of its last keys a query sees, its own included; None is all.
+        scale: factor of q.k.
+
+    Returns:
+        [queries, query_heads, head_dim].
+    """
+    q = queries[request.rows].float()
+    rows, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    q = q.view(rows, kv_heads, heads // kv_heads, head_dim)
+    slots, kept = request.slots[layer], request.kept[layer]
+    k, v = (_gather(cache, slots, request.own) for cache in (keys, values))
+    most, own = slots.shape[1], len(request.own)
+    factor, bias, weight = (_padded(term, own, fill) for term, fill in zip(
+        request.terms[:, layer], (1.0, 0.0, 1.0), strict=True
+    ))
+    scores = torch.einsum("rhgd,hkd->hgrk", q, k) * scale
+    scores = scores * factor[:, None, None] + bias[:, None, None]
+    seen = _visible(rows, most, own, kept, window)
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    attended = torch.einsum("hgrk,hkd->rhgd", weights * weight[:, None, None], v)
+    return attended.reshape(rows, heads, head_dim).to(queries.dtype)
+
+
+def _gather(cache: torch.Tensor, slots: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return [kv_heads, cells and own slots, head_dim] float32."""
+    head = torch.arange(len(slots), device=cache.device)[:, None]
+    return torch.cat((cache[slots, head], cache[own].transpose(0, 1)), dim=1).float()
+
+
+def _padded(term: torch.Tensor, own: int, fill: float) -> torch.Tensor:
+    return torch.cat((term, term.new_full((len(term), own), fill)), dim=1)
+
+
+def _visible(
+    rows: int, most: int, own: int, kept: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """Return [kv_heads, rows, keys] bool: which keys a row sees."""
+    column = torch.arange(most + own, device=kept.device)
+    is_cell = column < most
+    # A head's keys are numbered without its padding.
+    number = torch.where(is_cell, column, kept + column - most)
+    exists = ~is_cell | (column < kept)
+    row = kept[:, None] + own - rows + torch.arange(rows, device=kept.device)[:, None]
+    seen = exists[:, None] & (number[:, None] <= row)
+    return seen if window is None else seen & (number[:, None] > row - window)
+
+
+def _prepare(
+    batch: ForwardBatch, request: int, index: RaggedIndex, kv_heads: int, total_slots: int,
+    device: torch.device,
+) -> RaggedRequest:  # fmt: skip
+    counts = np.diff(index.indptr)
+    most = index.most
+    terms = index.terms or KeyTerms.neutral(len(index.cells))
+    arrays = (index.cells % total_slots, terms.score_factor, terms.score_bias, terms.value_factor)
+    padded = [np.zeros((len(counts), most), array.dtype) for array in arrays]
+    for target, array in zip(padded, arrays, strict=True):
+        for row, (start, count) in enumerate(zip(index.indptr, counts, strict=False)):
+            target[row, :count] = array[start : start + count]
+    shape = (-1, kv_heads, most)
+    rows = np.arange(batch.query_indptr[request], batch.query_indptr[request + 1])
+    own = batch.kv_slots[batch.kv_indptr[request] : batch.kv_indptr[request + 1]]
+    return RaggedRequest(
+        rows=torch.from_numpy(rows).to(device, torch.int64),
+        own=torch.from_numpy(own).to(device, torch.int64),
+        slots=torch.from_numpy(padded[0].reshape(shape)).to(device, torch.int64),
+        kept=torch.from_numpy(counts.reshape(-1, kv_heads, 1)).to(device, torch.int64),
+        terms=torch.from_numpy(np.stack(padded[1:]).reshape(3, *shape)).to(device),
+    )

@@ -1,0 +1,79 @@
+"""RaggedIndex: the KV that a sequence attends to where layers and heads keep different tokens.
+
+A *cell* is the K and V of one token in one layer and one KV head. Its number is
+``(layer * kv_heads + head) * slots + slot``, in every runner. An ordinary sequence reads the same
+slots in all layers and heads. A compressed one keeps other cells in each, packed into as few slots
+as they fill: any cell may lie in any slot of its own layer and head.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from midfill.arrays import Float32Array, Int32Array
+
+
+@dataclass(frozen=True)
+class KeyTerms:
+    """What changes the weight of each cell of a RaggedIndex: see ``RaggedIndex``.
+
+    Attributes:
+        score_factor, score_bias, value_factor: [cells] float32.
+    """
+
+    score_factor: Float32Array
+    score_bias: Float32Array
+    value_factor: Float32Array
+
+    @classmethod
+    def neutral(cls, cells: int) -> "KeyTerms":
+        """Return terms that change nothing."""
+        ones = np.ones(cells, np.float32)
+        return cls(ones, np.zeros(cells, np.float32), ones.copy())
+
+
+@dataclass(frozen=True)
+class RaggedIndex:
+    """The cells that every row of a sequence sees before its ordinary slots.
+
+    Head h of layer l sees the cells ``cells[indptr[i]:indptr[i + 1]]`` for i = l * kv_heads + h, in
+    this order, then the sequence's slots. A query q has the score
+    ``score_factor * (q . k) * scale + score_bias`` with a cell's key k, and its value counts
+    ``value_factor`` times.
+
+    Attributes:
+        cells: [n] int32, numbers of cells.
+        indptr: [layers * kv_heads + 1] int32, ascending from 0 to n.
+        terms: None where all factors are 1 and all biases 0.
+    """
+
+    cells: Int32Array
+    indptr: Int32Array
+    terms: KeyTerms | None = None
+
+    @property
+    def most(self) -> int:
+        """The largest number of cells that a layer's head keeps."""
+        return int(np.diff(self.indptr).max(initial=0))
+
+
+def cells_of_slots(slots: Int32Array, heads: int, total_slots: int) -> Int32Array:
+    """Return the cells of some slots in every layer and head: [heads, n] int32.
+
+    Args:
+        slots: [n] int32.
+        heads: layers * kv_heads.
+        total_slots: slots of the KV cache.
+    """
+    return np.arange(heads, dtype=np.int32)[:, None] * np.int32(total_slots) + slots[None, :]
+
+
+def uniform_ragged_index(slots: Int32Array, heads: int, total_slots: int) -> RaggedIndex:
+    """Return the index under which every layer and head keeps the same slots.
+
+    Args:
+        slots, heads, total_slots: see ``cells_of_slots``.
+    """
+    cells = cells_of_slots(slots, heads, total_slots).reshape(-1)
+    indptr = np.arange(heads + 1, dtype=np.int32) * np.int32(len(slots))
+    return RaggedIndex(cells, indptr)

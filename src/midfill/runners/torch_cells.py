@@ -1,0 +1,52 @@
+"""TorchCells: the torch runner's KV cache, cell by cell."""
+
+import torch
+
+from midfill.arrays import Float32Array, Int32Array
+from midfill.runners.key_rotation import shift_keys
+
+
+class TorchCells:
+    """Implements ``forward.cells.CellStore``.
+
+    Args:
+        keys, values: [layers, slots, kv_heads, head_dim], on one device.
+        frequencies: see ``shift_keys``.
+    """
+
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, frequencies: Float32Array
+    ) -> None:
+        self._keys, self._values, self._frequencies = keys, values, frequencies
+
+    def read(self, cells: Int32Array) -> tuple[Float32Array, Float32Array]:
+        """See ``CellStore.read``."""
+        return self._read(self._keys, cells), self._read(self._values, cells)
+
+    def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
+        """See ``CellStore.write``."""
+        place = self._place(cells)
+        for cache, numbers in ((self._keys, keys), (self._values, values)):
+            cache[place] = torch.from_numpy(numbers).to(cache.device, cache.dtype)
+
+    def copy(
+        self, source: Int32Array, target: Int32Array, shift: Int32Array | None = None
+    ) -> None:
+        """See ``CellStore.copy``."""
+        read, written = self._place(source), self._place(target)
+        keys, values = self._keys[read], self._values[read]
+        if shift is not None:
+            moved = shift_keys(keys.float().cpu().numpy(), shift, self._frequencies)
+            keys = torch.from_numpy(moved).to(keys.device, keys.dtype)
+        self._keys[written], self._values[written] = keys, values
+
+    def _read(self, cache: torch.Tensor, cells: Int32Array) -> Float32Array:
+        numbers: Float32Array = cache[self._place(cells)].float().cpu().numpy()
+        return numbers
+
+    def _place(self, cells: Int32Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return layers, slots and heads of cells."""
+        numbers = torch.from_numpy(cells).to(self._keys.device, torch.int64)
+        _, slots, heads, _ = self._keys.shape
+        row = numbers // slots
+        return row // heads, numbers % slots, row % heads

@@ -1,0 +1,178 @@
+"""KV cells of both runners: read, written, moved; and steps that read some cells only."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import VOCAB, write_variant
+
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.config import KvDtype
+from midfill.forward.batch import ForwardBatch
+from midfill.forward.ragged import RaggedIndex, cells_of_slots, uniform_ragged_index
+from midfill.runners.cpu_runner import CpuRunner
+from midfill.runners.torch_runner import TorchRunner
+
+SLOTS, LENGTH = 80, 24
+Runner = CpuRunner | TorchRunner
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture(scope="module")
+def cpu(llama: Checkpoint) -> Iterator[CpuRunner]:
+    runner = CpuRunner(llama, slots=SLOTS, threads=2, weights="f32", kv_dtype="f32")
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module", params=["cpu", "torch"])
+def runner(request: pytest.FixtureRequest, llama: Checkpoint, cpu: CpuRunner) -> Runner:
+    return cpu if request.param == "cpu" else TorchRunner(llama, slots=SLOTS)
+
+
+def ids(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).astype(np.int32)
+
+
+def scattered(count: int) -> np.ndarray:
+    return np.random.default_rng(5).permutation(SLOTS)[:count].astype(np.int32)
+
+
+def step(
+    tokens: np.ndarray,
+    position: int,
+    slots: np.ndarray,
+    *,
+    ragged: RaggedIndex | None = None,
+    observed: tuple[int, ...] = (),
+) -> ForwardBatch:
+    """One request whose rows are the last of ``slots``."""
+    rows = len(tokens)
+    return ForwardBatch(
+        token_ids=tokens,
+        positions=np.arange(position, position + rows, dtype=np.int32),
+        write_slots=slots[-rows:],
+        query_indptr=np.array([0, rows], np.int32),
+        kv_indptr=np.array([0, len(slots)], np.int32),
+        kv_slots=slots,
+        logit_rows=np.arange(rows, dtype=np.int32),
+        ragged=() if ragged is None else (ragged,),
+        observed_rows=np.array(observed, np.int32),
+    )
+
+
+def heads_of(runner: Runner) -> int:
+    return runner.config.layers * runner.config.kv_heads
+
+
+def all_cells(runner: Runner, slots: np.ndarray) -> np.ndarray:
+    """[heads, n]"""
+    return cells_of_slots(slots, heads_of(runner), SLOTS)
+
+
+def test_what_is_written_is_read_and_no_other_cell_changes(runner: Runner) -> None:
+    slots = scattered(LENGTH)
+    runner.forward(step(ids(LENGTH), 0, slots))
+    cells = all_cells(runner, slots).reshape(-1)
+    before = runner.cells.read(cells)
+    rng = np.random.default_rng(1)
+    chosen = rng.permutation(len(cells))[:17]
+    keys, values = rng.normal(size=(2, 17, runner.config.head_dim)).astype(np.float32)
+    runner.cells.write(cells[chosen], keys, values)
+    for old, new, after in zip(before, (keys, values), runner.cells.read(cells), strict=True):
+        old[chosen] = new
+        np.testing.assert_array_equal(after, old)
+
+
+def test_cells_are_what_the_forward_pass_reads(runner: Runner) -> None:
+    """A prompt whose cells are moved to other slots has the same next logits."""
+    slots = scattered(LENGTH + 2)
+    prompt, new = slots[:LENGTH], slots[LENGTH:]
+    tokens = ids(LENGTH + 1)
+    runner.forward(step(tokens[:LENGTH], 0, prompt))
+    before = runner.forward(step(tokens[LENGTH:], LENGTH, slots[: LENGTH + 1])).clone()
+    moved = np.roll(prompt, 5)
+    source, target = (all_cells(runner, each).reshape(-1) for each in (prompt, moved))
+    runner.cells.copy(source, target)
+    after = runner.forward(step(tokens[LENGTH:], LENGTH, np.append(moved, new[1:])))
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("shift", [7, -3])
+def test_a_shifted_key_is_the_key_of_the_other_position(runner: Runner, shift: int) -> None:
+    """The first layer's keys depend on token and position alone."""
+    token, slots = ids(1), scattered(2)
+    runner.forward(step(token, 10, slots[:1]))
+    runner.forward(step(token, 10 + shift, slots[1:]))
+    heads = runner.config.kv_heads
+    source, expected = (all_cells(runner, slots)[:heads, i] for i in (0, 1))
+    runner.cells.copy(source, source, np.full(heads, shift, np.int32))
+    for found, other in zip(runner.cells.read(source), runner.cells.read(expected), strict=True):
+        np.testing.assert_allclose(found, other, atol=2e-6)
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", "i8"])
+def test_rounding_is_that_of_the_forward_pass(llama: Checkpoint, kv_dtype: KvDtype) -> None:
+    runner = CpuRunner(llama, slots=SLOTS, threads=1, weights="f32", kv_dtype=kv_dtype)
+    exact = CpuRunner(llama, slots=SLOTS, threads=1, weights="f32", kv_dtype="f32")
+    slots = scattered(1)
+    for one in (runner, exact):
+        one.forward(step(ids(1), 3, slots))
+    cells = all_cells(runner, slots)[: runner.config.kv_heads, 0]
+    written = runner.cells.read(cells)
+    runner.cells.write(cells, *exact.cells.read(cells))
+    for found, expected in zip(runner.cells.read(cells), written, strict=True):
+        np.testing.assert_array_equal(found, expected)
+    for one in (runner, exact):
+        one.close()
+
+
+def test_all_cells_give_the_bits_of_the_slots(cpu: CpuRunner) -> None:
+    slots, tokens = scattered(LENGTH), ids(LENGTH)
+    dense = cpu.forward(step(tokens, 0, slots)).clone()
+    for kept in (1, 16, LENGTH - 2):
+        index = uniform_ragged_index(slots[:kept], heads_of(cpu), SLOTS)
+        rest = cpu.forward(step(tokens[kept:], kept, slots[kept:], ragged=index))
+        assert torch.equal(rest, dense[kept:])
+
+
+def test_both_runners_read_the_same_cells(llama: Checkpoint, cpu: CpuRunner) -> None:
+    reference = TorchRunner(llama, slots=SLOTS)
+    rng = np.random.default_rng(2)
+    slots, tokens = scattered(LENGTH + 4), ids(LENGTH + 4)
+    prompt = step(tokens[:LENGTH], 0, slots[:LENGTH])
+    cells = all_cells(cpu, slots[:LENGTH])
+    kept = [row[np.sort(rng.permutation(LENGTH)[: rng.integers(1, LENGTH)])] for row in cells]
+    index = RaggedIndex(
+        np.concatenate(kept), np.cumsum([0, *map(len, kept)]).astype(np.int32)
+    )
+    later = step(tokens[LENGTH:], LENGTH, slots[LENGTH:], ragged=index)
+    logits = []
+    for one in (cpu, reference):
+        one.forward(prompt)
+        logits.append(one.forward(later).clone())
+    torch.testing.assert_close(*logits, rtol=0, atol=2e-4)
+    dense = reference.forward(step(tokens[LENGTH:], LENGTH, slots))
+    assert (dense - logits[1]).abs().max() > 1e-2
+
+
+def test_queries_of_observed_rows_are_kept(llama: Checkpoint, cpu: CpuRunner) -> None:
+    reference = TorchRunner(llama, slots=SLOTS)
+    batch = step(ids(LENGTH), 0, scattered(LENGTH), observed=(3, 20, 23))
+    plain = dataclasses.replace(batch, observed_rows=np.zeros(0, np.int32))
+    expected = cpu.forward(plain).clone()
+    assert cpu.observed_queries(plain).shape[1] == 0
+    assert torch.equal(cpu.forward(batch), expected)
+    reference.forward(batch)
+    found, other = cpu.observed_queries(batch), reference.observed_queries(batch)
+    config = cpu.config
+    assert found.shape == (config.layers, 3, config.query_heads, config.head_dim)
+    np.testing.assert_allclose(found, other, atol=2e-5)
