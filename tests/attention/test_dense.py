@@ -12,7 +12,6 @@ from midfill.attention.dense import Window, attend, prepare_metadata
 from midfill.forward.batch import ForwardBatch
 
 KV_HEADS, GROUP, HEAD_DIM, SLOTS, SCALE = 2, 3, 8, 200, 0.3
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -66,8 +65,8 @@ def naive(case: Problem, window: Window) -> torch.Tensor:
 
 
 def dense(case: Problem, window: Window) -> torch.Tensor:
-    metadata = prepare_metadata(case.batch, {window}, CPU, KV_HEADS, SLOTS)
-    return attend(case.queries, case.keys, case.values, metadata, 0, window, SCALE)
+    metadata = prepare_metadata(case.batch, {window}, torch.device("cpu"))
+    return attend(case.queries, case.keys, case.values, metadata, window, SCALE)
 
 
 def request_shapes() -> st.SearchStrategy[tuple[int, int]]:
@@ -87,9 +86,9 @@ def test_every_row_sees_the_keys_up_to_its_own_within_the_window(
 
 def test_one_preparation_serves_layers_with_and_without_a_window() -> None:
     case = problem([(1, 30), (7, 20), (1, 9), (5, 5)])
-    metadata = prepare_metadata(case.batch, {None, 4}, CPU, KV_HEADS, SLOTS)
+    metadata = prepare_metadata(case.batch, {None, 4}, torch.device("cpu"))
     for window in (None, 4):
-        actual = attend(case.queries, case.keys, case.values, metadata, 0, window, SCALE)
+        actual = attend(case.queries, case.keys, case.values, metadata, window, SCALE)
         torch.testing.assert_close(actual, naive(case, window), rtol=0, atol=1e-5)
 
 
@@ -99,7 +98,7 @@ def test_decodes_of_similar_length_share_a_call_and_padding_stays_below_half(
 ) -> None:
     lengths = [100, 101, 102, 150, 10, 11, 3]
     batch = problem([(1, length) for length in lengths]).batch
-    groups = prepare_metadata(batch, {window}, CPU, KV_HEADS, SLOTS).groups
+    groups = prepare_metadata(batch, {window}, torch.device("cpu")).groups
     assert len(groups) == 3
     assert sum(group.rows.numel() for group in groups) == len(lengths)
     kept = sum(min(length, window or length) for length in lengths)
@@ -107,5 +106,5 @@ def test_decodes_of_similar_length_share_a_call_and_padding_stays_below_half(
 
 
 def test_a_window_reads_only_the_keys_it_can_see() -> None:
-    groups = prepare_metadata(problem([(4, 100)]).batch, {10}, CPU, KV_HEADS, SLOTS).groups
+    groups = prepare_metadata(problem([(4, 100)]).batch, {10}, torch.device("cpu")).groups
     assert groups[0].views[10].slots.shape == (1, 13)

@@ -6,15 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.attention.dense import attend, prepare_metadata
+from midfill.attention.ragged import attend_ragged, prepare_ragged
 from midfill.forward.batch import ForwardBatch
-from midfill.forward.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
+from midfill.kv.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
 
 LAYERS, KV_HEADS, GROUP, HEAD_DIM, SLOTS, SCALE = 2, 2, 3, 8, 60, 0.3
 
 
 def random_index(rng: np.random.Generator, *, terms: bool) -> RaggedIndex:
     counts = rng.integers(0, 20, LAYERS * KV_HEADS)
-    cells = [row * SLOTS + rng.permutation(SLOTS)[:count] for row, count in enumerate(counts)]
+    cells = [rng.permutation(LAYERS * KV_HEADS * SLOTS)[:count] for count in counts]
     factors = rng.uniform(0.5, 2, (3, counts.sum())).astype(np.float32)
     return RaggedIndex(
         np.concatenate(cells).astype(np.int32),
@@ -57,35 +58,40 @@ def naive(
             own = slots[: len(slots) - (end - row) + 1]
             for head in range(KV_HEADS * GROUP):
                 kv_head = head // GROUP
-                seen, terms = own, np.tile([[1.0], [0.0], [1.0]], len(own))
+                seen = (layer * KV_HEADS + kv_head) * SLOTS + own
+                terms = np.tile([[1.0], [0.0], [1.0]], len(own))
                 if index is not None:
                     place = layer * KV_HEADS + kv_head
                     part = slice(index.indptr[place], index.indptr[place + 1])
-                    seen = np.concatenate((index.cells[part] - place * SLOTS, own))
+                    seen = np.concatenate((index.cells[part], seen))
                     given_terms = index.terms or KeyTerms.neutral(len(index.cells))
                     mine = [term[part] for term in vars(given_terms).values()]
                     terms = np.concatenate((np.stack(mine), terms), axis=1)
                 if window is not None:
                     seen, terms = seen[-window:], terms[:, -window:]
                 factor, bias, weight = torch.from_numpy(terms).float()
-                places = torch.from_numpy(seen).long()
-                scores = keys[places, kv_head] @ queries[row, head] * SCALE * factor + bias
+                k, v = (cache.transpose(1, 2).reshape(-1, HEAD_DIM)[seen] for cache in (keys, values))
+                scores = k @ queries[row, head] * SCALE * factor + bias
                 weighted = scores.softmax(0) * weight
-                outputs[row, head] = weighted @ values[places, kv_head]
+                outputs[row, head] = weighted @ v
     return outputs
 
 
 def attended(
     batch: ForwardBatch, layer: int, window: int | None, tensors: list[torch.Tensor]
 ) -> torch.Tensor:
-    metadata = prepare_metadata(batch, {window}, torch.device("cpu"), KV_HEADS, SLOTS)
-    return attend(*tensors, metadata, layer, window, SCALE)
+    queries, keys, values = tensors
+    metadata = prepare_metadata(batch, {window}, torch.device("cpu"))
+    outputs = attend(queries, keys[layer], values[layer], metadata, window, SCALE)
+    for request in prepare_ragged(batch, keys.shape, torch.device("cpu")):
+        outputs[request.rows] = attend_ragged(*tensors, request, layer, window, SCALE)
+    return outputs
 
 
 def random_tensors(rows: int, seed: int) -> list[torch.Tensor]:
     """Queries, keys, values."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = ((rows, KV_HEADS * GROUP, HEAD_DIM), *[(SLOTS, KV_HEADS, HEAD_DIM)] * 2)
+    shapes = ((rows, KV_HEADS * GROUP, HEAD_DIM), *[(LAYERS, SLOTS, KV_HEADS, HEAD_DIM)] * 2)
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 

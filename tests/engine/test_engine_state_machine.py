@@ -1,5 +1,5 @@
 """The engine under any order of arrivals, cancellations and steps, in a pool that is too small,
-with and without speculation.
+with and without speculation, with and without compressed KV.
 
 Every answer must be what the model alone would generate, or the beginning of it if it was
 cancelled, and after every operation each slot has exactly one owner.
@@ -10,7 +10,17 @@ from functools import cache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from serving import Answer, FixedCost, background, build_engine, check_idle, greedy_alone, request
+from serving import (
+    Answer,
+    FixedCost,
+    background,
+    build_engine,
+    check_idle,
+    greedy_alone,
+    request,
+    serve,
+)
+from toy_method import KeepLoudest
 from toy_runner import ToyRunner
 
 from midfill.engine.request import EngineSamplingParams
@@ -28,9 +38,17 @@ PROMPTS = st.builds(
 POSITIONS = 0.2
 
 
+METHOD = KeepLoudest(3)
+
+
 @cache
-def truth(prompt: tuple[int, ...]) -> list[int]:
-    return greedy_alone(ToyRunner(64, positions=POSITIONS), list(prompt), MAX_TOKENS)
+def truth(prompt: tuple[int, ...], compressed: bool) -> list[int]:
+    runner = ToyRunner(200, positions=POSITIONS)
+    if not compressed:
+        return greedy_alone(runner, list(prompt), MAX_TOKENS)
+    engine = build_engine(runner, max_running=1, method=METHOD)
+    params = EngineSamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    return serve(engine, [request("alone", prompt, params)])["alone", 0].tokens
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -38,8 +56,12 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.integers(54, 120),
         budget=st.sampled_from([1, 5, 16, 64]),
         row_cost=st.sampled_from([None, 0.0, 0.01, 0.2]),
+        compressed=st.booleans(),
     )
-    def start(self, slots: int, budget: int, row_cost: float | None) -> None:
+    def start(
+        self, slots: int, budget: int, row_cost: float | None, compressed: bool
+    ) -> None:
+        self.compressed = compressed
         self.engine = build_engine(
             ToyRunner(slots, positions=POSITIONS),
             token_budget=budget,
@@ -47,6 +69,7 @@ class EngineMachine(RuleBasedStateMachine):
             background_chunk=7,
             max_background=3,
             step_cost=None if row_cost is None else FixedCost(row_cost),
+            method=METHOD if compressed else None,
         )
         self.prompts: dict[str, tuple[tuple[int, ...], int]] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
@@ -87,12 +110,10 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         pool = self.engine._queues.pool
-        owned = [
-            slot
-            for sequence in self.engine._queues.running
-            if sequence.kv is not None
-            for slot in sequence.kv.slots[sequence.kv.shared :].tolist()
-        ]
+        held = [one.kv for one in self.engine._queues.running if one.kv is not None]
+        owned = [slot for kv in held for slot in kv.slots[kv.shared :].tolist()]
+        prefixes = {id(kv.prefix): kv.prefix for kv in held if kv.prefix is not None}
+        owned += [slot for prefix in prefixes.values() for slot in prefix.slots.tolist()]
         assert len(set(owned)) == len(owned)
         assert pool.slots.free_slots + pool.cache.cached_tokens + len(owned) == pool.slots.total
 
@@ -102,10 +123,11 @@ class EngineMachine(RuleBasedStateMachine):
             return
         for sequence in self.engine._queues.running:
             assert sequence.kv is not None
+            reserved = sequence.kv.first + sequence.kv.reserved
             if sequence.decoding:
-                assert sequence.kv.reserved == sequence.computed == sequence.length - 1
+                assert reserved == sequence.computed == sequence.length - 1
             else:
-                assert sequence.kv.reserved == sequence.length > sequence.computed
+                assert reserved == sequence.length > sequence.computed
         for sequence in (*self.engine._queues.waiting, *self.engine._queues.background):
             assert sequence.kv is None
 
@@ -118,10 +140,10 @@ class EngineMachine(RuleBasedStateMachine):
         for (name, _), answer in self.answers.items():
             prompt, max_tokens = self.prompts[name]
             if answer.finish_reason == "cancelled":
-                assert answer.tokens == truth(prompt)[: len(answer.tokens)]
+                assert answer.tokens == truth(prompt, self.compressed)[: len(answer.tokens)]
             else:
                 assert answer.finish_reason == ("length" if max_tokens else "stop")
-                assert answer.tokens == truth(prompt)[:max_tokens]
+                assert answer.tokens == truth(prompt, self.compressed)[:max_tokens]
 
 
 EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from midfill.compression.method import CompressionMethod
 from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.policies.idle_prefill import IdlePrefill
@@ -68,6 +69,7 @@ def build_engine(
     max_background: int = 64,
     step_cost: StepCost | None = None,
     token_bytes: Callable[[int], bytes] | None = None,
+    method: CompressionMethod | None = None,
 ) -> Engine:
     """Build an engine with the policies that are served, sized for the test.
 
@@ -84,6 +86,7 @@ def build_engine(
         policy=IdlePrefill(sarathi, background_chunk, max_background),
         speculation=speculation,
         token_bytes=token_bytes,
+        method=method,
     )
 
 

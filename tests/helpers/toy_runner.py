@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from midfill.forward.batch import ForwardBatch
+from midfill.forward.cells import StoredCells
+from midfill.kv.ragged import RaggedIndex
 from midfill.models.config import ModelConfig
 
 LAYERS, HIDDEN, VOCAB, CONTEXT = 2, 12, 40, 200
@@ -56,10 +58,19 @@ class ToyRunner:
     def description(self) -> str:
         return "toy"
 
+    @property
+    def cells(self) -> "ToyCells":
+        return ToyCells(self._kv)
+
+    def observed_queries(self, batch: ForwardBatch) -> np.ndarray:
+        rows = torch.from_numpy(batch.observed_rows).long()
+        return torch.stack([layer[rows] for layer in self._queries])[:, :, None].float().numpy()
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         _check(batch)
         self.batches.append(batch)
         outputs = []
+        self._queries: list[torch.Tensor] = [torch.empty(0, HIDDEN)] * LAYERS
         for index in range(batch.requests):
             rows = slice(batch.query_indptr[index], batch.query_indptr[index + 1])
             seen = batch.kv_slots[batch.kv_indptr[index] : batch.kv_indptr[index + 1]]
@@ -69,25 +80,66 @@ class ToyRunner:
                     torch.from_numpy(batch.positions[rows]).long(),
                     torch.from_numpy(batch.write_slots[rows]).long(),
                     torch.from_numpy(seen).long(),
+                    batch.ragged[index] if batch.ragged else None,
                 )
             )
         hidden = torch.cat(outputs)
         return (hidden[torch.from_numpy(batch.logit_rows).long()] @ self._head).float()
 
     def _forward_one(
-        self, tokens: torch.Tensor, positions: torch.Tensor, write: torch.Tensor, seen: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        write: torch.Tensor,
+        seen: torch.Tensor,
+        ragged: RaggedIndex | None,
     ) -> torch.Tensor:
         hidden = self._embed[tokens] + self._positions[positions]
-        rows, length = len(tokens), len(seen)
-        future = torch.arange(length) > torch.arange(length - rows, length)[:, None]
+        rows = len(tokens)
+        flat = self._kv.transpose(0, 1).reshape(2, -1, HIDDEN)
         for layer in range(LAYERS):
             query, key, value = (hidden @ weight for weight in self._weights[layer])
+            self._queries[layer] = torch.cat((self._queries[layer], query))
             self._kv[layer, 0, write] = key
             self._kv[layer, 1, write] = value
-            scores = query @ self._kv[layer, 0, seen].T / HIDDEN**0.5
+            keys, values = self._kv[layer, :, seen]
+            if ragged is not None:
+                cells = ragged.cells[ragged.indptr[layer] : ragged.indptr[layer + 1]]
+                kept = flat[:, torch.from_numpy(cells).long()]
+                keys, values = torch.cat((kept[0], keys)), torch.cat((kept[1], values))
+            length = len(keys)
+            future = torch.arange(length) > torch.arange(length - rows, length)[:, None]
+            scores = query @ keys.T / HIDDEN**0.5
             attention = scores.masked_fill(future, -torch.inf).softmax(-1)
-            hidden = torch.tanh(hidden + attention @ self._kv[layer, 1, seen])
+            hidden = torch.tanh(hidden + attention @ values)
         return hidden
+
+
+class ToyCells:
+    """The toy runner's KV cell by cell; implements forward.cells.CellStore, without shifts."""
+
+    def __init__(self, kv: torch.Tensor) -> None:
+        self._kv = kv
+
+    def read(self, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        keys, values = (array.numpy() for array in self.take(cells).arrays)
+        return keys.astype(np.float32), values.astype(np.float32)
+
+    def write(self, cells: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+        self.put(cells, StoredCells((torch.from_numpy(keys), torch.from_numpy(values))))
+
+    def take(self, cells: np.ndarray, shift: np.ndarray | None = None) -> StoredCells:
+        assert shift is None
+        layers, slots = self._place(cells)
+        return StoredCells((self._kv[layers, 0, slots], self._kv[layers, 1, slots]))
+
+    def put(self, cells: np.ndarray, stored: StoredCells) -> None:
+        layers, slots = self._place(cells)
+        self._kv[layers, 0, slots], self._kv[layers, 1, slots] = stored.arrays
+
+    def _place(self, cells: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = torch.from_numpy(cells).long()
+        return numbers // self._kv.shape[2], numbers % self._kv.shape[2]
 
 
 def _check(batch: ForwardBatch) -> None:
@@ -106,4 +158,5 @@ def _check(batch: ForwardBatch) -> None:
         assert count > 0
         assert len(set(seen.tolist())) == len(seen), "one slot holds two positions"
         assert seen[-count:].tolist() == batch.write_slots[rows].tolist()
-        assert batch.positions[rows].tolist() == list(range(len(seen) - count, len(seen)))
+        if not batch.ragged or batch.ragged[index] is None:
+            assert batch.positions[rows].tolist() == list(range(len(seen) - count, len(seen)))

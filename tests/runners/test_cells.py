@@ -13,7 +13,7 @@ from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import KvDtype
 from midfill.forward.batch import ForwardBatch
-from midfill.forward.ragged import RaggedIndex, cells_of_slots, uniform_ragged_index
+from midfill.kv.ragged import RaggedIndex, cells_of_slots, uniform_ragged_index
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.torch_runner import TorchRunner
 
@@ -101,7 +101,7 @@ def test_cells_are_what_the_forward_pass_reads(runner: Runner) -> None:
     before = runner.forward(step(tokens[LENGTH:], LENGTH, slots[: LENGTH + 1])).clone()
     moved = np.roll(prompt, 5)
     source, target = (all_cells(runner, each).reshape(-1) for each in (prompt, moved))
-    runner.cells.copy(source, target)
+    runner.cells.put(target, runner.cells.take(source))
     after = runner.forward(step(tokens[LENGTH:], LENGTH, np.append(moved, new[1:])))
     assert torch.equal(before, after)
 
@@ -114,7 +114,7 @@ def test_a_shifted_key_is_the_key_of_the_other_position(runner: Runner, shift: i
     runner.forward(step(token, 10 + shift, slots[1:]))
     heads = runner.config.kv_heads
     source, expected = (all_cells(runner, slots)[:heads, i] for i in (0, 1))
-    runner.cells.copy(source, source, np.full(heads, shift, np.int32))
+    runner.cells.put(source, runner.cells.take(source, np.full(heads, shift, np.int32)))
     for found, other in zip(runner.cells.read(source), runner.cells.read(expected), strict=True):
         np.testing.assert_allclose(found, other, atol=2e-6)
 

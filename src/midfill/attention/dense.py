@@ -1,6 +1,6 @@
 """Dense attention over slots in torch: a query sees every key before it, or those in a window.
 
-Requests with cells of their own in each layer and head are ragged.py's.
+Requests with cells of their own in each layer and head are left to ragged.py.
 
 Works on any device. Nothing runs row by row: a prefill chunk is one call, and decodes of similar
 length share a call.
@@ -14,7 +14,6 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from midfill.attention.ragged import RaggedRequest, attend_ragged, prepare_ragged
 from midfill.forward.batch import ForwardBatch
 
 IntArray = npt.NDArray[np.integer]
@@ -57,20 +56,14 @@ class AttentionMetadata:
     """Which keys each row of a batch attends to.
 
     Attributes:
-        groups: requests without cells.
-        ragged: requests with cells. Together they hold every row once.
+        groups: together they hold every row once, except those of requests with cells.
     """
 
     groups: tuple[AttentionGroup, ...]
-    ragged: tuple[RaggedRequest, ...] = ()
 
 
 def prepare_metadata(
-    batch: ForwardBatch,
-    windows: Collection[Window],
-    device: torch.device,
-    kv_heads: int,
-    total_slots: int,
+    batch: ForwardBatch, windows: Collection[Window], device: torch.device
 ) -> AttentionMetadata:
     """Group a batch's requests and determine, once for all layers, which keys each query sees.
 
@@ -78,16 +71,13 @@ def prepare_metadata(
         batch: the step.
         windows: every window that some layer has.
         device: where the tensors go.
-        kv_heads: of the model.
-        total_slots: slots of the KV cache.
     """
     groups = []
     for members in _members(batch):
         rows = np.stack([_span(batch.query_indptr, request) for request in members])
         views = {window: _key_view(batch, members, window, device) for window in windows}
         groups.append(AttentionGroup(_to_device(rows, device), views))
-    ragged = prepare_ragged(batch, kv_heads, total_slots, device)
-    return AttentionMetadata(tuple(groups), ragged)
+    return AttentionMetadata(tuple(groups))
 
 
 def attend(
@@ -95,22 +85,20 @@ def attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     metadata: AttentionMetadata,
-    layer: int,
     window: Window,
     scale: float,
 ) -> torch.Tensor:
-    """Compute the attention of all rows of a batch in one layer.
+    """Compute the attention of a batch's rows in one layer.
 
     Args:
         queries: [rows, query_heads, head_dim].
         keys, values: the layer's KV cache [slots, kv_heads, head_dim], the batch's rows written.
         metadata: from ``prepare_metadata``.
-        layer: which one.
         window: of this layer.
         scale: factor of q.k.
 
     Returns:
-        [rows, query_heads, head_dim].
+        [rows, query_heads, head_dim]; undefined for rows of requests with cells.
     """
     outputs = torch.empty_like(queries)
     for group in metadata.groups:
@@ -118,8 +106,6 @@ def attend(
         outputs[group.rows] = _attend_group(
             queries[group.rows], keys[view.slots], values[view.slots], view, scale
         )
-    for request in metadata.ragged:
-        outputs[request.rows] = attend_ragged(queries, keys, values, request, layer, window, scale)
     return outputs
 
 

@@ -1,6 +1,6 @@
 """Attention over cells in torch: a request sees other tokens in each layer and head.
 
-The plain form of what ``forward.ragged`` describes, one request at a time: the reference for the
+The plain form of what ``kv.ragged`` describes, one request at a time: the reference for the
 CPU kernels, and what runs on CUDA.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from midfill.forward.batch import ForwardBatch
-from midfill.forward.ragged import KeyTerms, RaggedIndex
+from midfill.kv.ragged import KeyTerms, RaggedIndex
 
 
 @dataclass(frozen=True)
@@ -20,31 +20,30 @@ class RaggedRequest:
     Attributes:
         rows: [queries] int64, rows of the packed batch.
         own: [n] int64, the slots after the cells; they end with those of the rows.
-        slots: [layers, kv_heads, most] int64, the cells' slots, padded with slot 0.
+        cells: [layers, kv_heads, most] int64, padded with cell 0.
         kept: [layers, kv_heads, 1] int64, how many are cells.
         terms: [3, layers, kv_heads, most] float32: score factors, score biases, value factors.
     """
 
     rows: torch.Tensor
     own: torch.Tensor
-    slots: torch.Tensor
+    cells: torch.Tensor
     kept: torch.Tensor
     terms: torch.Tensor
 
 
 def prepare_ragged(
-    batch: ForwardBatch, kv_heads: int, total_slots: int, device: torch.device
+    batch: ForwardBatch, shape: torch.Size, device: torch.device
 ) -> tuple[RaggedRequest, ...]:
     """Return the batch's requests with cells, once for all layers.
 
     Args:
         batch: the step.
-        kv_heads: of the model.
-        total_slots: slots of the KV cache.
+        shape: of the KV cache: [layers, slots, kv_heads, head_dim].
         device: where the tensors go.
     """
     return tuple(
-        _prepare(batch, request, index, kv_heads, total_slots, device)
+        _prepare(batch, request, index, shape[2], device)
         for request, index in enumerate(batch.ragged)
         if index is not None
     )
@@ -63,9 +62,10 @@ def attend_ragged(
 
     Args:
         queries: [rows of the batch, query_heads, head_dim].
-        keys, values: the layer's KV cache [slots, kv_heads, head_dim], the batch's rows written.
+        keys, values: the whole KV cache [layers, slots, kv_heads, head_dim], the batch's rows
+            written.
         request: from ``prepare_ragged``.
-        layer: of the KV cache.
+        layer: which one.
         window: how many of its last keys a query sees, its own included; None is all.
         scale: factor of q.k.
 
@@ -74,11 +74,11 @@ def attend_ragged(
     """
     q = queries[request.rows].float()
     rows, heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
+    kv_heads = keys.shape[2]
     q = q.view(rows, kv_heads, heads // kv_heads, head_dim)
-    slots, kept = request.slots[layer], request.kept[layer]
-    k, v = (_gather(cache, slots, request.own) for cache in (keys, values))
-    most, own = slots.shape[1], len(request.own)
+    cells, kept = request.cells[layer], request.kept[layer]
+    k, v = (_gather(cache, layer, cells, request.own) for cache in (keys, values))
+    most, own = cells.shape[1], len(request.own)
     factor, bias, weight = (_padded(term, own, fill) for term, fill in zip(
         request.terms[:, layer], (1.0, 0.0, 1.0), strict=True
     ))
@@ -90,10 +90,21 @@ def attend_ragged(
     return attended.reshape(rows, heads, head_dim).to(queries.dtype)
 
 
-def _gather(cache: torch.Tensor, slots: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def _gather(
+    cache: torch.Tensor, layer: int, cells: torch.Tensor, own: torch.Tensor
+) -> torch.Tensor:
     """Return [kv_heads, cells and own slots, head_dim] float32."""
-    head = torch.arange(len(slots), device=cache.device)[:, None]
-    return torch.cat((cache[slots, head], cache[own].transpose(0, 1)), dim=1).float()
+    found = cache[cell_places(cells, cache.shape)]
+    return torch.cat((found, cache[layer, own].transpose(0, 1)), dim=1).float()
+
+
+def cell_places(
+    cells: torch.Tensor, shape: torch.Size
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the layers, slots and heads of cells in a cache [layers, slots, kv_heads, ...]."""
+    _, slots, heads, *_ = shape
+    row = cells // slots
+    return row // heads, cells % slots, row % heads
 
 
 def _padded(term: torch.Tensor, own: int, fill: float) -> torch.Tensor:
@@ -115,13 +126,12 @@ def _visible(
 
 
 def _prepare(
-    batch: ForwardBatch, request: int, index: RaggedIndex, kv_heads: int, total_slots: int,
-    device: torch.device,
-) -> RaggedRequest:  # fmt: skip
+    batch: ForwardBatch, request: int, index: RaggedIndex, kv_heads: int, device: torch.device
+) -> RaggedRequest:
     counts = np.diff(index.indptr)
     most = index.most
     terms = index.terms or KeyTerms.neutral(len(index.cells))
-    arrays = (index.cells % total_slots, terms.score_factor, terms.score_bias, terms.value_factor)
+    arrays = (index.cells, terms.score_factor, terms.score_bias, terms.value_factor)
     padded = [np.zeros((len(counts), most), array.dtype) for array in arrays]
     for target, array in zip(padded, arrays, strict=True):
         for row, (start, count) in enumerate(zip(index.indptr, counts, strict=False)):
@@ -132,7 +142,7 @@ def _prepare(
     return RaggedRequest(
         rows=torch.from_numpy(rows).to(device, torch.int64),
         own=torch.from_numpy(own).to(device, torch.int64),
-        slots=torch.from_numpy(padded[0].reshape(shape)).to(device, torch.int64),
+        cells=torch.from_numpy(padded[0].reshape(shape)).to(device, torch.int64),
         kept=torch.from_numpy(counts.reshape(-1, kv_heads, 1)).to(device, torch.int64),
         terms=torch.from_numpy(np.stack(padded[1:]).reshape(3, *shape)).to(device),
     )

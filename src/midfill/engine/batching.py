@@ -8,6 +8,7 @@ import numpy as np
 from midfill.engine.drafting import NO_DRAFT, Draft
 from midfill.engine.sequence import Sequence
 from midfill.forward.batch import ForwardBatch
+from midfill.kv.ragged import RaggedIndex
 
 
 class ScheduledSequence(NamedTuple):
@@ -44,21 +45,23 @@ def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
     drafted tokens, in the order of ``scheduled``.
     """
     token_ids, positions, write_slots, kv_slots = [], [], [], []
-    query_ends, kv_ends, logit_rows = [0], [0], list[int]()
+    query_ends, kv_ends, logit_rows, observed = [0], [0], list[int](), list[int]()
     for entry in scheduled:
         sequence, rows = entry.sequence, entry.rows
         assert sequence.kv is not None
         start = sequence.computed
         end = start + rows
-        visible = sequence.kv.slots[:end]
+        first = sequence.kv.first
+        visible = sequence.kv.slots[: end - first]
         token_ids.append(sequence.uncomputed_tokens(entry.tokens))
         if entry.drafted:
             token_ids.append(entry.draft.tokens[: entry.drafted])
         positions.append(np.arange(start, end, dtype=np.int32))
-        write_slots.append(visible[start:])
+        write_slots.append(visible[start - first :])
         kv_slots.append(visible)
+        observed += (query_ends[-1] + row for row in observed_rows(entry))
         query_ends.append(query_ends[-1] + rows)
-        kv_ends.append(kv_ends[-1] + end)
+        kv_ends.append(kv_ends[-1] + end - first)
         if entry.sampled:
             logit_rows += range(query_ends[-1] - entry.drafted - 1, query_ends[-1])
     return ForwardBatch(
@@ -69,4 +72,24 @@ def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
         kv_indptr=np.array(kv_ends, dtype=np.int32),
         kv_slots=np.concatenate(kv_slots),
         logit_rows=np.array(logit_rows, dtype=np.int32),
+        ragged=_ragged(scheduled),
+        observed_rows=np.array(observed, dtype=np.int32),
     )
+
+
+def observed_rows(entry: ScheduledSequence) -> range:
+    """Return which of a sequence's rows in a step have their queries observed."""
+    sequence = entry.sequence
+    if sequence.compressor is None or sequence.compressed:
+        return range(0)
+    first = max(sequence.prompt_length - sequence.observed_count, sequence.computed)
+    end = min(sequence.prompt_length, sequence.computed + entry.tokens)
+    return range(first - sequence.computed, max(first, end) - sequence.computed)
+
+
+def _ragged(scheduled: SequenceOf[ScheduledSequence]) -> tuple[RaggedIndex | None, ...]:
+    """Return the cells that each sequence sees before its slots; nothing if none sees any."""
+    prefixes = [None if one.sequence.kv is None else one.sequence.kv.prefix for one in scheduled]
+    if all(prefix is None for prefix in prefixes):
+        return ()
+    return tuple(None if prefix is None else prefix.index for prefix in prefixes)

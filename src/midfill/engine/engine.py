@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from midfill.compression.method import CompressionMethod
 from midfill.engine.batching import ScheduledSequence, build_batch
+from midfill.engine.compression import Compression
 from midfill.engine.drafting import Draft
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, FinishReason
 from midfill.engine.request_queues import RequestQueues
@@ -62,6 +64,7 @@ class Engine:
         policy: SchedulerPolicy,
         speculation: Speculation | None = None,
         token_bytes: Callable[[int], bytes] | None = None,
+        method: CompressionMethod | None = None,
     ) -> None:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
@@ -74,6 +77,7 @@ class Engine:
                 without.
             token_bytes: returns a token's bytes, b"" for ids without text; None refuses requests
                 with ``begins_with``.
+            method: decides which of a prompt's keys stay; None keeps all.
         """
         self._runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -84,6 +88,8 @@ class Engine:
         self._context = min(context, options.context or context)
         self._max_length = min(self._context, runner.slots)
         self._queues = RequestQueues(runner.slots, options.max_running)
+        self._compression = Compression(runner, self._queues.pool)
+        self._method = method
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
         self._counters = _Counters()
@@ -106,6 +112,8 @@ class Engine:
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
         if not request.background:
             sequence.check_empty(request.empty_threshold, len(request.begins_with))
+            if self._method is not None:
+                sequence.compress_with(self._method, self._runner.config)
         self._next_sequence_id += len(sequence.answer_indices)
         self._queues.add(sequence)
 
@@ -188,8 +196,7 @@ class Engine:
         """Preempt and admit sequences, and allocate slots for everything that runs."""
         sequences, pool = self._queues.sequences, self._queues.pool
         for sequence_id in plan.preempt:
-            self._counters.preemptions += 1
-            self._queues.preempt(sequences[sequence_id])
+            self._preempt(sequences[sequence_id])
         # Lock cached prefixes before any slot is allocated: allocation may evict.
         admitted = [sequences[chunk.sequence_id] for chunk in plan.admit]
         for sequence in admitted:
@@ -224,7 +231,9 @@ class Engine:
             sequence = sequences[sequence_id]
             remaining = sequence.length - sequence.computed
             sampled = tokens >= remaining and not sequence.background
-            scheduled.append(ScheduledSequence(sequence, min(tokens, remaining), sampled))
+            tokens = min(tokens, remaining, sequence.barrier - sequence.computed)
+            sampled = sampled and tokens == remaining
+            scheduled.append(ScheduledSequence(sequence, tokens, sampled))
         if drafts:
             drafted = dict(plan.drafts)
             for place, entry in enumerate(scheduled):
@@ -240,7 +249,9 @@ class Engine:
         """Run one forward pass, sample, commit the results and return the outputs."""
         started = time.perf_counter()
         try:
-            logits = self._runner.forward(build_batch(scheduled))
+            batch = build_batch(scheduled)
+            logits = self._runner.forward(batch)
+            self._compression.observe(batch, scheduled)
             computed = time.perf_counter()
             groups = sibling_groups(scheduled)
             verify(logits, [one for _, group in groups for one in group], self._vocabulary)
@@ -276,7 +287,26 @@ class Engine:
             return self._finish(sequence, "stop") if finished else []
         if not entry.sampled:
             _held(sequence).cache_prefix(sequence.computed_tokens)
+            if sequence.computed == sequence.barrier:
+                self._compress_again(sequence)
         return []
+
+    def _compress_again(self, sequence: Sequence) -> None:
+        """Compress the KV of a preempted sequence, whose answer has begun before.
+
+        Like every prefilling sequence, it then holds slots for all its tokens.
+        """
+        if self._compression.compress(sequence):
+            kv, pool = _held(sequence), self._queues.pool
+            missing = sequence.length - kv.first - kv.reserved
+            if pool.available >= missing:
+                kv.reserve(missing)
+                return
+        self._preempt(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._counters.preemptions += 1
+        self._queues.preempt(sequence)
 
     def _commit_sampled(self, group: list[Verification]) -> list[EngineOutput]:
         """Take over the sampled tokens of sibling answers, which fork here; return the outputs."""
@@ -289,9 +319,13 @@ class Engine:
             # An answer that started again may have other tokens than those that were computed.
             computed = min(first.computed, first.length - 1)
             _held(first).cache_prefix(first.tokens[:computed])
+        fits = self._compression.compress(first)
         if len(group) > 1:
             self._queues.start_siblings([one.sequence for one in group])
         outputs = [self._commit_answer(one) for one in group]
+        for one in group:
+            if not fits and one.finish_reason is None and one.sequence.kv is not None:
+                self._preempt(one.sequence)
         return [one for one in outputs if one.token_ids or one.finish_reason is not None]
 
     def _commit_answer(self, one: Verification) -> EngineOutput:

@@ -84,9 +84,7 @@ class RequestQueues:
     def match_prefix(self, sequence: Sequence) -> None:
         """Let a sequence that holds no slots share its longest cached prefix."""
         sequence.kv = SequenceKV(self.pool, sequence.tenant, sequence.max_length)
-        # The last token has to run even if its KV is cached: its logits are needed. (A background
-        # prompt needs none; there one more row does no harm.)
-        sequence.computed = sequence.kv.match_prefix(sequence.tokens[:-1])
+        sequence.computed = sequence.kv.match_prefix(sequence.matchable_tokens)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
 
@@ -100,8 +98,7 @@ class RequestQueues:
         """Release a sequence's slots; the KV it has computed stays cached."""
         if sequence.kv is not None:
             sequence.kv.release(sequence.computed_tokens)
-        sequence.kv = None
-        sequence.computed = 0
+        sequence.forget_kv()
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a sequence; the KV it has computed stays cached."""
@@ -113,8 +110,7 @@ class RequestQueues:
         self._remove(sequence)
         if sequence.kv is not None:
             sequence.kv.discard()
-        sequence.kv = None
-        sequence.computed = 0
+        sequence.forget_kv()
 
     def start_siblings(self, siblings: SequenceOf[Sequence]) -> None:
         """Start a request's other answers on the KV of the first.
@@ -133,6 +129,7 @@ class RequestQueues:
         for other in others[:places]:
             other.kv = first.kv.fork()
             other.computed = first.computed
+            other.compressed = first.compressed
             self.running.append(other)
         self.running.sort(key=_arrival)
         self.waiting.extendleft(reversed(others[places:]))
@@ -166,7 +163,7 @@ class _QueueCacheView:
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
         """See ``CacheView.cached_prefix``."""
         sequence = self._sequences[sequence_id]
-        return self._pool.cache.peek(sequence.tenant, sequence.tokens[:-1])
+        return self._pool.cache.peek(sequence.tenant, sequence.matchable_tokens)
 
     def common_prefix(self, first: int, second: int) -> int:
         """See ``CacheView.common_prefix``."""

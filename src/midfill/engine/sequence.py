@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from midfill.arrays import Int32Array
+from midfill.arrays import Float32Array, Int32Array
+from midfill.compression.method import CompressionMethod, SequenceCompressor
 from midfill.engine.acceptance import Calibration
 from midfill.engine.empty_answer import EmptyAnswerCheck
 from midfill.engine.request import (
@@ -16,6 +17,7 @@ from midfill.engine.request import (
     FinishReason,
 )
 from midfill.kv.sequence_kv import SequenceKV
+from midfill.models.config import ModelConfig
 from midfill.tokens.healing import HealingConstraint
 
 
@@ -45,6 +47,9 @@ class Sequence:
         empty_probability: what the check found.
         not_empty: whether end tokens are impossible next, since the answer has no text yet and the
             check has decided that it will.
+        compressor: the method that decides which of the prompt's keys stay; None keeps all.
+        observed_count: how many of the prompt's last rows it observes.
+        compressed: whether it has decided since the last admission.
         stop_token_ids: token ids that end generation, the model's end tokens included.
         calibration: how well drafts for this sequence do.
         seed: key of the sequence's random numbers, together with the answer's index.
@@ -52,11 +57,14 @@ class Sequence:
 
     __slots__ = (
         "_generator",
+        "_observed",
         "_tokens",
         "answer_indices",
         "background",
         "cached_tokens",
         "calibration",
+        "compressed",
+        "compressor",
         "computed",
         "constraint",
         "decoding",
@@ -66,6 +74,7 @@ class Sequence:
         "length",
         "max_length",
         "not_empty",
+        "observed_count",
         "params",
         "prompt_length",
         "request_id",
@@ -107,6 +116,10 @@ class Sequence:
         self.empty_check: EmptyAnswerCheck | None = None
         self.empty_probability: float | None = None
         self.not_empty = False
+        self.compressor: SequenceCompressor | None = None
+        self.observed_count = 0
+        self.compressed = False
+        self._observed: list[Float32Array] = []
         end_tokens = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = end_tokens.union(request.sampling.stop_token_ids)
         self.calibration = Calibration()
@@ -129,6 +142,21 @@ class Sequence:
         return self._tokens[: self.computed]
 
     @property
+    def matchable_tokens(self) -> Int32Array:
+        """[n] int32, a view: the tokens whose KV may come from the prefix cache.
+
+        The last one has to run, since its logits are needed, and so have those whose queries a
+        compressor observes.
+        """
+        return self._tokens[: min(self.length - 1, max(self.prompt_length - self.observed_count, 0))]
+
+    @property
+    def barrier(self) -> int:
+        """Number of tokens that a step must not go beyond: KV is compressed there."""
+        waits = self.compressor is not None and not self.compressed
+        return self.prompt_length if waits else self.max_length
+
+    @property
     def index(self) -> int:
         """Index of the answer, or of the first answer that the sequence stands for."""
         return self.answer_indices[0]
@@ -136,6 +164,27 @@ class Sequence:
     def uncomputed_tokens(self, count: int) -> Int32Array:
         """[count] int32, a view: the first ``count`` tokens whose KV is not computed yet."""
         return self._tokens[self.computed : self.computed + count]
+
+    def compress_with(self, method: CompressionMethod, config: ModelConfig) -> None:
+        """Have a method decide which of the prompt's keys stay."""
+        self.compressor = method.start(config)
+        self.observed_count = method.observed_rows
+
+    def observe(self, queries: Float32Array) -> None:
+        """Keep the queries of the next observed rows: [layers, n, query_heads, head_dim]."""
+        self._observed.append(queries)
+
+    def take_observed(self) -> Float32Array:
+        """Return the queries of all observed rows in order, and forget them."""
+        queries, self._observed = np.concatenate(self._observed, axis=1), []
+        return queries
+
+    def forget_kv(self) -> None:
+        """Forget what was computed: the sequence holds no KV any more."""
+        self.kv = None
+        self.computed = 0
+        self.compressed = False
+        self._observed = []
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
@@ -194,8 +243,8 @@ class Sequence:
             sibling.sequence_id += offset
             sibling.answer_indices = (index,)
             sibling.calibration = Calibration()
-            sibling.kv = None
-            sibling.computed = 0
+            sibling.forget_kv()
+            sibling.compressor = self.compressor and self.compressor.fork()
             sibling.constraint = copy.copy(self.constraint)
             sibling.empty_check = self.empty_check and self.empty_check.fork()
             siblings.append(sibling)

@@ -83,8 +83,9 @@ class Speculation:
         drafts, probabilities = {}, {}
         for sequence_id in sampled_sequences(state, plan):
             sequence = sequences[sequence_id]
-            # Siblings that have not forked yet share the row that a draft would follow.
-            if len(sequence.answer_indices) == 1:
+            # Siblings that have not forked yet share the row that a draft would follow, and what
+            # follows a prompt that is to be compressed is computed over fewer keys.
+            if len(sequence.answer_indices) == 1 and sequence.barrier > sequence.length:
                 draft = drafts[sequence_id] = propose_draft(sequence)
                 probabilities[sequence_id] = self._rates.acceptance_probabilities(
                     draft.evidence, sequence.calibration.factor

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from midfill.arrays import Int32Array
-from midfill.forward.ragged import RaggedIndex
+from midfill.kv.ragged import RaggedIndex
 
 
 def _no_rows() -> Int32Array:

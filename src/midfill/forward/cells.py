@@ -1,8 +1,20 @@
-"""CellStore: a runner's KV cache, cell by cell (``forward.ragged`` says what a cell is)."""
+"""CellStore: a runner's KV cache, cell by cell (``kv.ragged`` says what a cell is)."""
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from midfill.arrays import Float32Array, Int32Array
+
+
+@dataclass(frozen=True)
+class StoredCells:
+    """A copy of cells as their runner stores them; opaque to everyone else.
+
+    Attributes:
+        arrays: keys, values, and scales if there are any; the first dimension is the cells'.
+    """
+
+    arrays: tuple[Any, ...]
 
 
 class CellStore(Protocol):
@@ -28,15 +40,21 @@ class CellStore(Protocol):
         """
         ...
 
-    def copy(
-        self, source: Int32Array, target: Int32Array, shift: Int32Array | None = None
-    ) -> None:
-        """Copy cells, bit for bit where they aren't shifted. Source and target may overlap.
+    def take(self, cells: Int32Array, shift: Int32Array | None = None) -> StoredCells:
+        """Return a copy of cells, bit for bit where they aren't shifted.
 
         Args:
-            source: [n] int32, cells to read.
-            target: [n] int32, cells to write, each named once.
+            cells: [n] int32.
             shift: [n] int32, by how many positions each key moves: it is rotated on by as much,
                 and rounded anew. None moves none.
+        """
+        ...
+
+    def put(self, cells: Int32Array, stored: StoredCells) -> None:
+        """Store what ``take`` returned.
+
+        Args:
+            cells: [n] int32, each named once.
+            stored: as many cells.
         """
         ...

@@ -3,6 +3,7 @@
 import numpy as np
 
 from midfill.arrays import Int32Array
+from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import RadixNode
 
@@ -13,9 +14,13 @@ class SequenceKV:
     The first ``shared`` slots belong to the prefix cache and are locked there. The sequence owns
     the others until ``cache_prefix`` hands them over.
 
+    Once ``compress`` has put cells in the place of the first tokens, the slots are those of later
+    tokens only, and none of them is cached: their KV depends on what was left out.
+
     Attributes:
         reserved: number of slots held, whether their KV has been computed or not.
         shared: how many of them belong to the prefix cache.
+        prefix: what stands for the first tokens; None if they have slots like all others.
     """
 
     def __init__(self, pool: KVPool, tenant: str, capacity: int) -> None:
@@ -29,6 +34,7 @@ class SequenceKV:
         """
         self.reserved = 0
         self.shared = 0
+        self.prefix: CompressedPrefix | None = None
         self._pool = pool
         self._tenant = tenant
         self._buffer: Int32Array = np.empty(capacity, dtype=np.int32)
@@ -45,9 +51,14 @@ class SequenceKV:
         return self._node
 
     @property
+    def first(self) -> int:
+        """Number of the token that the first slot belongs to."""
+        return 0 if self.prefix is None else self.prefix.tokens
+
+    @property
     def owned(self) -> int:
         """Number of slots that the sequence owns, that is, does not share."""
-        return self.reserved - self.shared
+        return self.reserved - self.shared + (0 if self.prefix is None else self.prefix.owned)
 
     def match_prefix(self, tokens: Int32Array) -> int:
         """Lock and share the longest cached prefix of [n] int32 ``tokens``; return its length.
@@ -75,12 +86,18 @@ class SequenceKV:
         self._buffer[self.reserved] = slot
         self.reserved += 1
 
-    def truncate(self, count: int) -> None:
-        """Free all slots after the first ``count``.
+    def compress(self, prefix: CompressedPrefix) -> None:
+        """Replace all slots by ``prefix``; what the cache holds of them stays there."""
+        self.discard()
+        self.prefix = prefix
+
+    def truncate(self, tokens: int) -> None:
+        """Free the slots of all tokens after the first ``tokens``.
 
         Raises:
-            ValueError: some of them belong to the cache.
+            ValueError: some of them belong to the cache, or are compressed.
         """
+        count = tokens - self.first
         if count < self.shared:
             raise ValueError(f"can't truncate to {count} slots: the cache holds {self.shared}")
         self._pool.slots.free(self._buffer[count : self.reserved])
@@ -91,10 +108,10 @@ class SequenceKV:
 
         ``tokens`` are the sequence's from position 0, at most those whose KV has been computed.
         Where another sequence has cached a position in the meantime, the sequence frees its own
-        slot and uses the cached one.
+        slot and uses the cached one. Nothing is cached once the KV is compressed.
         """
         count = len(tokens)
-        if count == self.shared:
+        if count == self.shared or self.prefix is not None:
             return
         cache = self._pool.cache
         stored = cache.insert(self._tenant, tokens, self._buffer[:count], self._node)
@@ -112,12 +129,13 @@ class SequenceKV:
         Raises:
             ValueError: the sequence owns slots, which can't be shared.
         """
-        if self.owned:
+        if self.reserved > self.shared:
             raise ValueError("only KV that the cache holds can be shared")
         twin = SequenceKV(self._pool, self._tenant, len(self._buffer))
         twin._buffer[: self.shared] = self.slots
         twin.reserved = twin.shared = self.shared
         twin._node = self._node
+        twin.prefix = None if self.prefix is None else self.prefix.share()
         self._pool.cache.lock(self._node)
         return twin
 
@@ -130,5 +148,7 @@ class SequenceKV:
         """Release all slots; KV that is not in the cache yet is lost."""
         self._pool.slots.free(self._buffer[self.shared : self.reserved].copy())
         self._pool.cache.unlock(self._node)
-        self._node = None
+        if self.prefix is not None:
+            self.prefix.release()
+        self._node = self.prefix = None
         self.reserved = self.shared = 0

@@ -3,6 +3,7 @@
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
+from midfill.forward.cells import StoredCells
 from midfill.kernels.cpu.kv_cache import KVArray, KVCache
 from midfill.runners.key_rotation import shift_keys
 
@@ -37,18 +38,24 @@ class CpuCells:
         _encode(keys, self._keys, self._key_scales, cells)
         _encode(values, self._values, self._value_scales, cells)
 
-    def copy(
-        self, source: Int32Array, target: Int32Array, shift: Int32Array | None = None
-    ) -> None:
-        """See ``CellStore.copy``."""
-        shifted = None if shift is None else shift_keys(
-            _decode(self._keys, self._key_scales, source), shift, self._frequencies
-        )
-        for array in (self._keys, self._values, self._key_scales, self._value_scales):
-            if len(array):
-                array[target] = array[source]
-        if shifted is not None:
-            _encode(shifted, self._keys, self._key_scales, target)
+    def take(self, cells: Int32Array, shift: Int32Array | None = None) -> StoredCells:
+        """See ``CellStore.take``."""
+        taken = [array[cells] for array in self._arrays()]
+        if shift is not None:
+            keys = _decode(self._keys, self._key_scales, cells)
+            every = np.arange(len(cells), dtype=np.int32)
+            scales = taken[2] if len(taken) > 2 else self._key_scales
+            _encode(shift_keys(keys, shift, self._frequencies), taken[0], scales, every)
+        return StoredCells(tuple(taken))
+
+    def put(self, cells: Int32Array, stored: StoredCells) -> None:
+        """See ``CellStore.put``."""
+        for array, taken in zip(self._arrays(), stored.arrays, strict=True):
+            array[cells] = taken
+
+    def _arrays(self) -> list[KVArray]:
+        arrays = (self._keys, self._values, self._key_scales, self._value_scales)
+        return [array for array in arrays if len(array)]
 
 
 def _decode(entries: KVArray, scales: Float32Array, cells: Int32Array) -> Float32Array:

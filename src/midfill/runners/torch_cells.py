@@ -3,6 +3,8 @@
 import torch
 
 from midfill.arrays import Float32Array, Int32Array
+from midfill.attention.ragged import cell_places
+from midfill.forward.cells import StoredCells
 from midfill.runners.key_rotation import shift_keys
 
 
@@ -29,16 +31,19 @@ class TorchCells:
         for cache, numbers in ((self._keys, keys), (self._values, values)):
             cache[place] = torch.from_numpy(numbers).to(cache.device, cache.dtype)
 
-    def copy(
-        self, source: Int32Array, target: Int32Array, shift: Int32Array | None = None
-    ) -> None:
-        """See ``CellStore.copy``."""
-        read, written = self._place(source), self._place(target)
-        keys, values = self._keys[read], self._values[read]
+    def take(self, cells: Int32Array, shift: Int32Array | None = None) -> StoredCells:
+        """See ``CellStore.take``."""
+        place = self._place(cells)
+        keys, values = self._keys[place], self._values[place]
         if shift is not None:
             moved = shift_keys(keys.float().cpu().numpy(), shift, self._frequencies)
             keys = torch.from_numpy(moved).to(keys.device, keys.dtype)
-        self._keys[written], self._values[written] = keys, values
+        return StoredCells((keys, values))
+
+    def put(self, cells: Int32Array, stored: StoredCells) -> None:
+        """See ``CellStore.put``."""
+        place = self._place(cells)
+        self._keys[place], self._values[place] = stored.arrays
 
     def _read(self, cache: torch.Tensor, cells: Int32Array) -> Float32Array:
         numbers: Float32Array = cache[self._place(cells)].float().cpu().numpy()
@@ -47,6 +52,4 @@ class TorchCells:
     def _place(self, cells: Int32Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return layers, slots and heads of cells."""
         numbers = torch.from_numpy(cells).to(self._keys.device, torch.int64)
-        _, slots, heads, _ = self._keys.shape
-        row = numbers // slots
-        return row // heads, numbers % slots, row % heads
+        return cell_places(numbers, self._keys.shape)

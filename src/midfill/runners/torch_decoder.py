@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from midfill.arrays import Int32Array
 from midfill.attention.dense import AttentionMetadata, attend, prepare_metadata
+from midfill.attention.ragged import RaggedRequest, attend_ragged, prepare_ragged
 from midfill.forward.batch import ForwardBatch
 from midfill.models.config import ModelConfig
 from midfill.runners.rope import rope_tables
@@ -53,6 +54,7 @@ class PreparedBatch:
         cos, sin: [rows, 1, head_dim / 2] float32, of each row's position.
         write_slots: [rows] int64.
         attention: which keys each row attends to.
+        ragged: requests with cells.
         observed_rows: [n] int64, rows whose queries are kept.
     """
 
@@ -60,6 +62,7 @@ class PreparedBatch:
     sin: torch.Tensor
     write_slots: torch.Tensor
     attention: AttentionMetadata
+    ragged: tuple[RaggedRequest, ...]
     observed_rows: torch.Tensor
 
 
@@ -94,13 +97,8 @@ class Decoder:
             cos=self._cos[positions][:, None],
             sin=self._sin[positions][:, None],
             write_slots=self._indices(batch.write_slots),
-            attention=prepare_metadata(
-                batch,
-                self._windows,
-                self.device,
-                self.config.kv_heads,
-                self.kv_cache.keys.shape[1],
-            ),
+            attention=prepare_metadata(batch, self._windows, self.device),
+            ragged=prepare_ragged(batch, self.kv_cache.keys.shape, self.device),
             observed_rows=self._indices(batch.observed_rows),
         )
 
@@ -151,10 +149,13 @@ class Decoder:
         self.observed[index] = q[batch.observed_rows]
         keys[batch.write_slots] = k
         values[batch.write_slots] = v
-        window = config.window_of(index)
-        attended = attend(
-            q, keys, values, batch.attention, index, window, config.score_scale
-        )
+        window, scale = config.window_of(index), config.score_scale
+        attended = attend(q, keys, values, batch.attention, window, scale)
+        cache = self.kv_cache
+        for request in batch.ragged:
+            attended[request.rows] = attend_ragged(
+                q, cache.keys, cache.values, request, index, window, scale
+            )
         return _linear(attended.flatten(1), layer.o)
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.forward.ragged import KeyTerms, RaggedIndex
+from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import LayerKV
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
@@ -21,7 +21,7 @@ _SCORE_FACTOR, _SCORE_BIAS, _VALUE_FACTOR = 0, 1, 2
 
 
 class RaggedCells(NamedTuple):
-    """The ragged indices of a batch (``forward.ragged``).
+    """The ragged indices of a batch (``kv.ragged``).
 
     Attributes:
         first: int32 [requests], where in ``indptr`` a request's index starts, -1 if it has none;

@@ -2,8 +2,8 @@
 
 A *cell* is the K and V of one token in one layer and one KV head. Its number is
 ``(layer * kv_heads + head) * slots + slot``, in every runner. An ordinary sequence reads the same
-slots in all layers and heads. A compressed one keeps other cells in each, packed into as few slots
-as they fill: any cell may lie in any slot of its own layer and head.
+slots in all layers and heads. A compressed one keeps other tokens in each, packed into as few slots
+as they fill: any head's keys may lie in any cell, those of other layers and heads too.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,84 @@
+"""CompressionMethod: the protocol of everything that makes a sequence's KV smaller.
+
+A method decides, from numbers that it asks for, which keys stay. The engine moves them, frees the
+others' slots, and keeps the exact KV of the prompt in the prefix cache as long as there is room.
+Compression happens between steps, so nothing stops within one.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from midfill.arrays import Float32Array, Int32Array
+from midfill.compression.selection import Selection
+from midfill.forward.cells import CellStore
+from midfill.models.config import ModelConfig
+
+
+class SequenceKeys:
+    """The keys of a sequence as its layers and heads hold them; a view of the KV cache.
+
+    Attributes:
+        config: the model.
+        counts: [layers * kv_heads] int32, keys that each head holds.
+    """
+
+    def __init__(self, config: ModelConfig, cells: list[Int32Array], store: CellStore) -> None:
+        """View some cells.
+
+        Args:
+            config: the model.
+            cells: those of each layer and head, in the order of their keys.
+            store: the KV cache.
+        """
+        self.config = config
+        self.counts = np.array([len(keys) for keys in cells], np.int32)
+        self._cells = cells
+        self._store = store
+
+    @property
+    def heads(self) -> int:
+        """layers * kv_heads."""
+        return len(self._cells)
+
+    def cells(self, head: int) -> Int32Array:
+        """Return the cells of head ``layer * kv_heads + head``: [n] int32."""
+        return self._cells[head]
+
+    def read(self, head: int) -> tuple[Float32Array, Float32Array]:
+        """Return keys and values of head ``layer * kv_heads + head``: float32 [n, head_dim]."""
+        return self._store.read(self._cells[head])
+
+
+class SequenceCompressor(Protocol):
+    """A method at work on one sequence; it may hold state. Calls come in the order of positions."""
+
+    def fork(self) -> "SequenceCompressor":
+        """Return a compressor in the same state, for another answer to the same prompt."""
+        ...
+
+    def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
+        """Decide what stays, once the prompt is computed.
+
+        Args:
+            keys: of the whole prompt.
+            queries: float32 [layers, n, query_heads, head_dim], rotated: of the prompt's last
+                ``observed_rows`` rows, or of all if there are fewer.
+
+        Returns:
+            What stays; None keeps everything.
+        """
+        ...
+
+
+class CompressionMethod(Protocol):
+    """A method with its hyper-parameters."""
+
+    @property
+    def observed_rows(self) -> int:
+        """How many of the prompt's last rows have their queries observed. They always run."""
+        ...
+
+    def start(self, config: ModelConfig) -> SequenceCompressor:
+        """Return a compressor for a new sequence."""
+        ...

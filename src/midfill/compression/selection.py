@@ -1,0 +1,63 @@
+"""Selection: which of a sequence's keys stay in the KV cache, layer by layer and head by head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from midfill.arrays import Int32Array
+from midfill.kv.ragged import KeyTerms
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The keys that stay, of each layer and KV head.
+
+    Head h of layer l keeps the keys ``kept[indptr[i]:indptr[i + 1]]`` for i = l * kv_heads + h,
+    numbered as the head holds them now, in ascending order.
+
+    Attributes:
+        kept: [n] int32.
+        indptr: [layers * kv_heads + 1] int32.
+        terms: of the keys that stay; None keeps the terms that they have.
+    """
+
+    kept: Int32Array
+    indptr: Int32Array
+    terms: KeyTerms | None = None
+
+    @classmethod
+    def of_heads(cls, kept: Sequence[Int32Array]) -> "Selection":
+        """Return the selection of keys [n] per layer and head, each in any order."""
+        ends = np.cumsum([0, *(len(keys) for keys in kept)])
+        ordered = [np.sort(keys) for keys in kept]
+        return cls(np.concatenate(ordered).astype(np.int32), ends.astype(np.int32))
+
+    @classmethod
+    def of_tokens(cls, kept: Int32Array, heads: int) -> "Selection":
+        """Return the selection of the same keys in every layer and head.
+
+        Args:
+            kept: [n] int32, in any order.
+            heads: layers * kv_heads.
+        """
+        return cls.of_heads([kept] * heads)
+
+    def check(self, counts: Int32Array) -> None:
+        """Check that it selects from heads that hold ``counts`` [layers * kv_heads] keys.
+
+        Raises:
+            ValueError: a key does not exist, is named twice or out of order, or a head keeps none.
+        """
+        if len(self.indptr) != len(counts) + 1 or self.indptr[0] or self.indptr[-1] != len(
+            self.kept
+        ):
+            raise ValueError("a selection needs the kept keys of every layer and head")
+        sizes = np.diff(self.indptr)
+        if (sizes < 1).any():
+            raise ValueError("every head has to keep at least one key")
+        owner = np.repeat(np.arange(len(counts)), sizes)
+        if self.kept.min() < 0 or (self.kept >= counts[owner]).any():
+            raise ValueError("a selection names keys that don't exist")
+        if ((np.diff(self.kept) <= 0) & (np.diff(owner) == 0)).any():
+            raise ValueError("a selection's keys must ascend within a head")

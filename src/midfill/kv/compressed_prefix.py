@@ -1,0 +1,44 @@
+"""CompressedPrefix: cells that stand for the first tokens of a sequence, in slots of their own."""
+
+from midfill.arrays import Int32Array
+from midfill.kv.ragged import RaggedIndex
+from midfill.kv.slots import SlotAllocator
+
+
+class CompressedPrefix:
+    """The KV that a method has left of a sequence's first tokens.
+
+    Answers to one prompt share it; the last one that releases it frees its slots. It is never
+    found by other requests: only exact KV is in the prefix cache.
+
+    Attributes:
+        tokens: how many leading tokens it stands for.
+        index: its cells.
+        slots: [n] int32, the slots that the cells fill.
+    """
+
+    def __init__(
+        self, tokens: int, index: RaggedIndex, slots: Int32Array, allocator: SlotAllocator
+    ) -> None:
+        """Own ``slots`` for one sequence; they return to ``allocator``."""
+        self.tokens = tokens
+        self.index = index
+        self.slots = slots
+        self._allocator = allocator
+        self._users = 1
+
+    @property
+    def owned(self) -> int:
+        """Slots that would be free if one of its users released it."""
+        return len(self.slots) if self._users == 1 else 0
+
+    def share(self) -> "CompressedPrefix":
+        """Return the same prefix, which has one user more."""
+        self._users += 1
+        return self
+
+    def release(self) -> None:
+        """Remove a user; the last one frees the slots."""
+        self._users -= 1
+        if not self._users:
+            self._allocator.free(self.slots)
