@@ -49,6 +49,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         adapter: folder of the LoRA adapter that is merged into the model; None for none.
         speculation: verify drafts of an answer's next tokens, copied from its own text, where that
             saves more time than it costs. Answers are the same with and without.
+        method: compresses the KV of every prompt: "cake:budget=256", see ``methods.registry``.
     """
 
     backend: Backend = "auto"
@@ -62,6 +63,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 128
     adapter: str | None = None
     speculation: bool = True
+    method: str = "none"
 
     @property
     def adapter_path(self) -> Path | None:

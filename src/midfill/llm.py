@@ -74,6 +74,7 @@ class LLM:
         kv_dtype: KvDtype = "auto",
         adapter: str | Path | None = None,
         speculation: bool = True,
+        method: str = "none",
         fim_tokens: tuple[str, str, str] | None = None,
         window: WindowRule | None = None,
         progress: Progress | None = None,
@@ -82,8 +83,8 @@ class LLM:
 
         Args:
             model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
-            backend, device, weights, threads, context, kv_memory, kv_dtype, speculation: see
-                ``midfill.config.ModelOptions``.
+            backend, device, weights, threads, context, kv_memory, kv_dtype, speculation, method:
+                see ``midfill.config.ModelOptions``.
             adapter: folder of a LoRA adapter to merge into the model, or "none". None takes the
                 adapter that midfill ships for a model of this name, if there is one.
             fim_tokens: the prefix, suffix and middle token, for models that midfill doesn't know.
@@ -105,6 +106,7 @@ class LLM:
             kv_dtype=kv_dtype,
             adapter=None if folder is None else str(folder),
             speculation=speculation,
+            method=method,
         )
         started = time.perf_counter()
         checkpoint = open_model(resolve(model, progress), folder, weights)

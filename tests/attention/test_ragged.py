@@ -24,7 +24,9 @@ def random_index(rng: np.random.Generator, *, terms: bool) -> RaggedIndex:
     )
 
 
-def packed(requests: list[tuple[int, int]], indices: tuple[RaggedIndex | None, ...]) -> ForwardBatch:
+def packed(
+    requests: list[tuple[int, int]], indices: tuple[RaggedIndex | None, ...]
+) -> ForwardBatch:
     """requests: (new rows, slots that they see) each."""
     rng = np.random.default_rng(len(requests))
     rows = sum(count for count, _ in requests)
@@ -70,7 +72,9 @@ def naive(
                 if window is not None:
                     seen, terms = seen[-window:], terms[:, -window:]
                 factor, bias, weight = torch.from_numpy(terms).float()
-                k, v = (cache.transpose(1, 2).reshape(-1, HEAD_DIM)[seen] for cache in (keys, values))
+                k, v = (
+                    cache.transpose(1, 2).reshape(-1, HEAD_DIM)[seen] for cache in (keys, values)
+                )
                 scores = k @ queries[row, head] * SCALE * factor + bias
                 weighted = scores.softmax(0) * weight
                 outputs[row, head] = weighted @ v

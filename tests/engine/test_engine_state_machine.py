@@ -58,9 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
         row_cost=st.sampled_from([None, 0.0, 0.01, 0.2]),
         compressed=st.booleans(),
     )
-    def start(
-        self, slots: int, budget: int, row_cost: float | None, compressed: bool
-    ) -> None:
+    def start(self, slots: int, budget: int, row_cost: float | None, compressed: bool) -> None:
         self.compressed = compressed
         self.engine = build_engine(
             ToyRunner(slots, positions=POSITIONS),

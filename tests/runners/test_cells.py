@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,9 +150,7 @@ def test_both_runners_read_the_same_cells(llama: Checkpoint, cpu: CpuRunner) -> 
     prompt = step(tokens[:LENGTH], 0, slots[:LENGTH])
     cells = all_cells(cpu, slots[:LENGTH])
     kept = [row[np.sort(rng.permutation(LENGTH)[: rng.integers(1, LENGTH)])] for row in cells]
-    index = RaggedIndex(
-        np.concatenate(kept), np.cumsum([0, *map(len, kept)]).astype(np.int32)
-    )
+    index = RaggedIndex(np.concatenate(kept), np.cumsum([0, *map(len, kept)]).astype(np.int32))
     later = step(tokens[LENGTH:], LENGTH, slots[LENGTH:], ragged=index)
     logits = []
     for one in (cpu, reference):

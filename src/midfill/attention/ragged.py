@@ -79,9 +79,10 @@ def attend_ragged(
     cells, kept = request.cells[layer], request.kept[layer]
     k, v = (_gather(cache, layer, cells, request.own) for cache in (keys, values))
     most, own = cells.shape[1], len(request.own)
-    factor, bias, weight = (_padded(term, own, fill) for term, fill in zip(
-        request.terms[:, layer], (1.0, 0.0, 1.0), strict=True
-    ))
+    factor, bias, weight = (
+        _padded(term, own, fill)
+        for term, fill in zip(request.terms[:, layer], (1.0, 0.0, 1.0), strict=True)
+    )
     scores = torch.einsum("rhgd,hkd->hgrk", q, k) * scale
     scores = scores * factor[:, None, None] + bias[:, None, None]
     seen = _visible(rows, most, own, kept, window)

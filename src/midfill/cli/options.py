@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from midfill.cli.values import parse_fim_tokens, parse_size, parse_window
+from midfill.cli.values import parse_fim_tokens, parse_method, parse_size, parse_window
 from midfill.config import Backend, FimTokens, KvDtype, WeightsOption, WindowSize
 
 _MODEL_HELP = (
@@ -84,6 +84,14 @@ SpeculationOption = Annotated[
     typer.Option(
         help="Draft tokens that copy from the text and verify several per step; never changes an"
         " answer.",
+    ),
+]
+MethodOption = Annotated[
+    str,
+    typer.Option(
+        parser=parse_method,
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="Compress the KV of every prompt, as in cake:budget=256; see 'midfill methods'.",
     ),
 ]
 MaxTokensOption = Annotated[

@@ -15,6 +15,7 @@ from midfill.cli.options import (
     FimTokensOption,
     KvDtypeOption,
     KvMemoryOption,
+    MethodOption,
     ModelArgument,
     SpeculationOption,
     ThreadsOption,
@@ -112,6 +113,7 @@ def serve(
     stream_interval_ms: StreamIntervalOption = 25,
     stream_interval: OldStreamIntervalOption = None,
     speculation: SpeculationOption = True,
+    method: MethodOption = "none",
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
     import logging
@@ -146,6 +148,7 @@ def serve(
             token_budget=token_budget,
             adapter=None if folder is None else str(folder),
             speculation=speculation,
+            method=method,
         ),
     )
     with ExitStack() as shown:

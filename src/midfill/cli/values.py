@@ -1,4 +1,4 @@
-"""Values of options as people write them: sizes in bytes, lists of counts, FIM tokens, windows."""
+"""Values of options as people write them: sizes, lists of counts, FIM tokens, windows, methods."""
 
 import re
 
@@ -62,3 +62,21 @@ def parse_window(text: str) -> WindowSize:
     if before < 1 or after < 0:
         raise typer.BadParameter("a window has at least 1 character before the caret, 0 after it")
     return WindowSize(before, after)
+
+
+def parse_method(text: str) -> str:
+    """Return the specification of a method, checked.
+
+    Raises:
+        typer.BadParameter: there is no such method or option, or a value doesn't fit.
+    """
+    if text == "none":
+        return text
+    from midfill.errors import InvalidRequestError
+    from midfill.methods.registry import resolve_method
+
+    try:
+        resolve_method(text)
+    except InvalidRequestError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text

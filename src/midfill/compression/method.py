@@ -51,7 +51,11 @@ class SequenceKeys:
 
 
 class SequenceCompressor(Protocol):
-    """A method at work on one sequence; it may hold state. Calls come in the order of positions."""
+    """A method at work on one sequence; it may hold state.
+
+    A sequence that is preempted is computed anew, and its method is asked again, with the same
+    arguments.
+    """
 
     def fork(self) -> "SequenceCompressor":
         """Return a compressor in the same state, for another answer to the same prompt."""
@@ -63,7 +67,7 @@ class SequenceCompressor(Protocol):
         Args:
             keys: of the whole prompt.
             queries: float32 [layers, n, query_heads, head_dim], rotated: of the prompt's last
-                ``observed_rows`` rows, or of all if there are fewer.
+                ``observed_rows`` rows, or of all if there are fewer; empty where none is observed.
 
         Returns:
             What stays; None keeps everything.

@@ -49,8 +49,10 @@ class Selection:
         Raises:
             ValueError: a key does not exist, is named twice or out of order, or a head keeps none.
         """
-        if len(self.indptr) != len(counts) + 1 or self.indptr[0] or self.indptr[-1] != len(
-            self.kept
+        if (
+            len(self.indptr) != len(counts) + 1
+            or self.indptr[0]
+            or self.indptr[-1] != len(self.kept)
         ):
             raise ValueError("a selection needs the kept keys of every layer and head")
         sizes = np.diff(self.indptr)

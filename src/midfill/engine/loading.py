@@ -14,6 +14,7 @@ from midfill.engine.scheduler import SchedulerPolicy
 from midfill.engine.speculation import Speculation
 from midfill.engine.step_cost import MeasuredStepCost
 from midfill.forward.runner import Runner
+from midfill.methods.registry import resolve_method
 from midfill.runners.loading import load_runner
 from midfill.system.progress import Progress
 
@@ -39,6 +40,7 @@ def load_engine(
         MidfillError: the checkpoint or the options can't be used.
     """
     started = time.perf_counter() if started is None else started
+    method = resolve_method(options.method)
     runner = load_runner(checkpoint, options, progress)
     engine = Engine(
         runner,
@@ -47,6 +49,7 @@ def load_engine(
         policy=scheduler_policy(options),
         speculation=speculation(options),
         token_bytes=checkpoint.tokenizer.token_bytes,
+        method=method,
     )
     info = EngineInfo(
         backend=runner.description,

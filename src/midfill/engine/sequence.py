@@ -148,7 +148,9 @@ class Sequence:
         The last one has to run, since its logits are needed, and so have those whose queries a
         compressor observes.
         """
-        return self._tokens[: min(self.length - 1, max(self.prompt_length - self.observed_count, 0))]
+        return self._tokens[
+            : min(self.length - 1, max(self.prompt_length - self.observed_count, 0))
+        ]
 
     @property
     def barrier(self) -> int:
@@ -176,6 +178,8 @@ class Sequence:
 
     def take_observed(self) -> Float32Array:
         """Return the queries of all observed rows in order, and forget them."""
+        if not self._observed:
+            return np.zeros((0, 0, 0, 0), np.float32)
         queries, self._observed = np.concatenate(self._observed, axis=1), []
         return queries
 

@@ -9,9 +9,7 @@ import numpy as np
 from midfill.arrays import Float32Array, Int32Array
 
 
-def shift_keys(
-    keys: Float32Array, shift: Int32Array, frequencies: Float32Array
-) -> Float32Array:
+def shift_keys(keys: Float32Array, shift: Int32Array, frequencies: Float32Array) -> Float32Array:
     """Return keys [n, head_dim] moved by [n] positions.
 
     Args:

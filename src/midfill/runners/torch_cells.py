@@ -16,9 +16,7 @@ class TorchCells:
         frequencies: see ``shift_keys``.
     """
 
-    def __init__(
-        self, keys: torch.Tensor, values: torch.Tensor, frequencies: Float32Array
-    ) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, frequencies: Float32Array) -> None:
         self._keys, self._values, self._frequencies = keys, values, frequencies
 
     def read(self, cells: Int32Array) -> tuple[Float32Array, Float32Array]:

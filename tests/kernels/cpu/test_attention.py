@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from midfill.kv.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
 from midfill.kernels.cpu import attention
 from midfill.kernels.cpu.activations import Activations
 from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, LayerKV, write_entry
@@ -14,6 +13,7 @@ from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.segments import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext
+from midfill.kv.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
 
 QUERY_HEADS, KV_HEADS, DIM = 6, 2, 32
 GROUP = QUERY_HEADS // KV_HEADS
@@ -265,9 +265,7 @@ def test_requests_with_cells_and_without_share_a_batch(pool: Pool) -> None:
     rng = np.random.default_rng(11)
     plain, two = ragged_index(pool, (30, 400), rng), ragged_index(pool, (9, 2), rng, terms=True)
     indices = [None, plain, None, two]
-    requests = [
-        (rng.permutation(1200)[: rows + 20], queries(rows, rows)) for rows in (1, 5, 33, 2)
-    ]
+    requests = [(rng.permutation(1200)[: rows + 20], queries(rows, rows)) for rows in (1, 5, 33, 2)]
     together = attend(pool, requests, indices=indices)
     apart = [
         attend(pool, [request], indices=[index] if index else [])

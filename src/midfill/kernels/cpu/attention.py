@@ -224,9 +224,7 @@ def _cut(scratch: Float32Array, cells: Int32Array, heads: AttentionHeads) -> _Sc
 
 
 @kernel
-def _find_tile(
-    metadata: AttentionMetadata, kv: LayerKV, heads: AttentionHeads, work: int
-) -> _Tile:
+def _find_tile(metadata: AttentionMetadata, kv: LayerKV, heads: AttentionHeads, work: int) -> _Tile:
     """Return unit ``work``: (tile, KV head), or (tile, segment, KV head) with partials."""
     tiles = metadata.tiles
     index, head = work // heads.kv_heads, work % heads.kv_heads
@@ -336,13 +334,9 @@ def _attend_tile(
     for segment in range(tile.first, tile.end):
         ahead = _span(kv.cache.keys, dim, metadata, tile, segment + 1, cells, SEGMENT)
         if segment + 1 == tile.end:
-            ahead = _span(
-                kv.cache.keys, dim, metadata, following, following.first, cells, SEGMENT
-            )
+            ahead = _span(kv.cache.keys, dim, metadata, following, following.first, cells, SEGMENT)
         if segment == tile.first:
-            _attend_segment(
-                kv, heads, metadata, tile, segment, ahead, scratch, scratch.totals, top
-            )
+            _attend_segment(kv, heads, metadata, tile, segment, ahead, scratch, scratch.totals, top)
             continue
         _attend_segment(kv, heads, metadata, tile, segment, ahead, scratch, scratch.part, top)
         merge_rows(scratch.totals, scratch.part, top, tile.rows, dim)

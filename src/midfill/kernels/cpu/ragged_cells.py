@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import LayerKV
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.segments import SEGMENT
 from midfill.kernels.cpu.simd import LANES, fma, load, multiply, store
+from midfill.kv.ragged import KeyTerms, RaggedIndex
 
 _SCORE_FACTOR, _SCORE_BIAS, _VALUE_FACTOR = 0, 1, 2
 
@@ -96,9 +96,7 @@ def _pack_terms(indices: Sequence[RaggedIndex]) -> Float32Array:
 
 
 @kernel
-def find_keys(
-    ragged: RaggedCells, request: int, kv: LayerKV, head: int, slots_at: int
-) -> HeadKeys:
+def find_keys(ragged: RaggedCells, request: int, kv: LayerKV, head: int, slots_at: int) -> HeadKeys:
     """Return where the keys of a request's head lie; ``slots_at`` as of HeadKeys."""
     base = kv.first_entry + head * kv.slots
     start = end = np.int64(0)

@@ -1,0 +1,1 @@
+"""Published methods, one file each; ``registry`` finds them by name."""

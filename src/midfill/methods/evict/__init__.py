@@ -1,0 +1,1 @@
+"""Methods that keep some of a prompt's keys and drop the others."""

@@ -1,0 +1,137 @@
+"""CAKE: one budget for all layers, divided by how widely and how changeably each attends.
+
+Source: Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences",
+ICLR 2025, arXiv 2503.12491, sections 4.1 (preferences), 4.3 (scores). This is the one-shot form,
+applied once the whole prompt is computed; it keeps what the cascade would keep in the end.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
+from midfill.compression.method import SequenceKeys
+from midfill.compression.selection import Selection
+from midfill.compression.window_attention import (
+    average_pool,
+    group_mean,
+    top_keys,
+    window_attention,
+)
+from midfill.errors import InvalidRequestError
+from midfill.methods.budget import budget_tokens, check_budget, check_observation
+from midfill.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Cake:
+    """The method's hyper-parameters.
+
+    Attributes:
+        budget: mean number of tokens kept per layer, the window included, or a share of the prompt
+            if below 1.
+        window: the prompt's last rows, which are observed and always kept; the paper's 32.
+        gamma: weight of a token's variance over the rows beside its mean; the paper's 200.
+        tau1, tau2: temperatures of dispersion and shift in a layer's preference. The paper tunes
+            them per model and budget, 0.4 to 2.3; 1 where nobody has.
+        kernel: width of the pooling along tokens; the code's 5.
+    """
+
+    budget: float = 256
+    window: int = 32
+    gamma: float = 200.0
+    tau1: float = 1.0
+    tau2: float = 1.0
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        check_observation(self.window, self.kernel, least=2)  # one row has no variance
+        check_budget(self.budget, self.window)
+        for name in ("tau1", "tau2"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequestError(f"{name} must be above 0", param="method")
+
+    @property
+    def observed_rows(self) -> int:
+        """The window's."""
+        return self.window
+
+    def start(self, config: ModelConfig) -> "Cake":
+        """Return the method itself; it has no state."""
+        return self
+
+    def fork(self) -> "Cake":
+        """Return the method itself; it has no state."""
+        return self
+
+    def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
+        """See ``SequenceCompressor.select``."""
+        count, window = int(keys.counts[0]), self.window
+        budget = budget_tokens(self.budget, count, window)
+        if count <= budget + window or queries.shape[1] < window:
+            return None
+        preferences: list[float] = []
+        scores: list[Float32Array] = []
+        for layer in range(keys.config.layers):
+            weights = window_attention(keys, queries, layer)[:, :, :-window]
+            preferences.append(self.preference(weights))
+            scores.append(self.scores(weights, keys.config.kv_heads))
+        total = (budget - window) * len(scores)
+        budgets = divide_budget(np.array(preferences), total, count - window)
+        recent = np.arange(count - window, count, dtype=np.int32)
+        kept: list[Int32Array] = [
+            np.concatenate((top_keys(head, int(layer_budget)), recent))
+            for layer_scores, layer_budget in zip(scores, budgets, strict=True)
+            for head in layer_scores
+        ]
+        return Selection.of_heads(kept)
+
+    def preference(self, weights: Float32Array) -> float:
+        """Return a layer's preference H^(1/tau1) * V^(1/tau2), equation 5.
+
+        Args:
+            weights: float32 [query_heads, window, n], columns of the window left out.
+        """
+        dispersion = -float((weights * np.log(weights + 1e-10)).sum(dtype=np.float64))
+        shift = float(weights.var(axis=1, ddof=1, dtype=np.float64).sum())
+        return float(max(dispersion, 0.0) ** (1 / self.tau1) * shift ** (1 / self.tau2))
+
+    def scores(self, weights: Float32Array, kv_heads: int) -> Float32Array:
+        """Return each token's score [kv_heads, n]: mean + gamma * variance, equation 8.
+
+        Args:
+            weights: as of ``preference``.
+            kv_heads: of the model.
+        """
+        variance = weights.var(axis=1, ddof=1)
+        varied = weights.mean(axis=1) + np.float32(self.gamma) * variance
+        return group_mean(average_pool(varied, self.kernel), kv_heads)
+
+
+def divide_budget(preferences: Float64Array, total: int, most: int) -> Int64Array:
+    """Divide a number of tokens over layers in proportion to their preferences.
+
+    What is beyond ``most`` goes to the other layers in equal parts, and so does what rounding down
+    has left. Without usable preferences all layers get the same.
+
+    Args:
+        preferences: [layers], not negative.
+        total: tokens to divide.
+        most: the largest number of tokens that a layer can use.
+
+    Returns:
+        [layers]; they add up to ``total``, or to layers * most if that is less.
+    """
+    layers = len(preferences)
+    total = min(total, layers * most)
+    norm = preferences.sum()
+    usable = np.isfinite(norm) and norm > 0
+    shares = preferences / norm if usable else np.full(layers, 1 / layers)
+    budgets = np.minimum((shares * total).astype(np.int64), most)
+    while (missing := total - int(budgets.sum())) > 0:
+        open_layers = np.flatnonzero(budgets < most)
+        each, rest = divmod(missing, len(open_layers))
+        budgets[open_layers] += each
+        budgets[open_layers[:rest]] += 1
+        budgets = np.minimum(budgets, most)
+    return budgets

@@ -1,0 +1,113 @@
+"""The shelf's index: methods by name, and what a specification like "cake:budget=256" means.
+
+A method's module is imported when it is first asked for, so that nothing pays for methods that
+nobody uses.
+"""
+
+import dataclasses
+import difflib
+import importlib
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from midfill.compression.method import CompressionMethod
+from midfill.errors import InvalidRequestError
+
+OFF = "none"
+"""A specification that asks for no method."""
+
+
+@dataclass(frozen=True)
+class MethodEntry:
+    """A method on the shelf.
+
+    Attributes:
+        name: on the command line.
+        kind: what it does: "evict".
+        title: as its paper calls it.
+        source: where it was published.
+        module, factory: the dataclass of its hyper-parameters.
+    """
+
+    name: str
+    kind: str
+    title: str
+    source: str
+    module: str
+    factory: str
+
+    def load(self) -> type[Any]:
+        """Return the dataclass of the method's hyper-parameters."""
+        found: type[Any] = getattr(importlib.import_module(self.module), self.factory)
+        return found
+
+    def options(self) -> dict[str, object]:
+        """Return the method's options and their defaults."""
+        return {field.name: field.default for field in dataclasses.fields(self.load())}
+
+
+_EVICT = "midfill.methods.evict"
+
+METHODS = {
+    entry.name: entry
+    for entry in (
+        MethodEntry(
+            "cake", "evict", "CAKE", "Qin et al., ICLR 2025, arXiv 2503.12491",
+            f"{_EVICT}.cake", "Cake",
+        ),
+        MethodEntry(
+            "snapkv", "evict", "SnapKV", "Li et al., NeurIPS 2024, arXiv 2404.14469",
+            f"{_EVICT}.snapkv", "SnapKV",
+        ),
+        MethodEntry(
+            "streamingllm", "evict", "StreamingLLM", "Xiao et al., ICLR 2024, arXiv 2309.17453",
+            f"{_EVICT}.streaming_llm", "StreamingLLM",
+        ),
+    )
+}  # fmt: skip
+
+
+def resolve_method(specification: str) -> CompressionMethod | None:
+    """Return the method that "name" or "name:option=value,option=value" stands for.
+
+    Args:
+        specification: "" or "none" for no method.
+
+    Raises:
+        InvalidRequestError: there is no such method or option, or a value doesn't fit.
+    """
+    name, _, listed = specification.partition(":")
+    if name in ("", OFF) and not listed:
+        return None
+    if name not in METHODS:
+        raise InvalidRequestError(
+            f"there is no method {name!r}{_nearest(name, list(METHODS))}", param="method"
+        )
+    factory = METHODS[name].load()
+    kinds = get_type_hints(factory)
+    values: dict[str, object] = {}
+    for item in filter(None, listed.split(",")):
+        option, equals, text = item.partition("=")
+        if option not in METHODS[name].options():
+            nearest = _nearest(option, list(METHODS[name].options()))
+            raise InvalidRequestError(f"{name} has no option {option!r}{nearest}", param="method")
+        if not equals:
+            raise InvalidRequestError(f"{name}: write {option}=VALUE", param="method")
+        values[option] = _parse(text, kinds[option], f"{name}: {option}")
+    method: CompressionMethod = factory(**values)
+    return method
+
+
+def _parse(text: str, kind: type, option: str) -> object:
+    try:
+        return kind(text)
+    except ValueError:
+        words = {int: "a whole number", float: "a number"}
+        raise InvalidRequestError(
+            f"{option} must be {words.get(kind, 'text')}, not {text!r}", param="method"
+        ) from None
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    found = difflib.get_close_matches(name.lower(), known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(known)}"

@@ -1,0 +1,34 @@
+"""Attention of observed queries against one row at a time, and the scores made of it."""
+
+import numpy as np
+from fake_keys import KV_HEADS, LAYERS, fake_keys, fake_queries, naive_attention
+
+from midfill.compression.window_attention import (
+    average_pool,
+    group_mean,
+    top_keys,
+    window_attention,
+)
+
+
+def test_rows_see_the_keys_up_to_their_own() -> None:
+    keys, store = fake_keys(30)
+    queries = fake_queries(7)
+    expected = naive_attention(store, queries, 30)
+    for layer in range(LAYERS):
+        found = window_attention(keys, queries, layer)
+        np.testing.assert_allclose(found, expected[layer], atol=2e-6)
+
+
+def test_pooling_counts_zeros_beyond_the_ends() -> None:
+    pooled = average_pool(np.array([[1, 2, 3, 4]], np.float32), 3)
+    np.testing.assert_allclose(pooled, [[1, 2, 3, 7 / 3]])
+
+
+def test_query_heads_of_a_kv_head_vote_together() -> None:
+    votes = np.arange(KV_HEADS * 2 * 5, dtype=np.float32).reshape(KV_HEADS * 2, 5)
+    np.testing.assert_allclose(group_mean(votes, KV_HEADS)[1], (votes[2] + votes[3]) / 2)
+
+
+def test_the_first_of_equal_scores_wins() -> None:
+    assert top_keys(np.array([1, 5, 5, 0, 5], np.float32), 2).tolist() == [1, 2]
