@@ -1,9 +1,15 @@
-"""Option values: sizes in bytes, lists of counts, FIM tokens, windows."""
+"""Option values: sizes in bytes, lists of counts, FIM tokens, windows, methods."""
 
 import pytest
 import typer
 
-from midfill.cli.values import parse_counts, parse_fim_tokens, parse_size, parse_window
+from midfill.cli.values import (
+    parse_counts,
+    parse_fim_tokens,
+    parse_method,
+    parse_size,
+    parse_window,
+)
 from midfill.config import FimTokens, WindowSize
 
 
@@ -50,3 +56,13 @@ def test_a_window_is_two_numbers() -> None:
 def test_what_is_no_window_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="window"):
         parse_window(text)
+
+
+@pytest.mark.parametrize("text", ["none", "snapkv", "cake:budget=0.5,window=16"])
+def test_methods_are_named_with_their_options(text: str) -> None:
+    assert parse_method(text) == text
+
+
+def test_unknown_methods_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(typer.BadParameter, match="did you mean 'snapkv'"):
+        parse_method("snapk")

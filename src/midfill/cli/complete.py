@@ -15,6 +15,7 @@ from midfill.cli.options import (
     DeviceOption,
     FimTokensOption,
     MaxTokensOption,
+    MethodOption,
     ModelOption,
     SeedOption,
     StopOption,
@@ -82,6 +83,7 @@ def complete(
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     threads: ThreadsOption = None,
+    method: MethodOption = "none",
 ) -> None:
     """Fill in at a place in a file, and show the result there; the file is not changed.
 
@@ -108,6 +110,7 @@ def complete(
             backend=backend,
             device=device,
             threads=threads,
+            method=method,
             adapter=adapter,
             fim_tokens=fim_tokens,
             window=None if window is None else WindowRule(*window),

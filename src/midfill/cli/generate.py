@@ -10,6 +10,7 @@ from midfill.cli.options import (
     BackendOption,
     DeviceOption,
     MaxTokensOption,
+    MethodOption,
     ModelOption,
     SeedOption,
     StopOption,
@@ -29,6 +30,7 @@ def generate(
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     threads: ThreadsOption = None,
+    method: MethodOption = "none",
 ) -> None:
     """Continue a prompt, and print what the model writes as it arrives."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL
@@ -46,6 +48,7 @@ def generate(
             backend=backend,
             device=device,
             threads=threads,
+            method=method,
             adapter=adapter,
             progress=progress,
         )
