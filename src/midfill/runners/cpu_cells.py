@@ -40,13 +40,14 @@ class CpuCells:
 
     def take(self, cells: Int32Array, shift: Int32Array | None = None) -> StoredCells:
         """See ``CellStore.take``."""
-        taken = [array[cells] for array in self._arrays()]
+        keys, values = self._keys[cells], self._values[cells]
+        scales = [each[cells] for each in (self._key_scales, self._value_scales) if len(each)]
         if shift is not None:
-            keys = _decode(self._keys, self._key_scales, cells)
+            exact = _decode(self._keys, self._key_scales, cells)
             every = np.arange(len(cells), dtype=np.int32)
-            scales = taken[2] if len(taken) > 2 else self._key_scales
-            _encode(shift_keys(keys, shift, self._frequencies), taken[0], scales, every)
-        return StoredCells(tuple(taken))
+            moved = shift_keys(exact, shift, self._frequencies)
+            _encode(moved, keys, scales[0] if scales else self._key_scales, every)
+        return StoredCells((keys, values, *scales))
 
     def put(self, cells: Int32Array, stored: StoredCells) -> None:
         """See ``CellStore.put``."""

@@ -99,10 +99,10 @@ def _pack_terms(indices: Sequence[RaggedIndex]) -> Float32Array:
 def find_keys(ragged: RaggedCells, request: int, kv: LayerKV, head: int, slots_at: int) -> HeadKeys:
     """Return where the keys of a request's head lie; ``slots_at`` as of HeadKeys."""
     base = kv.first_entry + head * kv.slots
-    start = end = np.int64(0)
+    start, end = 0, 0
     if len(ragged.first) > 0 and ragged.first[request] >= 0:
         place = ragged.first[request] + base // kv.slots
-        start, end = np.int64(ragged.indptr[place]), np.int64(ragged.indptr[place + 1])
+        start, end = int(ragged.indptr[place]), int(ragged.indptr[place + 1])
     has_terms = len(ragged.terms) > 0 and end > start
     return HeadKeys(end - start, start, slots_at, base, has_terms)
 
