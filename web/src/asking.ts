@@ -65,12 +65,13 @@ export class Asking {
   ): Promise<void> {
     const asked = performance.now();
     const rate = new Rate();
-    let text = "";
+    let written = "";
     let answered: Answered | undefined;
     for await (const chunk of this.options.server.complete(question, signal)) {
       if (signal.aborted) return;
       const now = performance.now();
-      text += chunk.text;
+      written += chunk.text;
+      const text = written.replaceAll(/\r\n?/g, "\n"); // as the editor would read it
       rate.add(now, chunk.tokens.length);
       // What is shown already stays as long as the answer may still turn out to be the same.
       if (chunk.finished || !suggestedText(view).startsWith(text)) suggest(view, text);

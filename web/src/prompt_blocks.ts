@@ -48,7 +48,7 @@ export function blocksOf(prompt: PromptInfo, answer: readonly GeneratedToken[]):
     if (last?.name === name) {
       last.tokens.push(...sentinels, ...tokens);
     } else {
-      const afterCut = isCut && role === "suffix";
+      const afterCut = last?.name === "head" && role === "suffix";
       blocks.push({ name, sentinels, tokens, afterCut });
     }
     sentinels = [];

@@ -102,8 +102,8 @@ export class Server {
     });
     try {
       for await (const event of readEvents(response.body!)) {
-        if (event === "[DONE]") return;
-        yield readChunk(JSON.parse(event));
+        // Reading goes on to the stream's end, so that its connection is used again.
+        if (event !== "[DONE]") yield readChunk(JSON.parse(event));
       }
     } catch (error) {
       throw asUnreachable(error);

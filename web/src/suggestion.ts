@@ -13,6 +13,8 @@ interface Suggestion {
   text: string;
 }
 
+const TAB_LEAVES = 2000; // milliseconds after Escape
+
 const setSuggestion = StateEffect.define<Suggestion | null>();
 
 class GhostText extends WidgetType {
@@ -98,6 +100,7 @@ function accept(part: (text: string) => string): Command {
 const dismiss: Command = (view) => {
   if (view.state.field(field) === null) return false;
   view.dispatch({ effects: setSuggestion.of(null) });
+  view.setTabFocusMode(TAB_LEAVES); // as the editor does after an Escape that it has no use for
   return true;
 };
 

@@ -1,0 +1,154 @@
+"""The playground in a real browser: what a user would press, and what the page then asks."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+PATIENCE = 60_000  # milliseconds; busy machines are slow
+
+
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    """A headless Chromium; the test that asks for it is skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium (Debian's package chromium)")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of the page with its whole answer."""
+
+    body: dict[str, Any]
+    events: list[dict[str, Any]]
+
+    @property
+    def prefix(self) -> str:
+        return self.body["prompt"]  # type: ignore[no-any-return]
+
+    @property
+    def document(self) -> str:
+        return self.prefix + self.body["suffix"]  # type: ignore[no-any-return]
+
+    @property
+    def answer(self) -> str:
+        text = "".join(event["choices"][0]["text"] for event in self.events)
+        return text.replace("\r\n", "\n").replace("\r", "\n")
+
+    @property
+    def midfill(self) -> dict[str, Any]:
+        return self.events[0]["midfill"]  # type: ignore[no-any-return]
+
+
+class PlaygroundPage:
+    """One page of the playground.
+
+    Attributes:
+        page: the browser's page.
+        complaints: what the browser wrote to its console as an error.
+        elsewhere: requests that went to another server.
+    """
+
+    def __init__(self, browser: Any, url: str, **context: Any) -> None:
+        options = {"viewport": {"width": 1280, "height": 800}, **context}
+        self._context = browser.new_context(**options)
+        self._context.set_default_timeout(PATIENCE)
+        self.page = self._context.new_page()
+        self.complaints: list[str] = []
+        self.elsewhere: list[str] = []
+        self._finished: list[Any] = []
+        self.page.on("console", self._listen)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self._watch(request.url, url))
+        self.page.on("requestfinished", lambda request: self._finished.append(request))
+        self.page.goto(url)
+
+    def close(self) -> None:
+        self._context.close()
+
+    def _listen(self, message: Any) -> None:
+        if message.type == "error":
+            self.complaints.append(message.text)
+
+    def _watch(self, requested: str, url: str) -> None:
+        if not requested.startswith((f"{url}/", "data:")):
+            self.elsewhere.append(requested)
+
+    def wait_until(self, expression: str, value: object = None) -> None:
+        """Wait until an expression or function of JavaScript is true.
+
+        Playwright's own way evaluates it inside the page, which the page's policy forbids.
+        """
+        for _ in range(PATIENCE // 50):
+            if self.page.evaluate(expression, value):
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"never true: {expression}")
+
+    def wait_for_first_answer(self) -> None:
+        """Wait until the page has asked about its sample."""
+        self.wait_until("document.querySelectorAll('#chart g').length === 1")
+        self.wait_until("document.querySelector('.block-answer') !== null")
+
+    def ghost(self) -> str:
+        """The suggestion that is shown; "" if there is none."""
+        shown = self.page.locator(".ghost")
+        return shown.text_content() if shown.count() else ""  # type: ignore[no-any-return]
+
+    def press(self, key: str) -> Asked:
+        """Press a key that edits or asks; return what was asked, once its answer is shown."""
+        with self.page.expect_response("**/v1/completions") as answer:
+            self.page.keyboard.press(key)
+        return self._shown(answer.value)
+
+    def insert(self, text: str) -> Asked:
+        """Insert a text at once, as pasting does."""
+        with self.page.expect_response("**/v1/completions") as answer:
+            self.page.keyboard.insert_text(text)
+        return self._shown(answer.value)
+
+    def type_until(self, wanted: str) -> Asked:
+        """Type digits until a suggestion matches a regular expression of JavaScript."""
+        for digit in "12345678901234567890":
+            asked = self.press(digit)
+            if self.page.evaluate(f"text => {wanted}.test(text)", self.ghost()):
+                return asked
+        raise AssertionError(f"no suggestion like {wanted}")
+
+    def last_asked(self) -> Asked:
+        """The last request that was answered to its end."""
+        asked = [one for one in self._finished if one.url.endswith("/v1/completions")]
+        return _asked(asked[-1].response())
+
+    def _shown(self, response: Any) -> Asked:
+        asked = _asked(response)
+        self.wait_until(
+            "text => (document.querySelector('.ghost')?.textContent ?? '') === text",
+            asked.answer,
+        )
+        return asked
+
+
+def _asked(response: Any) -> Asked:
+    lines = response.text().splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return Asked(response.request.post_data_json, events)

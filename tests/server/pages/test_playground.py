@@ -1,0 +1,376 @@
+"""The playground in Chromium, in front of a real server."""
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playground_page import PlaygroundPage, open_browser
+from running_server import RunningServer, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TEXT = "def area(width, height):\n    return width"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., PlaygroundPage]]:
+    """Opens pages, which end with the test."""
+    pages: list[PlaygroundPage] = []
+
+    def open(url: str, **context: Any) -> PlaygroundPage:
+        pages.append(PlaygroundPage(browser, url, **context))
+        return pages[-1]
+
+    yield open
+    for page in pages:
+        page.close()
+
+
+@pytest.fixture
+def playground(
+    opened: Callable[..., PlaygroundPage], server: RunningServer
+) -> Iterator[PlaygroundPage]:
+    """A page that has asked about its sample; it must load nothing that its policy forbids."""
+    page = opened(server.url)
+    page.wait_for_first_answer()
+    yield page
+    assert page.complaints == []
+    assert page.elsewhere == []
+
+
+def test_the_page_opens_with_a_suggestion_for_its_sample(playground: PlaygroundPage) -> None:
+    assert playground.page.locator("#model").text_content() == "tiny-llama"
+    assert playground.page.locator(".cm-content").evaluate("one => one === document.activeElement")
+    assert not playground.page.locator("#notice").is_visible()
+
+
+def test_ghost_text_is_the_servers_answer_to_what_was_typed(
+    playground: PlaygroundPage, server: RunningServer
+) -> None:
+    before = playground.press("x")
+    after = playground.press("y")
+    assert after.prefix == before.prefix + "y"
+    again = server.complete(**{**after.body, "stream": False})
+    assert playground.ghost() == after.answer == again["choices"][0]["text"]
+
+
+def test_the_answer_to_the_last_of_many_keys_is_shown(playground: PlaygroundPage) -> None:
+    with playground.page.expect_event(
+        "requestfinished", lambda one: (one.post_data_json or {}).get("prompt", "").endswith("345")
+    ):
+        playground.page.keyboard.type("12345", delay=5)
+    assert playground.last_asked().prefix.endswith("12345")
+    playground.wait_until(
+        "text => (document.querySelector('.ghost')?.textContent ?? '') === text",
+        playground.last_asked().answer,
+    )
+
+
+def test_tab_accepts_all(playground: PlaygroundPage) -> None:
+    asked = playground.type_until("/./")
+    accepted = playground.press("Tab")
+    assert accepted.prefix == asked.prefix + asked.answer
+    assert accepted.body["suffix"] == asked.body["suffix"]
+
+
+def test_control_and_arrow_accept_a_word_and_leave_the_rest(playground: PlaygroundPage) -> None:
+    asked = playground.type_until(r"/^\s*\w+[^\w]+\w/")
+    with playground.page.expect_response("**/v1/completions") as answer:
+        playground.page.keyboard.press("Control+ArrowRight")
+    inserted = answer.value.request.post_data_json["prompt"].removeprefix(asked.prefix)
+    assert re.fullmatch(r"\s*\w+", inserted)
+    assert asked.answer.startswith(inserted)
+
+
+def test_shift_tab_accepts_a_line(playground: PlaygroundPage) -> None:
+    playground.page.select_option("#lines", "all")
+    playground.page.locator(".cm-content").focus()
+    asked = playground.type_until(r"/^[^\n]+\n/")
+    accepted = playground.press("Shift+Tab")
+    assert accepted.prefix == asked.prefix + asked.answer.split("\n")[0]
+
+
+def test_escape_dismisses_and_typing_brings_back(playground: PlaygroundPage) -> None:
+    asked = playground.type_until("/./")
+    playground.page.keyboard.press("Escape")
+    assert playground.ghost() == ""
+    assert playground.press("Alt+\\").document == asked.document
+    assert playground.ghost() == asked.answer
+
+
+def test_without_a_suggestion_tab_indents(playground: PlaygroundPage) -> None:
+    asked = playground.type_until("/./")
+    playground.page.keyboard.press("Escape")
+    playground.page.wait_for_timeout(2100)  # until Tab no longer leaves the editor
+    indented = playground.press("Tab")
+    assert len(indented.document) == len(asked.document) + 4
+
+
+def test_typing_what_is_suggested_keeps_the_rest(playground: PlaygroundPage) -> None:
+    asked = playground.type_until(r"/^[!-'*-Z^-z|~]./s")
+    playground.page.route("**/v1/completions", lambda route: None)  # no answer ever comes
+    playground.page.keyboard.insert_text(asked.answer[0])
+    assert playground.ghost() == asked.answer[1:]
+    playground.page.keyboard.insert_text("§")
+    assert playground.ghost() == ""
+
+
+def test_accepting_can_be_undone(playground: PlaygroundPage) -> None:
+    asked = playground.type_until("/./")
+    playground.press("Tab")
+    assert playground.press("Control+z").document == asked.document
+
+
+def test_the_map_shows_what_the_server_reports(playground: PlaygroundPage) -> None:
+    playground.press("x")
+    asked = playground.press("y")
+    page, midfill = playground.page, asked.midfill
+    playground.wait_until("document.querySelectorAll('#chart g').length === 3")
+    assert midfill["cached_tokens"] > 100
+    assert int(page.locator("#count-cached").text_content()) == midfill["cached_tokens"]
+    computed = midfill["computed_tokens"] + midfill["report"]["healed_tokens"]
+    assert int(page.locator("#count-computed").text_content()) == computed
+    assert computed < 8
+    psm = midfill["report"]["psm"]
+    other = psm["prompt_tokens"] - psm["cached_tokens"]
+    assert int(page.locator("#psm").text_content()) == other > computed
+    cached = page.locator(".token.cached")
+    assert cached.count() > 20
+    for fold in page.locator(".block-text .fold").all():
+        fold.click()
+    assert page.locator(".token.cached").count() == midfill["cached_tokens"]
+    increment = page.locator(".block-increment .token:not(.sentinel)").all_text_contents()
+    assert asked.prefix.endswith("".join(increment).replace("↵", ""))
+
+
+def test_a_long_prefix_is_shown_with_its_cut(playground: PlaygroundPage) -> None:
+    # In a context of 512 tokens the head is empty unless characters are cheap: four per token.
+    asked = playground.insert("    " * 250)
+    roles = [one["role"] for one in asked.midfill["report"]["segments"]]
+    has_head = roles.index("suffix") > 2
+    assert playground.page.locator(".cut").count() == int(has_head)
+    assert playground.page.locator(".strip-cut").count() == int(has_head)
+
+
+def test_pointing_at_a_token_says_what_it_is(playground: PlaygroundPage) -> None:
+    playground.press("x")
+    playground.page.locator(".block-suffix .token.sentinel").last.hover()
+    detail = playground.page.locator("#detail")
+    assert re.fullmatch(
+        r"<fim_suffix> suffix, token \d+ of [\d,]+ · found in the cache · id \d+",
+        detail.text_content(),
+    )
+
+
+def test_everything_is_reached_by_keyboard(playground: PlaygroundPage) -> None:
+    keyboard, page = playground.page.keyboard, playground.page
+    playground.press("x")
+    keyboard.press("Escape")
+    seen = []
+    for _ in range(30):
+        keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
+        if seen[-1] == "map":
+            break
+    assert seen[-1] == "map"
+    keyboard.press("ArrowLeft")
+    assert page.locator(".token.current").count() == 1
+    assert "token" in page.locator("#detail").text_content()
+    for _ in range(30):
+        keyboard.press("Shift+Tab")
+        if page.evaluate("document.activeElement.id") == "theme":
+            break
+    keyboard.press("Enter")
+    assert page.locator("html").get_attribute("data-theme") == "light"
+    for control in ("open", "lines", "language"):
+        keyboard.press("Shift+Tab")
+        assert page.evaluate("document.activeElement.id") == control
+
+
+COLOURS = """() => {
+    const pixel = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+    const rgb = colour => {
+        pixel.fillStyle = colour;
+        pixel.fillRect(0, 0, 1, 1);
+        return [...pixel.getImageData(0, 0, 1, 1).data].slice(0, 3);
+    };
+    const of = (selector, property) =>
+        rgb(getComputedStyle(document.querySelector(selector))[property]);
+    const texts = ["body", "#model", "#keys", "#total", ".ghost", ".block-label"];
+    const tokens = [".token.cached", ".token.computed", ".token.generated"];
+    const page = of("body", "backgroundColor");
+    return [
+        ...texts.map(one => [one, of(one, "color"), page]),
+        ...tokens.map(one => [one, of(one, "color"), of(one, "backgroundColor")]),
+    ];
+}"""
+
+
+def luminance(colour: list[int]) -> float:
+    """Relative luminance (WCAG 2.2)."""
+    parts = [part / 255 for part in colour]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_themes_can_be_read(
+    opened: Callable[..., PlaygroundPage], server: RunningServer, scheme: str
+) -> None:
+    playground = opened(server.url, color_scheme=scheme)
+    playground.wait_for_first_answer()
+    playground.type_until("/./")
+    for name, text, ground in playground.page.evaluate(COLOURS):
+        lighter, darker = sorted((luminance(text), luminance(ground)), reverse=True)
+        assert (lighter + 0.05) / (darker + 0.05) >= 4.5, name
+    ground = playground.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    is_dark = luminance([int(one) for one in re.findall(r"\d+", ground)[:3]]) < 0.2
+    assert is_dark == (scheme == "dark")
+
+
+def test_a_chosen_theme_is_kept(playground: PlaygroundPage) -> None:
+    button, root = playground.page.locator("#theme"), playground.page.locator("html")
+    shown = []
+    for _ in range(3):
+        button.click()
+        ground = playground.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        shown.append((root.get_attribute("data-theme"), ground))
+    light, dark, auto = shown
+    assert [light[0], dark[0], auto[0]] == ["light", "dark", "auto"]
+    assert light[1] == auto[1] != dark[1]
+    button.click()
+    playground.page.reload()
+    assert root.get_attribute("data-theme") == "light"
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (800, 1000)])
+def test_all_parts_are_in_sight(
+    opened: Callable[..., PlaygroundPage], server: RunningServer, width: int, height: int
+) -> None:
+    playground = opened(server.url, viewport={"width": width, "height": height})
+    playground.wait_for_first_answer()
+    for part in ("#editor", "#keys", "#strip", "#map", "#detail", "#chart", "#total", "#theme"):
+        box = playground.page.locator(part).bounding_box()
+        assert box["x"] >= 0, part
+        assert box["y"] >= 0, part
+        assert box["x"] + box["width"] <= width, part
+        assert box["y"] + box["height"] <= height, part
+    assert playground.page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_a_file_is_opened_in_its_language(playground: PlaygroundPage, tmp_path: Path) -> None:
+    path = tmp_path / "main.go"
+    path.write_bytes(b"package main\r\n\r\nfunc main() {\r\n}\r\n")
+    playground.page.set_input_files("#file", path)
+    playground.wait_until("document.querySelector('#language').value === 'go'")
+    asked = playground.press("x")
+    assert asked.document == "xpackage main\n\nfunc main() {\n}\n"
+    assert playground.page.locator(".tok-keyword").count() >= 1
+
+
+def test_what_is_no_text_is_refused_and_leaves_the_text(
+    playground: PlaygroundPage, tmp_path: Path
+) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    playground.page.set_input_files("#file", path)
+    playground.page.wait_for_selector("#notice:not([hidden])")
+    notice = playground.page.locator("#notice").text_content()
+    assert notice == "image.png can't be opened: it is not text in UTF-8."
+    playground.page.locator(".cm-content").focus()
+    assert len(playground.press("x").document) > 500
+
+
+def test_a_language_brings_its_sample_until_something_is_typed(playground: PlaygroundPage) -> None:
+    with playground.page.expect_response("**/v1/completions") as answer:
+        playground.page.select_option("#language", "rust")
+    assert "impl Rectangle" in answer.value.request.post_data_json["prompt"]
+    answer.value.finished()
+    playground.page.locator(".cm-content").focus()
+    typed = playground.press("x")
+    playground.page.select_option("#language", "cpp")
+    playground.page.locator(".cm-content").focus()
+    assert playground.press("Alt+\\").document == typed.document
+
+
+def test_what_the_server_refuses_is_said_in_one_line(playground: PlaygroundPage) -> None:
+    error = {"error": {"message": "the prompt is too long", "code": "context_length_exceeded"}}
+    playground.page.route(
+        "**/v1/completions", lambda route: route.fulfill(status=400, body=json.dumps(error))
+    )
+    playground.page.keyboard.press("x")
+    playground.page.wait_for_selector("#notice:not([hidden])")
+    assert playground.page.locator("#notice").text_content() == "The prompt is too long."
+    playground.complaints.clear()  # the browser's own line about the status
+    playground.page.unroute("**/v1/completions")
+    playground.press("y")
+    assert not playground.page.locator("#notice").is_visible()
+
+
+def test_a_server_with_keys_is_used_with_one(
+    opened: Callable[..., PlaygroundPage], tiny_folder: Path
+) -> None:
+    with start(tiny_folder, "--kv-memory", "4MB", "--api-key", "secret") as server:
+        playground = opened(server.url)
+        page = playground.page
+        page.wait_for_selector("#key:focus")
+        assert page.locator("#key-label").text_content() == "This server needs an API key:"
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        playground.wait_until(
+            "document.querySelector('#key-label').textContent.includes(\"doesn't know\")"
+        )
+        page.keyboard.type("secret")
+        page.keyboard.press("Enter")
+        playground.wait_for_first_answer()
+        assert not page.locator("#key-form").is_visible()
+        assert playground.press("x").answer == playground.ghost()
+        page.reload()
+        playground.wait_for_first_answer()  # the tab remembers the key
+
+
+def test_a_page_left_open_recovers_when_the_server_restarts(
+    opened: Callable[..., PlaygroundPage], tiny_folder: Path
+) -> None:
+    with start(tiny_folder, "--kv-memory", "4MB") as server:
+        playground = opened(server.url)
+        playground.wait_for_first_answer()
+        typed = playground.press("x")
+        port = server.url.rpartition(":")[2]
+    page = playground.page
+    page.wait_for_selector("#notice:not([hidden])")
+    notice = page.locator("#notice").text_content()
+    assert notice.startswith("The server doesn't answer.")
+    page.keyboard.type("yz")
+    with start(tiny_folder, "--kv-memory", "4MB", "--port", port):
+        page.wait_for_selector("#notice", state="hidden")
+        playground.wait_until("document.querySelectorAll('#chart g').length >= 3")
+        assert playground.press("!").prefix == typed.prefix + "yz!"
+
+
+def test_a_page_left_open_recovers_when_the_engine_restarts(
+    opened: Callable[..., PlaygroundPage], tiny_folder: Path
+) -> None:
+    with start(tiny_folder, "--kv-memory", "4MB") as server:
+        playground = opened(server.url)
+        playground.wait_for_first_answer()
+        os.kill(server.engine_process(), signal.SIGKILL)
+        page = playground.page
+        page.keyboard.press("x")
+        page.wait_for_selector("#notice:not([hidden])")
+        assert "starting again" in page.locator("#notice").text_content()
+        page.wait_for_selector("#notice", state="hidden")
+        assert playground.press("y").prefix.endswith("xy")
