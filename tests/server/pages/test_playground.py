@@ -133,8 +133,8 @@ def test_accepting_can_be_undone(playground: PlaygroundPage) -> None:
 
 
 def test_the_map_shows_what_the_server_reports(playground: PlaygroundPage) -> None:
-    playground.press("x")
-    asked = playground.press("y")
+    playground.press("q")  # other tests have typed other letters, whose prompts PSM would reuse
+    asked = playground.press("w")
     page, midfill = playground.page, asked.midfill
     playground.wait_until("document.querySelectorAll('#chart g').length === 3")
     assert midfill["cached_tokens"] > 100
