@@ -8,6 +8,7 @@ from midfill.cli.bench import app as bench
 from midfill.cli.complete import complete
 from midfill.cli.evaluation import app as evaluation
 from midfill.cli.generate import generate
+from midfill.cli.lsp import lsp
 from midfill.cli.methods import methods
 from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
@@ -40,7 +41,7 @@ def _root(
     """Options of midfill itself."""
 
 
-for command in (serve, complete, generate, pull, models, methods):
+for command in (serve, complete, lsp, generate, pull, models, methods):
     app.command()(command)
 
 app.add_typer(bench, name="bench")

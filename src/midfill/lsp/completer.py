@@ -1,0 +1,159 @@
+"""Completer: from a request at a caret to suggestions."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from midfill.errors import MidfillError
+from midfill.lsp.documents import Document
+from midfill.lsp.pending import PendingRequests, Request
+from midfill.lsp.queries import CompletionQuery, Completions
+from midfill.lsp.settings import Settings
+from midfill.lsp.statistics import Statistics
+from midfill.lsp.suggestions import Caret, LastSuggestions, Suggestion
+
+T = TypeVar("T")
+
+_ALTERNATIVES_TEMPERATURE = 0.5
+
+
+class Access(Protocol):
+    """Somewhere to ask; ``ServerAccess`` is one."""
+
+    async def complete(self, query: CompletionQuery) -> Completions: ...
+
+
+class Completer:
+    """Answers requests; obsolete ones at once, with nothing.
+
+    Args:
+        access: the server that is asked.
+        settings: how to complete.
+        statistics: counts what happens.
+        on_trouble: called when there is no answer from a server.
+        on_answer: called when there is one.
+    """
+
+    def __init__(
+        self,
+        access: Access,
+        settings: Settings,
+        statistics: Statistics,
+        on_trouble: Callable[[MidfillError], None],
+        on_answer: Callable[[], None],
+    ) -> None:
+        self._access = access
+        self._settings = settings
+        self._statistics = statistics
+        self._on_trouble = on_trouble
+        self._on_answer = on_answer
+        self._pending = PendingRequests()
+        self._work: dict[Request, asyncio.Task[list[Suggestion]]] = {}
+        self._last = LastSuggestions()
+
+    def configure(self, access: Access, settings: Settings) -> None:
+        """Use another server or other settings from now on; pending requests become obsolete."""
+        self._access, self._settings = access, settings
+        self._last.forget()
+        self._keep(PendingRequests())
+
+    def end(self) -> None:
+        """Give up all requests."""
+        self._keep(PendingRequests())
+
+    def document_changed(self, uri: str) -> None:
+        """Give up requests for a document that has changed, or was opened or closed."""
+        self._keep(self._pending.changed(uri))
+
+    def document_closed(self, uri: str) -> None:
+        """Forget a document."""
+        self._last.forget(uri)
+        self.document_changed(uri)
+
+    async def complete(self, request: Request, document: Document) -> list[Suggestion] | None:
+        """Return suggestions; None if the request has become obsolete.
+
+        Must be called in the order in which requests and changes arrive, and as they do.
+        """
+        counts = self._statistics.counts
+        counts.requests += 1
+        work = self._work[request] = asyncio.create_task(self._suggest(request, document))
+        self._keep(self._pending.arrived(request))
+        try:
+            suggestions = await work
+            if request in self._pending.requests:
+                return suggestions
+        except asyncio.CancelledError:
+            if request in self._pending.requests:  # by the client
+                counts.cancelled += 1
+                raise
+        finally:
+            self._pending = self._pending.answered(request)
+            del self._work[request]
+        counts.obsolete += 1
+        return None
+
+    def _keep(self, pending: PendingRequests) -> None:
+        """End the work for requests that are no longer pending."""
+        self._pending = pending
+        for request, work in self._work.items():
+            if request not in pending.requests:
+                work.cancel()
+
+    async def _suggest(self, request: Request, document: Document) -> list[Suggestion]:
+        caret = Caret.in_text(document.uri, document.text, request.index)
+        rest = None if request.invoked else self._last.rest(caret)
+        if rest is not None:
+            self._statistics.counts.continued += 1
+            return [rest]
+        await asyncio.sleep(request.delay(self._settings.debounce_ms / 1000))
+        suggestions = [
+            Suggestion(uuid.uuid4().hex, text) for text in await self._texts(caret, request.invoked)
+        ]
+        if suggestions:
+            self._last.remember(caret, suggestions[0])
+        else:
+            self._last.forget(caret.uri)
+        return suggestions
+
+    async def _texts(self, caret: Caret, invoked: bool) -> list[str]:
+        """Return different completions, the most likely first; none where there is trouble."""
+        settings = self._settings
+        lines = settings.lines if caret.at_line_end else "single"
+        queries = [CompletionQuery(caret, lines, settings.max_tokens)]
+        if invoked and settings.alternatives > 1:
+            queries.append(
+                CompletionQuery(
+                    caret, lines, settings.max_tokens,
+                    count=settings.alternatives - 1, temperature=_ALTERNATIVES_TEMPERATURE,
+                )
+            )  # fmt: skip
+        try:
+            answers = await _all(*(self._access.complete(query) for query in queries))
+        except MidfillError as trouble:
+            self._statistics.counts.failed += 1
+            self._on_trouble(trouble)
+            return []
+        self._on_answer()
+        for answer in answers:
+            self._statistics.record_prompt(answer.prompt_tokens, answer.cached_tokens)
+        texts = [text for answer in answers for text in answer.texts if text.strip()]
+        if caret.at_line_end:
+            texts = [text.rstrip() for text in texts]
+        self._statistics.counts.empty += not texts
+        return list(dict.fromkeys(texts))
+
+
+async def _all(*work: Coroutine[Any, Any, T]) -> list[T]:
+    """Return the results of all; the first error ends the others.
+
+    Raises:
+        Exception: the first error.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,275 @@
+"""MidfillLanguageServer: LSP's features on top of documents, settings and completions."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from lsprotocol import types
+from pygls.lsp.server import LanguageServer
+
+from midfill.errors import MidfillError
+from midfill.lsp import messages
+from midfill.lsp.completer import Completer
+from midfill.lsp.documents import Document, OpenDocuments
+from midfill.lsp.items import ACCEPTED_COMMAND, inline_items, menu_items, replaced_text
+from midfill.lsp.notices import Notices
+from midfill.lsp.pending import Kind, Request
+from midfill.lsp.positions import PositionEncoding, utf16_length
+from midfill.lsp.protocol import MidfillProtocol
+from midfill.lsp.queries import ServerUnreachableError
+from midfill.lsp.server_access import ServerAccess
+from midfill.lsp.settings import SECTION, Settings
+from midfill.lsp.statistics import Statistics
+from midfill.lsp.suggestions import Suggestion
+from midfill.version import __version__
+
+_log = logging.getLogger(__name__)
+
+STATISTICS_COMMAND = "midfill.statistics"
+
+_MENU_TRIGGERS = tuple(" .,:=([{<+-*/|&")
+_PROGRESS_SECONDS = 2.0  # to wait until the client has made room for a progress display
+
+_ENCODINGS: tuple[PositionEncoding, ...] = ("utf-8", "utf-16", "utf-32")
+
+
+class MidfillLanguageServer:
+    """One client's language server. Make it, and call its methods, in the event loop.
+
+    Args:
+        settings: of the command line; the client's come on top of them.
+
+    Attributes:
+        pygls: speaks the protocol.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.pygls = LanguageServer("midfill", __version__, protocol_cls=MidfillProtocol)
+        self._base = settings  # of the command line and the client's initializationOptions
+        self._settings = settings
+        self._documents = OpenDocuments()
+        self._statistics = Statistics()
+        self._notices = Notices()
+        self._numbers = itertools.count()
+        self._access = self._new_access()
+        self._completer = Completer(
+            self._access, settings, self._statistics, self._report, self._report_recovery
+        )
+        self._closing: set[asyncio.Task[None]] = set()
+        self._register()
+
+    async def close(self) -> None:
+        """End all work, and the server of the language server's own."""
+        self._completer.end()
+        await self._access.close()
+        _log.info("statistics: %s", msgspec.json.encode(self._statistics.counts).decode())
+
+    def _register(self) -> None:
+        """Register the features that do not depend on the client."""
+        feature, command = self.pygls.feature, self.pygls.command
+        builtin = self.pygls.protocol.fm.add_builtin_feature  # in place of pygls's documents
+        builtin(messages.DID_OPEN, self._did_open)
+        builtin(messages.DID_CHANGE, self._did_change)
+        builtin(messages.DID_CLOSE, self._did_close)
+
+        @feature(types.INITIALIZE)
+        def initialize(params: types.InitializeParams) -> None:
+            self._initialize(params)
+
+        @feature(types.INITIALIZED)
+        async def initialized(params: types.InitializedParams) -> None:
+            await self._initialized()
+
+        @feature(types.WORKSPACE_DID_CHANGE_CONFIGURATION)
+        async def configure(params: types.DidChangeConfigurationParams) -> None:
+            await self._configure(params.settings)
+
+        @feature(messages.INLINE_COMPLETION, types.InlineCompletionOptions())
+        async def inline(params: messages.AskCompletion) -> types.InlineCompletionList | None:
+            return await self._inline(params)
+
+        @feature(messages.DID_SHOW)
+        def did_show(params: messages.DidShow) -> None:
+            self._statistics.record_shown(params.item.suggestion)
+
+        @feature(messages.DID_PARTIALLY_ACCEPT)
+        def did_partially_accept(params: messages.DidPartiallyAccept) -> None:
+            self._statistics.record_partially_accepted(
+                params.item.suggestion, params.accepted_length
+            )
+
+        @command(ACCEPTED_COMMAND)
+        def accepted(*suggestions: Any) -> None:
+            for suggestion in suggestions:
+                self._statistics.record_accepted(suggestion)
+
+        @command(STATISTICS_COMMAND)
+        def statistics(*_: Any) -> dict[str, int]:
+            return dict(msgspec.to_builtins(self._statistics.counts))
+
+    # Documents
+
+    def _did_open(self, params: messages.DidOpen) -> None:
+        document = params.text_document
+        self._documents.open(document.uri, document.text)
+        self._completer.document_changed(document.uri)
+
+    def _did_change(self, params: messages.DidChange) -> None:
+        uri = params.text_document.uri
+        changes = [change.change() for change in params.content_changes]
+        if not self._documents.change(uri, changes):
+            _log.warning("ignored: a change of %s, which is not open", uri)
+        self._completer.document_changed(uri)
+
+    def _did_close(self, params: messages.DidClose) -> None:
+        self._documents.close(params.text_document.uri)
+        self._completer.document_closed(params.text_document.uri)
+
+    # Completions
+
+    async def _inline(self, params: messages.AskCompletion) -> types.InlineCompletionList | None:
+        asked = self._request(params, "inline", params.invoked)
+        if asked is None:
+            return None
+        request, document = asked
+        suggestions = await self._completer.complete(request, document)
+        if suggestions is None:
+            return None
+        self._record_sent(suggestions, replaced_text(document, request.index))
+        return types.InlineCompletionList(inline_items(document, request.index, suggestions))
+
+    async def _menu(self, params: messages.AskCompletion) -> types.CompletionList:
+        # Editors ask with the trigger kind "invoked" for each typed letter, too.
+        asked = self._request(params, "menu", invoked=False)
+        items: list[types.CompletionItem] = []
+        if asked is not None:
+            request, document = asked
+            suggestions = await self._completer.complete(request, document)
+            if suggestions is not None:
+                self._record_sent(suggestions, "")
+                items = menu_items(document, request.index, suggestions)
+        return types.CompletionList(is_incomplete=True, items=items)
+
+    def _request(
+        self, params: messages.AskCompletion, kind: Kind, invoked: bool
+    ) -> tuple[Request, Document] | None:
+        """Return a request and its document in the present state; None if that is not open."""
+        document = self._documents.get(params.text_document.uri)
+        if document is None:
+            _log.warning("nothing to complete: %s is not open", params.text_document.uri)
+            return None
+        index = document.index_at(params.position.place())
+        number = next(self._numbers)
+        return Request(number, document.uri, document.revision, index, kind, invoked), document
+
+    def _record_sent(self, suggestions: list[Suggestion], replaced: str) -> None:
+        for suggestion in suggestions:
+            self._statistics.record_sent(
+                suggestion.id, utf16_length(replaced), utf16_length(suggestion.text)
+            )
+
+    # Settings
+
+    def _initialize(self, params: types.InitializeParams) -> None:
+        self._base = self._updated(self._base, params.initialization_options)
+        self._use(self._base)
+        agreed = self.pygls.workspace.position_encoding  # an enumeration, equal to its values
+        (self._documents.encoding,) = (each for each in _ENCODINGS if each == agreed)
+        capabilities = params.capabilities.text_document
+        knows_inline = capabilities is not None and capabilities.inline_completion is not None
+        menu = self._settings.menu
+        if menu == "always" or (menu == "auto" and not knows_inline):
+
+            @self.pygls.feature(
+                messages.COMPLETION,
+                types.CompletionOptions(trigger_characters=_MENU_TRIGGERS),
+            )
+            async def complete(params: messages.AskCompletion) -> types.CompletionList:
+                return await self._menu(params)
+
+    async def _initialized(self) -> None:
+        workspace = self.pygls.client_capabilities.workspace
+        changes = workspace and workspace.did_change_configuration
+        if changes and changes.dynamic_registration:
+            method = types.WORKSPACE_DID_CHANGE_CONFIGURATION
+            options = types.DidChangeConfigurationRegistrationOptions(section=SECTION)
+            registration = types.Registration(str(uuid4()), method, options)
+            await self.pygls.client_register_capability_async(
+                types.RegistrationParams([registration])
+            )
+        await self._configure(None)
+        await self._access.prepare()
+
+    async def _configure(self, given: object) -> None:
+        """Use the client's settings: those it has sent or, if it sends none, those it has."""
+        workspace = self.pygls.client_capabilities.workspace
+        if not given and workspace and workspace.configuration:
+            item = types.ConfigurationItem(section=SECTION)
+            (given,) = await self.pygls.workspace_configuration_async(
+                types.ConfigurationParams([item])
+            )
+        self._use(self._updated(self._base, given))
+
+    def _updated(self, settings: Settings, given: object) -> Settings:
+        updated, problems = settings.updated(given)
+        for problem in problems:
+            self._tell(types.MessageType.Warning, problem)
+        return updated
+
+    def _use(self, settings: Settings) -> None:
+        if settings == self._settings:
+            return
+        before, self._settings = self._settings, settings
+        if settings.access != before.access:
+            old, self._access = self._access, self._new_access()
+            self._notices.over()
+            closing = asyncio.create_task(old.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._completer.configure(self._access, settings)
+
+    def _new_access(self) -> ServerAccess:
+        return ServerAccess(self._settings, self._show_loading, self._report)
+
+    # What the user is told
+
+    def _report(self, trouble: MidfillError) -> None:
+        """Log a trouble, and tell the user the first time."""
+        _log.info("%s", trouble)
+        if self._notices.arises(trouble):
+            advice = ""
+            if isinstance(trouble, ServerUnreachableError):
+                advice = "; start one with: midfill serve"
+            self._tell(types.MessageType.Warning, f"{trouble}{advice}")
+
+    def _report_recovery(self) -> None:
+        if self._notices.over():
+            text = "midfill: completions work again"
+            self.pygls.window_log_message(types.LogMessageParams(types.MessageType.Info, text))
+
+    def _tell(self, kind: types.MessageType, text: str) -> None:
+        _log.warning("%s", text)
+        self.pygls.window_show_message(types.ShowMessageParams(kind, f"midfill: {text}"))
+
+    @contextlib.asynccontextmanager
+    async def _show_loading(self, model: str) -> AsyncIterator[None]:
+        """Show that a model is being loaded, if the client can."""
+        window = self.pygls.client_capabilities.window
+        title = f"midfill: loading {model}"
+        _log.info("%s", title)
+        if not (window and window.work_done_progress):
+            yield
+            return
+        progress, token = self.pygls.work_done_progress, str(uuid4())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(progress.create_async(token), _PROGRESS_SECONDS)
+        progress.begin(token, types.WorkDoneProgressBegin(title))
+        try:
+            yield
+        finally:
+            progress.end(token, types.WorkDoneProgressEnd())
