@@ -37,6 +37,7 @@ DebounceOption = Annotated[
     int | None,
     typer.Option(
         min=0,
+        max=10_000,
         metavar="MS",
         help="Milliseconds without a change before the model is asked.",
     ),
@@ -49,7 +50,8 @@ def lsp(
     start: StartOption = False,
     api_key: KeyOption = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", help="Maximum tokens of a completion.")
+        int | None,
+        typer.Option("--max-tokens", "-n", min=1, max=4096, help="Maximum tokens of a completion."),
     ] = None,
     lines: LinesOption = None,
     debounce_ms: DebounceOption = None,
@@ -66,17 +68,11 @@ def lsp(
     from midfill.system.extras import require
 
     require("midfill lsp", ["pygls", "httpx"], extra="lsp")
-    import logging
-
+    from midfill.lsp.logs import log_to_stderr
     from midfill.lsp.settings import Settings
     from midfill.lsp.stdio import serve_stdio
 
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="midfill lsp: %(levelname)s %(message)s"
-    )
-    if log_level != "debug":
-        for name in ("pygls", "httpx", "httpcore", "asyncio"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+    log_to_stderr(log_level)
     given = {
         "url": url, "model": model, "start": start or None,
         "apiKey": api_key or next(iter(os.environ.get(API_KEY_VARIABLE, "").split()), None),

@@ -53,7 +53,7 @@ def menu_items(
                 label=shown,
                 label_details=types.CompletionItemLabelDetails(description="midfill"),
                 kind=types.CompletionItemKind.Text,
-                documentation=types.MarkupContent(types.MarkupKind.PlainText, text),
+                documentation=text,
                 sort_text=f" {place}",  # before what other servers offer
                 filter_text=text,
                 insert_text_format=types.InsertTextFormat.PlainText,

@@ -218,7 +218,7 @@ class MidfillLanguageServer:
     def _updated(self, settings: Settings, given: object) -> Settings:
         updated, problems = settings.updated(given)
         for problem in problems:
-            self._tell(types.MessageType.Warning, problem)
+            self._tell(types.MessageType.Warning, f"a setting is ignored: {problem}")
         return updated
 
     def _use(self, settings: Settings) -> None:

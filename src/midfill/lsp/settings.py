@@ -1,7 +1,7 @@
 """Settings: from the command line, then from the client, which may change them at any time."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit
 
 import msgspec
@@ -46,6 +46,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     def updated(self, given: object) -> tuple["Settings", list[str]]:
         """Return the settings with those that a client has sent, and what is wrong with others.
 
+        What is wrong keeps its present value.
+
         Args:
             given: the client's value, of whatever shape: settings, or settings in a section
                 ``midfill``. Unknown settings are ignored, null means the present one.
@@ -55,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         if given is None:
             return self, []
         if not isinstance(given, Mapping):
-            return self, [f"settings must be an object, not {given!r}"]
+            return self, ["expected an object of settings"]
         values: dict[str, Any] = {}
         problems = []
         for field in msgspec.structs.fields(Settings):
@@ -70,8 +72,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
                     check_api_key(value)
             except (msgspec.ValidationError, ValueError) as error:
                 values.pop(field.name, None)
-                reason = str(error).replace("Expected", "expected")
-                problems.append(f"the setting {SECTION}.{field.encode_name} is ignored: {reason}")
+                problems.append(f"{field.encode_name}: {_reason(field.type, error)}")
         return msgspec.structs.replace(self, **values), problems
 
 
@@ -99,3 +100,9 @@ def checked_url(url: str) -> str:
     if not usable:
         raise ValueError(f"expected a URL like {DEFAULT_URL}")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _reason(kind: Any, error: Exception) -> str:
+    if get_origin(kind) is Literal:
+        return f"expected one of {', '.join(get_args(kind))}"
+    return str(error).replace("Expected", "expected")

@@ -1,0 +1,78 @@
+"""Which requests are still worth an answer."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midfill.lsp.pending import PendingRequests, Request
+
+
+def request(
+    number: int, uri: str = "a", revision: int = 0, index: int = 0, **fields: object
+) -> Request:
+    given = {"kind": "inline", "invoked": False} | fields
+    return Request(number, uri, revision, index, **given)  # type: ignore[arg-type]
+
+
+def pending(*requests: Request) -> tuple[Request, ...]:
+    """What is left after requests have arrived one after the other."""
+    state = PendingRequests()
+    for each in requests:
+        state = state.arrived(each)
+    return state.requests
+
+
+def test_a_change_makes_all_requests_for_its_document_obsolete() -> None:
+    one, menu, other = request(1), request(2, kind="menu"), request(3, uri="b")
+    state = PendingRequests().arrived(one).arrived(menu).arrived(other)
+    assert state.changed("a").requests == (other,)
+    assert state.changed("c").requests == (one, menu, other)
+
+
+def test_a_request_supersedes_earlier_ones_for_its_document() -> None:
+    old, new = request(1, index=4), request(2, index=5)
+    assert pending(old, new) == (new,)
+    same = request(3, index=5)
+    assert pending(new, same) == (same,)
+
+
+def test_requests_of_the_other_kind_and_for_other_documents_stay() -> None:
+    requests = request(1), request(2, kind="menu"), request(3, uri="b")
+    assert pending(*requests) == requests
+
+
+def test_what_the_user_asked_for_is_not_given_up_for_a_request_of_the_editor() -> None:
+    asked, automatic = request(1, invoked=True), request(2)
+    assert pending(asked, automatic) == (asked, automatic)
+    assert pending(automatic, asked) == (asked,)
+    assert pending(asked, request(2, invoked=True)) == (request(2, invoked=True),)
+    # Elsewhere the user has moved on.
+    moved = request(2, index=9)
+    assert pending(asked, moved) == (moved,)
+
+
+def test_only_requests_of_the_editor_wait() -> None:
+    assert request(1).delay(0.05) == 0.05
+    assert request(1, invoked=True).delay(0.05) == 0.0
+
+
+def test_an_answered_request_is_no_longer_pending() -> None:
+    one, other = request(1), request(2, uri="b")
+    assert PendingRequests((one, other)).answered(one).requests == (other,)
+    assert PendingRequests((other,)).answered(one).requests == (other,)
+
+
+REQUESTS = st.builds(
+    Request,
+    st.integers(0, 99), st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 1),
+    st.sampled_from(["inline", "menu"]), st.booleans(),
+)  # fmt: skip
+
+
+@given(requests=st.lists(REQUESTS, unique_by=lambda each: each.number))
+def test_at_most_one_request_of_the_editor_and_one_of_the_user_wait_per_document_and_kind(
+    requests: list[Request],
+) -> None:
+    left = pending(*requests)
+    keys = [(each.uri, each.kind, each.invoked) for each in left]
+    assert len(keys) == len(set(keys))
+    assert left[-1:] == tuple(requests[-1:])
