@@ -39,10 +39,22 @@ def test_each_key_is_valid(server: RunningServer, key: str) -> None:
     assert server.post("/v1/completions", body, headers=headers).status_code == 200
 
 
-def test_models_need_a_key_but_health_and_metrics_do_not(server: RunningServer) -> None:
-    assert server.get("/v1/models").status_code == 401
-    assert server.get("/health").status_code == 200
-    assert server.get("/metrics").status_code == 200
+def test_all_endpoints_need_a_key_but_health_and_metrics(server: RunningServer) -> None:
+    paths = server.get("/openapi.json").json()["paths"]
+    endpoints = [(method, path) for path, methods in paths.items() for method in methods]
+    assert len(endpoints) > 15
+    for method, path in endpoints:
+        status = server.client.request(method, server.url + path).status_code
+        assert status == (200 if path in ("/health", "/metrics") else 401), (method, path)
+
+
+def test_refusals_have_the_shape_of_the_path(server: RunningServer) -> None:
+    def error(path: str) -> object:
+        return server.post(path, {}).json()["error"]
+
+    message = "a valid API key is needed: Authorization: Bearer KEY"
+    assert error("/api/generate") == message
+    assert error("/infill") == {"code": 401, "message": message, "type": "authentication_error"}
 
 
 def test_each_key_has_its_own_cache(server: RunningServer) -> None:

@@ -197,6 +197,11 @@ class PromptEncoder:
         self._chat = _chat_template(checkpoint.tokenizer)
         self._longest_token = _longest_token(checkpoint.tokenizer)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._chat is not None
+
     def infill(
         self,
         request: InfillRequest,

@@ -12,6 +12,8 @@ from midfill.server.bodies import body_schemas
 from midfill.server.dialects import (
     llama_cpp,
     llama_cpp_model,
+    ollama,
+    ollama_models,
     openai_chat,
     openai_completions,
     openai_models,
@@ -27,6 +29,8 @@ DIALECTS = (
     openai_models.DIALECT,
     llama_cpp.DIALECT,
     llama_cpp_model.DIALECT,
+    ollama.DIALECT,
+    ollama_models.DIALECT,
 )
 
 
