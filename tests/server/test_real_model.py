@@ -107,3 +107,41 @@ def test_the_answer_does_not_depend_on_the_cache(infilling: RunningServer) -> No
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
     tokens = [answer["choices"][0]["logprobs"]["token_logprobs"] for answer in (cold, warm)]
     assert tokens[0] == pytest.approx(tokens[1], abs=1e-4)
+
+
+ABOVE = "import math\n\n\nclass Circle:\n    def __init__(self, radius):\n        self.radius = radius\n\n"
+REGION = (
+    "    def area(self):\n        return math.pi * self.radius ** 2\n\n"
+    "    def perimeter(self):\n        return 2 * math.pi * self.radius\n\n    def dia"
+)
+BELOW = "\n\ncircle = Circle(2)\nprint(circle.area())\nprint(circle.perimeter())\n"
+ZETA_2 = (
+    f"<[fim-suffix]>{BELOW}<[fim-prefix]><filename>edit_history\n--- a/circle.py\n+++ b/circle.py\n"
+    "@@ -12,3 +12,4 @@\n+    def dia{typed}\n\n<filename>circle.py\n"
+    f"{ABOVE}<<<<<<< CURRENT\n{REGION}{{typed}}<|user_cursor|>\n=======\n<[fim-middle]>"
+)
+ZETA_2_1 = (
+    f"<[fim-suffix]>{BELOW}<[fim-prefix]><filename>circle.py\n{ABOVE}<|marker_1|>{REGION}{{typed}}"
+    "<|user_cursor|>\n<|marker_2|>\n<[fim-middle]>"
+)
+
+
+@pytest.mark.parametrize(("prompt", "cached"), [(ZETA_2, 70), (ZETA_2_1, 110)])
+def test_next_edits_are_speculated_and_reuse_what_precedes_the_change(
+    plain: RunningServer, prompt: str, cached: int
+) -> None:
+    """The answer repeats the editable region; its first line is given, as no such model is here."""
+    for typed in ("", "mete", "meter(sel"):
+        accepted = plain.metric("spec_decode_num_accepted_tokens_total")
+        answer = plain.complete(
+            prompt=prompt.format(typed=typed) + REGION.partition("\n")[0] + "\n",
+            max_tokens=60,
+            temperature=0,
+            ignore_eos=True,
+            stop=[">>>>>>> UPDATED"],
+        )
+        assert answer["midfill"]["layout"] == "verbatim"
+        if typed:
+            assert answer["midfill"]["cached_tokens"] >= cached
+        accepted = plain.metric("spec_decode_num_accepted_tokens_total") - accepted
+        assert accepted >= 0.4 * answer["usage"]["completion_tokens"]
