@@ -109,7 +109,10 @@ def test_the_answer_does_not_depend_on_the_cache(infilling: RunningServer) -> No
     assert tokens[0] == pytest.approx(tokens[1], abs=1e-4)
 
 
-ABOVE = "import math\n\n\nclass Circle:\n    def __init__(self, radius):\n        self.radius = radius\n\n"
+ABOVE = (
+    "import math\n\n\nclass Circle:\n"
+    "    def __init__(self, radius):\n        self.radius = radius\n\n"
+)
 REGION = (
     "    def area(self):\n        return math.pi * self.radius ** 2\n\n"
     "    def perimeter(self):\n        return 2 * math.pi * self.radius\n\n    def dia"

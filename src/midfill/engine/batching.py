@@ -33,6 +33,20 @@ class ScheduledSequence(NamedTuple):
         """Tokens that go through the model."""
         return self.tokens + self.drafted
 
+    @property
+    def scored_rows(self) -> range:
+        """Its rows, counted from its first one, whose logits score the prompt's next token."""
+        sequence = self.sequence
+        if sequence.prompt_logprobs is None:
+            return range(0)
+        first = max(len(sequence.prompt_logprobs) - sequence.computed, 0)
+        return range(first, min(self.tokens, sequence.prompt_length - 1 - sequence.computed))
+
+    @property
+    def outputs(self) -> int:
+        """Rows whose logits are computed."""
+        return len(self.scored_rows) + (1 + self.drafted if self.sampled else 0)
+
     def with_draft(self, draft: Draft, drafted: int) -> "ScheduledSequence":
         """Return the same share with a draft, of which ``drafted`` tokens run."""
         return ScheduledSequence(self.sequence, self.tokens, self.sampled, draft, drafted)
@@ -41,8 +55,8 @@ class ScheduledSequence(NamedTuple):
 def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
     """Pack a step into one batch.
 
-    Logits are computed for the last token of each sequence that samples, and for each of its
-    drafted tokens, in the order of ``scheduled``.
+    Logits are computed, in the order of ``scheduled``, for each sequence's rows that score its
+    prompt, for its last token if it samples, and for each of its drafted tokens.
     """
     token_ids, positions, write_slots, kv_slots = [], [], [], []
     query_ends, kv_ends, logit_rows, observed = [0], [0], list[int](), list[int]()
@@ -60,6 +74,7 @@ def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
         write_slots.append(visible[start - first :])
         kv_slots.append(visible)
         observed += (query_ends[-1] + row for row in observed_rows(entry))
+        logit_rows += (query_ends[-1] + row for row in entry.scored_rows)
         query_ends.append(query_ends[-1] + rows)
         kv_ends.append(kv_ends[-1] + end - first)
         if entry.sampled:

@@ -19,6 +19,7 @@ from midfill.compression.method import CompressionMethod
 from midfill.engine.batching import ScheduledSequence, build_batch
 from midfill.engine.compression import Compression
 from midfill.engine.drafting import Draft
+from midfill.engine.prompt_scores import record_scores
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, FinishReason
 from midfill.engine.request_queues import RequestQueues
 from midfill.engine.scheduler import SchedulerPolicy, StepPlan
@@ -254,6 +255,7 @@ class Engine:
             self._compression.observe(batch, scheduled)
             computed = time.perf_counter()
             groups = sibling_groups(scheduled)
+            record_scores(logits, scheduled)
             verify(logits, [one for _, group in groups for one in group], self._vocabulary)
             sampled = time.perf_counter()
         except Exception as error:

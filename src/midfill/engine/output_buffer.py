@@ -137,4 +137,5 @@ def _join(outputs: list[EngineOutput]) -> EngineOutput:
         cached_tokens=last.cached_tokens,
         error=last.error,
         empty_probability=last.empty_probability,
+        prompt_logprobs=outputs[0].prompt_logprobs,
     )

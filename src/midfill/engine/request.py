@@ -33,6 +33,9 @@ class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         ignore_eos: continue past the model's end tokens.
         logprobs: how many of the likeliest tokens are reported per position; None reports
             nothing, 0 the sampled token only.
+        prompt_logprobs: how many of the likeliest tokens are reported for each of the prompt's
+            tokens but the first; None reports nothing, 0 the prompt's own tokens only. The prompt
+            is computed whole, whatever is cached of it.
         n: number of answers; they share the prompt's KV.
     """
 
@@ -50,6 +53,7 @@ class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     n: int = 1
 
 
@@ -90,7 +94,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     """Log probabilities (natural logarithm, of the model's own distribution) at one position.
 
     Attributes:
-        logprob: the sampled token's.
+        logprob: the sampled token's, or the prompt's token's.
         top: (token id, logprob) of the likeliest tokens, best first.
     """
 
@@ -111,6 +115,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
         error: what went wrong, if finish_reason is "error".
         empty_probability: how probable an empty answer was; an upper bound where that is not above
             the request's threshold. None if it was not asked for.
+        prompt_logprobs: one entry per token of the prompt, from the second on, in the first output
+            of the first answer; None elsewhere and if not requested.
     """
 
     request_id: str
@@ -121,6 +127,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     error: str | None = None
     empty_probability: float | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -170,10 +170,10 @@ class _QueueCacheView:
         a, b = self._sequences[first], self._sequences[second]
         if a.tenant != b.tenant:
             return 0
-        span = min(a.length, b.length)
+        span = min(len(a.matchable_tokens), b.length)
         differs = a.tokens[:span] != b.tokens[:span]
-        position = int(differs.argmax())
-        return position if differs[position] else span
+        position = int(differs.argmax()) if span else 0
+        return position if span and differs[position] else span
 
     def released_by(self, victims: SequenceOf[int]) -> int:
         """See ``CacheView.released_by``."""

@@ -13,16 +13,22 @@ gathered after the penalties, and all later steps see nothing else.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from midfill.arrays import Float64Array, Int32Array, Int64Array
-from midfill.engine.filters import FOLDS, filter_probabilities, sample_inverse, top_ids
+from midfill.arrays import Int32Array
+from midfill.engine.filters import filter_probabilities, sample_inverse
+from midfill.engine.logprobs import (
+    gather,
+    likeliest,
+    mask_nonfinite,
+    one_thread,
+    token_logprobs,
+)
 from midfill.engine.request import EngineSamplingParams, TokenLogprobs
 
 # A temperature below this means greedy: dividing by it would leave one token anyway.
@@ -108,7 +114,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
         ):
             return [SampledToken(peak, None) for peak in peaks]
     working: list[_Row | None] = [None] * len(rows)
-    with _one_thread():
+    with one_thread():
         for places in _groups(rows):
             chosen = _choose(logits, [rows[place] for place in places])
             for place, row in zip(places, chosen, strict=True):
@@ -135,21 +141,6 @@ def _is_plain(spec: SampleRow) -> bool:
         and params.logprobs is None
         and not _is_adjusted(params)
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch from splitting operations of some 100 us over threads.
-
-    On busy cores the threads wait milliseconds for one that is not scheduled: measured with two
-    threads on two busy cores, sampling took as long as the model.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _groups(rows: Sequence[SampleRow]) -> list[list[int]]:
@@ -221,7 +212,7 @@ def _start_rows(vectors: list[torch.Tensor], specs: Sequence[SampleRow]) -> list
         # argmax returns a NaN or an infinity, if it sees all of the logits.
         clean = spec.allowed is None and math.isfinite(value)
         if not clean:
-            logits = _mask_nonfinite(logits)
+            logits = mask_nonfinite(logits)
             peak, value = _argmax([logits])[0]
         rows.append(_Row(spec, logits, clean, peak) if math.isfinite(value) else None)
     return rows
@@ -240,11 +231,6 @@ def _argmax(vectors: list[torch.Tensor]) -> list[tuple[int, float]]:
     ids = stacked.argmax(-1)
     values = stacked.gather(-1, ids[:, None])[:, 0]
     return list(zip(ids.tolist(), values.tolist(), strict=True))
-
-
-def _mask_nonfinite(logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits with -infinity for values that are not finite."""
-    return torch.where(torch.isfinite(logits), logits, -torch.inf)
 
 
 def _draw(rows: list[_Row]) -> None:
@@ -291,8 +277,8 @@ def _draw_unfiltered(rows: list[_Row]) -> None:
 def _draw_top_k(rows: list[_Row], top_k: int) -> None:
     """Draw from the ``top_k`` likeliest tokens, filtered."""
     logits = _stack(rows)
-    ids = _likeliest(logits, top_k)
-    for row, values, row_ids in zip(rows, _gather(logits, ids), ids, strict=True):
+    ids = likeliest(logits, top_k)
+    for row, values, row_ids in zip(rows, gather(logits, ids), ids, strict=True):
         weights = np.exp((values - values.max()) / row.spec.params.temperature)
         kept = filter_probabilities(weights / weights.sum(), row.spec.params, complete=True)
         assert kept is not None
@@ -303,8 +289,8 @@ def _draw_filtered(rows: list[_Row]) -> None:
     """Draw for rows with filters but no top-k: try few tokens first, then all where needed."""
     logits = _stack(rows)
     probabilities = _probabilities(logits, rows)
-    few = _likeliest(logits, min(_FEW_CANDIDATES, logits.shape[-1]))
-    for index, weights in enumerate(_gather(probabilities, few)):
+    few = likeliest(logits, min(_FEW_CANDIDATES, logits.shape[-1]))
+    for index, weights in enumerate(gather(probabilities, few)):
         row, ids = rows[index], few[index]
         kept = filter_probabilities(weights, row.spec.params, complete=False)
         if kept is None:
@@ -315,42 +301,16 @@ def _draw_filtered(rows: list[_Row]) -> None:
         row.token_id = sample_inverse(kept, ids, row.spec.draw)
 
 
-def _likeliest(logits: torch.Tensor, count: int) -> Int64Array:
-    """Return the [rows, count] ids of the largest values per row of [rows, vocab], ascending."""
-    if logits.device.type == "cpu" and count <= logits.shape[-1] // FOLDS:
-        return np.stack([top_ids(row, count) for row in logits.numpy()])
-    return logits.topk(count).indices.sort().values.cpu().numpy()
-
-
-def _gather(source: torch.Tensor, ids: Int64Array) -> Float64Array:
-    """Return the [rows, count] values of [rows, vocab] ``source`` at [rows, count] ids."""
-    return source.gather(-1, torch.from_numpy(ids).to(source.device)).double().cpu().numpy()
-
-
 def _logprobs(logits: torch.Tensor, rows: list[_Row]) -> dict[int, TokenLogprobs]:
     """Return log probabilities for rows that request them, by the row's id()."""
     if not rows:
         return {}
     raw = torch.stack(
         [
-            logits[row.spec.row] if row.clean else _mask_nonfinite(logits[row.spec.row])
+            logits[row.spec.row] if row.clean else mask_nonfinite(logits[row.spec.row])
             for row in rows
         ]
     )
-    logprobs = raw.log_softmax(-1)
-    chosen = torch.tensor([[row.token_id] for row in rows], device=raw.device)
-    own = logprobs.gather(-1, chosen)[:, 0].tolist()
     wanted = [row.spec.params.logprobs or 0 for row in rows]
-    ids = _likeliest(raw, min(max(*wanted, 1), raw.shape[-1]))
-    reported = {}
-    for row, logprob, count, row_ids, values in zip(
-        rows, own, wanted, ids, _gather(logprobs, ids), strict=True
-    ):
-        best = (-values).argsort(kind="stable")[:count]
-        likeliest = [
-            (int(row_ids[place]), float(values[place]))
-            for place in best
-            if math.isfinite(values[place])
-        ]
-        reported[id(row)] = TokenLogprobs(logprob, likeliest)
-    return reported
+    reports = token_logprobs(raw, [row.token_id for row in rows], wanted)
+    return {id(row): report for row, report in zip(rows, reports, strict=True)}

@@ -50,11 +50,17 @@ class CacheView(Protocol):
     """Questions about the KV cache; asking changes nothing."""
 
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
-        """Return what a queued sequence would find cached, its last token excluded: it must run."""
+        """Return what a queued sequence would find cached of what it may take from the cache.
+
+        Its last token must run, and so must those whose logits score its prompt.
+        """
         ...
 
     def common_prefix(self, first: int, second: int) -> int:
-        """Return how many leading tokens two sequences share; 0 for different tenants."""
+        """Return how many leading tokens of ``second`` a queued sequence could take over.
+
+        0 for different tenants; its last token never counts.
+        """
         ...
 
     def released_by(self, victims: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from midfill.engine.request import (
     EngineRequest,
     EngineSamplingParams,
     FinishReason,
+    TokenLogprobs,
 )
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.models.config import ModelConfig
@@ -51,6 +52,8 @@ class Sequence:
         observed_count: how many of the prompt's last rows it observes.
         compressed: whether it has decided since the last admission.
         stop_token_ids: token ids that end generation, the model's end tokens included.
+        prompt_logprobs: of the prompt's tokens, from the second on, as far as they are computed;
+            None if they are not asked for, or were sent.
         calibration: how well drafts for this sequence do.
         seed: key of the sequence's random numbers, together with the answer's index.
     """
@@ -77,6 +80,7 @@ class Sequence:
         "observed_count",
         "params",
         "prompt_length",
+        "prompt_logprobs",
         "request_id",
         "seed",
         "sequence_id",
@@ -122,6 +126,9 @@ class Sequence:
         self._observed: list[Float32Array] = []
         end_tokens = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = end_tokens.union(request.sampling.stop_token_ids)
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        if request.sampling.prompt_logprobs is not None and not request.background:
+            self.prompt_logprobs = []
         self.calibration = Calibration()
         seed = request.sampling.seed
         self.seed = secrets.randbits(64) if seed is None else seed
@@ -143,14 +150,20 @@ class Sequence:
 
     @property
     def matchable_tokens(self) -> Int32Array:
-        """[n] int32, a view: the tokens whose KV may come from the prefix cache.
+        """[n] int32, a view: the leading tokens whose KV may come from the prefix cache.
 
-        The last one has to run, since its logits are needed, and so have those whose queries a
-        compressor observes.
+        The last one has to run, since its logits are needed, and so have those whose logits score
+        the prompt and are missing, or whose queries a compressor observes. Nothing after the prompt
+        may come from the cache if it attends to compressed KV. (A background prompt needs no
+        logits; there one more row does no harm.)
         """
-        return self._tokens[
-            : min(self.length - 1, max(self.prompt_length - self.observed_count, 0))
-        ]
+        limit = self.length - 1
+        if self.compressor is not None:
+            limit = min(limit, max(self.prompt_length - self.observed_count, 0))
+        scores = self.prompt_logprobs
+        if scores is not None and len(scores) < self.prompt_length - 1:
+            limit = min(limit, len(scores))
+        return self._tokens[:limit]
 
     @property
     def barrier(self) -> int:
@@ -249,10 +262,16 @@ class Sequence:
             sibling.calibration = Calibration()
             sibling.forget_kv()
             sibling.compressor = self.compressor and self.compressor.fork()
+            sibling.prompt_logprobs = None  # the first one reports them
             sibling.constraint = copy.copy(self.constraint)
             sibling.empty_check = self.empty_check and self.empty_check.fork()
             siblings.append(sibling)
         return siblings
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """Return the prompt's scores, the first time that an output is sent; None afterwards."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
 
     def final_outputs(
         self,

@@ -95,8 +95,10 @@ def check_sampling_ranges(
     """
     for field, contains, meaning in SAMPLING_RANGES:
         check_parameter(params, field, contains(getattr(params, field)), meaning, names)
-    logprobs_fit = params.logprobs is None or 0 <= params.logprobs <= max_logprobs
-    check_parameter(params, "logprobs", logprobs_fit, f"from 0 to {max_logprobs}", names)
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, field)
+        fits = value is None or 0 <= value <= max_logprobs
+        check_parameter(params, field, fits, f"from 0 to {max_logprobs}", names)
     for token_id, bias in params.logit_bias.items():
         known = 0 <= token_id < vocab
         check_parameter(params, "logit_bias", known, f"of token ids from 0 to {vocab - 1}", names)

@@ -67,6 +67,7 @@ class Verification:
     def output(self) -> EngineOutput:
         """Return the new tokens as the request's output."""
         sequence = self.sequence
+        is_sent = bool(self.tokens) or self.finish_reason is not None
         logprobs = [token.logprobs for token in self.tokens if token.logprobs is not None]
         return EngineOutput(
             request_id=sequence.request_id,
@@ -76,6 +77,7 @@ class Verification:
             finish_reason=self.finish_reason,
             cached_tokens=sequence.cached_tokens or 0,
             empty_probability=sequence.empty_probability,
+            prompt_logprobs=sequence.take_prompt_logprobs() if is_sent else None,
         )
 
 
@@ -92,8 +94,10 @@ def sibling_groups(
     for entry in scheduled:
         if entry.sampled:
             draft = entry.draft.tokens[: entry.drafted].tolist() if entry.drafted else ()
-            groups.append((entry, [Verification(one, row, draft) for one in entry.sequence.fork()]))
-            row += 1 + entry.drafted
+            first = row + len(entry.scored_rows)
+            siblings = [Verification(one, first, draft) for one in entry.sequence.fork()]
+            groups.append((entry, siblings))
+        row += entry.outputs
     return groups
 
 

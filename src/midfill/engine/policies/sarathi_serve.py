@@ -61,12 +61,15 @@ class SarathiServe:
         min_shared_prefix: a new sequence whose prompt shares at least this many uncached tokens
             with one that is being prefilled waits until they are cached instead of computing them
             again. An addition to the paper.
+        min_shared_rest: the same for a prompt of which nothing but the last token would be left.
+            Some editors send each request several times at once.
     """
 
     token_budget: int = 128
     max_running: int = 128
     dynamic_chunks: DynamicChunks | None = None
     min_shared_prefix: int = 32
+    min_shared_rest: int = 4
 
     def __post_init__(self) -> None:
         if self.token_budget < 1 or self.max_running < 1:
@@ -144,12 +147,13 @@ class SarathiServe:
     def _should_wait(
         self, state: ScheduleState, sequence: WaitingSequence, cached: int, in_prefill: list[int]
     ) -> bool:
-        """Whether a prompt in prefill is about to cache a long part of this sequence's prompt."""
-        return any(
-            state.cache.common_prefix(sequence.sequence_id, other) - cached
-            >= self.min_shared_prefix
-            for other in in_prefill
-        )
+        """Whether a prompt in prefill is about to cache a long part of this one, or its rest."""
+        for other in in_prefill:
+            common = state.cache.common_prefix(sequence.sequence_id, other)
+            is_rest = common == sequence.length - 1
+            if common - cached >= (self.min_shared_rest if is_rest else self.min_shared_prefix):
+                return True
+        return False
 
     def _chunk(self, remaining: int, done: int, rows: int) -> int:
         """Return how many tokens a prompt may run beside ``rows`` others.

@@ -1,0 +1,35 @@
+"""Prompt scores: the log probabilities of a prompt's own tokens.
+
+The logits after a token belong to the next one, so a prompt of n tokens has n - 1 scores, from all
+its rows but the last. Rows whose KV is cached would have to be computed for their logits again, so
+such a prompt reuses only what precedes its first missing score.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from midfill.engine.batching import ScheduledSequence
+from midfill.engine.logprobs import mask_nonfinite, one_thread, token_logprobs
+
+
+def record_scores(logits: torch.Tensor, scheduled: Iterable[ScheduledSequence]) -> None:
+    """Append the scores that a step has computed to the sequences that want them.
+
+    Args:
+        logits: [outputs, vocab] float32, in the order of ``build_batch``.
+        scheduled: the step.
+    """
+    row = 0
+    for entry in scheduled:
+        scored, outputs, sequence = entry.scored_rows, entry.outputs, entry.sequence
+        if scored:
+            assert sequence.prompt_logprobs is not None
+            first = sequence.computed + scored.start + 1
+            with one_thread():
+                sequence.prompt_logprobs += token_logprobs(
+                    mask_nonfinite(logits[row : row + len(scored)]),
+                    sequence.tokens[first : first + len(scored)].tolist(),
+                    [sequence.params.prompt_logprobs or 0] * len(scored),
+                )
+        row += outputs
