@@ -34,6 +34,7 @@ class Condition:
         least_increment: see ``infill/prefix_cut.py``.
         window: how much of the whole document the planner shows; None gives it the text that the
             other conditions have.
+        empty_threshold: see ``EngineRequest``; None takes what the model says.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Condition:
     healing: bool = False
     least_increment: int = 0
     window: WindowRule | None = None
+    empty_threshold: float | None = None
 
     @property
     def needs_cut(self) -> bool:

@@ -12,14 +12,24 @@ By where the caret is:
 * ``word-top``: as in ``subtoken``, in a tiny file: a few lines that start at the file's margin.
 * ``word-deep``: the same holes in the same text, below at least 500 characters of another file, so
   that only the place in the file differs.
+
+``carets`` has further kinds.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from midfill.errors import MidfillError
-from midfill.evaluation.problems import FileTask, Problem
+from midfill.evaluation.carets import draw_caret
+from midfill.evaluation.problems import (
+    CARET_TASKS,
+    EMPTY_TASKS,
+    CaretTask,
+    FileTask,
+    Problem,
+)
 from midfill.evaluation.source_files import SourceFile
 
 _BLOCK_LINES = (2, 5)
@@ -48,7 +58,9 @@ class _Cut:
     lead: str = ""
 
 
-def draw_holes(files: Sequence[SourceFile], task: FileTask, count: int, seed: int) -> list[Problem]:
+def draw_holes(
+    files: Sequence[SourceFile], task: FileTask | CaretTask, count: int, seed: int
+) -> list[Problem]:
     """Draw up to ``count`` different holes of one kind, from the files in turn.
 
     They are in the order they were drawn in, so the first ones are from as many files as possible.
@@ -88,9 +100,9 @@ class _HoleSource:
         self._rng = rng
         self._others = [other for other in others if other is not file]
 
-    def draw(self, task: FileTask, taken: dict[str, Problem]) -> Problem | None:
+    def draw(self, task: FileTask | CaretTask, taken: dict[str, Problem]) -> Problem | None:
         """Draw a hole that is not among ``taken``; return None if none is found."""
-        draws: dict[FileTask, Callable[[], _Cut | None]] = {
+        draws: dict[FileTask | CaretTask, Callable[[], _Cut | None]] = {
             "line": self._draw_line,
             "subtoken": self._draw_subtoken,
             "block": self._draw_block,
@@ -98,6 +110,7 @@ class _HoleSource:
             "nothing": self._draw_nothing,
             "word-top": self._draw_word_top,
             "word-deep": self._draw_word_deep,
+            **{caret: partial(self._draw_caret, caret) for caret in CARET_TASKS},
         }
         text = self._file.text
         for _ in range(_MAX_ATTEMPTS):
@@ -108,7 +121,9 @@ class _HoleSource:
             row = text.count("\n", 0, cut.start) + 1
             column = cut.start - text.rfind("\n", 0, cut.start)
             name = f"{task}/{self._file.name}:{row}:{column}+{len(hole)}"
-            if name in taken or not cut.start or (task != "nothing" and not hole.strip()):
+            if name in taken or not cut.start or (
+                task not in EMPTY_TASKS and not hole.strip()
+            ):
                 continue
             return Problem(
                 id=name,
@@ -157,6 +172,10 @@ class _HoleSource:
             return None
         caret = self._rng.choice(places)
         return _Cut(caret, caret, caret)
+
+    def _draw_caret(self, task: CaretTask) -> _Cut | None:
+        hole = draw_caret(self._file, task, self._rng)
+        return None if hole is None else _Cut(*hole, word_end=hole[0])
 
     def _draw_word_top(self) -> _Cut | None:
         cut = self._draw_subtoken()

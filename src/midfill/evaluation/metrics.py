@@ -3,7 +3,7 @@
 import re
 
 from midfill.evaluation.models import Answer
-from midfill.evaluation.problems import LINE_TASKS, WORD_TASKS, Problem
+from midfill.evaluation.problems import EMPTY_TASKS, LINE_TASKS, WORD_TASKS, Problem
 from midfill.infill.trim import first_line
 
 _WORD = re.compile(r"\w*")
@@ -22,7 +22,7 @@ def score_answer(problem: Problem, answer: Answer) -> dict[str, float]:
     text = answer.text
     stops = float(answer.ended and not _leaves_line(problem, text))
     blank = not text.strip()
-    if problem.task == "nothing":
+    if problem.task in EMPTY_TASKS:
         return {"empty": float(blank), "stops": stops}
     scores = {
         "exact": float(is_exact(text, problem.hole)),

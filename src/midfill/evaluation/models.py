@@ -30,10 +30,13 @@ class Answer:
     Attributes:
         text: the text after the caret.
         ended: whether it ended with a stop token, not at the maximum length.
+        empty_probability: how probable an empty answer was, where the prompt has a threshold of its
+            own; an upper bound where that is not above it.
     """
 
     text: str
     ended: bool
+    empty_probability: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,13 @@ class ModelPrompt:
         text: a layout, or a request that midfill lays out itself.
         healing: whether a layout is answered with token healing.
         group: prompts of a group have much text in common.
+        empty_threshold: see ``EngineRequest``; None takes what the model says.
     """
 
     text: PromptLayout | InfillRequest
     healing: bool = False
     group: str = ""
+    empty_threshold: float | None = None
 
 
 class Model(Protocol):
@@ -117,10 +122,16 @@ class LocalModel:
             [prompt.text for prompt in prompts],
             sampling,
             healing=[prompt.healing for prompt in prompts],
+            empty_threshold=[prompt.empty_threshold for prompt in prompts],
             progress=progress,
         )
         return [
-            Answer(result.text, result.answers[0].finish_reason == "stop") for result in results
+            Answer(
+                result.text,
+                result.answers[0].finish_reason == "stop",
+                None if prompt.empty_threshold is None else result.empty_probability,
+            )
+            for prompt, result in zip(prompts, results, strict=True)
         ]
 
     def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
@@ -133,7 +144,7 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A model behind a URL. Layouts are sent as text, and the server alone decides on healing.
+    """A model behind a URL. Layouts are sent as text; healing and empty answers are the server's.
 
     An answer ends with the server's end tokens. These need not include the FIM tokens, which end
     answers of ``LocalModel``.

@@ -12,10 +12,19 @@ from midfill.evaluation.sandbox.pool import Program
 
 PublicTask = Literal["single-line", "multi-line", "random-span"]
 FileTask = Literal["line", "subtoken", "block", "span", "nothing", "word-top", "word-deep"]
-Task = Literal[PublicTask, FileTask]
+MissingTask = Literal["missing-line", "missing-code", "missing-rest"]
+NothingTask = Literal["nothing-end", "nothing-blank", "nothing-start"]
+CaretTask = Literal[MissingTask, NothingTask]
+Task = Literal[PublicTask, FileTask, CaretTask]
 PUBLIC_TASKS: tuple[PublicTask, ...] = get_args(PublicTask)
 FILE_TASKS: tuple[FileTask, ...] = get_args(FileTask)
-LINE_TASKS: tuple[Task, ...] = ("single-line", "line", "subtoken", "word-top", "word-deep")
+CARET_TASKS: tuple[CaretTask, ...] = (*get_args(MissingTask), *get_args(NothingTask))
+"""Carets in Python files at which it is clear whether something is missing."""
+EMPTY_TASKS: tuple[Task, ...] = ("nothing", *get_args(NothingTask))
+"""Tasks whose holes are empty."""
+LINE_TASKS: tuple[Task, ...] = (
+    "single-line", "line", "subtoken", "word-top", "word-deep", *get_args(MissingTask),
+)  # fmt: skip
 """Tasks whose holes end where their line ends."""
 HOLE_TASKS: tuple[Task, ...] = (*PUBLIC_TASKS, "line", "subtoken", "block", "span")
 """Tasks whose holes are cut where users have them."""

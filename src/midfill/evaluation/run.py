@@ -14,6 +14,7 @@ from midfill.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
 from midfill.evaluation.metrics import score_answer
 from midfill.evaluation.models import Answer, Model, ModelPrompt
 from midfill.evaluation.problems import (
+    CARET_TASKS,
     FILE_TASKS,
     LINE_TASKS,
     PUBLIC_TASKS,
@@ -76,6 +77,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
             "pass" and "pass_first_line".
         verdict: how the answer's program ended; "" where the problem has no test.
         cost: what the condition's window costs at this hole; None where it has no window.
+        empty_probability: see ``Answer``; None where the condition has no threshold.
     """
 
     answer: str
@@ -83,6 +85,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     scores: dict[str, float]
     verdict: str = ""
     cost: WindowCost | None = None
+    empty_probability: float | None = None
 
 
 class InfillingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +133,7 @@ def load_problems(
                 raise MidfillError(f"task {task} needs --humaneval FOLDER: {HOW_TO_GET_IT}")
             found = load_humaneval(humaneval, task)
             problems += sample_problems(found, options.limit, options.seed)
-        elif task in FILE_TASKS:
+        elif task in FILE_TASKS or task in CARET_TASKS:
             if not sources:
                 raise MidfillError(f"task {task} needs --files: source files to cut holes into")
             count = options.limit or _MAX_FILE_HOLES
@@ -271,6 +274,7 @@ def _ask(
             make_prompt(condition, model.format, problem, prompt_options),
             condition.healing,
             problem.group,
+            condition.empty_threshold,
         )
         for condition in conditions
         for problem in problems
@@ -313,6 +317,7 @@ def _outcome(
         ended=answer.ended,
         scores=passed | score_answer(problem, answer),
         verdict=verdicts[made["pass"]] if made else "",
+        empty_probability=answer.empty_probability,
     )
 
 

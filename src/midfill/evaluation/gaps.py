@@ -1,0 +1,97 @@
+"""Whether a Python file shows that text is missing from it, to a reader of what is around the gap.
+
+Much text can be taken out of a file without a trace: a statement among others, a comment, the end
+of a line that would do without it. Where such text is missing, no answer is wrong, least of all
+none. A gap shows if without the text
+
+* the file is no Python: a bracket stays open, a block has no body, a line is unfinished, or
+* near the gap, a name or an attribute of ``self`` is used that the file sets nowhere any more.
+
+It is judged by the file's syntax alone. A gap that shows to nobody but a careful reader, such as
+a missing ``return``, is not found.
+"""
+
+import ast
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+
+REACH = 1000
+"""Characters on either side of a gap in which the use of a name shows it."""
+
+_SELF = ("self", "cls")
+
+
+def shows_gap(text: str, start: int, end: int) -> bool:
+    """Return whether a Python file shows that text[start:end] is missing from it.
+
+    It never does if the whole file can't be parsed.
+    """
+    complete = _unset_names(text)
+    if complete is None:
+        return False
+    left = text[:start] + text[end:]
+    found = _used_names(left)
+    if found is None:
+        return True
+    first = left.count("\n", 0, max(0, start - REACH)) + 1
+    last = left.count("\n", 0, start + REACH) + 1
+    uses, bound = found
+    return any(
+        first <= line <= last and name not in bound and name not in complete for name, line in uses
+    )
+
+
+@lru_cache(maxsize=8)  # holes are drawn from the files in turn
+def _unset_names(text: str) -> frozenset[str] | None:
+    """Return the names that a file uses and doesn't set; None if it can't be parsed."""
+    found = _used_names(text)
+    if found is None:
+        return None
+    uses, bound = found
+    return frozenset(name for name, _ in uses if name not in bound)
+
+
+def _used_names(text: str) -> tuple[list[tuple[str, int]], set[str]] | None:
+    """Return (name, line) of the names that a file uses, and all names that it sets.
+
+    Attributes of ``self`` are names that begin with a dot. None if it can't be parsed.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its escape sequences
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    uses: list[tuple[str, int]] = []
+    bound: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                uses.append((name, node.lineno))
+            case ast.Attribute(value=ast.Name(id=owner), attr=name, ctx=ast.Load()) if (
+                owner in _SELF
+            ):
+                uses.append((f".{name}", node.lineno))
+            case _:
+                bound.update(_set_names(node))
+    return uses, bound
+
+
+def _set_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that one node sets; what a class sets can be an attribute of ``self``."""
+    match node:
+        case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+            yield from (name, f".{name}")
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield from (name, f".{name}")
+        case ast.Attribute(attr=name, ctx=ast.Store()):
+            yield f".{name}"
+        case ast.alias(name=name, asname=short):
+            yield short or name.partition(".")[0]
+        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield name
+        case ast.MatchMapping(rest=str(name)):
+            yield name
+        case _:
+            return
