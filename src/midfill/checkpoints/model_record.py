@@ -194,7 +194,7 @@ def window_rule_of(checkpoint: Checkpoint) -> WindowRule:
     return replace(DEFAULT_WINDOW, **numbers)
 
 
-def check_folder(folder: Path, keys: str = LEAST_INCREMENT_KEY) -> None:
+def check_folder(folder: Path, keys: str) -> None:
     """Check that a folder can have a midfill.json that is read.
 
     Args:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midfill.cli.evaluation_cuts import cuts
+from midfill.cli.evaluation_empty import empty
 from midfill.cli.evaluation_options import (
     ConditionsOption,
     ContextOption,
@@ -60,6 +61,7 @@ def _eval() -> None:
 
 app.command()(cuts)
 app.command()(windows)
+app.command()(empty)
 app.command()(page)
 
 

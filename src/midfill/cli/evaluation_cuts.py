@@ -99,6 +99,7 @@ def cuts(
     Every hole is asked with the suffix at several distances before the caret. Half of the holes
     choose the least distance that is as good as the best; the other half shows what it is worth.
     """
+    from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY
     from midfill.checkpoints.model_record import write_cut
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
@@ -119,7 +120,7 @@ def cuts(
     check_score(score)
     earlier = earlier_report(json, resume)
     if write is not None:
-        check_target(write, model or DEFAULT_MODEL, adapter)
+        check_target(write, model or DEFAULT_MODEL, adapter, LEAST_INCREMENT_KEY)
     before, after = parse_context(context_characters)
     options = RunOptions(
         tasks=choose_tasks(tasks, humaneval, files or [], holes_only=True),

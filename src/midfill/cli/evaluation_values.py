@@ -86,8 +86,13 @@ def earlier_report(json: Path | None, resume: bool) -> "InfillingReport | None":
     return read_report(json) if resume and json is not None and json.exists() else None
 
 
-def check_target(folder: Path, model: str, adapter: str | None) -> None:
+def check_target(folder: Path, model: str, adapter: str | None, keys: str) -> None:
     """Check before the work that what is measured can be noted in a folder.
+
+    Args:
+        folder: the folder.
+        model, adapter: what is measured.
+        keys: what a GGUF file may have instead, for the error.
 
     Raises:
         MidfillError: it is no model's or adapter's folder, or another one's.
@@ -96,7 +101,7 @@ def check_target(folder: Path, model: str, adapter: str | None) -> None:
     from midfill.checkpoints.model_store import resolve, resolve_adapter
     from midfill.errors import MidfillError
 
-    check_folder(folder)
+    check_folder(folder, keys)
     measured = resolve_adapter(model, adapter) or resolve(model)
     if folder.resolve() != measured.resolve():
         raise MidfillError(f"--write {folder}: what is measured is {measured}; name that folder")

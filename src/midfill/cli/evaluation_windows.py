@@ -94,6 +94,7 @@ def windows(
     counts the tokens that it computes when a file is opened, a caret moves by a line, and a word is
     typed.
     """
+    from midfill.checkpoints.checkpoint import WINDOW_AFTER_KEY, WINDOW_BEFORE_KEY
     from midfill.checkpoints.model_record import write_window
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
@@ -119,7 +120,8 @@ def windows(
     if not files:
         raise MidfillError("nothing to ask: name held-out source files with --files")
     if write is not None:
-        check_target(write, model or DEFAULT_MODEL, adapter)
+        keys = f"{WINDOW_BEFORE_KEY} and {WINDOW_AFTER_KEY}"
+        check_target(write, model or DEFAULT_MODEL, adapter, keys)
     options = RunOptions(
         tasks=parse_tasks(tasks),
         limit=limit,

@@ -19,8 +19,6 @@ from functools import lru_cache
 REACH = 1000
 """Characters on either side of a gap in which the use of a name shows it."""
 
-_SELF = ("self", "cls")
-
 
 def shows_gap(text: str, start: int, end: int) -> bool:
     """Return whether a Python file shows that text[start:end] is missing from it.
@@ -69,22 +67,25 @@ def _used_names(text: str) -> tuple[list[tuple[str, int]], set[str]] | None:
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
                 uses.append((name, node.lineno))
-            case ast.Attribute(value=ast.Name(id=owner), attr=name, ctx=ast.Load()) if (
-                owner in _SELF
-            ):
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Load()):
                 uses.append((f".{name}", node.lineno))
             case _:
                 bound.update(_set_names(node))
+    if "*" in bound:  # what a module exports can be any name
+        uses = [(name, line) for name, line in uses if name.startswith(".")]
     return uses, bound
 
 
 def _set_names(node: ast.AST) -> Iterator[str]:
-    """Yield the names that one node sets; what a class sets can be an attribute of ``self``."""
+    """Yield the names that one node sets."""
     match node:
         case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
-            yield from (name, f".{name}")
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            yield from (name, f".{name}")
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            yield name
+        case ast.ClassDef(name=name):
+            yield name
+            yield from (f".{member}" for member in _members(node))
         case ast.Attribute(attr=name, ctx=ast.Store()):
             yield f".{name}"
         case ast.alias(name=name, asname=short):
@@ -93,5 +94,17 @@ def _set_names(node: ast.AST) -> Iterator[str]:
             yield name
         case ast.MatchMapping(rest=str(name)):
             yield name
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            yield from names
         case _:
             return
+
+
+def _members(node: ast.ClassDef) -> Iterator[str]:
+    """Yield the names that a class's own body sets."""
+    for statement in node.body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+        else:
+            names = (one for one in ast.walk(statement) if isinstance(one, ast.Name))
+            yield from (one.id for one in names if isinstance(one.ctx, ast.Store))

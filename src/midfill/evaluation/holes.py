@@ -121,9 +121,7 @@ class _HoleSource:
             row = text.count("\n", 0, cut.start) + 1
             column = cut.start - text.rfind("\n", 0, cut.start)
             name = f"{task}/{self._file.name}:{row}:{column}+{len(hole)}"
-            if name in taken or not cut.start or (
-                task not in EMPTY_TASKS and not hole.strip()
-            ):
+            if name in taken or not cut.start or (task not in EMPTY_TASKS and not hole.strip()):
                 continue
             return Problem(
                 id=name,

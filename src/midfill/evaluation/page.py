@@ -35,10 +35,17 @@ from midfill.errors import MidfillError
 from midfill.evaluation.conditions import Condition, choose_conditions, parse_conditions
 from midfill.evaluation.cut_report import cut_markdown
 from midfill.evaluation.cuts import choose_cut, cut_conditions, parse_distances
+from midfill.evaluation.empties import (
+    EMPTY_CONDITIONS,
+    choose_empty,
+    empty_conditions,
+    given_empty,
+)
+from midfill.evaluation.empty_report import empty_markdown
 from midfill.evaluation.model_choice import ModelChoice
 from midfill.evaluation.model_pool import load_model
 from midfill.evaluation.models import Model
-from midfill.evaluation.problems import FILE_TASKS, Problem, Task
+from midfill.evaluation.problems import CARET_TASKS, FILE_TASKS, Problem, Task
 from midfill.evaluation.report import (
     comparison_markdown,
     read_report,
@@ -70,6 +77,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         conditions: names of conditions; none take all that apply to the model.
         distances: distances of ``midfill eval cuts`` instead of conditions.
         windows: windows of ``midfill eval windows`` instead of conditions.
+        empty: whether it has the conditions of ``midfill eval empty``.
         model, adapter, weights: the model; adapter "none" is the base model.
         files: which of the held-out files.
         limit: holes per task; 0 takes all.
@@ -80,6 +88,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     conditions: tuple[str, ...] = ()
     distances: tuple[int | Literal["whole"], ...] = ()
     windows: tuple[str, ...] = ()
+    empty: bool = False
     model: str = DEFAULT_MODEL
     adapter: str | None = None
     weights: WeightsOption = "auto"
@@ -116,6 +125,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             return cut_conditions(self._distances(), model.format)
         if self.windows:
             return window_conditions(self._windows())
+        if self.empty:
+            return empty_conditions(model.format)
         return choose_conditions(self.conditions or None, model.format)
 
     def check(self) -> None:
@@ -124,9 +135,11 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Raises:
             MidfillError: one is unknown, or there is more than one kind of them.
         """
-        if sum(map(bool, (self.conditions, self.distances, self.windows))) > 1:
+        kinds = (self.conditions, self.distances, self.windows, self.empty)
+        if sum(map(bool, kinds)) > 1:
             raise MidfillError(
-                "it has several of conditions, distances and windows; only one can be measured"
+                "it has several of conditions, distances, windows and empty; only one can be"
+                " measured"
             )
         if self.distances:
             self._distances()
@@ -141,6 +154,8 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Names of what is measured; None if that depends on the model."""
         if self.windows:
             return {window_name(rule) for rule in self._windows()}
+        if self.empty:
+            return {condition.name for condition in EMPTY_CONDITIONS}
         return set(map(str, self.distances or self.conditions)) or None
 
     def _distances(self) -> tuple[int, ...]:
@@ -151,14 +166,15 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class SectionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A section: the tables of ``run``, of ``compare``, of ``cuts`` or of ``windows``.
+    """A section: the tables of ``run``, ``compare``, ``cuts``, ``windows`` or ``empty``.
 
     Attributes:
         run: name of a run.
         compare: names of two runs, paired by hole.
         pairs: conditions to compare, as in "prefix-only=psm"; none compare each with itself.
-        cuts, windows: name of a run with distances, with windows.
+        cuts, windows, empty: name of a run with distances, with windows, with empty.
         score, margin: what cut and window are chosen by, see ``choice``; the margin is in points.
+        threshold: of empty answers, to be reported; None chooses one.
     """
 
     run: str | None = None
@@ -166,13 +182,15 @@ class SectionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pairs: tuple[str, ...] = ()
     cuts: str | None = None
     windows: str | None = None
+    empty: str | None = None
     score: str = "similarity"
     margin: float = 2.0
+    threshold: float | None = None
 
     @property
     def runs(self) -> tuple[str, ...]:
         """Names of the runs that it shows."""
-        single = (self.run, self.cuts, self.windows)
+        single = (self.run, self.cuts, self.windows, self.empty)
         return (*(name for name in single if name is not None), *(self.compare or ()))
 
     def markdown(self, reports: Mapping[str, InfillingReport]) -> str:
@@ -191,6 +209,11 @@ class SectionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             report = reports[self.windows]
             chosen = choose_window(report, score=self.score, margin=self.margin / 100)
             return window_markdown(report, chosen)
+        if self.empty is not None:
+            report = reports[self.empty]
+            if self.threshold is None:
+                return empty_markdown(report, choose_empty(report))
+            return empty_markdown(report, given_empty(report, self.threshold))
         assert self.compare is not None
         first, second = (reports[name] for name in self.compare)
         comparisons = compare_reports(first, second, self.parsed_pairs())
@@ -295,9 +318,9 @@ def measure_page(
 
 
 def _check_section(where: str, section: SectionPlan, runs: Mapping[str, RunPlan]) -> None:
-    kinds = (section.run, section.compare, section.cuts, section.windows)
+    kinds = (section.run, section.compare, section.cuts, section.windows, section.empty)
     if sum(each is not None for each in kinds) != 1:
-        raise MidfillError(f"{where} must have one of run, compare, cuts and windows")
+        raise MidfillError(f"{where} must have one of run, compare, cuts, windows and empty")
     for run in section.runs:
         if run not in runs:
             raise MidfillError(f"{where} names run {run}; there are {', '.join(runs)}")
@@ -305,6 +328,8 @@ def _check_section(where: str, section: SectionPlan, runs: Mapping[str, RunPlan]
         raise MidfillError(f"{where}: run {section.cuts} has no distances")
     if section.windows is not None and not runs[section.windows].windows:
         raise MidfillError(f"{where}: run {section.windows} has no windows")
+    if section.empty is not None and not runs[section.empty].empty:
+        raise MidfillError(f"{where}: run {section.empty} is not of empty answers")
     try:
         section.parsed_pairs()
     except MidfillError as error:
@@ -359,7 +384,7 @@ def _choice(plan: RunPlan, choice: ModelChoice) -> ModelChoice:
 
 
 def _files(plan: RunPlan, options: PageOptions) -> list[Path]:
-    if not any(task in FILE_TASKS for task in plan.tasks):
+    if not any(task in (*FILE_TASKS, *CARET_TASKS) for task in plan.tasks):
         return []
     if options.held_out is None:
         raise MidfillError(

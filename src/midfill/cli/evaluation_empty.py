@@ -1,0 +1,175 @@
+"""The command ``midfill eval empty``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midfill.cli.evaluation_options import (
+    ContextOption,
+    FilesOption,
+    HumanEvalOption,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    ProcessesOption,
+    ResumeOption,
+    SeedOption,
+)
+from midfill.cli.evaluation_values import (
+    check_target,
+    earlier_report,
+    parse_context,
+    results_console,
+)
+from midfill.cli.options import (
+    AdapterOption,
+    BackendOption,
+    DeviceOption,
+    FimTokensOption,
+    ModelOption,
+    ThreadsOption,
+    WeightsFormatOption,
+)
+from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+
+if TYPE_CHECKING:
+    from midfill.evaluation.empties import EmptyChoice
+    from midfill.evaluation.run import InfillingReport
+
+MostOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=100,
+        help="Percent of the carets where something is missing that may get an empty answer.",
+    ),
+]
+ThresholdOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0, max=1, help="Report this threshold on all carets, instead of choosing one on half."
+    ),
+]
+WriteOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Write the threshold into the midfill.json of this adapter's or Hugging Face model's"
+        " folder.",
+    ),
+]
+
+
+def empty(
+    files: FilesOption = None,
+    humaneval: HumanEvalOption = None,
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    fim_tokens: FimTokensOption = None,
+    most: MostOption = 4.0,
+    threshold: ThresholdOption = None,
+    limit: LimitOption = 200,
+    seed: SeedOption = 0,
+    max_tokens: MaxTokensOption = None,
+    context_characters: ContextOption = "2000,1000",
+    weights: WeightsFormatOption = "auto",
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    processes: ProcessesOption = 1,
+    json: JsonOption = None,
+    resume: ResumeOption = False,
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "empty",
+    write: WriteOption = None,
+) -> None:
+    """Measure how probable empty answers are, and choose the threshold that decides on them.
+
+    Carets in Python files, where it is clear whether something is missing; with --humaneval, its
+    single lines too. Half of the files and functions choose the smallest threshold at which few
+    carets get an empty answer though something is missing; the other half shows what it is worth.
+    """
+    from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY
+    from midfill.checkpoints.model_record import write_empty
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.cli.progress import show_progress
+    from midfill.errors import MidfillError
+    from midfill.evaluation.empties import (
+        caret_tasks,
+        choose_empty,
+        empty_conditions,
+        given_empty,
+    )
+    from midfill.evaluation.empty_report import empty_measurement
+    from midfill.evaluation.model_choice import ModelChoice
+    from midfill.evaluation.model_pool import load_model
+    from midfill.evaluation.report import write_report
+    from midfill.evaluation.run import RunOptions, evaluate, load_problems
+
+    earlier = earlier_report(json, resume)
+    if not files:
+        raise MidfillError("nothing to ask: name held-out Python files with --files")
+    if write is not None and threshold is not None:
+        raise MidfillError("--write notes a threshold that is chosen: leave out --threshold")
+    if write is not None:
+        check_target(write, model or DEFAULT_MODEL, adapter, EMPTY_THRESHOLD_KEY)
+    before, after = parse_context(context_characters)
+    options = RunOptions(
+        tasks=caret_tasks(humaneval is not None),
+        limit=limit,
+        seed=seed,
+        before=before,
+        after=after,
+        max_tokens=max_tokens,
+    )
+    problems = load_problems(options, humaneval, files)
+
+    def save(report: "InfillingReport") -> None:
+        if json is not None:
+            write_report(report, json, finished=False)
+
+    asked = ModelChoice(
+        model=model or DEFAULT_MODEL,
+        adapter=adapter,
+        weights=weights,
+        backend=backend,
+        device=device,
+        threads=threads,
+        fim_tokens=fim_tokens,
+        processes=processes,
+    )
+    with show_progress() as progress, load_model(asked, progress) as evaluated:
+        conditions = empty_conditions(evaluated.format)
+        report = evaluate(evaluated, problems, conditions, options, progress, save, earlier)
+    if json is not None:
+        write_report(report, json, finished=True)
+    choice = (
+        choose_empty(report, limit=most / 100)
+        if threshold is None
+        else given_empty(report, threshold)
+    )
+    _show(report, choice, plot, docs, section)
+    if write is not None:
+        path = write_empty(write, choice.threshold, empty_measurement(report, choice))
+        results_console().print(f"written to {path}", markup=False, highlight=False)
+
+
+def _show(
+    report: "InfillingReport",
+    choice: "EmptyChoice",
+    plot: Path | None,
+    docs: Path | None,
+    section: str,
+) -> None:
+    from midfill.evaluation.empty_report import empty_markdown, empty_tables, plot_empty
+    from midfill.reporting.document_sections import replace_section
+
+    console = results_console()
+    for table in empty_tables(report, choice):
+        console.print(table)
+    if plot is not None:
+        plot_empty(report, choice, plot)
+    if docs is not None:
+        replace_section(docs, section, empty_markdown(report, choice))
