@@ -126,6 +126,38 @@ def test_windows_are_measured_and_the_chosen_one_is_written_beside_the_model(
     assert all(cost["moved"] > 0 and cost["typed"] <= 8 for cost in costs)
 
 
+def test_empty_answers_are_measured_and_the_threshold_is_written_beside_the_model(
+    midfill: Command, tiny_folder: Path, humaneval: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    results, page, plot = (tmp_path / name for name in ("a.json", "page.md", "plot.png"))
+    arguments = (
+        *("empty", "--model", folder, "--adapter", "none", "--threads", 1, "--files", HERE),
+        *("--humaneval", humaneval, "--limit", 6, "--max-tokens", 3, "--json", results),
+        *("--context-characters", "150,60"),
+    )
+    status, shown, _ = midfill(*arguments, "--threshold", 0.5)
+    assert status == 0
+    assert "Something is missing, 23 carets" in shown
+    assert "0.5 (given)" in shown
+    assert midfill("show", results)[0] == 0
+    status, shown, _ = midfill(
+        *(*arguments, "--resume", "--plot", plot, "--docs", page, "--write", folder)
+    )
+    assert status == 0
+    assert "Nothing is missing" in shown
+    assert "carets that nothing was chosen on" in shown
+    assert "(chosen)" in page.read_text()
+    assert plot.stat().st_size > 1000
+    written = json_object(folder / "midfill.json")["empty"]
+    assert 0.01 <= written["threshold"] <= 1
+    assert written["measured"]["holes"]["nothing-blank"] == 6
+    outcomes = json_object(results)["outcomes"]
+    assert all(one["answer"] == "" for one in outcomes["always"])
+    assert all(0 < one["empty_probability"] < 1 for one in outcomes["always"])
+    assert all("empty_probability" not in one for one in outcomes["off"])
+
+
 def json_object(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], loads(path.read_text()))
 
@@ -164,6 +196,9 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["windows", "--files", HERE, "--tasks", "multi-line"], "documents are too short"),
         (["windows", "--files", HERE, "--shortest", "9999999"], "no file has 9999999"),
         (["windows", "--files", HERE, "--write", HERE], "neither an adapter's nor"),
+        (["empty"], "nothing to ask: name held-out Python files with --files"),
+        (["empty", "--files", HERE, "--write", HERE], "set midfill.empty_threshold"),
+        (["empty", "--files", HERE, "--write", HERE, "--threshold", "0.1"], "leave out --thresh"),
         (["check"], "name the data with --humaneval FOLDER"),
     ],
 )

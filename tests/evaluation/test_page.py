@@ -46,6 +46,14 @@ shortest = 500
 limit = 6
 max_tokens = 4
 
+[runs.empty]
+model = "{model}"
+tasks = ["missing-rest", "nothing-end"]
+empty = true
+limit = 6
+max_tokens = 2
+context_characters = [200, 100]
+
 [sections.main]
 run = "adapter"
 
@@ -58,6 +66,13 @@ cuts = "cuts"
 
 [sections.windows]
 windows = "windows"
+
+[sections.empty]
+empty = "empty"
+
+[sections.empty-given]
+empty = "empty"
+threshold = 0.3
 """
 
 
@@ -116,6 +131,16 @@ def test_sections_are_written_into_the_document(plan: Path, held_out: Path) -> N
     assert not measure(plan, held_out, ["cuts", "windows"])[0]
 
 
+def test_empty_answers_have_sections(plan: Path, held_out: Path) -> None:
+    stages, written = measure(plan, held_out, ["empty", "empty-given"])
+    assert written == ["empty", "empty-given"]
+    assert "empty: missing-rest" in stages
+    text = (plan.parent / "page.md").read_text()
+    assert "(chosen)" in text[text.index("<!-- empty -->") :]
+    assert "0.3 (given)" in text[text.index("<!-- empty-given -->") :]
+    assert not measure(plan, held_out, ["empty"])[0]
+
+
 def test_what_is_measured_is_not_measured_again(plan: Path, held_out: Path) -> None:
     measure(plan, held_out, ["main"])
     before = (plan.parent / "page.md").read_text()
@@ -154,7 +179,9 @@ def test_missing_files_are_reported(plan: Path) -> None:
         ('windows = ["60/20", "120/40"]', 'windows = ["60"]', "run windows: --windows takes"),
         ('windows = ["60/20", "120/40"]', "distances = [0, 1]", "run windows has no windows"),
         ("shortest = 500", 'conditions = ["psm"]', "run windows: it has several of conditions"),
-        ('run = "adapter"', "", "section main must have one of run, compare, cuts and windows"),
+        ('run = "adapter"', "", "section main must have one of run, compare, cuts,"),
+        ('empty = "empty"', 'empty = "base"', "section empty: run base is not of empty answers"),
+        ("empty = true", "distances = [0, 1]", "section empty: run empty is not of empty answers"),
         ('cuts = "cuts"', 'cuts = "base"', "section cuts: run base has no distances"),
         ("prefix-only=auto", "prefix-only", "section base: its pairs must be like"),
     ],

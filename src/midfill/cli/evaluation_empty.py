@@ -42,7 +42,8 @@ MostOption = Annotated[
     typer.Option(
         min=0,
         max=100,
-        help="Percent of the carets where something is missing that may get an empty answer.",
+        help="Percent of the answers where something is missing that the threshold may lose: make"
+        " empty though they would have text.",
     ),
 ]
 ThresholdOption = Annotated[
@@ -88,8 +89,8 @@ def empty(
     """Measure how probable empty answers are, and choose the threshold that decides on them.
 
     Carets in Python files, where it is clear whether something is missing; with --humaneval, its
-    single lines too. Half of the files and functions choose the smallest threshold at which few
-    carets get an empty answer though something is missing; the other half shows what it is worth.
+    single lines too. Half of the files and functions choose the smallest threshold that loses few
+    answers where something is missing; the other half shows what it is worth.
     """
     from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY
     from midfill.checkpoints.model_record import write_empty

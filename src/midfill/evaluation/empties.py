@@ -8,8 +8,8 @@ Every caret is asked three times (``engine.empty_answer`` explains the threshold
 
 So it is known what any threshold would give: nothing where the probability is above it, and the
 second answer elsewhere. One half of the files and functions chooses the threshold: the smallest
-at which at most a given share of the carets where something is missing get an empty answer. The
-other half shows what it is worth.
+that loses at most a given share of the answers where something is missing, that is, makes them
+empty though they would have text. The other half shows what it is worth.
 
 Where the right answer is unclear, a caret says nothing about thresholds. Therefore carets where
 something is missing are those whose files show it (``gaps``), and HumanEval's lines, which are
@@ -61,6 +61,11 @@ class CaretResult:
     off: Outcome
     never: Outcome
 
+    @property
+    def lost_below(self) -> float:
+        """The thresholds below it lose the answer; an answer without text can't be lost."""
+        return 0.0 if self.never.scores["empty"] else self.probability
+
     def score(self, name: str, threshold: float) -> float:
         """Return a score with a threshold; 0 is without."""
         if threshold == 0.0:
@@ -89,8 +94,8 @@ class EmptyChoice:
 
     Attributes:
         threshold: the threshold.
-        limit: the greatest share of empty answers where something is missing that it was chosen by;
-            None if it was given.
+        limit: the greatest share of answers where something is missing that it may lose; None if
+            it was given and not chosen.
         chosen_on: the carets it was chosen on; none if it was given.
         reported_on: the others.
     """
@@ -124,7 +129,7 @@ def choose_empty(report: InfillingReport, *, limit: float = 0.04) -> EmptyChoice
 
     Args:
         report: its conditions are ``EMPTY_CONDITIONS``.
-        limit: the greatest share of empty answers where something is missing.
+        limit: the greatest share of answers where something is missing that it may lose.
 
     Raises:
         MidfillError: the report has other conditions, or one half lacks a kind of carets.
@@ -138,7 +143,7 @@ def choose_empty(report: InfillingReport, *, limit: float = 0.04) -> EmptyChoice
     chosen_on, reported_on = half("choice"), half("report")
     for part in (chosen_on, reported_on):
         _check_both(part)
-    threshold = smallest_threshold([one.probability for one in chosen_on if one.missing], limit)
+    threshold = smallest_threshold([one.lost_below for one in chosen_on if one.missing], limit)
     return EmptyChoice(threshold, limit, chosen_on, reported_on)
 
 

@@ -79,7 +79,7 @@ def empty_measurement(report: InfillingReport, choice: EmptyChoice) -> dict[str,
         "holes": {task: _count(report, task) for task in tasks_of(report)},
         "seed": report.options.seed,
         "characters": [report.options.before, report.options.after],
-        "most_empty_where_missing": choice.limit,
+        "most_lost": choice.limit,
         "separation": round(separation(results), 3),
         "empty_on_other_holes": {
             name: {
@@ -147,8 +147,8 @@ def _caption(report: InfillingReport, choice: EmptyChoice) -> str:
     how = (
         ""
         if choice.limit is None
-        else f", the smallest at which at most {100 * choice.limit:g}% of {missing} carets where"
-        " something is missing get an empty answer"
+        else f", the smallest that loses at most {100 * choice.limit:g}% of {missing} answers where"
+        " something is missing"
     )
     return (
         f"Threshold: {choice.threshold:g}{how}. The three columns of percentiles are of the"
