@@ -24,7 +24,7 @@ from midfill.system.machine import describe_machine
 from midfill.version import __version__
 
 _THRESHOLDS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-_QUANTILES = (0.1, 0.5, 0.9)
+_QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 
 def empty_tables(report: InfillingReport, choice: EmptyChoice) -> list[Table]:
@@ -51,7 +51,7 @@ def plot_empty(report: InfillingReport, choice: EmptyChoice, path: Path) -> None
             found = np.array([one.probability for one in results if one.missing == missing])
             if len(found):
                 shares = [100 * float(np.mean(found > each)) for each in thresholds]
-                name = f"{label} is missing" if style == "-" else None
+                name = f"{label} is missing{', chosen from' if style == ':' else ''}"
                 axes.plot(thresholds, shares, style, color=colour, label=name)
     axes.axvline(choice.threshold, color="grey", linestyle=":")
     axes.set_xscale("log")
@@ -107,14 +107,11 @@ def _tables(report: InfillingReport, choice: EmptyChoice) -> Iterator[ResultTabl
 
 
 def _kind_row(name: str, results: Sequence[CaretResult], threshold: float) -> dict[str, str]:
-    quantiles = np.quantile([one.probability for one in results], _QUANTILES)
+    quantiles = np.quantile([one.probability for one in results], list(_QUANTILES.values()))
     row = {
         "caret": name,
         "carets": str(len(results)),
-        **{
-            f"{100 * quantile:.0f}%": f"{value:.2g}"
-            for quantile, value in zip(_QUANTILES, quantiles, strict=True)
-        },
+        **{name: f"{value:.2g}" for name, value in zip(_QUANTILES, quantiles, strict=True)},
         "empty, off": estimate_cell(estimate(results, "empty", 0.0)),
         f"empty, {threshold:g}": estimate_cell(estimate(results, "empty", threshold)),
     }
@@ -151,9 +148,10 @@ def _caption(report: InfillingReport, choice: EmptyChoice) -> str:
         " something is missing"
     )
     return (
-        f"Threshold: {choice.threshold:g}{how}. The three columns of percentiles are of the"
-        " probability of an empty answer; it is higher where nothing is missing in"
-        f" {100 * separation(choice.reported_on):.1f}% of pairs. {report.model}; at most"
+        f"Threshold: {choice.threshold:g}{how}. p10, median and p90 are of the probability of an"
+        " empty answer; of a caret where something and one where nothing is missing, the second"
+        f" has the higher one in {100 * separation(choice.reported_on):.1f}% of pairs."
+        f" {report.model}; at most"
         f" {options.before} characters before and {options.after} after the caret, greedy, healed,"
         f" seed {options.seed}. {LEGEND}"
     )
