@@ -10,8 +10,10 @@ from midfill.server import operations
 from midfill.server.auth import tenant_check
 from midfill.server.bodies import body_schemas
 from midfill.server.dialects import (
+    deepseek,
     llama_cpp,
     llama_cpp_model,
+    mistral,
     ollama,
     ollama_models,
     openai_chat,
@@ -31,6 +33,8 @@ DIALECTS = (
     llama_cpp_model.DIALECT,
     ollama.DIALECT,
     ollama_models.DIALECT,
+    mistral.DIALECT,
+    deepseek.DIALECT,
 )
 
 

@@ -1,0 +1,23 @@
+"""DeepSeek's FIM endpoint: OpenAI's completions at the paths of its beta API."""
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+
+from midfill.server.dialects import openai_completions
+from midfill.server.dialects.dialect import Dialect, TenantOf
+from midfill.server.service import ModelService
+
+
+def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
+    """Return the router of the paths."""
+    router = APIRouter()
+    for route in openai_completions.routes(service, tenant_of).routes:
+        assert isinstance(route, APIRoute)
+        for path in ("/beta/completions", "/beta/v1/completions"):
+            router.add_api_route(
+                path, route.endpoint, methods=["POST"], openapi_extra=route.openapi_extra
+            )
+    return router
+
+
+DIALECT = Dialect(routes=routes)

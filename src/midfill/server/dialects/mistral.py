@@ -1,0 +1,114 @@
+"""Mistral's POST /v1/fim/completions, which Codestral's clients use."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.infill.request import InfillRequest
+from midfill.server.bodies import body_reference, json_response, read_json
+from midfill.server.dialects.dialect import Dialect, TenantOf
+from midfill.server.dialects.openai_fields import usage_object
+from midfill.server.errors import ApiError, openai_error_body
+from midfill.server.event_stream import EventStream, while_connected
+from midfill.server.generation import Generation
+from midfill.server.service import ModelService
+
+_DEFAULT_MAX_TOKENS = 512  # Mistral has no limit; no hole that a person leaves needs more
+_DEFAULT_TEMPERATURE = 0.2  # Codestral's
+
+
+class FimBody(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/fim/completions; null always means the default."""
+
+    model: str
+    prompt: str
+    suffix: str | None = None
+    stream: bool | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    random_seed: int | None = None
+    stop: str | list[str] | None = None
+
+    def sampling(self, service: ModelService) -> SamplingParams:
+        """Return the sampling parameters, checked."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        sampling = SamplingParams(
+            max_tokens=_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            temperature=_DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.random_seed,
+            stop=tuple(stop),
+        )
+        check_sampling(sampling, service.tokenizer.vocab_size, {"seed": "random_seed"})
+        return sampling
+
+    def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:
+        """Return the prompt."""
+        suffix = self.suffix or ""
+        return encoder.infill(InfillRequest(prefix=self.prompt, suffix=suffix, tenant=tenant))
+
+
+def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
+    """Return the router of the endpoint."""
+    router = APIRouter()
+
+    @router.post("/v1/fim/completions", openapi_extra=body_reference(FimBody))
+    async def fim(request: Request, tenant: Annotated[str, Depends(tenant_of)]) -> Response:
+        """Fill in between ``prompt`` and ``suffix``."""
+        body = await read_json(request, FimBody, service.max_body_bytes)
+        service.check_model(body.model)
+        sampling = body.sampling(service)
+        prompt = await service.encode(lambda encoder: body.encode(encoder, tenant))
+        generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
+        head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": body.model}
+        if body.stream:
+            return EventStream(_chunks(head, generation), error_body)
+        return json_response(await while_connected(request.receive, _whole(head, generation)))
+
+    return router
+
+
+async def _whole(head: dict[str, Any], generation: Generation) -> dict[str, Any]:
+    """Return the whole answer, which is a chat's message."""
+    (result,) = await generation.whole()
+    (answer,) = result.answers
+    message = {"role": "assistant", "content": answer.text, "tool_calls": None, "prefix": False}
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason}
+    usage = usage_object(generation.usage)
+    return {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+
+
+async def _chunks(
+    head: dict[str, Any], generation: Generation
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the answer in chunks; the last one holds the usage."""
+    role = {"role": "assistant"}
+    async for _, delta in generation.deltas():
+        choice = {
+            "index": 0,
+            "delta": {**role, "content": delta.text},
+            "finish_reason": delta.finish_reason,
+        }
+        role = {}
+        chunk = {**head, "object": "chat.completion.chunk", "choices": [choice]}
+        if delta.finish_reason is not None:
+            chunk["usage"] = usage_object(generation.usage)
+        yield chunk
+
+
+def error_body(error: ApiError) -> dict[str, object]:
+    """Return Mistral's shape of an error: OpenAI's fields, without an object around them."""
+    fields = openai_error_body(error)["error"]
+    assert isinstance(fields, dict)
+    return {"object": "error", **fields}
+
+
+DIALECT = Dialect(routes=routes, bodies=(FimBody,), error_body=error_body)
