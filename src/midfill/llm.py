@@ -42,6 +42,7 @@ class InfillOptions(TypedDict, total=False):
     document: str | None
     window: WindowMode | WindowRule
     context: Sequence[ContextFile]
+    open_line: bool | None
     path: str
     repository: str
 
@@ -223,6 +224,7 @@ class LLM:
             document=options.get("document"),
             window=options.get("window", "stable"),
             context=tuple(options.get("context", ())),
+            open_line=options.get("open_line"),
             path=options.get("path", ""),
             repository=options.get("repository", ""),
         )

@@ -27,17 +27,17 @@ from midfill.checkpoints.adapted_checkpoint import AdaptedCheckpoint
 from midfill.checkpoints.adapter import Adapter, AdapterRecord, load_adapter
 from midfill.checkpoints.checkpoint import (
     EMPTY_THRESHOLD_KEY,
+    END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
+    OPENS_LINES_KEY,
     WINDOW_AFTER_KEY,
     Checkpoint,
 )
-from midfill.checkpoints.model_record import empty_threshold_of, window_rule_of
 from midfill.checkpoints.opening import open_checkpoint, open_model
 from midfill.checkpoints.quantized_update import BLOCK_LAYOUTS
 from midfill.forward.runner import Runner
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
-from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 from midfill.models.config import ModelConfig
 from midfill.models.stored_tensor import StoredTensor
 from midfill.runners.cpu_runner import CpuRunner
@@ -323,31 +323,25 @@ class TestMetadata:
         plain = AdaptedCheckpoint(checkpoint, replace(adapter, record=AdapterRecord()))
         assert fim_format(plain) == fim_format(checkpoint)
 
-    def test_the_cut_rule_is_the_adapters_never_the_bases(
-        self, base: Path, adapter: Adapter
+    @pytest.mark.parametrize(
+        ("key", "base_value", "own"),
+        [
+            (LEAST_INCREMENT_KEY, 50, 200),
+            (WINDOW_AFTER_KEY, 50, 30),
+            (END_BIAS_KEY, 1.0, 2.0),
+            (EMPTY_THRESHOLD_KEY, 0.3, 0.2),
+            (OPENS_LINES_KEY, True, False),
+        ],
+    )
+    def test_needs_are_the_adapters_never_the_bases(
+        self, base: Path, adapter: Adapter, key: str, base_value: object, own: object
     ) -> None:
         checkpoint = open_checkpoint(base)
-        checkpoint.metadata = {**checkpoint.metadata, LEAST_INCREMENT_KEY: 50}
-        for least in (200, None):
-            record = replace(adapter.record, least_increment=least)
+        checkpoint.metadata = {**checkpoint.metadata, key: base_value}
+        for needs in ({key: own}, {}):
+            record = replace(adapter.record, needs=needs)
             adapted = AdaptedCheckpoint(checkpoint, replace(adapter, record=record))
-            assert adapted.metadata.get(LEAST_INCREMENT_KEY) == least
-
-    def test_so_is_the_window(self, base: Path, adapter: Adapter) -> None:
-        checkpoint = open_checkpoint(base)
-        checkpoint.metadata = {**checkpoint.metadata, WINDOW_AFTER_KEY: 50}
-        for window in (WindowRule(90, 30), None):
-            record = replace(adapter.record, window=window)
-            adapted = AdaptedCheckpoint(checkpoint, replace(adapter, record=record))
-            assert window_rule_of(adapted) == (window or DEFAULT_WINDOW)
-
-    def test_so_is_the_threshold_of_empty_answers(self, base: Path, adapter: Adapter) -> None:
-        checkpoint = open_checkpoint(base)
-        checkpoint.metadata = {**checkpoint.metadata, EMPTY_THRESHOLD_KEY: 0.3}
-        for threshold in (0.2, None):
-            record = replace(adapter.record, empty_threshold=threshold)
-            adapted = AdaptedCheckpoint(checkpoint, replace(adapter, record=record))
-            assert empty_threshold_of(adapted) == (threshold or 0.0)
+            assert adapted.metadata.get(key) == needs.get(key)
 
     def test_fragments_keep_every_token_that_was_computed(self, base: Path, folder: Path) -> None:
         computed = {}

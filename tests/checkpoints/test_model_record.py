@@ -263,6 +263,42 @@ class TestEmptyThreshold:
     def test_an_adapters_record_is_read_and_checked(self, folder: Path, tmp_path: Path) -> None:
         base, path = open_checkpoint(folder), tmp_path / "midfill.json"
         path.write_text(json.dumps({"format": 1, "empty": {"threshold": 0.2}}))
-        assert read_record(path, base).empty_threshold == 0.2
+        assert read_record(path, base).needs == {EMPTY_THRESHOLD_KEY: 0.2}
         path.write_text(json.dumps({"format": 1}))
-        assert read_record(path, base).empty_threshold is None
+        assert read_record(path, base).needs == {}
+
+
+class TestOpenedLines:
+    REQUEST = InfillRequest(prefix="a\n", suffix="b\n")
+
+    @pytest.mark.parametrize("opens", [True, False])
+    def test_a_models_own_rule_reaches_its_prompts(self, folder: Path, opens: bool) -> None:
+        write(folder, {"line_start": {"opens_line": opens}})
+        checkpoint = open_checkpoint(folder)
+        prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 4000)
+        assert prompts.infill(self.REQUEST).line_break == ("\n" if opens else "")
+
+    def test_a_model_that_says_nothing_opens_none(self, folder: Path) -> None:
+        checkpoint = open_checkpoint(folder)
+        prompts = PromptEncoder(checkpoint, fim_format(checkpoint), 4000)
+        assert prompts.infill(self.REQUEST).line_break == ""
+
+    def test_it_is_a_part_of_what_decides_a_models_answers(self, folder: Path) -> None:
+        found = [fingerprint_of(open_checkpoint(folder))]
+        for opens in (False, True):
+            write(folder, {"line_start": {"opens_line": opens}})
+            found.append(fingerprint_of(open_checkpoint(folder)))
+        assert found[0] == found[1] != found[2]
+
+    @pytest.mark.parametrize(
+        ("section", "error"),
+        [
+            ({"opens_line": 1}, r"'line_start\.opens_line' must be true or false, not 1"),
+            ({}, "'line_start' must be an object with 'opens_line'"),
+            (True, "'line_start' must be an object with 'opens_line'"),
+        ],
+    )
+    def test_nonsense_is_one_error(self, folder: Path, section: object, error: str) -> None:
+        write(folder, {"line_start": section})
+        with pytest.raises(CheckpointError, match=error):
+            open_checkpoint(folder)

@@ -43,9 +43,12 @@ def run(
     *,
     healed: int = 0,
     trimmer: Trimmer | None = None,
+    line_break: str = "",
 ) -> tuple[Answer, list[AnswerDelta]]:
     stops = StopStrings((*sampling.stop, *sampling.post_processing.stop))
-    answer = Answer(0, tokenizer, sampling, stops, healed=healed, trimmer=trimmer)
+    answer = Answer(
+        0, tokenizer, sampling, stops, healed=healed, trimmer=trimmer, line_break=line_break
+    )
     pushed = [answer.push(item) for item in outputs]
     return answer, [delta for delta in pushed if delta is not None]
 
@@ -274,3 +277,41 @@ def test_an_answer_whose_time_is_over_ends_with_its_line(
     assert text_of(pushed) == shown
     assert pushed[-1].finish_reason == ("stop" if shown.endswith("d") else "length")
     assert answer.finished
+
+
+class TestLineBreaksAtTheEnd:
+    def answer(
+        self, tokenizer: Tokenizer, text: str, reason: FinishReason = "stop", line_break: str = "\n"
+    ) -> list[str]:
+        ids = [*tokenizer.encode(text), END_OF_TEXT]
+        outputs = [output([token_id]) for token_id in ids[:-1]]
+        outputs.append(output(ids[-1:], reason))
+        _, deltas = run(tokenizer, outputs, SamplingParams(max_tokens=99), line_break=line_break)
+        return [delta.text for delta in deltas]
+
+    @pytest.mark.parametrize("reason", ["stop", "length"])
+    def test_an_answer_gets_the_one_it_lacks(
+        self, tokenizer: Tokenizer, reason: FinishReason
+    ) -> None:
+        texts = self.answer(tokenizer, "  x = 1", reason, "\r\n")
+        assert "".join(texts).startswith("  x = 1")
+        assert texts[-1].endswith("\r\n")
+        assert not any("\r\n" in text for text in texts[:-1])
+
+    @pytest.mark.parametrize("text", ["", "  ", "\n  ", "x\n", "x\r\n"])
+    def test_blank_answers_and_those_that_have_one_get_none(
+        self, tokenizer: Tokenizer, text: str
+    ) -> None:
+        assert "".join(self.answer(tokenizer, text)) == text
+
+    def test_it_follows_what_trimming_leaves(self, tokenizer: Tokenizer) -> None:
+        trimmer = PostProcessing().trimmer("a\n", "\n    return x\n", infilling=True)
+        ids = tokenizer.encode("    x = 1\n    return x")
+        _, deltas = run(
+            tokenizer,
+            [output(ids), output([END_OF_TEXT], "stop")],
+            SamplingParams(max_tokens=99),
+            trimmer=trimmer,
+            line_break="\n",
+        )
+        assert text_of(deltas) == "    x = 1\n"

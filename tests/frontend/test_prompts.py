@@ -1,5 +1,6 @@
 """PromptEncoder: token ids for each kind of prompt."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,37 @@ class TestTheThresholdOfEmptyAnswers:
         with pytest.raises(InvalidRequestError, match="must be a number from 0 to 1") as raised:
             prompts.infill(self.REQUEST).with_empty_threshold(wrong)
         assert raised.value.param == "empty_threshold"
+
+
+class TestOpenedLines:
+    REQUEST = InfillRequest(prefix="def f():\n", suffix="    return x\n", open_line=True)
+
+    def test_the_model_sees_a_line_break_before_the_suffix(
+        self, prompts: PromptEncoder, checkpoint: Checkpoint
+    ) -> None:
+        opened = prompts.infill(self.REQUEST)
+        assert opened.line_break == "\n"
+        assert opened.suffix == "\n    return x\n"
+        as_sent = InfillRequest(prefix="def f():\n", suffix="\n    return x\n")
+        other = PromptEncoder(checkpoint, prompts.format, CONTEXT)
+        assert opened.token_ids == other.infill(as_sent).token_ids
+
+    @pytest.mark.parametrize("open_line", [False, None])
+    def test_it_does_not_unless_the_model_or_the_client_asks_for_it(
+        self, prompts: PromptEncoder, open_line: bool | None
+    ) -> None:
+        request = dataclasses.replace(self.REQUEST, open_line=open_line)
+        assert prompts.infill(request).line_break == ""
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"raw": True, "suffix": ""}, {"layout": "verbatim", "suffix": ""}, {"prefix": "def f"}],
+    )
+    def test_raw_prompts_and_other_carets_are_left_alone(
+        self, prompts: PromptEncoder, change: dict[str, Any]
+    ) -> None:
+        prompt = prompts.infill(dataclasses.replace(self.REQUEST, **change))
+        assert prompt.line_break == ""
 
 
 def test_a_model_without_sentinels_sees_the_prefix_and_says_so(checkpoint: Checkpoint) -> None:

@@ -21,12 +21,12 @@ from midfill.checkpoints.checkpoint import (
     END_BIAS_KEY,
     FRAGMENTS_KEY,
     LEAST_INCREMENT_KEY,
+    OPENS_LINES_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
     Checkpoint,
 )
 from midfill.checkpoints.lora_update import LoraUpdate
-from midfill.checkpoints.model_record import record_metadata
 from midfill.checkpoints.quantized_update import (
     BLOCK_LAYOUTS,
     VERSION,
@@ -74,12 +74,7 @@ class AdaptedCheckpoint:
         self.metadata: Mapping[str, object] = {
             **_without_needs(base.metadata),
             **_fim_metadata(adapter.record, base),
-            **record_metadata(
-                adapter.record.least_increment,
-                adapter.record.window,
-                adapter.record.end_bias,
-                adapter.record.empty_threshold,
-            ),
+            **adapter.record.needs,
             **({FRAGMENTS_KEY: True} if adapter.record.fragments else {}),
             ADAPTER_KEY: adapter.name,
         }
@@ -155,6 +150,7 @@ def _without_needs(metadata: Mapping[str, object]) -> dict[str, object]:
         EMPTY_THRESHOLD_KEY,
         END_BIAS_KEY,
         LEAST_INCREMENT_KEY,
+        OPENS_LINES_KEY,
         WINDOW_BEFORE_KEY,
         WINDOW_AFTER_KEY,
     )

@@ -1,22 +1,15 @@
 """AdapterRecord: midfill.json, what midfill notes beside an adapter that PEFT's files don't say."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast, get_args
 
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.model_record import (
-    RECORD_FORMAT,
-    read_empty_threshold,
-    read_end_bias,
-    read_least_increment,
-    read_window,
-)
+from midfill.checkpoints.model_record import RECORD_FORMAT, read_needs
 from midfill.checkpoints.quantized_update import DEFAULT_ROUNDING, Rounding
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError
-from midfill.infill.window import WindowRule
 from midfill.tokens.huggingface_tokenizer import read_json
 
 
@@ -31,10 +24,7 @@ class AdapterRecord:
         base_digest: ``Checkpoint.content_digest`` of the base; None where it doesn't say.
         rounding: how a merge into quantised weights is rounded. An adapter that was trained through
             that rounding depends on it.
-        least_increment: see ``infill/prefix_cut.py``; None where it doesn't say.
-        window: how much of a long document the model should see; None where it doesn't say.
-        end_bias: added to the logits of the tokens that end an answer; None where it doesn't say.
-        empty_threshold: how probable an empty answer must be; None where it doesn't say.
+        needs: what it says about prompts and answers, as the adapted model's metadata.
     """
 
     fim_tokens: FimTokens | None = None
@@ -42,10 +32,7 @@ class AdapterRecord:
     fragments: bool = False
     base_digest: str | None = None
     rounding: Rounding = DEFAULT_ROUNDING
-    least_increment: int | None = None
-    window: WindowRule | None = None
-    end_bias: float | None = None
-    empty_threshold: float | None = None
+    needs: Mapping[str, object] = field(default_factory=dict)
 
 
 def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
@@ -82,10 +69,7 @@ def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
         fragments,
         digest,
         cast(Rounding, rounding),
-        read_least_increment(path, record),
-        read_window(path, record),
-        read_end_bias(path, record),
-        read_empty_threshold(path, record),
+        read_needs(path, record),
     )
 
 

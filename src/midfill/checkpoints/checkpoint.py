@@ -33,6 +33,10 @@ END_BIAS_KEY = "midfill.end_logit_bias"
 EMPTY_THRESHOLD_KEY = "midfill.empty_threshold"
 """Metadata key: how probable an empty answer must be for an infilled answer to be empty."""
 
+OPENS_LINES_KEY = "midfill.opens_lines"
+"""Metadata key: true where a caret at the start of a line that has text is to be answered as on an
+empty line above it, see ``infill/opened_line.py``."""
+
 LEAST_INCREMENT_KEY = "midfill.least_increment"
 """Metadata key: characters before the caret that a model needs after the suffix, at least."""
 

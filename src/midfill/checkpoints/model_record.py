@@ -4,11 +4,13 @@
     "window": {"before": 1200, "after": 400, "measured": {...}}
     "end": {"logit_bias": 2.0, "measured": {...}}
     "empty": {"threshold": 0.15, "measured": {...}}
+    "line_start": {"opens_line": true, "measured": {...}}
 
 It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF file may have the keys
 ``midfill.least_increment``, ``midfill.window.before``, ``midfill.window.after``,
-``midfill.end_logit_bias`` and ``midfill.empty_threshold`` instead. ``infill/prefix_cut.py``,
-``infill/window.py`` and ``engine/empty_answer.py`` explain the numbers.
+``midfill.end_logit_bias``, ``midfill.empty_threshold`` and ``midfill.opens_lines`` instead.
+``infill/prefix_cut.py``, ``infill/window.py``, ``engine/empty_answer.py`` and
+``infill/opened_line.py`` explain them.
 """
 
 import json
@@ -20,6 +22,7 @@ from midfill.checkpoints.checkpoint import (
     EMPTY_THRESHOLD_KEY,
     END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
+    OPENS_LINES_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
     Checkpoint,
@@ -130,6 +133,33 @@ def empty_threshold_of(checkpoint: Checkpoint) -> float:
     return _checked_number(found, checkpoint.path, EMPTY_THRESHOLD_KEY, 0.0, 1.0)
 
 
+def read_opens_lines(path: Path, record: Mapping[str, object]) -> bool | None:
+    """Return whether a midfill.json asks for opened lines, None where it says nothing.
+
+    ``infill/opened_line.py`` explains what that is.
+
+    Raises:
+        CheckpointError: it is neither true nor false.
+    """
+    if "line_start" not in record:
+        return None
+    section = record["line_start"]
+    if not isinstance(section, Mapping) or "opens_line" not in section:
+        raise CheckpointError(f"{path}: 'line_start' must be an object with 'opens_line'")
+    return _checked_bool(section["opens_line"], path, "line_start.opens_line")
+
+
+def opens_lines_of(checkpoint: Checkpoint) -> bool:
+    """Return whether carets at line starts are answered as on an empty line; false by default.
+
+    Raises:
+        CheckpointError: its metadata holds nonsense.
+    """
+    if OPENS_LINES_KEY not in checkpoint.metadata:
+        return False
+    return _checked_bool(checkpoint.metadata[OPENS_LINES_KEY], checkpoint.path, OPENS_LINES_KEY)
+
+
 def folder_metadata(folder: Path) -> dict[str, object]:
     """Return what a model folder's midfill.json adds to the checkpoint's metadata.
 
@@ -137,32 +167,28 @@ def folder_metadata(folder: Path) -> dict[str, object]:
         CheckpointError: it is malformed.
     """
     path = folder / RECORD_FILE
-    record = read_json(path, optional=True)
-    return record_metadata(
-        read_least_increment(path, record),
-        read_window(path, record),
-        read_end_bias(path, record),
-        read_empty_threshold(path, record),
-    )
+    return read_needs(path, read_json(path, optional=True))
 
 
-def record_metadata(
-    least_increment: int | None,
-    window: WindowRule | None,
-    end_bias: float | None,
-    empty_threshold: float | None,
-) -> dict[str, object]:
-    """Return what a record says as metadata; nothing for what it doesn't say."""
-    metadata: dict[str, object] = {}
-    if least_increment is not None:
-        metadata[LEAST_INCREMENT_KEY] = least_increment
-    if window is not None:
-        metadata |= {WINDOW_BEFORE_KEY: window.before, WINDOW_AFTER_KEY: window.after}
-    if end_bias is not None:
-        metadata[END_BIAS_KEY] = end_bias
-    if empty_threshold is not None:
-        metadata[EMPTY_THRESHOLD_KEY] = empty_threshold
-    return metadata
+def read_needs(path: Path, record: Mapping[str, object]) -> dict[str, object]:
+    """Return what a midfill.json says about prompts as metadata; nothing for what it doesn't say.
+
+    Args:
+        path: of the file, for errors.
+        record: its content.
+
+    Raises:
+        CheckpointError: a section is malformed.
+    """
+    needs: dict[str, object | None] = {
+        LEAST_INCREMENT_KEY: read_least_increment(path, record),
+        END_BIAS_KEY: read_end_bias(path, record),
+        EMPTY_THRESHOLD_KEY: read_empty_threshold(path, record),
+        OPENS_LINES_KEY: read_opens_lines(path, record),
+    }
+    if (window := read_window(path, record)) is not None:
+        needs |= {WINDOW_BEFORE_KEY: window.before, WINDOW_AFTER_KEY: window.after}
+    return {key: value for key, value in needs.items() if value is not None}
 
 
 def cut_rule_of(checkpoint: Checkpoint) -> CutRule:
@@ -267,6 +293,12 @@ def _checked_number(value: object, path: Path, field: str, least: float, most: f
             f"{path}: {field!r} must be a number from {least:g} to {most:g}, not {_short(value)}"
         )
     return float(value)
+
+
+def _checked_bool(value: object, path: Path, field: str) -> bool:
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{path}: {field!r} must be true or false, not {_short(value)}")
+    return value
 
 
 def _short(value: object) -> str:

@@ -85,6 +85,7 @@ class Answer:
         stops: strings that end it; one automaton serves all answers of a request.
         healed: number of bytes at its start that the text before the caret ended with.
         trimmer: decides where the text ends before the model ends it; None shows all of it.
+        line_break: ends the answer if it isn't blank and doesn't end with a line break itself.
         clock: returns the time in seconds.
 
     Attributes:
@@ -102,6 +103,7 @@ class Answer:
         *,
         healed: int = 0,
         trimmer: Trimmer | None = None,
+        line_break: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.index = index
@@ -112,6 +114,9 @@ class Answer:
         self._detokenizer = Detokenizer(tokenizer, healed)
         self._scanner = StopScanner(stops, include_stop=sampling.include_stop_str_in_output)
         self._trimmer = trimmer
+        self._line_break = line_break
+        self._blank = True  # whether all text returned so far is
+        self._last = ""  # character of it
         self._clock = clock
         self._end_time: float | None = None  # after which the answer ends with its line
         self._decoded = 0  # characters returned by the detokenizer
@@ -186,11 +191,21 @@ class Answer:
                 finish_reason = "length" if self._trimmer.ended_at_line_break else "stop"
                 stop_reason, complete = None, False
         self.finished = finish_reason is not None
+        text += self._closing(text)
         logprobs = self._release(complete)
         if not (text or logprobs or self.finished):
             return None
         token_ids, self._unreported = tuple(self._unreported), []
         return AnswerDelta(self.index, text, token_ids, logprobs, finish_reason, stop_reason)
+
+    def _closing(self, text: str) -> str:
+        """Take note of text that is returned; return what has to end the answer after it."""
+        if not self._line_break:
+            return ""
+        self._blank = self._blank and not text.strip()
+        self._last = text[-1:] or self._last
+        closes = self.finished and not self._blank and self._last != "\n"
+        return self._line_break if closes else ""
 
     def _release(self, complete: bool) -> tuple[TokenLogprob, ...]:
         """Return the log probabilities of tokens whose text was returned; of all if complete."""

@@ -11,6 +11,7 @@ from midfill.checkpoints.model_record import (
     cut_rule_of,
     empty_threshold_of,
     end_bias_of,
+    opens_lines_of,
     window_rule_of,
 )
 from midfill.engine.request import EngineRequest
@@ -21,6 +22,7 @@ from midfill.frontend.token_report import TokenReport, TokenReporter
 from midfill.infill.context import ContextFile, shown_text
 from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
+from midfill.infill.opened_line import opened_line_break
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
@@ -82,6 +84,8 @@ class Prompt:
         prefix, suffix: the text around the caret, as far as it is known.
         infilling: whether the client sent the text around a caret: a suffix, or a filled-in
             template.
+        line_break: begins ``suffix`` though the client didn't send it, and ends every answer that
+            isn't blank, see ``infill.opened_line``; often nothing.
         layout: what ``token_ids`` was made of; None for chats and token ids.
         parts: the ids of BOS and of each of the layout's segments, also those that were left out.
     """
@@ -96,6 +100,7 @@ class Prompt:
     prefix: str = ""
     suffix: str = ""
     infilling: bool = False
+    line_break: str = ""
     layout: PromptLayout | None = None
     parts: tuple[Sequence[int], ...] = ()
 
@@ -181,6 +186,7 @@ class PromptEncoder:
         self.window = self._limited(window or window_rule_of(checkpoint))
         self._end_bias = end_bias_of(checkpoint)
         self._empty_threshold = empty_threshold_of(checkpoint)
+        self._opens_lines = opens_lines_of(checkpoint)
         self._tokenizer = checkpoint.tokenizer
         self._planner = Planner(
             format,
@@ -221,6 +227,9 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: the prompt is too long or empty, or the layout doesn't fit it.
         """
+        line_break = self._line_break(request)
+        if line_break:
+            request = dataclasses.replace(request, suffix=line_break + request.suffix)
         if request.drop_context:
             request = dataclasses.replace(request, context=self._fitting(request.context))
         self._refuse_oversized(
@@ -243,7 +252,9 @@ class PromptEncoder:
         suffix = layout.planned_suffix if filled else request.suffix
         prompt, last = self._encode(layout, parts, prefix, suffix)
         infilling = layout.layout != "verbatim"
-        prompt = dataclasses.replace(prompt, text=request.prefix, infilling=infilling)
+        prompt = dataclasses.replace(
+            prompt, text=request.prefix, infilling=infilling, line_break=line_break
+        )
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
 
     def encode_layout(
@@ -261,6 +272,13 @@ class PromptEncoder:
         parts = self._layouts.encode_parts(layout)
         prompt, last = self._encode(layout, parts, layout.planned_prefix, layout.planned_suffix)
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
+
+    def _line_break(self, request: InfillRequest) -> str:
+        """Return what stands before the suffix so that the answer ends before it, often nothing."""
+        wanted = self._opens_lines if request.open_line is None else request.open_line
+        if not wanted or request.raw or request.layout == "verbatim":
+            return ""
+        return opened_line_break(request.prefix, request.suffix)
 
     def _lay_out(self, request: InfillRequest) -> tuple[PromptLayout, list[Sequence[int]]]:
         """Lay a request out and encode it, with a smaller window as long as it is too long.
@@ -485,6 +503,8 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
     text = f"{checkpoint.fingerprint} {rules} {checkpoint.metadata.get(FRAGMENTS_KEY) is True}"
     if threshold := empty_threshold_of(checkpoint):  # off, it leaves earlier digests valid
         text += f" {threshold}"
+    if opens_lines_of(checkpoint):
+        text += " opens lines"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

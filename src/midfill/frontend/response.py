@@ -49,6 +49,8 @@ class Response:
         stops = StopStrings(sampling.stops)
         healed = len(prompt.begins_with)
         trims = sampling.post_processing
+        # A client whose stop string is a line break doesn't want to see one.
+        unwanted = any(stop in prompt.line_break for stop in sampling.stop)
         self._answers = [
             Answer(
                 index,
@@ -56,6 +58,7 @@ class Response:
                 sampling,
                 stops,
                 healed=healed,
+                line_break="" if unwanted else prompt.line_break,
                 trimmer=trims.trimmer(prompt.prefix, prompt.suffix, infilling=prompt.infilling),
             )
             for index in range(sampling.n)

@@ -32,6 +32,8 @@ class InfillRequest:
         context: other files or snippets to show the model; the planner orders them.
         drop_context: leave out the first ones of the context as long as all of them would take
             more than half of the model's context, instead of refusing the request.
+        open_line: answer a caret at the start of a line that has text as on an empty line above it,
+            see ``opened_line``; None does what the model needs.
         path, repository: the document's path and its repository's name, shown to the model in the
             family's own format if it has one.
     """
@@ -45,5 +47,6 @@ class InfillRequest:
     window: WindowMode | WindowRule = "stable"
     context: tuple[ContextFile, ...] = ()
     drop_context: bool = False
+    open_line: bool | None = None
     path: str = ""
     repository: str = ""

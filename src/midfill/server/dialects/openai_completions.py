@@ -89,6 +89,8 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             out of the answer.
         empty_threshold: the answer is empty if the model gives that more than this probability,
             and otherwise not; 0 leaves it to the sampled tokens, 1 never. null takes the model's.
+        open_line: answer a caret at the start of a line that has text as on an empty line above it;
+            the answer then ends with a line break. null does what the model needs.
         context: other files to show the model; those that change least come first.
         path, repository: where the document is, shown in the model family's own format.
         trim: end the answer where it begins to repeat the suffix; null does so if there is one.
@@ -104,6 +106,7 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     window: WindowMode | WindowFields | None = None
     healing: bool | None = None
     empty_threshold: float | None = None
+    open_line: bool | None = None
     context: list[ContextEntry] | None = None
     path: str | None = None
     repository: str | None = None
@@ -236,6 +239,7 @@ def _encode_text(
         tenant=tenant,
         window=window.rule(encoder.window) if isinstance(window, WindowFields) else window,
         context=body.context(),
+        open_line=fields.open_line,
         path=fields.path or "",
         repository=fields.repository or "",
     )

@@ -111,6 +111,8 @@ def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
         fields["document"] = prompt.report.document
     if prompt.report.healed:
         fields["healed"] = prompt.report.healed
+    if prompt.line_break:
+        fields["opened_line"] = True
     return fields
 
 
