@@ -93,9 +93,9 @@ def test_nonsense_in_a_checkpoints_own_metadata_is_named_too(folder: Path, value
 def test_an_adapters_record_is_read_and_checked(folder: Path, tmp_path: Path) -> None:
     base, path = open_checkpoint(folder), tmp_path / "midfill.json"
     path.write_text(json.dumps({"format": 1, "cut": {"least_increment": 200}}))
-    assert read_record(path, base).least_increment == 200
+    assert read_record(path, base).needs == {LEAST_INCREMENT_KEY: 200}
     path.write_text(json.dumps({"format": 1}))
-    assert read_record(path, base).least_increment is None
+    assert read_record(path, base).needs == {}
     path.write_text(json.dumps({"format": 1, "cut": {"least_increment": -5}}))
     with pytest.raises(CheckpointError, match=r"'cut\.least_increment' must be"):
         read_record(path, base)
