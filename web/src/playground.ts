@@ -32,6 +32,7 @@ const editor = new Editor(byId("editor"), {
   nonce,
   onEdit: (_, since) => {
     pristine = false;
+    say("file", "");
     ask(since);
   },
   onMove: () => asking.cancel(),
@@ -47,7 +48,7 @@ const asking = new Asking({
 });
 
 const connection = new Connection(server, {
-  onNotice: say,
+  onNotice: (text) => say("server", text),
   onKeyNeeded: askForKey,
   onReady: greet,
 });
@@ -64,12 +65,15 @@ function show(answered: Answered): void {
     session.add(answered);
   }
   if (answered.finished) {
-    say("");
+    say("server", "");
     byId("announcement").textContent = suggestedText(editor.view);
   }
 }
 
-function say(text: string): void {
+/** Show one line about the server or a file; "" takes away what was said about the same. */
+function say(about: "server" | "file", text: string): void {
+  if (text === "" && notice.dataset.about !== about) return;
+  notice.dataset.about = about;
   notice.textContent = text;
   notice.hidden = text === "";
 }
@@ -108,10 +112,10 @@ async function open(file: File): Promise<void> {
     editor.load(text, 0, language.value as LanguageId);
     pristine = false;
     asking.cancel();
-    say("");
+    say("file", "");
     editor.view.focus();
   } catch (error) {
-    say((error as Error).message);
+    say("file", (error as Error).message);
   }
 }
 
