@@ -24,6 +24,8 @@ export interface AskingOptions {
 /** The name of the measure from a keystroke to the paint of its ghost text. */
 export const GHOST_TEXT_MEASURE = "keystroke to ghost text";
 
+const MIN_TOKENS = 4; // fewer say nothing of the speed
+
 export class Asking {
   private abort: AbortController | undefined;
 
@@ -67,6 +69,7 @@ export class Asking {
     const rate = new Rate();
     let written = "";
     let answered: Answered | undefined;
+    let visible = false;
     for await (const chunk of this.options.server.complete(question, signal)) {
       if (signal.aborted) return;
       const now = performance.now();
@@ -84,8 +87,9 @@ export class Asking {
           tokensPerSecond: undefined,
           finished: false,
         };
-        if (text) measurePaint(since);
       }
+      if (text && !visible) measurePaint(since);
+      visible ||= text !== "";
       answered = {
         ...answered,
         tokens: [...answered.tokens, ...chunk.tokens],
@@ -111,7 +115,7 @@ class Rate {
 
   get perSecond(): number | undefined {
     const seconds = (this.last - (this.first ?? this.last)) / 1000;
-    return this.tokens > 1 && seconds > 0 ? this.tokens / seconds : undefined;
+    return this.tokens >= MIN_TOKENS && seconds > 0 ? this.tokens / seconds : undefined;
   }
 }
 

@@ -11,6 +11,7 @@ import { typescript } from "@codemirror/legacy-modes/mode/javascript";
 import { python } from "@codemirror/legacy-modes/mode/python";
 import { rust } from "@codemirror/legacy-modes/mode/rust";
 import type { Extension } from "@codemirror/state";
+import { EditorView } from "@codemirror/view";
 
 export interface Language {
   name: string;
@@ -40,7 +41,7 @@ export const LANGUAGES = {
     endings: ["c", "cc", "cpp", "cxx", "h", "hh", "hpp"],
     extension: () => language("    ", cpp),
   },
-  plain: { name: "Plain text", endings: [], extension: () => indentUnit.of("  ") },
+  plain: { name: "Plain text", endings: [], extension: () => [indentUnit.of("  "), EditorView.lineWrapping] },
 } satisfies Record<string, Language>;
 
 export type LanguageId = keyof typeof LANGUAGES;

@@ -76,7 +76,7 @@ export class TaskQueue {
 
   /** Start tasks as long as there is room. */
   next() {
-    while (this.running < this.limit && ‸) {
+    while (this.running < this.limit && this.waiting.length > 0) {
       const { task, resolve, reject } = this.waiting.shift();
       this.running += 1;
       task()
@@ -89,7 +89,7 @@ export class TaskQueue {
   }
 
   get size() {
-    return this.running + this.waiting.length;
+    return this.running + ‸;
   }
 }
 

@@ -38,10 +38,10 @@ export class Session {
     this.draw();
   }
 
-  /** Show how fast the last answer is. */
+  /** Show how fast the last answer is; the rate is that of the last one that is long enough. */
   showSpeed({ firstTokenAfter, tokensPerSecond }: Answered): void {
     byId("first-token").textContent = `${count(firstTokenAfter)} ms`;
-    byId("rate").textContent = tokensPerSecond === undefined ? "–" : count(tokensPerSecond);
+    if (tokensPerSecond !== undefined) byId("rate").textContent = count(tokensPerSecond);
   }
 
   private draw(): void {

@@ -1,0 +1,53 @@
+"""Make the pictures of docs/playground.md.
+
+    midfill serve &
+    python web/screenshots.py http://127.0.0.1:8080 docs/
+
+The server should be fresh: what it has cached already looks better than it is. Needs the packages
+of the extra ``dev`` and Chromium.
+"""
+
+import sys
+from io import BytesIO
+from pathlib import Path
+
+from PIL import Image
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
+
+from playground_page import PlaygroundPage, open_browser
+
+SIZES = {1280: 800, 800: 960}
+COLOURS = 250
+# Each picture types another text, so that none finds the prompts of the one before in the cache.
+TYPED = {
+    ("light", 1280): ("python", "one.n"),
+    ("dark", 1280): ("rust", "self."),
+    ("light", 800): ("go", "found["),
+    ("dark", 800): ("javascript", "this."),
+}
+
+
+def main(url: str, folder: Path) -> None:
+    with open_browser() as browser:
+        for (scheme, width), (language, typed) in TYPED.items():
+            viewport = {"width": width, "height": SIZES[width]}
+            playground = PlaygroundPage(browser, url, color_scheme=scheme, viewport=viewport)
+            playground.wait_for_first_answer()
+            if language != "python":
+                playground.page.select_option("#language", language)
+            playground.page.wait_for_timeout(3000)
+            playground.page.locator(".cm-content").focus()
+            for key in typed:
+                playground.press(key)
+            playground.page.wait_for_timeout(1500)
+            image = Image.open(BytesIO(playground.page.screenshot())).convert("RGB")
+            path = folder / f"playground-{scheme}-{width}.png"
+            image = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            image.save(path, optimize=True)
+            print(path, path.stat().st_size)
+            playground.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1].rstrip("/"), Path(sys.argv[2]))
