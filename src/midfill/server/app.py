@@ -19,6 +19,7 @@ from midfill.server.dialects import (
     openai_chat,
     openai_completions,
     openai_models,
+    tabby,
 )
 from midfill.server.errors import ErrorBody, install_error_handlers
 from midfill.server.pages import routes as pages
@@ -35,6 +36,7 @@ DIALECTS = (
     ollama_models.DIALECT,
     mistral.DIALECT,
     deepseek.DIALECT,
+    tabby.DIALECT,
 )
 
 

@@ -64,11 +64,11 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     async def fim(request: Request, tenant: Annotated[str, Depends(tenant_of)]) -> Response:
         """Fill in between ``prompt`` and ``suffix``."""
         body = await read_json(request, FimBody, service.max_body_bytes)
-        service.check_model(body.model)
+        model = service.check_model(body.model)
         sampling = body.sampling(service)
         prompt = await service.encode(lambda encoder: body.encode(encoder, tenant))
         generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
-        head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": body.model}
+        head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
         if body.stream:
             return EventStream(_chunks(head, generation), error_body)
         return json_response(await while_connected(request.receive, _whole(head, generation)))

@@ -93,12 +93,12 @@ def check_name(service: ModelService, name: str) -> None:
     Raises:
         ApiError: 404.
     """
-    service.check_model(name.removesuffix(_LATEST))
+    service.check_model(name if name in service.names else name.removesuffix(_LATEST))
 
 
-def full_name(service: ModelService) -> str:
-    """Return the model's name with a tag."""
-    return service.name if ":" in service.name else service.name + _LATEST
+def with_tag(name: str) -> str:
+    """Return a model's name with a tag."""
+    return name if ":" in name else name + _LATEST
 
 
 def timestamp(seconds: float | None = None) -> str:

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from midfill.infill.formats import FimFormat
 from midfill.server.bodies import body_reference, json_response, read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
-from midfill.server.dialects.ollama_fields import check_name, error_body, full_name, timestamp
+from midfill.server.dialects.ollama_fields import check_name, error_body, timestamp, with_tag
 from midfill.server.service import ModelService
 from midfill.version import __version__
 
@@ -40,13 +40,13 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
 
     @router.api_route("/api/tags", methods=["GET", "HEAD"])
     async def tags() -> Response:
-        """List the models: the one that is served."""
-        return json_response({"models": [_card(service)]})
+        """List the model by each of its names."""
+        return json_response({"models": [_card(service, name) for name in service.names]})
 
     @router.get("/api/ps")
     async def running() -> Response:
         """List the loaded models: the one that is served."""
-        card = _card(service)
+        card = _card(service, service.name)
         loaded = {"size_vram": 0, "context_length": service.context}
         return json_response({"models": [{**card, **loaded, "expires_at": "9999-12-31T23:59:59Z"}]})
 
@@ -74,12 +74,11 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     return router
 
 
-def _card(service: ModelService) -> dict[str, Any]:
-    name = full_name(service)
+def _card(service: ModelService, name: str) -> dict[str, Any]:
     info = service.engine.info
     return {
-        "name": name,
-        "model": name,
+        "name": with_tag(name),
+        "model": with_tag(name),
         "modified_at": timestamp(service.created),
         "size": 0 if info is None else info.weight_bytes,
         "digest": hashlib.sha256(name.encode()).hexdigest(),

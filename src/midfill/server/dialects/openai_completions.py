@@ -27,6 +27,7 @@ from midfill.server.dialects.openai_fields import (
     midfill_object,
     usage_object,
 )
+from midfill.server.dialects.tabby import Segments, complete_segments
 from midfill.server.event_stream import EventStream, while_connected
 from midfill.server.generation import Generation, check_answer_count
 from midfill.server.service import ModelService
@@ -125,13 +126,15 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionRequest(GenerationFields, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None = None
     suffix: str | None = None
     echo: bool | None = None
     best_of: int | None = None
     logprobs: int | None = None
     midfill: MidfillFields | None = None
     input_extra: list[ExtraInput] | None = None
+    segments: Segments | None = None  # instead of a prompt: the request is Tabby's
+    mode: str | None = None  # Tabby's
 
     def context(self) -> tuple[ContextFile, ...]:
         """Return the other files to show the model, in either spelling."""
@@ -148,6 +151,16 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     async def completions(request: Request, tenant: Annotated[str, Depends(tenant_of)]) -> Response:
         """Continue a prompt, or fill in between ``prompt`` and ``suffix``."""
         body = await read_json(request, CompletionRequest, service.max_body_bytes)
+        if body.segments is not None and body.prompt is None:
+            return await complete_segments(
+                service,
+                request,
+                tenant,
+                body.segments,
+                mode=body.mode,
+                temperature=body.temperature,
+                seed=body.seed,
+            )
         model = service.check_model(body.model)
         sampling = _sampling(body, service)
         prompts = await service.encode(_encode_prompts, body, tenant)
@@ -186,6 +199,8 @@ def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
 def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str) -> list[Prompt]:
     """Encode what ``prompt`` holds: a text, texts, token ids, or lists of token ids."""
     given = body.prompt
+    if given is None:
+        raise InvalidRequestError("prompt is missing", param="prompt")
     if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
         items: Sequence[object] = [given]
     else:
