@@ -194,9 +194,9 @@ class LLM:
             sampling: how to generate; greedy, at most 128 tokens, if None.
             healing: let the model write an unfinished last word again instead of continuing right
                 at the caret. The answer's text is what comes after the caret either way.
-            empty_threshold: the answer is empty if the model gives that more than this probability,
-                and otherwise not; 0 leaves it to the sampled tokens, 1 never. None takes what the
-                model says.
+            empty_threshold: the answer is empty where the probability of an empty answer is above
+                this, and has text elsewhere; 0 leaves it to each token. None takes what the model
+                says.
             options: see ``InfillOptions``.
 
         Raises:

@@ -73,8 +73,9 @@ def complete(
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Suggest nothing if the model gives that more than this probability, and otherwise"
-            " something; 0 leaves it to each token. By default what the model or adapter names.",
+            help="Suggest nothing where the probability of an empty answer is above this, and"
+            " something elsewhere; 0 leaves it to each token. By default what the model or its"
+            " adapter names.",
         ),
     ] = None,
     around: Annotated[int, typer.Option(min=0, help="Lines to show around it.")] = 4,

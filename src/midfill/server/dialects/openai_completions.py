@@ -88,8 +88,8 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         healing: false continues right at the caret. Otherwise, where a longer token could begin
             like the last tokens before the caret, the model writes these again, and they are left
             out of the answer.
-        empty_threshold: the answer is empty if the model gives that more than this probability,
-            and otherwise not; 0 leaves it to the sampled tokens, 1 never. null takes the model's.
+        empty_threshold: the answer is empty where the probability of an empty answer is above
+            this, and has text elsewhere; 0 leaves it to each token. null takes the model's.
         open_line: answer a caret at the start of a line that has text as on an empty line above it;
             the answer then ends with a line break. null does what the model needs.
         context: other files to show the model; those that change least come first.
