@@ -47,6 +47,21 @@ def test_the_constraint_is_exact_over_a_small_vocabulary(missing: int | None) ->
 
 
 @pytest.mark.parametrize("forbidden", [frozenset(), frozenset({2}), frozenset({0, 8})])
+def test_exact_tokens_write_nothing_beyond_what_is_required(forbidden: frozenset[int]) -> None:
+    trie = TokenTrie(SMALL)
+    for text in (bytes(text) for n in range(1, 6) for text in product(b"ab\xc3\xa9", repeat=n)):
+        constraint, left = HealingConstraint(trie, text, forbidden), text
+        while allowed := constraint.allowed():
+            exact = constraint.exact()
+            assert len(exact) == len(set(exact))
+            assert set(exact) == {one for one in allowed if len(SMALL[one]) <= len(left)}
+            if not exact:
+                break
+            constraint.advance_by(exact[0])
+            left = left[len(SMALL[exact[0]]) :]
+
+
+@pytest.mark.parametrize("forbidden", [frozenset(), frozenset({2}), frozenset({0, 8})])
 def test_the_likely_spelling_is_allowed_and_certain_where_it_says_so(
     forbidden: frozenset[int],
 ) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from midfill.engine.batching import ScheduledSequence
 from midfill.engine.empty_answer import EmptyAnswerCheck
+from midfill.engine.logprobs import one_thread
 from midfill.engine.request import EngineOutput, FinishReason
 from midfill.engine.sampler import SampledToken, SampleRow, adjust_logits, is_greedy, sample
 from midfill.engine.sequence import Sequence
@@ -125,6 +126,7 @@ def verify(
         ]
 
 
+@one_thread()
 def _check_empty(one: Verification, logits: torch.Tensor, vocabulary: Vocabulary) -> bool:
     """Decide whether an answer is empty, as far as the step's logits suffice for it.
 

@@ -142,9 +142,12 @@ class HealingConstraint:
 
     def exact(self) -> list[int]:
         """Return those of the allowed ids that write nothing beyond the required bytes."""
-        left = len(self._required) - self._written
-        token_bytes = self._trie.token_bytes
-        return [token_id for token_id in self.allowed() or () if len(token_bytes(token_id)) <= left]
+        start, length = self._written, len(self._required)
+        ids = list[int]()
+        for end in range(start + 1, length + 1):
+            if self._open[end]:
+                ids += self._trie.spelling(self._required[start:end])
+        return self._usable(ids)
 
     @property
     def exceeded(self) -> bool:
