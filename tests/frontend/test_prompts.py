@@ -126,6 +126,16 @@ class TestOpenedLines:
         "change",
         [{"raw": True, "suffix": ""}, {"layout": "verbatim", "suffix": ""}, {"prefix": "def f"}],
     )
+    def test_carets_in_templates_are_carets(self, prompts: PromptEncoder) -> None:
+        template = "<fim_prefix>def f():\n<fim_suffix>    return x\n<fim_middle>"
+        request = InfillRequest(prefix=template, raw=True, open_line=True)
+        prompt = prompts.infill(request)
+        assert (prompt.line_break, prompt.suffix) == ("\n", "\n    return x\n")
+
+    def test_a_model_that_does_not_see_the_suffix_opens_none(self, checkpoint: Checkpoint) -> None:
+        prompt = PromptEncoder(checkpoint, None, CONTEXT).infill(self.REQUEST)
+        assert prompt.line_break == ""
+
     def test_raw_prompts_and_other_carets_are_left_alone(
         self, prompts: PromptEncoder, change: dict[str, Any]
     ) -> None:

@@ -22,7 +22,6 @@ from midfill.frontend.token_report import TokenReport, TokenReporter
 from midfill.infill.context import ContextFile, shown_text
 from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
-from midfill.infill.opened_line import opened_line_break
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
@@ -84,8 +83,7 @@ class Prompt:
         prefix, suffix: the text around the caret, as far as it is known.
         infilling: whether the client sent the text around a caret: a suffix, or a filled-in
             template.
-        line_break: begins ``suffix`` though the client didn't send it, and ends every answer that
-            isn't blank, see ``infill.opened_line``; often nothing.
+        line_break: see ``PromptLayout``; a part of ``suffix``.
         layout: what ``token_ids`` was made of; None for chats and token ids.
         parts: the ids of BOS and of each of the layout's segments, also those that were left out.
     """
@@ -186,7 +184,6 @@ class PromptEncoder:
         self.window = self._limited(window or window_rule_of(checkpoint))
         self._end_bias = end_bias_of(checkpoint)
         self._empty_threshold = empty_threshold_of(checkpoint)
-        self._opens_lines = opens_lines_of(checkpoint)
         self._tokenizer = checkpoint.tokenizer
         self._planner = Planner(
             format,
@@ -196,6 +193,7 @@ class PromptEncoder:
                 cut_rule=cut_rule_of(checkpoint),
                 keeps_tokens=keeps_tokens_of(checkpoint.tokenizer),
                 window=self.window,
+                opens_lines=opens_lines_of(checkpoint),
             ),
         )
         self._layouts = LayoutEncoder(checkpoint.tokenizer)
@@ -227,9 +225,6 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: the prompt is too long or empty, or the layout doesn't fit it.
         """
-        line_break = self._line_break(request)
-        if line_break:
-            request = dataclasses.replace(request, suffix=line_break + request.suffix)
         if request.drop_context:
             request = dataclasses.replace(request, context=self._fitting(request.context))
         self._refuse_oversized(
@@ -249,11 +244,11 @@ class PromptEncoder:
             )
         filled = request.raw and layout.layout != "verbatim"  # its texts are not the request's
         prefix = layout.planned_prefix if filled else request.prefix
-        suffix = layout.planned_suffix if filled else request.suffix
+        suffix = layout.planned_suffix if filled else layout.line_break + request.suffix
         prompt, last = self._encode(layout, parts, prefix, suffix)
         infilling = layout.layout != "verbatim"
         prompt = dataclasses.replace(
-            prompt, text=request.prefix, infilling=infilling, line_break=line_break
+            prompt, text=request.prefix, infilling=infilling, line_break=layout.line_break
         )
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
 
@@ -272,13 +267,6 @@ class PromptEncoder:
         parts = self._layouts.encode_parts(layout)
         prompt, last = self._encode(layout, parts, layout.planned_prefix, layout.planned_suffix)
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
-
-    def _line_break(self, request: InfillRequest) -> str:
-        """Return what stands before the suffix so that the answer ends before it, often nothing."""
-        wanted = self._opens_lines if request.open_line is None else request.open_line
-        if not wanted or request.raw or request.layout == "verbatim":
-            return ""
-        return opened_line_break(request.prefix, request.suffix)
 
     def _lay_out(self, request: InfillRequest) -> tuple[PromptLayout, list[Sequence[int]]]:
         """Lay a request out and encode it, with a smaller window as long as it is too long.

@@ -41,6 +41,8 @@ class PromptLayout:
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
         template: the first sentinel of the template that the request had filled in; None if it was
             a prefix with a suffix, or a raw prompt.
+        line_break: begins the suffix though the client didn't send it, and has to end every answer
+            that isn't blank, see ``opened_line``; often nothing.
     """
 
     segments: tuple[Segment, ...]
@@ -49,6 +51,7 @@ class PromptLayout:
     document: str | None = None
     stop_token_ids: tuple[int, ...] = ()
     template: str | None = None
+    line_break: str = ""
 
     def text_of(self, *roles: Role) -> str:
         """Return the text of all segments with one of these roles, joined."""

@@ -13,6 +13,7 @@ from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.document_store import Document, DocumentStore
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, Segment, TextSegment, lay_out
+from midfill.infill.opened_line import opened_line_break
 from midfill.infill.prefix_cut import (
     DEFAULT_RULE,
     CachedPrompt,
@@ -45,6 +46,8 @@ class PlannerOptions:
         cut_rule: what the model needs of its cuts.
         keeps_tokens: where its tokenizer allows a cut.
         window: how much of a long text to show the model; None shows all that is sent.
+        opens_lines: answer carets at the start of a line that has text as on an empty line above
+            it, see ``opened_line``.
     """
 
     max_characters: int = 4_000_000
@@ -54,6 +57,7 @@ class PlannerOptions:
     cut_rule: CutRule = DEFAULT_RULE
     keeps_tokens: KeepsTokens = keeps_any_tokens
     window: WindowRule | None = None
+    opens_lines: bool = False
 
 
 class Planner:
@@ -156,6 +160,19 @@ class Planner:
         return replace(layout, template=filled.sentinel)
 
     def _plan(
+        self, request: InfillRequest, context: tuple[Segment, ...], window_limit: int | None
+    ) -> PromptLayout:
+        """Lay out a caret's prompt, its line opened where that helps."""
+        opens = self._options.opens_lines if request.open_line is None else request.open_line
+        line_break = ""
+        if opens and self._format is not None:
+            line_break = opened_line_break(request.prefix, request.suffix)
+        if line_break:
+            request = replace(request, suffix=line_break + request.suffix)
+        layout = self._plan_around(request, context, window_limit)
+        return replace(layout, line_break=line_break) if line_break else layout
+
+    def _plan_around(
         self, request: InfillRequest, context: tuple[Segment, ...], window_limit: int | None
     ) -> PromptLayout:
         rule = self._window_rule(request)
