@@ -122,10 +122,6 @@ class TestOpenedLines:
         request = dataclasses.replace(self.REQUEST, open_line=open_line)
         assert prompts.infill(request).line_break == ""
 
-    @pytest.mark.parametrize(
-        "change",
-        [{"raw": True, "suffix": ""}, {"layout": "verbatim", "suffix": ""}, {"prefix": "def f"}],
-    )
     def test_carets_in_templates_are_carets(self, prompts: PromptEncoder) -> None:
         template = "<fim_prefix>def f():\n<fim_suffix>    return x\n<fim_middle>"
         request = InfillRequest(prefix=template, raw=True, open_line=True)
@@ -136,6 +132,10 @@ class TestOpenedLines:
         prompt = PromptEncoder(checkpoint, None, CONTEXT).infill(self.REQUEST)
         assert prompt.line_break == ""
 
+    @pytest.mark.parametrize(
+        "change",
+        [{"raw": True, "suffix": ""}, {"layout": "verbatim", "suffix": ""}, {"prefix": "def f"}],
+    )
     def test_raw_prompts_and_other_carets_are_left_alone(
         self, prompts: PromptEncoder, change: dict[str, Any]
     ) -> None:
