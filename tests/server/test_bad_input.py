@@ -8,14 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import hypothesis.strategies as st
-import msgspec
 import pytest
-from hypothesis import given, settings
 from running_server import RunningServer
-
-from midfill.server.dialects.openai_chat import ChatRequest
-from midfill.server.dialects.openai_completions import CompletionRequest
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -232,35 +226,6 @@ def test_long_input_is_shortened_in_messages(server: RunningServer) -> None:
         response = server.post(COMPLETIONS, {"prompt": "a", "suffix": "", "midfill": fields})
         assert response.status_code == 400
         assert len(response.content) < 2000
-
-
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from(["psm", "<fim_prefix>", "text", 2**63, -(2**63), 1e308, 5e-324, -0.0]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=5) | st.sampled_from(["layout", "role"]), inner)
-    ),
-    max_leaves=6,
-)
-
-
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_no_body_causes_a_server_error(
-    server: RunningServer, kind: type[msgspec.Struct], data: st.DataObject
-) -> None:
-    fields = [name for name in kind.__struct_fields__ if name != "model"]
-    body = data.draw(st.dictionaries(st.sampled_from(fields), values, max_size=4))
-    path = COMPLETIONS if kind is CompletionRequest else CHAT
-    body = {"prompt": "a", "messages": MESSAGES, "max_tokens": 2} | body
-    response = send(server, path, json.dumps(body).encode())
-    assert response.status_code in (200, 400), (body, response.text)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -21,6 +21,12 @@ from midfill.server.run import run_server
 
 CONTEXT = 16_384  # long enough that a request takes seconds unless it is cancelled
 LONG = {"prompt": "a", "max_tokens": 16_000, "n": 2, "temperature": 0, "ignore_eos": True}
+FOREVER = {"n_predict": -1, "temperature": 0, "ignore_eos": True}
+LONG_REQUESTS = {
+    "/v1/completions": LONG,
+    "/infill": {**FOREVER, "input_prefix": "a", "input_suffix": "b", "input_extra": []},
+    "/completion": {**FOREVER, "prompt": "a"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +59,11 @@ def check_nothing_held(server: RunningServer) -> None:
     assert server.metric("kv_cache_usage_perc") == 0
 
 
-def test_a_stream_whose_client_disconnects_is_cancelled(server: RunningServer) -> None:
+@pytest.mark.parametrize("path", LONG_REQUESTS)
+def test_a_stream_whose_client_disconnects_is_cancelled(server: RunningServer, path: str) -> None:
     before = server.metric("generation_tokens_total")
-    with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}
-    ) as response:
+    body = {**LONG_REQUESTS[path], "stream": True}
+    with httpx.stream("POST", server.url + path, json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         assert not is_idle(server)
@@ -66,14 +72,15 @@ def test_a_stream_whose_client_disconnects_is_cancelled(server: RunningServer) -
     check_nothing_held(server)
 
 
-def test_an_answer_whose_client_disconnects_is_cancelled(server: RunningServer) -> None:
+@pytest.mark.parametrize("path", LONG_REQUESTS)
+def test_an_answer_whose_client_disconnects_is_cancelled(server: RunningServer, path: str) -> None:
     before = server.metric("generation_tokens_total")
     host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps(LONG).encode()
+    body = json.dumps(LONG_REQUESTS[path]).encode()
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
         )
         server.wait_for(lambda: not is_idle(server))
     server.wait_for(lambda: is_idle(server))
