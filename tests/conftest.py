@@ -13,9 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from tiny_checkpoints import write_tiny
 
 from midfill.system.cache import cache_folder
+
+# A machine that is busy makes no test wrong.
+settings.register_profile("midfill", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("midfill")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
