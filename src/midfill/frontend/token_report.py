@@ -8,6 +8,7 @@ requests were given up. Answers need not be remembered: they follow MID, where n
 reaches.
 """
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class TokenReporter:
         self._layouts = layouts
         self._format = format
         self._history = PrefixHistory()
+        self._text_alone = functools.cache(self._decode_alone)
 
     def report(
         self, layout: PromptLayout, parts: Sequence[Sequence[int]], sent: int, tenant: str
@@ -114,13 +116,22 @@ class TokenReporter:
         return TokenReport(tuple(segments), healed, self._psm_cost(layout, tenant))
 
     def _segment(self, role: SegmentRole, token_ids: Sequence[int]) -> ReportedSegment:
-        detokenizer = Detokenizer(self._tokenizer)
-        texts = []
-        for token_id in token_ids:
-            is_text = self._tokenizer.token_bytes(token_id) != b""
-            push, name = detokenizer.push, self._tokenizer.token_text
-            texts.append(push((token_id,)) if is_text else name(token_id))
-        return ReportedSegment(role, tuple(token_ids), tuple(texts))
+        texts = [self._text_alone(token_id) for token_id in token_ids]
+        if None in texts:
+            decode = Detokenizer(self._tokenizer).push
+            texts = [
+                decode((token_id,)) if self._tokenizer.token_bytes(token_id) else text
+                for token_id, text in zip(token_ids, texts, strict=True)
+            ]
+        return ReportedSegment(role, tuple(token_ids), tuple(text or "" for text in texts))
+
+    def _decode_alone(self, token_id: int) -> str | None:
+        """Return a token's text or name; None for a token that holds a part of a character."""
+        raw = self._tokenizer.token_bytes(token_id)
+        try:
+            return raw.decode() if raw else self._tokenizer.token_text(token_id)
+        except UnicodeDecodeError:
+            return None
 
     def _psm_cost(self, layout: PromptLayout, tenant: str) -> PsmCost | None:
         psm = None if self._format is None else in_psm_order(self._format, layout)
