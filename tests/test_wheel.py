@@ -59,11 +59,13 @@ def test_it_holds_all_data_of_the_package(python: Path, tmp_path: Path) -> None:
     code = "import midfill, pathlib; print(pathlib.Path(midfill.__file__).parent)"
     package = Path(run([python, "-c", code], tmp_path).strip())
     assert package.is_relative_to(python.parents[1])
-    files = [path for path in SHIPPED_ADAPTERS.rglob("*") if path.is_file()]
-    assert files
-    for file in files:
-        installed = package / "checkpoints" / "adapters" / file.relative_to(SHIPPED_ADAPTERS)
-        assert installed.read_bytes() == file.read_bytes()
+    source = ROOT / "src" / "midfill"
+    for folder in (SHIPPED_ADAPTERS, source / "server" / "pages" / "built"):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert files
+        for file in files:
+            installed = package / file.relative_to(source)
+            assert installed.read_bytes() == file.read_bytes()
 
 
 def test_its_command_lists_models_outside_the_tree(python: Path, tmp_path: Path) -> None:
@@ -76,6 +78,7 @@ def test_it_serves(python: Path, tiny_folder: Path) -> None:
     with start(tiny_folder, "--kv-memory", "4MB", python=python) as server:
         answer = server.complete(prompt="def f(", suffix="return x", max_tokens=4)
         assert answer["usage"]["completion_tokens"] > 0
+        assert "midfill playground" in server.get("/").text
 
 
 def test_it_passes_tests_that_are_run_from_another_folder(python: Path, tmp_path: Path) -> None:

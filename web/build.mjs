@@ -9,7 +9,7 @@ import { fileURLToPath } from "node:url";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const output = process.argv[2] ?? join(here, "../src/midfill/server/pages/built");
-const pages = ["playground"];
+const pages = ["playground", "dashboard"];
 
 /** Return the folders of the packages that a bundle is made of. */
 function packagesIn(inputs) {

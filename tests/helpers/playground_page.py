@@ -1,4 +1,4 @@
-"""The playground in a real browser: what a user would press, and what the page then asks."""
+"""Pages in a real browser: what a user would press, and what the playground then asks."""
 
 import json
 import shutil
@@ -59,8 +59,8 @@ class Asked:
         return self.events[0]["midfill"]  # type: ignore[no-any-return]
 
 
-class PlaygroundPage:
-    """One page of the playground.
+class OpenedPage:
+    """One page of a server.
 
     Attributes:
         page: the browser's page.
@@ -68,7 +68,7 @@ class PlaygroundPage:
         elsewhere: requests that went to another server.
     """
 
-    def __init__(self, browser: Any, url: str, **context: Any) -> None:
+    def __init__(self, browser: Any, url: str, path: str, **context: Any) -> None:
         options = {"viewport": {"width": 1280, "height": 800}, **context}
         self._context = browser.new_context(**options)
         self._context.set_default_timeout(PATIENCE)
@@ -80,18 +80,10 @@ class PlaygroundPage:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self._watch(request.url, url))
         self.page.on("requestfinished", lambda request: self._finished.append(request))
-        self.page.goto(url)
+        self.page.goto(url + path)
 
     def close(self) -> None:
         self._context.close()
-
-    def _listen(self, message: Any) -> None:
-        if message.type == "error":
-            self.complaints.append(message.text)
-
-    def _watch(self, requested: str, url: str) -> None:
-        if not requested.startswith((f"{url}/", "data:")):
-            self.elsewhere.append(requested)
 
     def wait_until(self, expression: str, value: object = None) -> None:
         """Wait until an expression or function of JavaScript is true.
@@ -103,6 +95,21 @@ class PlaygroundPage:
                 return
             self.page.wait_for_timeout(50)
         raise AssertionError(f"never true: {expression}")
+
+    def _listen(self, message: Any) -> None:
+        if message.type == "error":
+            self.complaints.append(message.text)
+
+    def _watch(self, requested: str, url: str) -> None:
+        if not requested.startswith((f"{url}/", "data:")):
+            self.elsewhere.append(requested)
+
+
+class PlaygroundPage(OpenedPage):
+    """One page of the playground."""
+
+    def __init__(self, browser: Any, url: str, **context: Any) -> None:
+        super().__init__(browser, url, "/", **context)
 
     def wait_for_first_answer(self) -> None:
         """Wait until the page has asked about its sample."""

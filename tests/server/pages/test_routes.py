@@ -5,7 +5,7 @@ import re
 import pytest
 from running_server import RunningServer
 
-PAGES = ["/"]
+PAGES = ["/", "/dashboard"]
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -38,6 +38,8 @@ def test_files_that_have_not_changed_are_not_sent_again(server: RunningServer) -
     assert (again.status_code, again.content) == (304, b"")
 
 
-@pytest.mark.parametrize("name", ["none.js", "playground.html", "..%2Froutes.py", "%00"])
+@pytest.mark.parametrize(
+    "name", ["none.js", "playground.html", "dashboard.html", "..%2Froutes.py", "%00"]
+)
 def test_other_files_are_not_served(server: RunningServer, name: str) -> None:
     assert server.get(f"/pages/{name}").status_code == 404

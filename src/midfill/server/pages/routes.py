@@ -1,4 +1,4 @@
-"""GET / and the files that it loads; neither needs an API key, since they hold nothing secret.
+"""GET /, /dashboard and the files they load; none needs an API key, since they hold no secret.
 
 Pages may load what this server sends and nothing else. Styles that scripts insert carry a nonce,
 which is new for each response.
@@ -51,6 +51,10 @@ def routes() -> APIRouter:
     @router.get("/")
     async def playground() -> Response:
         return _page(files["playground.html"])
+
+    @router.get("/dashboard")
+    async def dashboard() -> Response:
+        return _page(files["dashboard.html"])
 
     @router.get("/pages/{name}")
     async def file(name: str, request: Request) -> Response:

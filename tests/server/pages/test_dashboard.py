@@ -1,0 +1,125 @@
+"""The dashboard in Chromium, in front of a real server, or of metrics that a test makes up."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playground_page import OpenedPage, open_browser
+from running_server import RunningServer, start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+UNKNOWN = "\N{EN DASH}"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., OpenedPage]]:
+    """Opens dashboards, which end with the test; they must load nothing that is forbidden."""
+    pages: list[OpenedPage] = []
+
+    def open(url: str, **context: Any) -> OpenedPage:
+        pages.append(OpenedPage(browser, url, "/dashboard", **context))
+        return pages[-1]
+
+    yield open
+    for page in pages:
+        page.close()
+        assert page.elsewhere == []
+
+
+def panel(dashboard: OpenedPage, title: str) -> str:
+    """The legend of a panel."""
+    has_title = dashboard.page.locator("h2", has_text=title)
+    return dashboard.page.locator(".panel", has=has_title).locator(".legend").text_content()
+
+
+def test_it_shows_the_servers_own_numbers(
+    opened: Callable[..., OpenedPage], server: RunningServer
+) -> None:
+    dashboard = opened(server.url)
+    dashboard.wait_until("document.querySelector('#facts').textContent !== ''")
+    for number in range(3):
+        server.complete(prompt=f"a = {number}", suffix="\n", max_tokens=4, temperature=0)
+    answers = int(server.metric("request_success_total"))
+    dashboard.wait_until(
+        "text => document.querySelector('#facts').textContent.includes(text)",
+        f"Since the start: {answers} answers · ",
+    )
+    assert dashboard.page.locator("#model").text_content() == "tiny-llama"
+    assert re.fullmatch(r"[\d.]+ m?s median[\d.]+ m?s 95%", panel(dashboard, "First token"))
+    assert re.match(r"0 running0 queued0 in idle time", panel(dashboard, "In progress"))
+    assert dashboard.complaints == []
+
+
+def written(first_token: dict[str, int], prompt: int, cached: int) -> str:
+    """Metrics as the server writes them."""
+    name = "midfill:time_to_first_token_seconds_bucket"
+    lines = [f'{name}{{le="{le}",model_name="m"}} {count}.0' for le, count in first_token.items()]
+    lines.append(f'midfill:prefix_cache_queries_total{{model_name="m"}} {prompt}.0')
+    lines.append(f'midfill:prefix_cache_hits_total{{model_name="m"}} {cached}.0')
+    return "\n".join(["# TYPE is passed over", *lines, ""])
+
+
+def test_percentiles_and_shares_are_of_what_is_new(
+    opened: Callable[..., OpenedPage], server: RunningServer
+) -> None:
+    dashboard = opened(server.url)
+    states = [
+        written({"0.1": 7, "0.25": 8, "+Inf": 8}, 1000, 1000),
+        written({"0.1": 17, "0.25": 98, "+Inf": 108}, 1200, 1050),
+        written({"0.1": 1, "0.25": 2, "+Inf": 2}, 100, 100),  # the engine began again
+    ]
+    body = {"now": ""}
+    dashboard.page.route("**/metrics", lambda route: route.fulfill(body=body["now"]))
+    shown = []
+    for state in states:
+        body["now"] = state
+        if not shown:
+            dashboard.page.reload()
+        for _ in range(2):  # a response that had begun before has the state before
+            with dashboard.page.expect_response("**/metrics"):
+                pass
+        dashboard.page.wait_for_timeout(200)
+        cached = panel(dashboard, "Prompt tokens from the cache")
+        shown.append((panel(dashboard, "First token"), cached))
+    # First 10 new values up to 0.1 s, 80 up to 0.25 s, 10 above; then 1 and 1 more.
+    assert shown == [
+        (f"{UNKNOWN} median{UNKNOWN} 95%", f"{UNKNOWN} found"),
+        ("175 ms median250 ms 95%", "25% found"),
+        ("174 ms median250 ms 95%", "50% found"),
+    ]
+
+
+def test_a_server_that_restarts_is_said_in_one_line(
+    opened: Callable[..., OpenedPage], tiny_folder: Path
+) -> None:
+    with start(tiny_folder, "--kv-memory", "4MB") as server:
+        dashboard = opened(server.url)
+        dashboard.wait_until("document.querySelector('#facts').textContent !== ''")
+        port = server.url.rpartition(":")[2]
+    dashboard.page.wait_for_selector("#notice:not([hidden])")
+    with start(tiny_folder, "--kv-memory", "4MB", "--port", port):
+        dashboard.page.wait_for_selector("#notice", state="hidden")
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_charts_fit_and_are_read_by_keyboard(
+    opened: Callable[..., OpenedPage], server: RunningServer, width: int
+) -> None:
+    dashboard = opened(server.url, viewport={"width": width, "height": 800})
+    dashboard.wait_until("document.querySelectorAll('.panel path').length > 8")
+    assert dashboard.page.evaluate("document.documentElement.scrollWidth") == width
+    for _ in range(3):  # a link, the theme, the first chart
+        dashboard.page.keyboard.press("Tab")
+    dashboard.page.keyboard.press("ArrowLeft")
+    charts = dashboard.page.locator(".panel svg")
+    assert dashboard.page.locator(".cross").count() == charts.count()
+    assert "Answers: " in charts.first.get_attribute("aria-label")

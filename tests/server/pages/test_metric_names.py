@@ -1,0 +1,31 @@
+"""The dashboard and the one for Grafana ask for metrics that the server has."""
+
+import json
+import re
+from pathlib import Path
+
+from running_server import RunningServer
+
+ROOT = Path(__file__).parents[3]
+NAME = re.compile(r"^(midfill:\w+)", re.MULTILINE)
+
+
+def test_grafanas_dashboard_asks_for_metrics_that_exist(server: RunningServer) -> None:
+    server.complete(prompt="a", max_tokens=2)
+    served = set(NAME.findall(server.get("/metrics").text))
+    dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text("utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"midfill:\w+", query)}
+    assert len(asked) > 15
+    assert asked <= served
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(server: RunningServer) -> None:
+    server.complete(prompt="a", max_tokens=2)
+    served = {name.removeprefix("midfill:") for name in NAME.findall(server.get("/metrics").text)}
+    sources = [ROOT / "web" / "src" / name for name in ("panels.ts", "dashboard.ts")]
+    text = "".join(source.read_text("utf-8") for source in sources)
+    asked = set(re.findall(r'"([a-z0-9]+(?:_[a-z0-9]+){1,})"', text))
+    histograms = {name.removesuffix("_bucket") for name in served if name.endswith("_bucket")}
+    assert len(asked) > 12
+    assert asked <= served | histograms | {"model_name"}

@@ -1,0 +1,118 @@
+/** What the dashboard shows: each panel's lines, and where their values come from. */
+
+import { count } from "./dom";
+import type { History } from "./history";
+
+/** A line of a panel; its kind decides its colour. */
+export interface Line {
+  name: string;
+  kind: "first" | "second" | "third";
+  value: (history: History) => number | undefined;
+}
+
+export interface Panel {
+  title: string;
+  format: (value: number) => string;
+  /** Top of the chart, if it is known. */
+  most?: number;
+  lines: Line[];
+}
+
+const decimal = (value: number): string =>
+  value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
+const perSecond = (value: number): string => `${decimal(value)}/s`;
+const percent = (value: number): string => `${decimal(100 * value)}%`;
+
+function duration(seconds: number): string {
+  return seconds < 1 ? `${decimal(1000 * seconds)} ms` : `${decimal(seconds)} s`;
+}
+
+function percentiles(metric: string): Line[] {
+  return [
+    { name: "median", kind: "first", value: (history) => history.percentile(metric, 0.5) },
+    { name: "95%", kind: "second", value: (history) => history.percentile(metric, 0.95) },
+  ];
+}
+
+function share(history: History, ...parts: string[]): number | undefined {
+  const whole = history.now("kv_slots");
+  const sum = parts.reduce((known, part) => known + (history.now(part) ?? 0), 0);
+  return whole ? sum / whole : undefined;
+}
+
+export const PANELS: readonly Panel[] = [
+  {
+    title: "Answers",
+    format: perSecond,
+    lines: [
+      { name: "complete", kind: "first", value: (history) => history.rate("request_success_total") },
+    ],
+  },
+  {
+    title: "In progress",
+    format: count,
+    lines: [
+      { name: "running", kind: "first", value: (history) => history.now("num_requests_running") },
+      { name: "queued", kind: "second", value: (history) => history.now("num_requests_waiting") },
+      { name: "in idle time", kind: "third", value: (history) => history.now("num_requests_background") },
+    ],
+  },
+  { title: "First token", format: duration, lines: percentiles("time_to_first_token_seconds") },
+  { title: "Gap between tokens", format: duration, lines: percentiles("inter_token_latency_seconds") },
+  {
+    title: "Prompt tokens from the cache",
+    format: percent,
+    most: 1,
+    lines: [
+      {
+        name: "found",
+        kind: "first",
+        value: (history) => history.ratio("prefix_cache_hits_total", "prefix_cache_queries_total"),
+      },
+    ],
+  },
+  {
+    title: "KV slots",
+    format: percent,
+    most: 1,
+    lines: [
+      {
+        name: "cached",
+        kind: "first",
+        value: (history) => share(history, "kv_slots_cached"),
+      },
+      {
+        name: "in use",
+        kind: "second",
+        value: (history) => history.now("kv_cache_usage_perc"),
+      },
+    ],
+  },
+  {
+    title: "Tokens",
+    format: perSecond,
+    lines: [
+      { name: "generated", kind: "first", value: (history) => history.rate("generation_tokens_total") },
+      { name: "computed", kind: "second", value: (history) => history.rate("computed_tokens_total") },
+    ],
+  },
+  {
+    title: "Batch, tokens per step",
+    format: decimal,
+    lines: [
+      {
+        name: "average",
+        kind: "first",
+        value: (history) => history.ratio("computed_tokens_total", "steps_total"),
+      },
+    ],
+  },
+  {
+    title: "Engine",
+    format: percent,
+    most: 1,
+    lines: [
+      { name: "busy", kind: "first", value: (history) => history.rate("busy_seconds_total") },
+    ],
+  },
+];
