@@ -92,6 +92,17 @@ def test_a_full_ring_that_drops_the_oldest_chunk_recomputes_half_of_it_on_averag
     assert recomputed / turns <= (size + 1) / 2
 
 
+def test_two_clients_of_a_tenant_keep_an_order_each() -> None:
+    order = ContextOrder()
+    one, two = [chunk(number) for number in range(6)], [chunk(number) for number in range(9, 15)]
+    order.order_and_record(one)
+    turned = order.order_and_record([*one[1:], chunk(20)])
+    assert turned != [*one[1:], chunk(20)]
+    for _ in range(3):
+        assert order.order_and_record(two) == two
+        assert order.order_and_record([*one[1:], chunk(20)]) == turned
+
+
 def test_an_evicted_chunk_costs_only_those_after_it() -> None:
     order = ContextOrder()
     order.order_and_record([chunk(number) for number in range(6)])
@@ -104,19 +115,15 @@ files = st.builds(file, st.sampled_from("abcdef"), st.integers(0, 2))
 
 @settings(deadline=None)
 @given(st.lists(st.lists(files, max_size=8), max_size=8))
-def test_every_file_is_sent_exactly_once(requests: list[list[ContextFile]]) -> None:
+def test_every_file_is_sent_exactly_once_and_stays_where_it_is(requests) -> None:
     order = ContextOrder()
-    before: list[ContextFile] = []
     for request in requests:
         arranged = order.order_and_record(request)
         assert set(arranged) == set(request)
         assert len(arranged) == len(set(request))
-        # As much of the last order as can stay does.
-        shared = 0
-        while shared < len(before) and before[shared] in arranged:
-            shared += 1
-        assert arranged[:shared] == before[:shared]
-        before = arranged or before
+        assert order.order_and_record(request[::-1]) == arranged
+        kept = arranged[: len(arranged) // 2 + 1]
+        assert order.order_and_record(kept) == kept
 
 
 def shape(*arguments, **fields) -> list[str]:

@@ -138,6 +138,27 @@ class TestSessions:
         pieces = [s.text for s in layout.segments if getattr(s, "role", "") == "increment"]
         assert pieces[-3:] == ["pri", "nt(", "x"]
 
+    def test_announced_context_is_prepared_with_the_document_edited_last(self) -> None:
+        session = Session(Planner(PSM))
+        one, two = ContextFile("one = 1\n" * 9, "a.py"), ContextFile("two = 2\n" * 9, "a.py")
+        session.ask(TEXT[:3000], TEXT[3000:4000], context=(one,))
+        announced = InfillRequest(prefix="", context=(one, two))
+        expected = session.planner.expected_with_context(announced)
+        assert expected.planned_prefix == TEXT[:3000]
+        assert spelled(expected).index("two = 2") > spelled(expected).index("one = 1")
+        session.planner.record_computed(expected)
+        session.prompts.append(spelled(expected))
+        assert session.ask(f"{TEXT[:3000]}ty", TEXT[3000:4000], context=(one, two)) == 2
+
+    def test_announced_context_stands_alone_without_a_document(self) -> None:
+        planner = Planner(PSM)
+        other = InfillRequest(prefix=TEXT, tenant="other")
+        planner.plan_and_record(other)
+        announced = InfillRequest(prefix="", context=(ContextFile("one = 1\n", "a.py"),))
+        expected = planner.expected_with_context(announced)
+        assert spelled(expected) == "\1# a.py\none = 1\n\2\3"
+        planner.record_computed(expected)  # no document's state changes
+
     def test_an_expected_layout_is_cheap_once_it_is_computed(self) -> None:
         session = Session(Planner(PSM))
         session.ask(TEXT, TEXT)

@@ -371,11 +371,20 @@ class PromptEncoder:
         Args:
             document: ``LayoutReport.document``.
         """
-        layout = self._planner.expected_layout(document)
-        if layout is None:
-            return None
-        ids = self._layouts.encode(layout)
-        return ExpectedPrompt(ids, layout) if len(ids) < self.context else None
+        return self._expected(self._planner.expected_layout(document))
+
+    def expected_with_context(self, request: InfillRequest) -> ExpectedPrompt | None:
+        """Return the prompt to compute in idle time when a client announces other files.
+
+        Args:
+            request: its tenant and context count; its texts are empty.
+        """
+        request = dataclasses.replace(request, context=self._fitting(request.context))
+        return self._expected(self._planner.expected_with_context(request))
+
+    def _expected(self, layout: PromptLayout | None) -> ExpectedPrompt | None:
+        ids = [] if layout is None else self._layouts.encode(layout)
+        return ExpectedPrompt(ids, layout) if layout and 0 < len(ids) < self.context else None
 
     def record_computed(self, expected: ExpectedPrompt) -> None:
         """Record that an expected prompt is in the engine's cache now."""

@@ -5,18 +5,20 @@ the same snippets in the same order. A snippet that changes invalidates everythi
 case. From there on the order is free, and what has changed least often goes first. A snippet that
 is being edited therefore moves to the end with its first change and costs only itself afterwards.
 Among others, the newest go first: clients that send a ring of snippets (llama.vim) drop the oldest,
-which then has the fewest after it.
+which then has the fewest after it. Orders are kept for several such clients at a time, which are
+told apart by what they send.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import Segment, TextSegment
 
 _MAX_PATHS = 1024
+_MAX_ORDERS = 8
 _HASH_COMMENTS = (".py", ".rb", ".sh", ".pl", ".r", ".toml", ".yaml", ".yml", ".cmake", ".mk")
 
 
@@ -38,15 +40,26 @@ _Key = tuple[int, int]  # hash of the path, hash of the text
 _NO_PATH = hash("")
 
 
+@dataclass(slots=True)
+class _Order:
+    """The files of one client's last request.
+
+    Attributes:
+        since: the files in their order, each with the number of the request that first held it.
+        requests: how many requests the client has sent.
+    """
+
+    since: dict[_Key, int] = field(default_factory=dict)
+    requests: int = 0
+
+
 class ContextOrder:
     """Keeps the order of one tenant's context from request to request; holds hashes only."""
 
     def __init__(self) -> None:
-        self._order: list[_Key] = []  # of the last request that had context
+        self._orders: list[_Order] = []  # the one used last comes first
         self._texts: OrderedDict[int, int] = OrderedDict()  # hash of a path -> of its last text
         self._changes: Counter[int] = Counter()  # hash of a path -> how often its text changed
-        self._since: dict[_Key, int] = {}  # number of the request from which on it was sent
-        self._requests = 0
 
     def order_and_record(self, files: Sequence[ContextFile]) -> list[ContextFile]:
         """Return the files (each once) in the order to send them, and record the order.
@@ -56,27 +69,41 @@ class ContextOrder:
         these the ones that came last.
         """
         waiting = {_key(file): file for file in files}
+        if not waiting:
+            return []
         snippets = Counter(path for path, _ in waiting)
         for path, text in waiting:
             if snippets[path] == 1:  # several are parts of a file, and none is a change
                 self._record_text(path, text)
-        places = {key: place for place, key in enumerate(self._order)}
-        standing = list(takewhile(waiting.__contains__, self._order))
-        kept = set(standing)
-        rest = sorted(
-            [key for key in waiting if key not in kept],
-            key=lambda key: (
-                self._changes[key[0]],
-                -self._since.get(key, self._requests),
-                places.get(key, len(places)),
-            ),
-        )
-        ordered = standing + rest
-        if ordered:
-            self._order = ordered
-            self._since = {key: self._since.get(key, self._requests) for key in ordered}
-            self._requests += 1
-        return [waiting[key] for key in ordered]
+        last = self._order_of(waiting)
+        standing = list(takewhile(waiting.__contains__, last.since))
+        seen, now = {*standing}, last.requests
+        known = [key for key in last.since if key in waiting]
+        rest = [key for key in dict.fromkeys([*known, *waiting]) if key not in seen]
+        rest.sort(key=lambda key: (self._changes[key[0]], -last.since.get(key, now)))
+        last.since = {key: last.since.get(key, now) for key in (*standing, *rest)}
+        last.requests += 1
+        return [waiting[key] for key in last.since]
+
+    def _order_of(self, keys: Collection[_Key]) -> _Order:
+        """Return the order that shares most files with these; a new one if none shares enough.
+
+        That is the order's first file, whose place in the cache is at stake, or half of the files.
+        """
+
+        def shared(order: _Order) -> int:
+            return len(order.since.keys() & keys)
+
+        similar = [
+            order
+            for order in self._orders
+            if next(iter(order.since)) in keys
+            or 2 * shared(order) >= min(len(order.since), len(keys))
+        ]
+        best = max(similar, key=shared, default=_Order())
+        others = [order for order in self._orders if order is not best]
+        self._orders = [best, *others][:_MAX_ORDERS]
+        return best
 
     def _record_text(self, path: int, text: int) -> None:
         """Record a path's text, and count whether it changed."""

@@ -111,6 +111,11 @@ class DocumentStore:
         """Return a document by its id, None if it is no longer held."""
         return self._recent.get(document_id)
 
+    def last(self, tenant: str) -> Document | None:
+        """Return the tenant's document that was used last; None if it is no longer held."""
+        index = self._indexes.get(tenant)
+        return None if index is None else index.last
+
     def find(
         self, tenant: str, name: str | None, prefix: str, suffix: str
     ) -> tuple[Document, Overlap] | None:
@@ -156,14 +161,18 @@ class DocumentStore:
 
 
 class _TenantIndex:
-    """One tenant's documents by key."""
+    """One tenant's documents by key.
+
+    Attributes:
+        last: the one used last.
+    """
 
     def __init__(self) -> None:
         self._by_key: dict[int, dict[str, Document]] = {}
         # Document id -> where its caret was when the keys were made (counted from the end of the
         # text), and the keys.
         self._keys: dict[str, tuple[int, set[int]]] = {}
-        self._last: Document | None = None
+        self.last: Document | None = None
 
     @property
     def empty(self) -> bool:
@@ -176,7 +185,7 @@ class _TenantIndex:
 
     def candidates(self, name: str | None, prefix: str, suffix: str) -> Iterable[Document]:
         """Yield documents worth comparing, best guess first."""
-        last = self._last
+        last = self.last
         tried = set()
         if last is not None and _names_agree(last, name) and _same_edge(last.view, prefix, suffix):
             yield last
@@ -194,7 +203,7 @@ class _TenantIndex:
 
     def record(self, document: Document) -> None:
         """File a document; its keys are made anew once its caret has moved far from them."""
-        self._last = document
+        self.last = document
         view = document.view
         place = view.sent_right - view.caret
         old_place, old = self._keys.get(document.id, (None, set()))
@@ -212,8 +221,8 @@ class _TenantIndex:
         """Remove a document and its keys."""
         _, keys = self._keys.pop(document.id)
         self._remove_keys(document, keys)
-        if self._last is document:
-            self._last = None
+        if self.last is document:
+            self.last = None
 
     def _remove_keys(self, document: Document, keys: Iterable[int]) -> None:
         for key in keys:

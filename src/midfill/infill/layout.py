@@ -43,6 +43,7 @@ class PromptLayout:
             a prefix with a suffix, or a raw prompt.
         line_break: begins the suffix though the client didn't send it, and has to end every answer
             that isn't blank, see ``opened_line``; often nothing.
+        context: those of the segments that show other files.
     """
 
     segments: tuple[Segment, ...]
@@ -52,6 +53,7 @@ class PromptLayout:
     stop_token_ids: tuple[int, ...] = ()
     template: str | None = None
     line_break: str = ""
+    context: tuple[Segment, ...] = ()
 
     def text_of(self, *roles: Role) -> str:
         """Return the text of all segments with one of these roles, joined."""

@@ -124,11 +124,34 @@ class Planner:
         expected = CachedPrompt(prefix[:cut], suffix, extend_fragments((), prefix[cut:]))
         return self._laid_out(expected, found.id, found.context)
 
+    def expected_with_context(self, request: InfillRequest) -> PromptLayout:
+        """Return the layout that the tenant will probably need next, with other files than so far.
+
+        It is that of the last document, or of the other files alone if there is none.
+
+        Args:
+            request: its tenant and context count; its texts are empty.
+
+        Raises:
+            InvalidRequestError: see ``plan_and_record``.
+        """
+        self._check(request)
+        context = self._order_context(request)
+        found = self._documents.last(request.tenant)
+        if found is None or not found.cuts.prompts or found.context == context:
+            return self._laid_out(CachedPrompt("", ""), None, context)
+        last, options = found.cuts.prompts[-1], self._options
+        prefix = last.head + last.increment
+        cut = first_cut(prefix, options.cut_rule, options.keeps_tokens)
+        prompt = CachedPrompt(prefix[:cut], last.suffix, extend_fragments((), prefix[cut:]))
+        return self._laid_out(prompt, found.id, context)
+
     def record_computed(self, layout: PromptLayout) -> None:
-        """Record that a layout from ``expected_layout`` is in the engine's cache now."""
+        """Record that an expected layout is in the engine's cache now."""
         found = self._documents.get(layout.document) if layout.document is not None else None
         if found is not None:
             prefix = layout.planned_prefix
+            self._record_context(found, layout.context)
             found.cuts.record_prompt(prefix, layout.planned_suffix, layout.cut)
             found.windows.record_computed(found.view, prefix)
             self._documents.record(found)
@@ -189,9 +212,7 @@ class Planner:
         document = self._record_text(request)
         shown = self._show(document, rule, window_limit)
         prefix, suffix = shown.prefix, shown.suffix
-        if document.context != context:  # nothing cached begins with this context
-            document.context = context
-            document.cuts.prompts.clear()
+        self._record_context(document, context)
         if request.layout == "efim":
             head = document.fixed_head
             if head is None or not prefix.startswith(head):
@@ -237,6 +258,12 @@ class Planner:
             document.view = updated_view(document.view, at, prefix, suffix, max_characters=limit)
         return document
 
+    def _record_context(self, document: Document, context: tuple[Segment, ...]) -> None:
+        """Record what a document's prompt begins with; nothing cached begins with another one."""
+        if document.context != context:
+            document.context = context
+            document.cuts.prompts.clear()
+
     def _order_context(self, request: InfillRequest) -> tuple[Segment, ...]:
         if self._format is None or not (request.context or request.path):
             return ()
@@ -272,6 +299,7 @@ class Planner:
             cut=len(prefix) if self._format.order == "spm" else cut,
             document=document,
             stop_token_ids=self._format.stop_token_ids,
+            context=context,
         )
 
     def _check(self, request: InfillRequest) -> None:

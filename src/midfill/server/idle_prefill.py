@@ -12,8 +12,9 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from midfill.engine.client import EngineClient
 from midfill.engine.request import EngineRequest
-from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.prompts import ExpectedPrompt, Prompt, PromptEncoder
 from midfill.frontend.sampling import SamplingParams
+from midfill.infill.request import InfillRequest
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,14 @@ class IdlePrefill:
             document: ``LayoutReport.document``.
             tenant: whose prefix cache to use.
         """
-        self._start(document, lambda: self._prefill(document, tenant))
+        self._start(
+            document, lambda: self._prefill(PromptEncoder.expected_prompt, document, tenant)
+        )
+
+    def start_context(self, request: InfillRequest) -> None:
+        """Start to prefill what a client will probably need next with the request's context."""
+        tenant, find = request.tenant, PromptEncoder.expected_with_context
+        self._start(f"tenant-{tenant}", lambda: self._prefill(find, request, tenant))
 
     def start_prompt(self, prompt: Prompt, tenant: str) -> None:
         """Start to prefill a prompt for which a client will ask soon."""
@@ -69,8 +77,10 @@ class IdlePrefill:
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._forget(key, task))
 
-    async def _prefill(self, document: str, tenant: str) -> None:
-        expected = await self._encode(PromptEncoder.expected_prompt, document)
+    async def _prefill(
+        self, find: Callable[[PromptEncoder, T], ExpectedPrompt | None], what: T, tenant: str
+    ) -> None:
+        expected = await self._encode(find, what)
         if expected is not None and await self._compute(expected.token_ids, tenant):
             await self._encode(PromptEncoder.record_computed, expected)
 

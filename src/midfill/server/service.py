@@ -24,6 +24,7 @@ from midfill.frontend.prompts import Prompt, PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_stops import with_token_stops
 from midfill.infill.formats import FimFormat
+from midfill.infill.request import InfillRequest
 from midfill.server.errors import ApiError
 from midfill.server.generation import Generation
 from midfill.server.idle_prefill import IdlePrefill
@@ -147,6 +148,13 @@ class ModelService:
     def prefill(self, prompt: Prompt, tenant: str) -> None:
         """Have a prompt computed while the engine is idle, for a request that will come soon."""
         self._idle_prefill.start_prompt(prompt, tenant)
+
+    def prefill_context(self, request: InfillRequest) -> None:
+        """Prepare for requests with the context that a client announces, while the engine is idle.
+
+        What is computed is the last document with this context, or the context alone.
+        """
+        self._idle_prefill.start_context(request)
 
     def close(self) -> None:
         """End idle prefills and the encoding thread."""

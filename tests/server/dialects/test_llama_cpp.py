@@ -172,6 +172,18 @@ def test_predicting_nothing_answers_at_once_and_warms_the_cache(server: RunningS
     assert later["timings"]["prompt_n"] < 40
 
 
+def test_announced_snippets_are_computed_with_the_document(server: RunningServer) -> None:
+    extra = [{"text": f"soon = {number}\n" * 4, "filename": "s.py"} for number in range(3)]
+    ask(server, input_extra=extra[:2], prompt="soon")
+    before = server.metric("background_tokens_total")
+    empty = {"input_prefix": "", "prompt": "", "input_suffix": "", "n_predict": 0}
+    ask(server, **empty, input_extra=extra, response_fields=[""])
+    server.wait_for(lambda: server.metric("background_tokens_total") > before)
+    server.wait_for(lambda: server.metric("num_requests_background") == 0)
+    typed = ask(server, input_extra=extra, prompt="soon_")
+    assert typed["timings"]["prompt_n"] <= 4
+
+
 def test_the_oldest_snippets_are_dropped_when_they_do_not_fit(server: RunningServer) -> None:
     extra = [{"text": f"n{number} = {number}\n" * 8, "filename": "n.py"} for number in range(40)]
     answer = ask(server, input_extra=extra)

@@ -1,7 +1,8 @@
 """llama.cpp's POST /infill and POST /completion, as llama.vim and llama.vscode use them.
 
 ``n_predict`` 0 answers at once, and the prompt is computed while the engine is idle. Plugins send
-this when their ring of snippets has changed, without any text, so only the context is computed.
+this without any text when their ring of snippets has changed. The next request will then show the
+new snippets with the document that was edited last, so this is what is computed.
 """
 
 from collections.abc import Sequence
@@ -43,22 +44,26 @@ class InfillBody(LlamaCppFields, kw_only=True):
     prompt: str | None = None
     input_extra: list[ExtraSnippet] | None = None
 
-    def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:
-        """Return the prompt. Snippets that don't fit are left out, the oldest first."""
-        prefix, suffix = self.input_prefix + (self.prompt or ""), self.input_suffix
+    @property
+    def announces_context(self) -> bool:
+        """Whether it asks for nothing, and only tells which snippets will be sent next."""
+        return self.limit == 0 and not (self.input_prefix or self.prompt or self.input_suffix)
+
+    def request(self, tenant: str) -> InfillRequest:
+        """Return the request. Snippets that don't fit are left out, the oldest first."""
         extra = (self.input_extra or [])[-_MAX_SNIPPETS:]
-        # Without any text there is no document to remember, only the context to compute.
-        empty = not (prefix or suffix)
-        request = InfillRequest(
-            prefix=prefix,
-            suffix=suffix,
-            layout="psm" if empty else "auto",
+        return InfillRequest(
+            prefix=self.input_prefix + (self.prompt or ""),
+            suffix=self.input_suffix,
             tenant=tenant,
             context=tuple(ContextFile(one.text, one.filename or "") for one in extra),
             drop_context=True,
         )
+
+    def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:
+        """Return the prompt."""
         try:
-            return encoder.infill(request, healing=not empty)
+            return encoder.infill(self.request(tenant))
         except InvalidRequestError as error:
             raise error.renamed(_NAMES) from None
 
@@ -102,6 +107,9 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         """Fill in between ``input_prefix + prompt`` and ``input_suffix``."""
         body = await read_json(request, InfillBody, limit, any_content_type=True)
         sampling = body.sampling(service)
+        if body.announces_context:
+            service.prefill_context(body.request(tenant))
+            return json_response(Results(body, sampling, service).of_prefill([Prompt([], "")]))
         prompt = await service.encode(lambda encoder: body.encode(encoder, tenant))
         return await _answer(request, body, [prompt], sampling, tenant)
 
