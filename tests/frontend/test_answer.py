@@ -315,3 +315,38 @@ class TestLineBreaksAtTheEnd:
             line_break="\n",
         )
         assert text_of(deltas) == "    x = 1\n"
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    ("soft_max_tokens", "shown"),
+    [(0, "ab\ncd\nef"), (1, "ab"), (2, "ab"), (3, "ab\ncd"), (5, "ab\ncd"), (6, "ab\ncd\nef")],
+)
+def test_from_a_number_of_tokens_on_an_answer_ends_with_its_line(
+    tokenizer: Tokenizer, soft_max_tokens: int, shown: str, grouped: bool
+) -> None:
+    sampling = SamplingParams(post_processing=PostProcessing(soft_max_tokens=soft_max_tokens))
+    trimmer = sampling.post_processing.trimmer("", "", infilling=False)
+    tokens = byte_tokens(tokenizer, b"ab\ncd\nef")
+    outputs = [output([*tokens, END_OF_TEXT], "stop")]
+    if not grouped:
+        outputs = [*(output([token]) for token in tokens), output([END_OF_TEXT], "stop")]
+    _, deltas = run(tokenizer, outputs, sampling, trimmer=trimmer)
+    assert text_of(deltas) == shown
+    assert deltas[-1].finish_reason == ("stop" if shown.endswith("f") else "length")
+
+
+def test_an_answer_of_no_tokens_scores_the_prompt_alone(tokenizer: Tokenizer) -> None:
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    answer, deltas = run(tokenizer, [output([70], "length")], sampling)
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("", "length")]
+    assert answer.tokens == 0
+
+
+def test_the_mean_log_probability_counts_the_token_that_ended_the_answer(
+    tokenizer: Tokenizer,
+) -> None:
+    outputs = [output([70, 72], logprobs=True), output([END_OF_TEXT], "stop", logprobs=True)]
+    answer, _ = run(tokenizer, outputs, SamplingParams(logprobs=0))
+    assert answer.mean_logprob == pytest.approx(-(70 + 72 + END_OF_TEXT) / 3)
+    assert run(tokenizer, [output([70], "stop")], SamplingParams())[0].mean_logprob == -float("inf")

@@ -62,11 +62,18 @@ def test_typing_in_a_template_computes_what_was_typed(server: RunningServer) -> 
     assert ask(PREFIX + "w * ")["computed_tokens"] <= 5
 
 
-def test_a_template_that_is_too_long_is_refused_as_a_prompt(server: RunningServer) -> None:
-    prompt = f"<|file_sep|>a.py\n{'x = 1' * 400}\n<|file_sep|>b.py\n<|fim_prefix|>a<|fim_suffix|>"
-    response = server.post("/v1/completions", {"prompt": f"{prompt}<|fim_middle|>"})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "prompt"
+def test_files_that_do_not_fit_are_left_out_and_long_documents_are_narrowed(
+    server: RunningServer,
+) -> None:
+    large = "x = 1\n" * 400
+    files = f"<|file_sep|>a.py\n{large}<|file_sep|>b.py\ny = 1\n<|file_sep|>c.py\n"
+    prompt = f"{files}<|fim_prefix|>{PREFIX * 200}<|fim_suffix|>{SUFFIX}<|fim_middle|>"
+    answer = server.complete(prompt=prompt, midfill={"report": "tokens"}, **GREEDY)
+    assert answer["usage"]["prompt_tokens"] < 512
+    assert answer["midfill"]["window"]["before"] < 200 * len(PREFIX)
+    segments = answer["midfill"]["report"]["segments"]
+    shown = "".join("".join(one["texts"]) for one in segments if one["role"] == "context")
+    assert shown == "# b.py\ny = 1\n# c.py\n"
 
 
 @pytest.mark.parametrize("prompt", NEXT_EDIT_PROMPTS.values(), ids=NEXT_EDIT_PROMPTS)

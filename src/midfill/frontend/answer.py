@@ -122,7 +122,16 @@ class Answer:
         self._decoded = 0  # characters returned by the detokenizer
         self._shown = 0  # how many of them were returned to the caller
         self._pending: list[TokenLogprob] = []
+        self._logprob, self._scored = 0.0, 0  # sum over tokens, and how many
         self._unreported: list[int] = []  # tokens that no delta has reported yet
+
+    @property
+    def mean_logprob(self) -> float:
+        """Log probability per token, the one that ended the answer included.
+
+        Minus infinity without log probabilities. Tokens of healed bytes alone don't count.
+        """
+        return self._logprob / self._scored if self._scored else -inf
 
     def push(self, output: EngineOutput) -> AnswerDelta | None:
         """Take an output of the engine; return what is new, or None if nothing can be shown yet.
@@ -135,13 +144,18 @@ class Answer:
         if output.finish_reason == "error":
             raise GenerationError(output.error or "the engine failed on this request")
         finish_reason: str | None = output.finish_reason
+        if self._sampling.max_tokens == 0:  # the engine's one token is none of the answer
+            return self._delta("", "", "length")
         self._watch_time()
-        text = ""
+        text = trimmed = ""
         for position, token_id in enumerate(output.token_ids):
             self._unreported.append(token_id)
             healed = self._detokenizer.skip
             shown = healed == 0 or len(self._tokenizer.token_bytes(token_id)) > healed
             self.tokens += shown
+            if shown and output.logprobs is not None:
+                self._logprob += output.logprobs[position].logprob
+                self._scored += 1
             is_end = output.finish_reason == "stop" and position == len(output.token_ids) - 1
             if is_end and not self._sampling.include_stop_str_in_output:
                 break
@@ -152,10 +166,15 @@ class Answer:
             text += self._scanner.push(decoded)
             if self._scanner.stopped is not None:
                 break
+            soft_end = self._sampling.post_processing.soft_max_tokens
+            if shown and self.tokens == soft_end and self._trimmer is not None:
+                trimmed += self._trimmer.push(text)
+                text = ""
+                self._trimmer.end_at_line_break()
             if self.tokens == self._sampling.max_tokens:
                 finish_reason = finish_reason or "length"
                 break
-        return self._delta(text, finish_reason)
+        return self._delta(trimmed, text, finish_reason)
 
     def _watch_time(self) -> None:
         """Let the answer end with its line once its time is over."""
@@ -167,7 +186,8 @@ class Answer:
         if now > self._end_time:
             self._trimmer.end_at_line_break()
 
-    def _delta(self, text: str, finish_reason: str | None) -> AnswerDelta | None:
+    def _delta(self, trimmed: str, text: str, finish_reason: str | None) -> AnswerDelta | None:
+        """Return what is new: ``trimmed`` text, and ``text`` that is not trimmed yet."""
         stop_reason: str | int | None = self._scanner.stopped
         if stop_reason is None and finish_reason is not None:
             text += self._scanner.push(self._detokenizer.flush())
@@ -183,7 +203,7 @@ class Answer:
         if self._trimmer is None:
             self._shown += len(text)
         else:
-            text = self._trimmer.push(text)
+            text = trimmed + self._trimmer.push(text)
             if finish_reason is not None:
                 text += self._trimmer.finish(broken_off=finish_reason == "length")
             self._shown = self._trimmer.kept

@@ -4,6 +4,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from midfill.frontend.answer import AnswerDelta, TokenLogprob
+from midfill.frontend.prompt_tokens import PromptToken
 from midfill.frontend.prompts import LayoutReport
 from midfill.frontend.response import Response, Usage
 
@@ -37,12 +38,15 @@ class GenerationResult:
         layout: how the prompt was laid out; None for token ids.
         empty_probability: how probable an empty answer was; an upper bound where that is not above
             the threshold. None where there was no threshold.
+        prompt_tokens: the prompt's own tokens with their log probabilities, if ``prompt_logprobs``
+            asked for them.
     """
 
     answers: tuple[GeneratedAnswer, ...]
     usage: Usage
     layout: LayoutReport | None
     empty_probability: float | None = None
+    prompt_tokens: tuple[PromptToken, ...] = ()
 
     @property
     def text(self) -> str:
@@ -99,6 +103,7 @@ def whole_answers(response: Response, deltas: Iterable[AnswerDelta]) -> Generati
         usage=response.usage,
         layout=response.prompt.report,
         empty_probability=response.empty_probability,
+        prompt_tokens=response.prompt_tokens,
     )
 
 

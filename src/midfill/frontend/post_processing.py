@@ -21,6 +21,7 @@ class PostProcessing:
             caret's own line and blank lines don't count.
         max_seconds: once so many seconds have passed since its first token, end the answer at its
             next line break. It never ends inside a line for that reason.
+        soft_max_tokens: the same once the answer has so many tokens; 0 is off.
         brackets: "close" closes the brackets that the answer leaves open and the suffix does not
             close.
 
@@ -32,10 +33,11 @@ class PostProcessing:
     lines: Lines = "all"
     min_indent: int = 0
     max_seconds: float = math.inf
+    soft_max_tokens: int = 0
     brackets: Brackets = "keep"
 
     def __post_init__(self) -> None:
-        for field in ("min_indent", "max_seconds"):
+        for field in ("min_indent", "max_seconds", "soft_max_tokens"):
             if not getattr(self, field) >= 0:
                 raise InvalidRequestError.of_field(field, "must be at least 0")
         for field, modes in (("lines", get_args(Lines)), ("brackets", get_args(Brackets))):
@@ -51,7 +53,8 @@ class PostProcessing:
     @property
     def ends_at_lines(self) -> bool:
         """Whether a line break can show that the answer has ended."""
-        return self.lines != "all" or self.min_indent > 0 or self.max_seconds < math.inf
+        limited = self.max_seconds < math.inf or self.soft_max_tokens > 0
+        return self.lines != "all" or self.min_indent > 0 or limited
 
     def trimmer(self, prefix: str, suffix: str, *, infilling: bool) -> Trimmer | None:
         """Return what changes an answer while it arrives; None if nothing does.

@@ -24,6 +24,7 @@ from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import LayoutName, PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
+from midfill.infill.template import read_template
 from midfill.infill.window import WindowRule
 from midfill.tokens.healing import TokenTrie
 from midfill.tokens.layout_encoder import LayoutEncoder
@@ -225,6 +226,8 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: the prompt is too long or empty, or the layout doesn't fit it.
         """
+        sent = request.prefix
+        request = read_template(request, self.format)
         if request.drop_context:
             request = dataclasses.replace(request, context=self._fitting(request.context))
         self._refuse_oversized(
@@ -242,13 +245,11 @@ class PromptEncoder:
                 " FIM template filled in",
                 param="midfill.layout",
             )
-        filled = request.raw and layout.layout != "verbatim"  # its texts are not the request's
-        prefix = layout.planned_prefix if filled else request.prefix
-        suffix = layout.planned_suffix if filled else layout.line_break + request.suffix
-        prompt, last = self._encode(layout, parts, prefix, suffix)
+        suffix = layout.line_break + request.suffix
+        prompt, last = self._encode(layout, parts, request.prefix, suffix)
         infilling = layout.layout != "verbatim"
         prompt = dataclasses.replace(
-            prompt, text=request.prefix, infilling=infilling, line_break=layout.line_break
+            prompt, text=sent, infilling=infilling, line_break=layout.line_break
         )
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
 

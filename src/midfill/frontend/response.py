@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from midfill.engine.request import EngineOutput
 from midfill.frontend.answer import Answer, AnswerDelta
+from midfill.frontend.prompt_tokens import PromptToken, prompt_tokens
 from midfill.frontend.prompts import Prompt
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopStrings
@@ -42,10 +43,14 @@ class Response:
 
     Attributes:
         prompt: the prompt.
+        prompt_tokens: its tokens, if their log probabilities were asked for; empty until the first
+            output.
     """
 
     def __init__(self, prompt: Prompt, sampling: SamplingParams, tokenizer: Tokenizer) -> None:
         self.prompt = prompt
+        self.prompt_tokens: tuple[PromptToken, ...] = ()
+        self._tokenizer = tokenizer
         stops = StopStrings(sampling.stops)
         healed = len(prompt.begins_with)
         trims = sampling.post_processing
@@ -82,6 +87,16 @@ class Response:
         """How probable an empty answer was, see ``EngineOutput``."""
         return self._empty_probability
 
+    def best_answers(self, count: int) -> list[int]:
+        """Return the indices of the answers with the highest log probability per token.
+
+        Best first; or all in their order, if there are no more.
+        """
+        if count >= len(self._answers):
+            return [answer.index for answer in self._answers]
+        ranked = sorted(self._answers, key=lambda answer: answer.mean_logprob, reverse=True)
+        return [answer.index for answer in ranked[:count]]
+
     def push(self, output: EngineOutput) -> AnswerDelta | None:
         """Take an output; return what is new, or None if nothing can be shown yet.
 
@@ -91,4 +106,9 @@ class Response:
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         if output.empty_probability is not None:
             self._empty_probability = output.empty_probability
+        if output.prompt_logprobs is not None:
+            prompt = self.prompt
+            self.prompt_tokens = prompt_tokens(
+                prompt.token_ids, prompt.text, output.prompt_logprobs, self._tokenizer
+            )
         return self._answers[output.index].push(output)

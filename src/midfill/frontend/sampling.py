@@ -19,6 +19,9 @@ MAX_STOP_TOKENS = 1024
 class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     """How an answer is generated: the engine's parameters, and three that concern text.
 
+    ``max_tokens`` 0 scores the prompt: with ``prompt_logprobs`` its tokens are reported, and the
+    answer is empty.
+
     Attributes:
         stop: strings that end the answer.
         include_stop_str_in_output: keep the stop string (or the stop token's text) in the answer.
@@ -69,7 +72,7 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
         fields["stop_token_ids"] = tuple(dict.fromkeys(stops))
         if end_bias and not self.ignore_eos:
             fields["logit_bias"] = {**dict.fromkeys(end_tokens, end_bias), **self.logit_bias}
-        fields["max_tokens"] = min(self.max_tokens + healed, 2**31 - 1)
+        fields["max_tokens"] = min(max(self.max_tokens, 1) + healed, 2**31 - 1)
         return EngineSamplingParams(**fields)
 
 
@@ -90,6 +93,8 @@ def check_sampling(
     def check(field: str, holds: bool, meaning: str) -> None:
         check_parameter(sampling, field, holds, meaning, names)
 
+    if sampling.max_tokens == 0 and sampling.prompt_logprobs is not None:
+        sampling = msgspec.structs.replace(sampling, max_tokens=1)
     biases = len(sampling.logit_bias)
     check("logit_bias", biases <= MAX_LOGIT_BIASES, f"of at most {MAX_LOGIT_BIASES} entries")
     check_sampling_ranges(sampling, vocab_size, MAX_LOGPROBS, names)

@@ -23,7 +23,7 @@ from midfill.infill.prefix_cut import (
     first_cut,
 )
 from midfill.infill.request import InfillRequest
-from midfill.infill.template import parse_template
+from midfill.infill.template import read_template
 from midfill.infill.view import View, updated_view
 from midfill.infill.window import WindowRule
 from midfill.infill.window_history import ShownText
@@ -91,10 +91,13 @@ class Planner:
                 comes with a raw prompt.
         """
         self._check(request)
+        request = read_template(request, self._format)
         if request.raw or request.layout == "verbatim":
-            return self._plan_raw(request, window_limit)
-        context = self._order_context(request)
-        return self._plan(request, context, window_limit)
+            segments = (TextSegment(request.prefix, "raw"),) if request.prefix else ()
+            return PromptLayout(segments=segments, layout="verbatim")
+        bos = (TextSegment(request.bos, "raw"),) if request.bos else ()
+        layout = self._plan(request, (*bos, *self._order_context(request)), window_limit)
+        return replace(layout, template=request.template)
 
     def expected_layout(self, document: str) -> PromptLayout | None:
         """Return the layout that a document's next request will probably need.
@@ -159,28 +162,6 @@ class Planner:
     @property
     def _cuts_matter(self) -> bool:
         return self._format is not None and self._format.order == "psm"
-
-    def _plan_raw(self, request: InfillRequest, window_limit: int | None) -> PromptLayout:
-        """Lay out a raw prompt: as it is, unless it is a filled-in template of any family."""
-        filled = None
-        if request.layout != "verbatim":
-            filled = parse_template(request.prefix, self._format)
-        if filled is None:
-            segments = (TextSegment(request.prefix, "raw"),) if request.prefix else ()
-            return PromptLayout(segments=segments, layout="verbatim")
-        request = replace(
-            request,
-            prefix=filled.prefix,
-            suffix=filled.suffix,
-            raw=False,
-            context=(*request.context, *filled.context),
-            path=request.path or filled.path,
-            repository=request.repository or filled.repository,
-        )
-        # A tokenizer that adds no BOS token gets the one that the client wrote.
-        bos = (TextSegment(filled.bos, "raw"),) if filled.bos and filled.is_own else ()
-        layout = self._plan(request, (*bos, *self._order_context(request)), window_limit)
-        return replace(layout, template=filled.sentinel)
 
     def _plan(
         self, request: InfillRequest, context: tuple[Segment, ...], window_limit: int | None

@@ -20,9 +20,9 @@ class InfillRequest:
         layout: "auto" lets the planner choose. "psm", "spm" and "efim" (which keeps the cut of the
             document's first request as long as possible) are fixed layouts for comparison.
             "verbatim" sends ``prefix`` as it is, with special tokens parsed.
-        raw: whether ``prefix`` is a raw prompt, with special tokens parsed. With layout "auto", a
-            filled-in FIM template of the model is planned like any other request. Every other raw
-            prompt is sent as it is.
+        raw: whether ``prefix`` is a raw prompt, with special tokens parsed. Unless its layout is
+            "verbatim", a filled-in FIM template of any family is planned like any other request.
+            Every other raw prompt is sent as it is.
         document: the document's name if the client gives one; any string, only compared within one
             tenant. The text decides: a wrong name costs speed, never correctness.
         tenant: whose documents to search; tenants never share documents.
@@ -36,6 +36,8 @@ class InfillRequest:
             see ``opened_line``; None does what the model needs.
         path, repository: the document's path and its repository's name, shown to the model in the
             family's own format if it has one.
+        template, bos: what ``template.read_template`` has found in a raw prompt: its first
+            sentinel, None if it was no template, and a BOS token to keep.
     """
 
     prefix: str
@@ -50,3 +52,5 @@ class InfillRequest:
     open_line: bool | None = None
     path: str = ""
     repository: str = ""
+    template: str | None = None
+    bos: str = ""

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from midfill.infill.context import ContextFile
 from midfill.infill.formats import FAMILIES, Family, FimFormat, Order
+from midfill.infill.request import InfillRequest
 from midfill.infill.template_files import parse_lead, split_prefix
 
 _SPACE_MARK = "▁"  # what SentencePiece writes for a blank
@@ -78,6 +79,31 @@ class FilledTemplate:
     path: str = ""
     repository: str = ""
     is_own: bool = False
+
+
+def read_template(request: InfillRequest, format: FimFormat | None) -> InfillRequest:
+    """Return the request that a raw prompt stands for if it is a template; itself otherwise.
+
+    Files in a template that don't fit are left out: its client knows another model's context.
+    """
+    if not request.raw or request.layout == "verbatim":
+        return request
+    filled = parse_template(request.prefix, format)
+    if filled is None:
+        return request
+    return replace(
+        request,
+        prefix=filled.prefix,
+        suffix=filled.suffix,
+        raw=False,
+        context=(*request.context, *filled.context),
+        drop_context=True,
+        path=request.path or filled.path,
+        repository=request.repository or filled.repository,
+        template=filled.sentinel,
+        # A tokenizer that adds no BOS token gets the one that the client wrote.
+        bos=filled.bos if filled.is_own else "",
+    )
 
 
 def parse_template(prompt: str, format: FimFormat | None) -> FilledTemplate | None:

@@ -160,6 +160,10 @@ class Tokenizer:
             return text or f"<token {token_id}>"
         return self._parsing.id_to_token(token_id) or f"<token {token_id}>"
 
+    def readable(self, token_id: int) -> str:
+        """Return a token's text for people: U+FFFD for a part of a character, or its name."""
+        return self.token_bytes(token_id).decode(errors="replace") or self.token_text(token_id)
+
     def _encode_plain(self, text: str, backend: tokenizers.Tokenizer) -> list[int]:
         ids = _ids(backend, text)
         if self._unwanted_ids.isdisjoint(ids):

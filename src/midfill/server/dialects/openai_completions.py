@@ -1,16 +1,14 @@
 """POST /v1/completions: raw prompts, and infilling with a ``suffix`` or a filled-in template."""
 
-import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any, Literal
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import TokenLogprob
 from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.prompts import Prompt, PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
@@ -21,18 +19,16 @@ from midfill.infill.trim import Brackets, Lines
 from midfill.infill.window import WindowRule
 from midfill.server.bodies import body_reference, read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
-from midfill.server.dialects.openai_fields import (
-    GenerationFields,
-    floor_logprob,
-    midfill_object,
-    usage_object,
-)
+from midfill.server.dialects.openai_completion_answer import CompletionAnswer
+from midfill.server.dialects.openai_fields import GenerationFields
 from midfill.server.dialects.tabby import Segments, complete_segments
 from midfill.server.event_stream import EventStream, while_connected
-from midfill.server.generation import Generation, check_answer_count
+from midfill.server.generation import check_answer_count
 from midfill.server.service import ModelService
 
 _DEFAULT_MAX_TOKENS = 16
+# For infilling without a limit: editors leave it out and insert what they get.
+_INFILL_MAX_TOKENS, _INFILL_SOFT_MAX_TOKENS = 128, 96
 _MAX_CONTEXT_FILES = 256
 
 
@@ -164,9 +160,17 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         model = service.check_model(body.model)
         sampling = _sampling(body, service)
         prompts = await service.encode(_encode_prompts, body, tenant)
+        sampling = _for_prompts(sampling, body, prompts)
         check_answer_count(len(prompts), sampling.n)
         generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
-        answer = _Completion(body, generation, model)
+        answer = CompletionAnswer(
+            generation,
+            model,
+            answers=body.n or 1,
+            echo=bool(body.echo),
+            logprobs=body.logprobs is not None,
+            usage=body.wants_usage(),
+        )
         if body.midfill is not None and body.midfill.report == "tokens":
             answer.reports = await service.encode(_report_tokens, prompts, tenant)
         if body.stream:
@@ -181,19 +185,55 @@ DIALECT = Dialect(routes=routes, bodies=(CompletionRequest,))
 
 
 def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
+    """Return the checked sampling parameters, as far as they don't depend on the prompts."""
     sampling = body.sampling(default_max_tokens=_DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
     if body.midfill is not None:
         sampling = msgspec.structs.replace(sampling, post_processing=body.midfill.post_processing())
-    check_sampling(sampling, service.tokenizer.vocab_size)
+    if body.echo and (body.logprobs is not None or sampling.max_tokens == 0):
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs or 0)
+    if body.best_of is not None:
+        if body.best_of < sampling.n:
+            raise InvalidRequestError(
+                f"best_of must be at least n, which is {sampling.n}, not {body.best_of}",
+                param="best_of",
+            )
+        if body.stream and body.best_of > sampling.n:
+            raise InvalidRequestError(
+                "best_of can't be streamed: the best answers are known at the end", param="best_of"
+            )
+        logprobs = sampling.logprobs
+        if body.best_of > sampling.n and logprobs is None:
+            logprobs = 0
+        sampling = msgspec.structs.replace(sampling, n=body.best_of, logprobs=logprobs)
+    names = {} if body.best_of is None else {"n": "best_of"}
+    check_sampling(sampling, service.tokenizer.vocab_size, names)
     body.wants_usage()
-    if body.best_of is not None and body.best_of != sampling.n:
-        raise InvalidRequestError("best_of is not supported; use n", param="best_of")
-    if body.echo and body.logprobs is not None:
+    return sampling
+
+
+def _for_prompts(
+    sampling: SamplingParams, body: CompletionRequest, prompts: Sequence[Prompt]
+) -> SamplingParams:
+    """Return the sampling parameters for these prompts.
+
+    Raises:
+        InvalidRequestError: a prompt's log probabilities are asked for, and it is laid out anew.
+    """
+    infilling = all(prompt.infilling for prompt in prompts)
+    if sampling.prompt_logprobs is not None and any(prompt.infilling for prompt in prompts):
         raise InvalidRequestError(
-            "logprobs of an echoed prompt are not supported; leave out echo or logprobs",
+            "echo with logprobs, or with max_tokens 0, is for raw prompts: an infilling prompt is"
+            ' laid out anew; leave out echo, or send the prompt with midfill.layout "verbatim"',
             param="echo",
         )
-    return sampling
+    if not infilling or body.max_tokens is not None:
+        return sampling
+    post_processing = dataclasses.replace(
+        sampling.post_processing, soft_max_tokens=_INFILL_SOFT_MAX_TOKENS
+    )
+    return msgspec.structs.replace(
+        sampling, max_tokens=_INFILL_MAX_TOKENS, post_processing=post_processing
+    )
 
 
 def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str) -> list[Prompt]:
@@ -286,111 +326,5 @@ def _field_names(body: CompletionRequest) -> dict[str, str]:
             f"{useless} is only for infilling; send a suffix, which may be empty", param=useless
         )
     windows = {f"window.{name}": f"midfill.window.{name}" for name in ("before", "after")}
-    if not count:
-        context = "prompt"  # what a template holds
     own = {name: f"midfill.{name}" for name in ("path", "empty_threshold")}
     return {"context": context, **own, **windows}
-
-
-class _Completion:
-    """One response, whole or as a stream of chunks.
-
-    Attributes:
-        reports: of the prompts' tokens, if the client wants them.
-    """
-
-    def __init__(self, body: CompletionRequest, generation: Generation, model: str) -> None:
-        self._echo = bool(body.echo)
-        self._logprobs = body.logprobs is not None
-        self._answers = body.n or 1
-        self._usage = body.wants_usage()
-        self._generation = generation
-        self.reports: list[TokenReport | None] = []
-        self._head: dict[str, object] = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    async def whole(self) -> dict[str, object]:
-        """Return the whole response."""
-        responses = self._generation.responses
-        choices = [
-            self._choice(place, index, self._prefix(place))
-            for place in range(len(responses))
-            for index in range(self._answers)
-        ]
-        logprobs: list[list[TokenLogprob]] = [[] for _ in choices]
-        async for place, delta in self._generation.deltas():
-            number = place * self._answers + delta.index
-            choice = choices[number]
-            choice["text"] += delta.text
-            logprobs[number] += delta.logprobs
-            choice["finish_reason"] = delta.finish_reason
-            choice["stop_reason"] = delta.stop_reason
-        for choice, reports in zip(choices, logprobs, strict=True):
-            choice["logprobs"] = self._logprobs_object(reports)
-        answer = {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
-        self._add_midfill(answer, choices)
-        return answer
-
-    async def events(self) -> AsyncGenerator[dict[str, object], None]:
-        """Yield the response in chunks."""
-        started: set[int] = set()
-        async for place, delta in self._generation.deltas():
-            number = place * self._answers + delta.index
-            prefix = "" if number in started else self._prefix(place)
-            choice = self._choice(place, delta.index, prefix + delta.text)
-            choice["logprobs"] = self._logprobs_object(delta.logprobs)
-            choice["finish_reason"] = delta.finish_reason
-            choice["stop_reason"] = delta.stop_reason
-            chunk: dict[str, object] = {**self._head, "choices": [choice]}
-            if number not in started:
-                started.add(number)
-                self._add_midfill(chunk, [choice])
-            if self._usage:
-                chunk["usage"] = None
-            yield chunk
-        if self._usage:
-            yield {**self._head, "choices": [], "usage": usage_object(self._generation.usage)}
-
-    def _prefix(self, place: int) -> str:
-        return self._generation.responses[place].prompt.text if self._echo else ""
-
-    def _choice(self, place: int, index: int, text: str) -> dict[str, Any]:
-        return {
-            "index": place * self._answers + index,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": None,
-            "stop_reason": None,
-        }
-
-    def _add_midfill(self, answer: dict[str, object], choices: Sequence[dict[str, Any]]) -> None:
-        """Add how prompts were laid out, to each choice if there are several prompts."""
-        responses = self._generation.responses
-        targets: list[dict[str, Any]] = list(choices) if len(responses) > 1 else [answer]
-        for target in targets:
-            place = target.get("index", 0) // self._answers
-            found = midfill_object(responses[place].prompt, responses[place].usage)
-            if found is not None:
-                target["midfill"] = found
-                if self.reports:
-                    found["report"] = self.reports[place]
-
-    def _logprobs_object(self, reports: Sequence[TokenLogprob]) -> dict[str, object] | None:
-        if not self._logprobs:
-            return None
-        return {
-            "tokens": [report.chosen.text for report in reports],
-            "token_logprobs": [floor_logprob(report.chosen.logprob) for report in reports],
-            "top_logprobs": [
-                {
-                    candidate.text: floor_logprob(candidate.logprob)
-                    for candidate in (*report.top, report.chosen)
-                }
-                for report in reports
-            ],
-            "text_offset": [report.offset for report in reports],
-        }
