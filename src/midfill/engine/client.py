@@ -53,7 +53,7 @@ class OutputStream(AsyncIterator[EngineOutput]):
 
     def __init__(self, client: "EngineClient", requests: tuple[EngineRequest, ...]) -> None:
         self._client = client
-        self._queue: asyncio.Queue[EngineOutput | MidfillError] = asyncio.Queue()
+        self._queue: asyncio.Queue[EngineOutput | MidfillError | None] = asyncio.Queue()
         self._unfinished = {
             request.request_id: set(range(request.sampling.n)) for request in requests
         }
@@ -79,6 +79,8 @@ class OutputStream(AsyncIterator[EngineOutput]):
         """
         while self._unfinished:
             item = await self._queue.get()
+            if item is None:
+                break
             if isinstance(item, MidfillError):
                 raise item
             answers = self._unfinished.get(item.request_id, set())
@@ -107,6 +109,11 @@ class OutputStream(AsyncIterator[EngineOutput]):
             del self._unfinished[request_id]
             self._client.cancel(request_id)
             self._client.forget(request_id)
+
+    def end(self) -> None:
+        """Cancel all that is unfinished; whoever waits for an output finds the stream ended."""
+        self.close()
+        self._queue.put_nowait(None)
 
     def close(self) -> None:
         """Cancel all that is unfinished."""

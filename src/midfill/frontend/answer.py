@@ -62,7 +62,8 @@ class AnswerDelta:
         token_ids: new tokens, including end and stop tokens and those of healed bytes.
         logprobs: one entry per token whose text has begun to be shown; empty if not asked for.
             Tokens that stand for healed bytes only have none.
-        finish_reason: "stop" or "length" in the last delta, None before.
+        finish_reason: "stop", "length" or what ``abandon`` was given, in the last delta; None
+            before.
         stop_reason: the stop string or token id that ended the answer; None for the model's own
             end token.
     """
@@ -175,6 +176,11 @@ class Answer:
                 finish_reason = finish_reason or "length"
                 break
         return self._delta(trimmed, text, finish_reason)
+
+    def abandon(self, reason: str) -> AnswerDelta:
+        """End the answer where it is, for a reason of the caller's; return its last delta."""
+        self.finished = True
+        return AnswerDelta(self.index, "", tuple(self._unreported), (), reason)
 
     def _watch_time(self) -> None:
         """Let the answer end with its line once its time is over."""

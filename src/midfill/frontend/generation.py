@@ -16,7 +16,7 @@ class GeneratedAnswer:
     Attributes:
         text: the answer, without the prompt.
         token_ids: its tokens, including the one that ended it and those of healed bytes.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length", or why the caller gave it up.
         stop_reason: the stop string or stop token id that ended it, if one did.
         logprobs: one entry per token of the text; empty if not asked for.
     """

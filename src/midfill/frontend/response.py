@@ -97,6 +97,10 @@ class Response:
         ranked = sorted(self._answers, key=lambda answer: answer.mean_logprob, reverse=True)
         return [answer.index for answer in ranked[:count]]
 
+    def abandon(self, reason: str) -> list[AnswerDelta]:
+        """End what is unfinished, without the text that is held back; return the last deltas."""
+        return [answer.abandon(reason) for answer in self._answers if not answer.finished]
+
     def push(self, output: EngineOutput) -> AnswerDelta | None:
         """Take an output; return what is new, or None if nothing can be shown yet.
 

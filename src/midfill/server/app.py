@@ -21,6 +21,7 @@ from midfill.server.dialects import (
     openai_models,
     tabby,
 )
+from midfill.server.disconnects import CancelOnDisconnect
 from midfill.server.errors import ErrorBody, install_error_handlers
 from midfill.server.pages import routes as pages
 from midfill.server.service import ModelService
@@ -54,6 +55,7 @@ def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> FastAPI
     app.include_router(operations.routes(service))
     app.include_router(pages.routes())
     install_error_handlers(app, error_bodies)
+    app.add_middleware(CancelOnDisconnect)
     bodies = [body for dialect in DIALECTS for body in dialect.bodies]
 
     def openapi() -> dict[str, Any]:

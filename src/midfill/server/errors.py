@@ -23,10 +23,6 @@ _CLIENT_GONE = 499  # nginx's number; no client sees it
 _MAX_CHARACTERS = 500  # of the client's own input in a message
 
 
-class ClientGoneError(Exception):
-    """The client closed its connection before the response was complete."""
-
-
 class ApiError(MidfillError):
     """An error as HTTP shows it.
 
@@ -142,5 +138,4 @@ def install_error_handlers(app: FastAPI, error_bodies: Mapping[str, ErrorBody]) 
 
     for kind in (MidfillError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
-    for gone in (ClientGoneError, ClientDisconnect):
-        app.add_exception_handler(gone, ignore)
+    app.add_exception_handler(ClientDisconnect, ignore)

@@ -1,38 +1,13 @@
-"""Responses whose work is cancelled when the client disconnects: streamed or whole."""
+"""Responses that are sent piece by piece."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
 
 import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from midfill.server.errors import ClientGoneError, ErrorBody, as_api_error, openai_error_body
-
-T = TypeVar("T")
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``; cancel it if the client disconnects first.
-
-    The request's body must have been read.
-
-    Raises:
-        ClientGoneError: the client disconnected.
-    """
-    task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        for unneeded in (task, watch):
-            unneeded.cancel()
-        await asyncio.wait({task, watch})  # until they have cleaned up
+from midfill.server.errors import ErrorBody, as_api_error, openai_error_body
 
 
 class StreamedResponse(Response):
@@ -62,10 +37,6 @@ class StreamedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
-        with contextlib.suppress(ClientGoneError):
-            await while_connected(receive, self._send_all(send))
-
-    async def _send_all(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         async with contextlib.aclosing(self._events) as events:
             event = await anext(events, None)
@@ -107,8 +78,3 @@ class JsonLines(StreamedResponse):
     def frame(self, data: bytes) -> bytes:
         """Return the line that holds ``data``."""
         return data + b"\n"
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -37,6 +37,7 @@ class Generation:
 
     Attributes:
         responses: one per prompt.
+        group: what keeps the requests together that may supersede this one; see ``superseding``.
     """
 
     def __init__(
@@ -67,6 +68,9 @@ class Generation:
         self._metrics = metrics
         self._on_complete = on_complete
         self._answers = len(prompts) * sampling.n
+        self.group: object = None
+        self._outputs: OutputStream | None = None
+        self._superseded = False
         identity = uuid.uuid4().hex
         self._requests = [
             prompt.request(f"{identity}-{index}", sampling, tenant, stream_interval)
@@ -89,9 +93,24 @@ class Generation:
         """The cost of all prompts so far."""
         return sum((response.usage for response in self.responses), Usage())
 
+    @property
+    def texts(self) -> tuple[tuple[str, str] | tuple[int, ...], ...]:
+        """What the answers are to: each prompt's text around the caret, or its tokens."""
+        return tuple(
+            (prompt.prefix, prompt.suffix) if prompt.infilling else tuple(prompt.token_ids)
+            for prompt in (response.prompt for response in self.responses)
+        )
+
+    def supersede(self) -> None:
+        """End all answers: each unfinished one has a last delta with reason "superseded"."""
+        self._superseded = True
+        if self._outputs is not None:
+            self._outputs.end()
+
     async def deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
         """Submit the requests; yield (prompt index, delta) until all answers are complete.
 
+        Once they are superseded, each unfinished answer ends without the text that was held back.
         Closing the generator early ends the requests in the engine.
 
         Raises:
@@ -102,14 +121,20 @@ class Generation:
         """
         complete = 0
         try:
-            with self._engine.submit(*self._requests) as outputs:
-                async for output in outputs:
-                    delta = self._push(output, outputs)
-                    if delta is None:
-                        continue
-                    complete += delta.finish_reason is not None
-                    yield self._places[output.request_id], delta
-            self._on_complete()
+            if not self._superseded:
+                with self._engine.submit(*self._requests) as self._outputs:
+                    async for output in self._outputs:
+                        delta = self._push(output, self._outputs)
+                        if delta is None:
+                            continue
+                        complete += delta.finish_reason is not None
+                        yield self._places[output.request_id], delta
+            if not self._superseded:
+                self._on_complete()
+                return
+            for place, response in enumerate(self.responses):
+                for delta in response.abandon("superseded"):
+                    yield place, delta
         finally:
             for _ in range(self._answers - complete):
                 self._metrics.answer_finished("abort")

@@ -10,6 +10,9 @@ The way of a request:
 5. It sends the deltas in its own format, as a stream or as one body.
 6. Once all answers are complete, IdlePrefill has the engine compute what the documents of the
    prompts will probably need next, as soon as the engine is idle.
+
+A client that disconnects cancels all this wherever it is (``disconnects``); a newer request of the
+same document may, too (``superseding``).
 """
 
 import asyncio
@@ -29,6 +32,7 @@ from midfill.server.errors import ApiError
 from midfill.server.generation import Generation
 from midfill.server.idle_prefill import IdlePrefill
 from midfill.server.metrics import Metrics
+from midfill.server.superseding import Superseding
 from midfill.tokens.tokenizer import Tokenizer
 
 P = ParamSpec("P")
@@ -83,6 +87,7 @@ class ModelService:
         self._idle_prefill = IdlePrefill(engine, self.encode)
         self._prefills_unasked = idle_prefill
         self._stream_interval = stream_interval
+        self._superseding = Superseding()
 
     @property
     def context(self) -> int:
@@ -128,13 +133,25 @@ class ModelService:
         )
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, tenant: str, *, streamed: bool
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        tenant: str,
+        *,
+        streamed: bool,
+        supersedes: str | None = None,
     ) -> Generation:
         """Prepare the generation of answers; iterating over its deltas starts it.
 
-        Answers that are not ``streamed`` need not be reported before they end.
+        Args:
+            prompts: what to answer.
+            sampling: how.
+            tenant: whose cache to use.
+            streamed: whether answers are reported before they end.
+            supersedes: the client's name for a document whose older requests end now, if they gave
+                the name, too, and are for another text; None ends none, and this one is not ended.
         """
-        return Generation(
+        generation = Generation(
             self.engine,
             self.metrics,
             self.tokenizer,
@@ -144,6 +161,9 @@ class ModelService:
             stream_interval=self._stream_interval if streamed else math.inf,
             on_complete=lambda: self._prefill_next(prompts, tenant),
         )
+        if supersedes is not None:
+            self._superseding.enter(generation, tenant, supersedes)
+        return generation
 
     def prefill(self, prompt: Prompt, tenant: str) -> None:
         """Have a prompt computed while the engine is idle, for a request that will come soon."""

@@ -21,7 +21,7 @@ from midfill.server.bodies import body_reference, json_response, read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.dialects.llama_cpp_fields import LlamaCppFields, error_body
 from midfill.server.dialects.llama_cpp_results import Results
-from midfill.server.event_stream import ServerSentEvents, while_connected
+from midfill.server.event_stream import ServerSentEvents
 from midfill.server.generation import check_answer_count
 from midfill.server.service import ModelService
 
@@ -138,7 +138,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
         if body.stream:
             return ServerSentEvents(results.events(generation), error_body)
-        return json_response(await while_connected(request.receive, results.whole(generation)))
+        return json_response(await results.whole(generation))
 
     return router
 

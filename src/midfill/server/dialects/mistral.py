@@ -16,7 +16,7 @@ from midfill.server.bodies import body_reference, json_response, read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.dialects.openai_fields import usage_object
 from midfill.server.errors import ApiError, openai_error_body
-from midfill.server.event_stream import EventStream, while_connected
+from midfill.server.event_stream import EventStream
 from midfill.server.generation import Generation
 from midfill.server.service import ModelService
 
@@ -71,7 +71,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
         if body.stream:
             return EventStream(_chunks(head, generation), error_body)
-        return json_response(await while_connected(request.receive, _whole(head, generation)))
+        return json_response(await _whole(head, generation))
 
     return router
 

@@ -27,7 +27,7 @@ from midfill.server.dialects.ollama_fields import (
     metrics,
     timestamp,
 )
-from midfill.server.event_stream import JsonLines, while_connected
+from midfill.server.event_stream import JsonLines
 from midfill.server.generation import Generation
 from midfill.server.service import ModelService
 
@@ -128,7 +128,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         generation = service.generate([prompt], sampling, tenant, streamed=streamed)
         if streamed:
             return JsonLines(_lines(body, generation), error_body)
-        return json_response(await while_connected(request.receive, _whole(body, generation)))
+        return json_response(await _whole(body, generation))
 
     return router
 

@@ -16,7 +16,7 @@ from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.server.bodies import body_reference, read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.dialects.openai_fields import GenerationFields, floor_logprob, usage_object
-from midfill.server.event_stream import EventStream, while_connected
+from midfill.server.event_stream import EventStream
 from midfill.server.generation import Generation
 from midfill.server.service import ModelService
 
@@ -78,7 +78,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         answer = _ChatCompletion(body, sampling.n, generation, model)
         if body.stream:
             return EventStream(answer.events())
-        whole = await while_connected(request.receive, answer.whole())
+        whole = await answer.whole()
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     return router

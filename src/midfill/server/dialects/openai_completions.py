@@ -22,7 +22,7 @@ from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.dialects.openai_completion_answer import CompletionAnswer
 from midfill.server.dialects.openai_fields import GenerationFields
 from midfill.server.dialects.tabby import Segments, complete_segments
-from midfill.server.event_stream import EventStream, while_connected
+from midfill.server.event_stream import EventStream
 from midfill.server.generation import check_answer_count
 from midfill.server.service import ModelService
 
@@ -79,6 +79,8 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         layout: how to lay the prompt out; null means "auto".
         document: the client's name for the document, if it has one.
+        supersede: end the requests of this document that are still running, if they set this, too,
+            and are for another text.
         window: how much of the text around the caret to show the model. "as-sent" shows exactly
             what was sent; null and "stable" leave it to the server.
         healing: false continues right at the caret. Otherwise, where a longer token could begin
@@ -100,6 +102,7 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     layout: RequestedLayout | None = None
     document: str | None = None
+    supersede: bool | None = None
     window: WindowMode | WindowFields | None = None
     healing: bool | None = None
     empty_threshold: float | None = None
@@ -111,6 +114,22 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     lines: Lines | None = None
     brackets: Brackets | None = None
     report: Literal["tokens"] | None = None
+
+    @property
+    def superseded(self) -> str | None:
+        """The document whose older requests end; None ends none.
+
+        Raises:
+            InvalidRequestError: the document has no name.
+        """
+        if not self.supersede:
+            return None
+        if self.document is None:
+            raise InvalidRequestError(
+                "midfill.supersede needs midfill.document, a name for the document",
+                param="midfill.supersede",
+            )
+        return self.document
 
     def post_processing(self) -> PostProcessing:
         """Return what to change in the answer."""
@@ -150,7 +169,6 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if body.segments is not None and body.prompt is None:
             return await complete_segments(
                 service,
-                request,
                 tenant,
                 body.segments,
                 mode=body.mode,
@@ -159,10 +177,17 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             )
         model = service.check_model(body.model)
         sampling = _sampling(body, service)
+        superseded = body.midfill.superseded if body.midfill is not None else None
         prompts = await service.encode(_encode_prompts, body, tenant)
         sampling = _for_prompts(sampling, body, prompts)
         check_answer_count(len(prompts), sampling.n)
-        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
+        generation = service.generate(
+            prompts,
+            sampling,
+            tenant,
+            streamed=bool(body.stream),
+            supersedes=superseded,
+        )
         answer = CompletionAnswer(
             generation,
             model,
@@ -175,7 +200,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             answer.reports = await service.encode(_report_tokens, prompts, tenant)
         if body.stream:
             return EventStream(answer.events())
-        whole = await while_connected(request.receive, answer.whole())
+        whole = await answer.whole()
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     return router

@@ -25,7 +25,6 @@ from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.server.bodies import body_reference, json_response, read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
-from midfill.server.event_stream import while_connected
 from midfill.server.service import ModelService
 from midfill.version import __version__
 
@@ -96,7 +95,6 @@ class Event(msgspec.Struct, kw_only=True):
 
 async def complete_segments(
     service: ModelService,
-    request: Request,
     tenant: str,
     segments: Segments,
     *,
@@ -120,7 +118,7 @@ async def complete_segments(
     check_sampling(sampling, service.tokenizer.vocab_size)
     prompt = await service.encode(lambda encoder: segments.encode(encoder, tenant))
     generation = service.generate([prompt], sampling, tenant, streamed=False)
-    (result,) = await while_connected(request.receive, generation.whole())
+    (result,) = await generation.whole()
     choices = [{"index": 0, "text": result.text}]
     return json_response({"id": f"cmpl-{uuid.uuid4()}", "choices": choices, "mode": "standard"})
 
