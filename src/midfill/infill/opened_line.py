@@ -7,7 +7,7 @@ begins with the line break, the answer simply ends before it. So the model is sh
 line break in front, and the answer gets that break at its end. An answer of nothing stays nothing.
 
 Measured with the default model on 200 single-line holes of HumanEval-Infilling: the whole answer
-passes in 26.5% instead of 14.0%, and 96% instead of 66% of answers end by themselves.
+passes in 29.0% instead of 15.5%, and 90% instead of 42% of answers end by themselves.
 """
 
 
