@@ -102,7 +102,7 @@ function niceTop(value: number): number {
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value) ?? 1;
 }
 
-const history = { now: new History(SPAN) };
+let history = new History(SPAN);
 let pointed: number | undefined;
 const charts = PANELS.map((panel) => new Chart(panel, (place) => {
   pointed = place;
@@ -140,12 +140,12 @@ async function read(): Promise<void> {
   }
   byId("notice").hidden = metrics !== undefined;
   if (metrics === undefined) {
-    history.now = new History(SPAN); // what comes next may be another process
+    history = new History(SPAN); // what comes next may be another process
   } else {
-    history.now.add(performance.now() / 1000, metrics);
+    history.add(performance.now() / 1000, metrics);
     describe(metrics);
   }
-  for (const chart of charts) chart.add(metrics && history.now);
+  for (const chart of charts) chart.add(metrics && history);
   draw();
 }
 

@@ -12,12 +12,13 @@ import { classHighlighter } from "@lezer/highlight";
 import { LANGUAGES, type LanguageId } from "./languages";
 import { suggestions } from "./suggestion";
 
+const COMPOSED = 60; // milliseconds after which the editor has what an input method wrote
 const FRESH = 250; // milliseconds for which an edit counts as caused by the last key
 
 export interface EditorOptions {
   /** Called after an edit by the user, with the time of the key that made it. */
   onEdit: (view: EditorView, since: number) => void;
-  /** Called when the caret has moved without an edit. */
+  /** Called when what was asked is of no use: the caret has moved, a character is unfinished. */
   onMove: () => void;
   /** Called when the user asks for a suggestion. */
   onAsk: (view: EditorView, since: number) => void;
@@ -83,6 +84,10 @@ export class Editor {
           this.pressed = event.timeStamp;
           return false;
         },
+        compositionend: () => {
+          window.setTimeout(() => this.onEdit(), COMPOSED);
+          return false;
+        },
         drop: (event) => this.onDrop(event),
       }),
     ];
@@ -90,10 +95,17 @@ export class Editor {
 
   private onUpdate(update: ViewUpdate): void {
     if (update.transactions.some((one) => one.isUserEvent("load"))) return;
-    const now = performance.now();
-    const since = now - this.pressed < FRESH ? this.pressed : now;
-    if (update.docChanged) this.options.onEdit(update.view, since);
+    if (update.docChanged) this.onEdit();
     else if (update.selectionSet) this.options.onMove();
+  }
+
+  private onEdit(): void {
+    if (this.view.composing) {
+      this.options.onMove(); // ghost text would disturb the input method
+      return;
+    }
+    const now = performance.now();
+    this.options.onEdit(this.view, now - this.pressed < FRESH ? this.pressed : now);
   }
 
   private onDrop(event: DragEvent): boolean {

@@ -25,7 +25,7 @@ const notice = byId("notice");
 const server = new Server();
 const map = new ReuseMap();
 const session = new Session();
-let counted = new WeakSet<object>(); // prompts that the session has
+const counted = new WeakSet<object>(); // prompts that the session has
 let pristine = true; // whether the text is a sample that nobody has touched
 
 const editor = new Editor(byId("editor"), {

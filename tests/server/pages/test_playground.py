@@ -126,6 +126,20 @@ def test_typing_what_is_suggested_keeps_the_rest(playground: PlaygroundPage) -> 
     assert playground.ghost() == ""
 
 
+def test_input_methods_are_left_alone_until_a_character_is_complete(
+    playground: PlaygroundPage,
+) -> None:
+    playground.type_until("/./")
+    session = playground.page.context.new_cdp_session(playground.page)
+    place = {"selectionStart": 1, "selectionEnd": 1}
+    session.send("Input.imeSetComposition", {"text": "か", **place})
+    assert playground.ghost() == ""
+    with playground.page.expect_response("**/v1/completions") as answer:
+        session.send("Input.imeSetComposition", {"text": "漢", **place})
+        session.send("Input.insertText", {"text": "漢"})
+    assert answer.value.request.post_data_json["prompt"].endswith("漢")
+
+
 def test_accepting_can_be_undone(playground: PlaygroundPage) -> None:
     asked = playground.type_until("/./")
     playground.press("Tab")
