@@ -18,7 +18,6 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
 from playground_page import PlaygroundPage, open_browser
 
 SIZES = {1280: 800, 800: 960}
-COLOURS = 250
 # Each picture types another text, so that none finds the prompts of the one before in the cache.
 TYPED = {
     ("light", 1280): ("python", "one.n"),
@@ -43,10 +42,17 @@ def main(url: str, folder: Path) -> None:
             playground.page.wait_for_timeout(1500)
             image = Image.open(BytesIO(playground.page.screenshot())).convert("RGB")
             path = folder / f"playground-{scheme}-{width}.png"
-            image = image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-            image.save(path, optimize=True)
+            _with_palette(image).save(path, optimize=True)
             print(path, path.stat().st_size)
             playground.close()
+
+
+def _with_palette(image: Image.Image) -> Image.Image:
+    """Return the image in its 256 most frequent colours: areas keep theirs exactly."""
+    frequent = sorted(image.getcolors(image.width * image.height), reverse=True)[:256]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for _, colour in frequent for part in colour])
+    return image.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 if __name__ == "__main__":
