@@ -42,9 +42,13 @@ def is_idle(server: RunningServer) -> bool:
 
 
 def check_works(server: RunningServer) -> None:
-    """Every slot is free, or cached and evictable, and the next request is answered."""
-    held = server.metric("kv_slots") - server.metric("kv_slots_free")
-    assert held == server.metric("kv_slots_cached")
+    """Every slot gets free, or cached and evictable, and the next request is answered."""
+
+    def no_slot_is_held() -> bool:
+        held = server.metric("kv_slots") - server.metric("kv_slots_free")
+        return held == server.metric("kv_slots_cached")
+
+    server.wait_for(no_slot_is_held)
     assert server.complete(prompt="a", max_tokens=1)["usage"]["completion_tokens"] == 1
 
 

@@ -14,7 +14,7 @@ from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import MidfillError
 
 OPTIONS = PeersOptions(
-    loads=("prefill",), prefill=(32,), repeats=1, start_limit=20.0, load_limit=20.0
+    loads=("prefill",), prefill=(32,), repeats=1, start_limit=200.0, load_limit=200.0
 )
 SHAPE = Shape(
     layers=2,
