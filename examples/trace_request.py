@@ -18,7 +18,8 @@ from midfill.engine.loading import scheduler_policy, speculation
 from midfill.engine.scheduler import SchedulerPolicy, ScheduleState, StepPlan
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.runner import Runner
-from midfill.frontend.prompts import Prompt, PromptEncoder, fim_format
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.formats import Sentinel

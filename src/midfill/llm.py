@@ -20,7 +20,8 @@ from midfill.frontend.generation import (
     whole_answers,
 )
 from midfill.frontend.in_process_engine import InProcessEngine
-from midfill.frontend.prompts import Prompt, PromptEncoder, fim_format, fingerprint_of
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder, fim_format, fingerprint_of
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.frontend.token_stops import with_token_stops

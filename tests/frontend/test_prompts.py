@@ -10,7 +10,8 @@ import pytest
 from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY, Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError
-from midfill.frontend.prompts import Prompt, PromptEncoder, fim_format
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest

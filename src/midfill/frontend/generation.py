@@ -4,8 +4,8 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from midfill.frontend.answer import AnswerDelta, TokenLogprob
+from midfill.frontend.prompt import LayoutReport
 from midfill.frontend.prompt_tokens import PromptToken
-from midfill.frontend.prompts import LayoutReport
 from midfill.frontend.response import Response, Usage
 
 

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineOutput, EngineStats
 from midfill.frontend.answer import AnswerDelta
-from midfill.frontend.prompts import Prompt
+from midfill.frontend.prompt import Prompt
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from midfill.engine.request import EngineOutput
 from midfill.frontend.answer import Answer, AnswerDelta
+from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompt_tokens import PromptToken, prompt_tokens
-from midfill.frontend.prompts import Prompt
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopStrings
 from midfill.tokens.tokenizer import Tokenizer

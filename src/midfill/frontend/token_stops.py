@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from midfill.frontend.prompts import Prompt
+from midfill.frontend.prompt import Prompt
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.template import sentinel_texts
 from midfill.tokens.tokenizer import Tokenizer

@@ -1,22 +1,26 @@
 """Generation: the answers to one API request, from the engine's tokens to text."""
 
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from midfill.engine.client import EngineClient, OutputStream
 from midfill.engine.request import EngineOutput
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GenerationResult, whole_answers
-from midfill.frontend.prompts import Prompt
+from midfill.frontend.prompt import Prompt
 from midfill.frontend.response import Response, Usage
 from midfill.frontend.sampling import SamplingParams
 from midfill.server.metrics import Metrics
 from midfill.tokens.tokenizer import Tokenizer
 
 MAX_ANSWERS_PER_REQUEST = 1024
+_HOLE_MAX_TOKENS, _HOLE_SOFT_MAX_TOKENS = 128, 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +198,12 @@ def check_answer_count(prompts: int, answers: int) -> None:
             f" at most {MAX_ANSWERS_PER_REQUEST} answers per request",
             param="prompt" if prompts > answers else "n",
         )
+
+
+def limited_to_a_hole(sampling: SamplingParams) -> SamplingParams:
+    """Return the parameters of an infill request that doesn't say how long its answer may be.
+
+    Editors leave the limit out, and insert what they get.
+    """
+    ends = dataclasses.replace(sampling.post_processing, soft_max_tokens=_HOLE_SOFT_MAX_TOKENS)
+    return msgspec.structs.replace(sampling, max_tokens=_HOLE_MAX_TOKENS, post_processing=ends)

@@ -12,7 +12,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from midfill.engine.client import EngineClient
 from midfill.engine.request import EngineRequest
-from midfill.frontend.prompts import ExpectedPrompt, Prompt, PromptEncoder
+from midfill.frontend.prompt import ExpectedPrompt, Prompt
+from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
 

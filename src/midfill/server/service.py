@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
 from midfill.engine.client import EngineClient
-from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_stops import with_token_stops
 from midfill.infill.formats import FimFormat

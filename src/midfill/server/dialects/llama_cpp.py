@@ -13,7 +13,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
@@ -22,7 +23,7 @@ from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.dialects.llama_cpp_fields import LlamaCppFields, error_body
 from midfill.server.dialects.llama_cpp_results import Results
 from midfill.server.event_stream import ServerSentEvents
-from midfill.server.generation import check_answer_count
+from midfill.server.generation import check_answer_count, limited_to_a_hole
 from midfill.server.service import ModelService
 
 _MAX_SNIPPETS = 256  # the last ones count
@@ -107,6 +108,8 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         """Fill in between ``input_prefix + prompt`` and ``input_suffix``."""
         body = await read_json(request, InfillBody, limit, any_content_type=True)
         sampling = body.sampling(service)
+        if body.n_predict is None and body.max_tokens is None:
+            sampling = limited_to_a_hole(sampling)
         if body.announces_context:
             service.prefill_context(body.request(tenant))
             return json_response(Results(body, sampling, service).of_prefill([Prompt([], "")]))

@@ -8,7 +8,7 @@ import msgspec
 
 from midfill.frontend.answer import AnswerDelta, Candidate, TokenLogprob
 from midfill.frontend.generation import GeneratedAnswer, whole_answers
-from midfill.frontend.prompts import Prompt
+from midfill.frontend.prompt import Prompt
 from midfill.frontend.response import Usage
 from midfill.frontend.sampling import SamplingParams
 from midfill.server.dialects.llama_cpp_fields import LlamaCppFields

@@ -9,7 +9,8 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.request import InfillRequest
 from midfill.server.bodies import body_reference, json_response, read_json
@@ -17,10 +18,9 @@ from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.dialects.openai_fields import usage_object
 from midfill.server.errors import ApiError, openai_error_body
 from midfill.server.event_stream import EventStream
-from midfill.server.generation import Generation
+from midfill.server.generation import Generation, limited_to_a_hole
 from midfill.server.service import ModelService
 
-_DEFAULT_MAX_TOKENS = 512  # Mistral has no limit; no hole that a person leaves needs more
 _DEFAULT_TEMPERATURE = 0.2  # Codestral's
 
 
@@ -41,12 +41,15 @@ class FimBody(msgspec.Struct, kw_only=True):
         """Return the sampling parameters, checked."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         sampling = SamplingParams(
-            max_tokens=_DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
             temperature=_DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=self.random_seed,
             stop=tuple(stop),
         )
+        if self.max_tokens is None:
+            sampling = limited_to_a_hole(sampling)
+        else:
+            sampling = msgspec.structs.replace(sampling, max_tokens=self.max_tokens)
         check_sampling(sampling, service.tokenizer.vocab_size, {"seed": "random_seed"})
         return sampling
 

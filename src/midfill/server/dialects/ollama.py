@@ -15,12 +15,14 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GeneratedAnswer
-from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder
 from midfill.infill.request import InfillRequest
 from midfill.server.bodies import body_reference, json_response, read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.dialects.ollama_fields import (
     OllamaFields,
+    Options,
     check_name,
     error_body,
     logprob_object,
@@ -28,7 +30,7 @@ from midfill.server.dialects.ollama_fields import (
     timestamp,
 )
 from midfill.server.event_stream import JsonLines
-from midfill.server.generation import Generation
+from midfill.server.generation import Generation, limited_to_a_hole
 from midfill.server.service import ModelService
 
 
@@ -124,6 +126,8 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             reason = "unload" if body.unloads else "load"
             return json_response(_message(body, "") | {"done": True, "done_reason": reason})
         prompt = await service.encode(lambda encoder: body.encode(encoder, tenant))
+        if prompt.infilling and (body.options or Options()).num_predict is None:
+            sampling = limited_to_a_hole(sampling)
         streamed = body.stream is not False
         generation = service.generate([prompt], sampling, tenant, streamed=streamed)
         if streamed:

@@ -1,6 +1,5 @@
 """POST /v1/completions: raw prompts, and infilling with a ``suffix`` or a filled-in template."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -10,7 +9,8 @@ from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.post_processing import PostProcessing
-from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.frontend.token_report import TokenReport
 from midfill.infill.context import ContextFile
@@ -23,12 +23,10 @@ from midfill.server.dialects.openai_completion_answer import CompletionAnswer
 from midfill.server.dialects.openai_fields import GenerationFields
 from midfill.server.dialects.tabby import Segments, complete_segments
 from midfill.server.event_stream import EventStream
-from midfill.server.generation import check_answer_count
+from midfill.server.generation import check_answer_count, limited_to_a_hole
 from midfill.server.service import ModelService
 
 _DEFAULT_MAX_TOKENS = 16
-# For infilling without a limit: editors leave it out and insert what they get.
-_INFILL_MAX_TOKENS, _INFILL_SOFT_MAX_TOKENS = 128, 96
 _MAX_CONTEXT_FILES = 256
 
 
@@ -253,12 +251,7 @@ def _for_prompts(
         )
     if not infilling or body.max_tokens is not None:
         return sampling
-    post_processing = dataclasses.replace(
-        sampling.post_processing, soft_max_tokens=_INFILL_SOFT_MAX_TOKENS
-    )
-    return msgspec.structs.replace(
-        sampling, max_tokens=_INFILL_MAX_TOKENS, post_processing=post_processing
-    )
+    return limited_to_a_hole(sampling)
 
 
 def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str) -> list[Prompt]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.prompts import Prompt
+from midfill.frontend.prompt import Prompt
 from midfill.frontend.response import Usage
 from midfill.frontend.sampling import SamplingParams
 

@@ -19,7 +19,8 @@ from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.post_processing import PostProcessing
-from midfill.frontend.prompts import Prompt, PromptEncoder
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest

@@ -1,0 +1,126 @@
+"""Prompt: token ids ready for the engine, with what is known of the text around the caret."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from midfill.engine.request import EngineRequest
+from midfill.errors import InvalidRequestError
+from midfill.frontend.sampling import SamplingParams
+from midfill.infill.layout import LayoutName, PromptLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """How a prompt was laid out; clients see it in the response's ``midfill`` object.
+
+    Attributes:
+        layout: the layout that was chosen.
+        cut: number of the prefix's characters that stand before the suffix in the prompt; None
+            for a raw prompt.
+        sentinels: whether the model has FIM tokens. Without them it sees neither the suffix nor
+            other files.
+        document: the planner's id of the document; None if it keeps none.
+        healed: number of bytes before the caret that the model writes again.
+        window: number of characters before and after the caret that the prompt holds; None for a
+            raw prompt.
+        template: the first sentinel of the template that the client had filled in, if it had.
+    """
+
+    layout: LayoutName
+    cut: int | None
+    sentinels: bool
+    document: str | None = None
+    healed: int = 0
+    window: tuple[int, int] | None = None
+    template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt ready for the engine.
+
+    Attributes:
+        token_ids: never empty.
+        text: what the client sent before the caret, to be echoed.
+        report: how it was laid out; None for chats and token ids.
+        stop_token_ids: tokens that end the answer, in addition to the model's own end tokens.
+        end_bias: added to these tokens' logits.
+        empty_threshold: see ``EngineRequest``; 0 for raw prompts, chats and token ids.
+        begins_with: the last bytes before the caret if they are left out of ``token_ids``, so that
+            the answer has to begin with them (token healing).
+        prefix, suffix: the text around the caret, as far as it is known.
+        infilling: whether the client sent the text around a caret: a suffix, or a filled-in
+            template.
+        line_break: see ``PromptLayout``; a part of ``suffix``.
+        layout: what ``token_ids`` was made of; None for chats and token ids.
+        parts: the ids of BOS and of each of the layout's segments, also those that were left out.
+    """
+
+    token_ids: list[int]
+    text: str
+    report: LayoutReport | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    end_bias: float = 0.0
+    empty_threshold: float = 0.0
+    begins_with: bytes = b""
+    prefix: str = ""
+    suffix: str = ""
+    infilling: bool = False
+    line_break: str = ""
+    layout: PromptLayout | None = None
+    parts: tuple[Sequence[int], ...] = ()
+
+    def with_empty_threshold(self, asked: float | None) -> "Prompt":
+        """Return the prompt with the threshold that a client asks for; None keeps the model's.
+
+        Raises:
+            InvalidRequestError: it is no probability, or the prompt is raw, a chat or token ids.
+        """
+        if asked is None:
+            return self
+        if self.report is None or self.report.layout == "verbatim":
+            raise InvalidRequestError.of_field(
+                "empty_threshold",
+                "needs a suffix, or a prompt that is the model's FIM format filled in",
+            )
+        if not 0.0 <= asked <= 1.0:
+            raise InvalidRequestError.of_field(
+                "empty_threshold", f"must be a number from 0 to 1, not {asked:g}"
+            )
+        return dataclasses.replace(self, empty_threshold=asked)
+
+    def request(
+        self,
+        request_id: str,
+        sampling: SamplingParams,
+        tenant: str = "",
+        stream_interval: float = 0.0,
+    ) -> EngineRequest:
+        """Return the request for the engine; see ``EngineRequest`` for the arguments.
+
+        ``ignore_eos`` asks for text whatever the model says, so then no answer is empty by rule.
+        """
+        return EngineRequest(
+            request_id=request_id,
+            token_ids=self.token_ids,
+            sampling=sampling.for_engine(self.stop_token_ids, len(self.begins_with), self.end_bias),
+            tenant=tenant,
+            begins_with=self.begins_with,
+            empty_threshold=0.0 if sampling.ignore_eos else self.empty_threshold,
+            stream_interval=stream_interval,
+            stop_bytes=sampling.stop_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedPrompt:
+    """A prompt that will probably be needed next.
+
+    Attributes:
+        token_ids: the prompt.
+        layout: the planner's layout of it.
+    """
+
+    token_ids: list[int]
+    layout: PromptLayout
