@@ -125,6 +125,21 @@ async def test_a_later_keystroke_finds_its_prompt_in_the_cache(editor: Editor) -
     assert counts["lastCachedTokens"] >= counts["lastPromptTokens"] - 3
 
 
+async def test_where_the_user_starts_to_type_the_prompt_is_computed_before_the_editor_asks(
+    editor: Editor, server: RunningServer
+) -> None:
+    uri = editor.open("".join(f"value_{number} = {number}\n" for number in range(40)))
+    assert await editor.ask(uri, 2, 11) is not None
+    before = server.metric("computed_tokens_total")
+    editor.change(uri, insertion(30, 13, "0"))
+    await asyncio.to_thread(
+        server.wait_for, lambda: server.metric("computed_tokens_total") > before + 100
+    )
+    assert await editor.ask(uri, 30, 14) is not None
+    counts = await editor.counts()
+    assert counts["lastPromptTokens"] - counts["lastCachedTokens"] <= 2
+
+
 async def test_a_cancelled_request_is_answered_so(editor: Editor) -> None:
     uri = editor.open(TEXT)
     request = asyncio.create_task(editor.ask(uri, 1, 14, message_id="cancelled"))

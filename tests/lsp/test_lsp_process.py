@@ -76,9 +76,10 @@ async def test_editors_with_inline_completion_get_a_menu_if_they_want_it(
 
 async def test_settings_are_fetched_from_the_client_and_checked(server: RunningServer) -> None:
     configuration: dict[str, object] = {"url": server.url, "maxTokens": 1, "lines": "none"}
-    async with connected(configuration=configuration) as editor:
+    async with connected("--url", "http://127.0.0.1:9", configuration=configuration) as editor:
         uri = editor.open(TEXT)
-        await editor.message_count(1)
+        await editor.ask(uri, 0, 8)  # waits until they are there
+        assert (await editor.counts())["failed"] == 0
         (message,) = editor.messages
         assert message == "midfill: a setting is ignored: lines: expected one of single, block"
         short = await editor.ask(uri, 0, 8)

@@ -1,6 +1,7 @@
 """Completer: from a request at a caret to suggestions."""
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
@@ -12,10 +13,12 @@ from midfill.lsp.queries import CompletionQuery, Completions
 from midfill.lsp.settings import Settings
 from midfill.lsp.statistics import Statistics
 from midfill.lsp.suggestions import Caret, LastSuggestions, Suggestion
+from midfill.lsp.warming import CaretPlace
 
 T = TypeVar("T")
 
 _ALTERNATIVES_TEMPERATURE = 0.5
+_START_SECONDS = 2.0  # to wait for a client's settings
 
 
 class Access(Protocol):
@@ -51,20 +54,43 @@ class Completer:
         self._pending = PendingRequests()
         self._work: dict[Request, asyncio.Task[list[Suggestion]]] = {}
         self._last = LastSuggestions()
+        self._place: CaretPlace | None = None  # of the last request or change
+        self._warming: tuple[Caret, asyncio.Task[None]] | None = None
+        self._started = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to ask: the client's settings are known. Earlier requests have waited."""
+        self._started.set()
 
     def configure(self, access: Access, settings: Settings) -> None:
-        """Use another server or other settings from now on; pending requests become obsolete."""
+        """Use other settings from now on; what another server was asked becomes obsolete."""
+        if access is not self._access and self._started.is_set():
+            self.end()
         self._access, self._settings = access, settings
         self._last.forget()
-        self._keep(PendingRequests())
 
     def end(self) -> None:
         """Give up all requests."""
         self._keep(PendingRequests())
+        self._stop_warming()
 
     def document_changed(self, uri: str) -> None:
         """Give up requests for a document that has changed, or was opened or closed."""
         self._keep(self._pending.changed(uri))
+
+    def caret_moved(self, document: Document, index: int) -> None:
+        """Have the server compute the text around a caret, if it is elsewhere than the last one.
+
+        The editor has not asked for completions there yet, but it probably will.
+        """
+        if self._place is None:  # nothing was asked for yet; perhaps nothing will be
+            return
+        before, self._place = self._place, CaretPlace(document.uri, document.line_at(index))
+        if self._place.near(before):
+            return
+        self._stop_warming()
+        caret = Caret.in_text(document.uri, document.text, index)
+        self._warming = caret, asyncio.create_task(self._warm(caret))
 
     def document_closed(self, uri: str) -> None:
         """Forget a document."""
@@ -78,6 +104,7 @@ class Completer:
         """
         counts = self._statistics.counts
         counts.requests += 1
+        self._place = CaretPlace(document.uri, document.line_at(request.index))
         work = self._work[request] = asyncio.create_task(self._suggest(request, document))
         self._keep(self._pending.arrived(request))
         try:
@@ -101,7 +128,19 @@ class Completer:
             if request not in pending.requests:
                 work.cancel()
 
+    async def _warm(self, caret: Caret) -> None:
+        # What is wrong, the request that follows will tell.
+        with contextlib.suppress(MidfillError):
+            await self._access.complete(CompletionQuery(caret, "single", max_tokens=1))
+
+    def _stop_warming(self) -> None:
+        if self._warming is not None:
+            self._warming[1].cancel()
+            self._warming = None
+
     async def _suggest(self, request: Request, document: Document) -> list[Suggestion]:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._started.wait(), _START_SECONDS)
         caret = Caret.in_text(document.uri, document.text, request.index)
         rest = None if request.invoked else self._last.rest(caret)
         if rest is not None:
@@ -119,6 +158,9 @@ class Completer:
 
     async def _texts(self, caret: Caret, invoked: bool) -> list[str]:
         """Return different completions, the most likely first; none where there is trouble."""
+        if self._warming is not None and self._warming[0] == caret:
+            # Asked at the same time, the server would compute the prompt twice.
+            await asyncio.wait({self._warming[1]})
         settings = self._settings
         lines = settings.lines if caret.at_line_end else "single"
         queries = [CompletionQuery(caret, lines, settings.max_tokens)]

@@ -144,13 +144,10 @@ class OpenDocuments:
         """Add a document; one of the same name is replaced."""
         self._documents[uri] = Document.opened(uri, text, self.encoding)
 
-    def change(self, uri: str, changes: Iterable[Change]) -> bool:
-        """Change a document; return whether it is open."""
-        document = self._documents.get(uri)
-        if document is None:
-            return False
-        self._documents[uri] = document.changed(changes)
-        return True
+    def change(self, document: Document, changes: Iterable[Change]) -> Document:
+        """Change an open document, given in its present state; return its new state."""
+        changed = self._documents[document.uri] = document.changed(changes)
+        return changed
 
     def close(self, uri: str) -> None:
         """Forget a document."""

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from uuid import uuid4
 
 import msgspec
 from lsprotocol import types
+from pygls.exceptions import JsonRpcException
 from pygls.lsp.server import LanguageServer
 
 from midfill.errors import MidfillError
@@ -26,6 +27,7 @@ from midfill.lsp.server_access import ServerAccess
 from midfill.lsp.settings import SECTION, Settings
 from midfill.lsp.statistics import Statistics
 from midfill.lsp.suggestions import Suggestion
+from midfill.lsp.warming import caret_after
 from midfill.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -122,9 +124,15 @@ class MidfillLanguageServer:
     def _did_change(self, params: messages.DidChange) -> None:
         uri = params.text_document.uri
         changes = [change.change() for change in params.content_changes]
-        if not self._documents.change(uri, changes):
+        before = self._documents.get(uri)
+        if before is None:
             _log.warning("ignored: a change of %s, which is not open", uri)
+            return
+        after = self._documents.change(before, changes)
         self._completer.document_changed(uri)
+        caret = caret_after(before, changes)
+        if caret is not None:
+            self._completer.caret_moved(after, caret)
 
     def _did_close(self, params: messages.DidClose) -> None:
         self._documents.close(params.text_document.uri)
@@ -193,27 +201,30 @@ class MidfillLanguageServer:
                 return await self._menu(params)
 
     async def _initialized(self) -> None:
+        await self._configure(None)
+        self._completer.start()
         workspace = self.pygls.client_capabilities.workspace
         changes = workspace and workspace.did_change_configuration
         if changes and changes.dynamic_registration:
             method = types.WORKSPACE_DID_CHANGE_CONFIGURATION
             options = types.DidChangeConfigurationRegistrationOptions(section=SECTION)
             registration = types.Registration(str(uuid4()), method, options)
-            await self.pygls.client_register_capability_async(
-                types.RegistrationParams([registration])
-            )
-        await self._configure(None)
-        await self._access.prepare()
+            with _client_errors_logged():
+                await self.pygls.client_register_capability_async(
+                    types.RegistrationParams([registration])
+                )
 
     async def _configure(self, given: object) -> None:
         """Use the client's settings: those it has sent or, if it sends none, those it has."""
         workspace = self.pygls.client_capabilities.workspace
         if not given and workspace and workspace.configuration:
             item = types.ConfigurationItem(section=SECTION)
-            (given,) = await self.pygls.workspace_configuration_async(
-                types.ConfigurationParams([item])
-            )
+            with _client_errors_logged():
+                (given,) = await self.pygls.workspace_configuration_async(
+                    types.ConfigurationParams([item])
+                )
         self._use(self._updated(self._base, given))
+        await self._access.prepare()
 
     def _updated(self, settings: Settings, given: object) -> Settings:
         updated, problems = settings.updated(given)
@@ -273,3 +284,12 @@ class MidfillLanguageServer:
             yield
         finally:
             progress.end(token, types.WorkDoneProgressEnd())
+
+
+@contextlib.contextmanager
+def _client_errors_logged() -> Iterator[None]:
+    """Log what is wrong with a client's answer, and go on."""
+    try:
+        yield
+    except (JsonRpcException, ValueError) as error:
+        _log.warning("the client's answer is ignored: %s", error)

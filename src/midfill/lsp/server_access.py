@@ -96,8 +96,9 @@ class _OwnServer:
         self._not_before = 0.0  # time.monotonic() of the next attempt
 
     def start(self) -> None:
-        """Start the server, unless it was tried too recently."""
-        if self._loading is None and time.monotonic() >= self._not_before:
+        """Start the server, unless it runs or was tried too recently."""
+        ready = self._client is not None and self._child is not None and self._child.running
+        if not ready and self._loading is None and time.monotonic() >= self._not_before:
             self._loading = asyncio.create_task(self._load(), name="start of a server")
 
     async def complete(self, query: CompletionQuery) -> Completions:
