@@ -92,6 +92,18 @@ async def test_settings_are_fetched_from_the_client_and_checked(server: RunningS
         assert len(editor.messages) == 1
 
 
+async def test_what_is_wrong_with_settings_is_told_once_until_it_is_mended() -> None:
+    wrong: dict[str, object] = {"maxTokens": 0}
+    async with connected(settings=wrong, configuration=wrong) as editor:
+        for _ in range(3):
+            editor.configure(**wrong)
+            await editor.counts()
+        assert len(editor.messages) == 1
+        editor.configure(maxTokens=1)
+        editor.configure(**wrong)
+        await editor.message_count(2)
+
+
 async def test_a_server_that_is_down_is_told_once_until_it_is_back(server: RunningServer) -> None:
     door = Door(server.url)
     async with connected("--url", door.url, "-n", "8", "--debounce-ms", "0") as editor:

@@ -57,6 +57,7 @@ class MidfillLanguageServer:
         self._documents = OpenDocuments()
         self._statistics = Statistics()
         self._notices = Notices()
+        self._problems: list[str] = []  # with the settings that the client has sent last
         self._numbers = itertools.count()
         self._access = self._new_access()
         self._completer = Completer(
@@ -227,9 +228,15 @@ class MidfillLanguageServer:
         await self._access.prepare()
 
     def _updated(self, settings: Settings, given: object) -> Settings:
+        """Return settings with the client's on top; tell the user what is newly wrong with these.
+
+        Clients often send the same settings several times.
+        """
         updated, problems = settings.updated(given)
         for problem in problems:
-            self._tell(types.MessageType.Warning, f"a setting is ignored: {problem}")
+            if problem not in self._problems:
+                self._tell(types.MessageType.Warning, f"a setting is ignored: {problem}")
+        self._problems = problems
         return updated
 
     def _use(self, settings: Settings) -> None:
