@@ -82,11 +82,12 @@ class Vim:
         """Return the value of an expression; None if it has none."""
         file = self._folder / f"{uuid.uuid4().hex}.json"
         self.press("Escape")
+        time.sleep(0.1)  # or else the terminal takes it for the Alt key
         self.type(f":silent! call writefile([json_encode({expression})], '{file}')\r")
         for _ in range(200):
             time.sleep(0.1)
-            if file.exists():
-                return json.loads(file.read_text() or "null")
+            if file.exists() and (text := file.read_text()):
+                return json.loads(text)
         return None
 
     def counts(self) -> dict[str, int]:
