@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 from lsp_editor import INVOKED, Editor, insertion, position
 from lsprotocol import types
@@ -154,20 +155,25 @@ async def test_a_cancelled_request_is_answered_so(editor: Editor) -> None:
 async def test_a_change_ends_generation_in_the_server(
     editor: Editor, server: RunningServer
 ) -> None:
-    def load() -> None:
-        server.complete(prompt="x", max_tokens=400, n=100, ignore_eos=True)
+    async def running(count: int) -> None:
+        condition = lambda: server.metric("num_requests_running") == count  # noqa: E731
+        await asyncio.to_thread(server.wait_for, condition, 60)
 
     uri = editor.open(TEXT)
     editor.configure(url=server.url, maxTokens=400, debounceMs=0)
-    busy = asyncio.create_task(asyncio.to_thread(load))  # so that a step takes a while
-    await asyncio.to_thread(server.wait_for, lambda: server.metric("num_requests_running") == 100)
-    request = asyncio.create_task(editor.ask(uri, 1, 14))
-    await asyncio.to_thread(server.wait_for, lambda: server.metric("num_requests_running") == 101)
-    editor.change(uri, insertion(0, 0, "#"))
-    assert await request is None
-    await asyncio.to_thread(server.wait_for, lambda: server.metric("num_requests_running") <= 100)
-    assert not busy.done()
-    await busy
+    load = {"prompt": "x", "max_tokens": 400, "n": 100, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=None) as client:
+        # So that a step takes a while.
+        busy = asyncio.create_task(client.post(f"{server.url}/v1/completions", json=load))
+        await running(100)
+        request = asyncio.create_task(editor.ask(uri, 1, 14))
+        await running(101)
+        editor.change(uri, insertion(0, 0, "#"))
+        assert await request is None
+        await running(100)
+        assert not busy.done()
+        busy.cancel()
+    await running(0)
     editor.configure(url=server.url, maxTokens=8, debounceMs=0)
 
 

@@ -113,3 +113,34 @@ def test_bad_options_are_one_line(options: tuple[str, ...], line: str) -> None:
     result = run(b"", *options)
     assert (result.returncode, result.stdout) == (1, b"")
     assert result.stderr.decode().splitlines() == [line]
+
+
+def test_a_client_that_answers_no_request_gets_answers_all_the_same() -> None:
+    capabilities = {"workspace": {"configuration": True}, "window": {"workDoneProgress": True}}
+    document, place = {"uri": "a", "text": "x = "}, {"line": 0, "character": 4}
+    asked = [
+        request(1, "initialize", processId=None, rootUri=None, capabilities=capabilities),
+        frame({"jsonrpc": "2.0", "method": "initialized", "params": {}}),
+        frame(
+            {
+                "jsonrpc": "2.0",
+                "method": "textDocument/didOpen",
+                "params": {"textDocument": document},
+            }
+        ),
+        request(2, "textDocument/inlineCompletion", textDocument={"uri": "a"}, position=place),
+    ]
+    command = [sys.executable, "-m", "midfill", "lsp", "--url", "http://127.0.0.1:9"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"".join(asked))
+        process.stdin.flush()
+        found: object = None
+        while found != 2:
+            length = 0
+            while header := process.stdout.readline().strip():
+                if header.startswith(b"Content-Length: "):
+                    length = int(header.removeprefix(b"Content-Length: "))
+            found = json.loads(process.stdout.read(length)).get("id")
+        process.stdin.close()

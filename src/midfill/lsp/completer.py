@@ -18,7 +18,6 @@ from midfill.lsp.warming import CaretPlace
 T = TypeVar("T")
 
 _ALTERNATIVES_TEMPERATURE = 0.5
-_START_SECONDS = 2.0  # to wait for a client's settings
 
 
 class Access(Protocol):
@@ -139,8 +138,7 @@ class Completer:
             self._warming = None
 
     async def _suggest(self, request: Request, document: Document) -> list[Suggestion]:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._started.wait(), _START_SECONDS)
+        await self._started.wait()
         caret = Caret.in_text(document.uri, document.text, request.index)
         rest = None if request.invoked else self._last.rest(caret)
         if rest is not None:

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -32,10 +32,12 @@ from midfill.version import __version__
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 STATISTICS_COMMAND = "midfill.statistics"
 
 _MENU_TRIGGERS = tuple(" .,:=([{<+-*/|&")
-_PROGRESS_SECONDS = 2.0  # to wait until the client has made room for a progress display
+_CLIENT_SECONDS = 2.0  # to wait for a client's answer
 
 _ENCODINGS: tuple[PositionEncoding, ...] = ("utf-8", "utf-16", "utf-32")
 
@@ -69,7 +71,7 @@ class MidfillLanguageServer:
     async def close(self) -> None:
         """End all work, and the server of the language server's own."""
         self._completer.end()
-        await self._access.close()
+        await asyncio.gather(self._access.close(), *self._closing)
         _log.info("statistics: %s", msgspec.json.encode(self._statistics.counts).decode())
 
     def _register(self) -> None:
@@ -187,6 +189,8 @@ class MidfillLanguageServer:
     def _initialize(self, params: types.InitializeParams) -> None:
         self._base = self._updated(self._base, params.initialization_options)
         self._use(self._base)
+        # For clients that never say that they are initialized.
+        asyncio.get_running_loop().call_later(2 * _CLIENT_SECONDS, self._completer.start)
         agreed = self.pygls.workspace.position_encoding  # an enumeration, equal to its values
         (self._documents.encoding,) = (each for each in _ENCODINGS if each == agreed)
         capabilities = params.capabilities.text_document
@@ -211,9 +215,8 @@ class MidfillLanguageServer:
             options = types.DidChangeConfigurationRegistrationOptions(section=SECTION)
             registration = types.Registration(str(uuid4()), method, options)
             with _client_errors_logged():
-                await self.pygls.client_register_capability_async(
-                    types.RegistrationParams([registration])
-                )
+                params = types.RegistrationParams([registration])
+                await _soon(self.pygls.client_register_capability_async(params))
 
     async def _configure(self, given: object) -> None:
         """Use the client's settings: those it has sent or, if it sends none, those it has."""
@@ -221,9 +224,8 @@ class MidfillLanguageServer:
         if not given and workspace and workspace.configuration:
             item = types.ConfigurationItem(section=SECTION)
             with _client_errors_logged():
-                (given,) = await self.pygls.workspace_configuration_async(
-                    types.ConfigurationParams([item])
-                )
+                params = types.ConfigurationParams([item])
+                (given,) = await _soon(self.pygls.workspace_configuration_async(params))
         self._use(self._updated(self._base, given))
         await self._access.prepare()
 
@@ -284,8 +286,8 @@ class MidfillLanguageServer:
             yield
             return
         progress, token = self.pygls.work_done_progress, str(uuid4())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(progress.create_async(token), _PROGRESS_SECONDS)
+        with _client_errors_logged():
+            await _soon(progress.create_async(token))
         progress.begin(token, types.WorkDoneProgressBegin(title))
         try:
             yield
@@ -300,3 +302,14 @@ def _client_errors_logged() -> Iterator[None]:
         yield
     except (JsonRpcException, ValueError) as error:
         _log.warning("the client's answer is ignored: %s", error)
+    except TimeoutError:
+        _log.warning("the client doesn't answer a request")
+
+
+async def _soon(answer: Awaitable[T]) -> T:
+    """Return a client's answer.
+
+    Raises:
+        TimeoutError: it has none; without it, nothing of this server would start.
+    """
+    return await asyncio.wait_for(answer, _CLIENT_SECONDS)
