@@ -1,5 +1,6 @@
 """AdaptedCheckpoint: the same answers as PEFT on transformers, in the base's size and kinds."""
 
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,10 +271,13 @@ class TestIdentity:
         assert len({each.content_digest for each in others} | {checkpoint.content_digest}) == 6
         assert AdaptedCheckpoint(checkpoint, adapter).fingerprint == others[0].fingerprint
 
-    def test_the_adapter_s_own_rounding_is_used(self, base: Path, folder: Path) -> None:
-        write_record(folder, None, rounding="stochastic")
+    def test_the_adapter_s_own_rounding_is_used(
+        self, base: Path, folder: Path, tmp_path: Path
+    ) -> None:
+        copied = shutil.copytree(folder, tmp_path / "lora")
+        write_record(copied, None, rounding="stochastic")
         checkpoint = Quantised(open_checkpoint(base), "q4_1")
-        own = AdaptedCheckpoint(checkpoint, load_adapter(folder, checkpoint))
+        own = AdaptedCheckpoint(checkpoint, load_adapter(copied, checkpoint))
         assert own.rounding == "stochastic"
         assert AdaptedCheckpoint(checkpoint, own.adapter, rounding="nearest").rounding == "nearest"
 

@@ -127,6 +127,12 @@ class PlaygroundPage(OpenedPage):
             self.page.keyboard.press(key)
         return self._shown(answer.value)
 
+    def choose_lines(self, lines: str) -> Asked:
+        """Choose how far suggestions go, which asks again."""
+        with self.page.expect_response("**/v1/completions") as answer:
+            self.page.select_option("#lines", lines)
+        return self._shown(answer.value)
+
     def insert(self, text: str) -> Asked:
         """Insert a text at once, as pasting does."""
         with self.page.expect_response("**/v1/completions") as answer:

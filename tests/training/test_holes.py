@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from midfill.infill.opened_line import opened_line_break
 from midfill.infill.prefix_cut import CutHistory
 from midfill.training.holes import Hole, draw_hole
 from midfill.training.recipe import DataRecipe
@@ -74,6 +75,22 @@ def test_a_block_of_whole_lines_starts_and_ends_where_lines_start(
         assert hole.caret == 0 or text[hole.caret - 1] == "\n"
         assert hole.end == len(text) or text[hole.end - 1] == "\n"
         assert len(text[hole.caret : hole.end].removesuffix("\n").split("\n")) <= lines
+
+
+@given(TEXTS, SEEDS)
+def test_line_starts_are_shown_as_the_server_shows_them(text: str, seed: int) -> None:
+    recipe = only(block=1.0, nothing=1.0, whole_lines=1.0)
+    sent = draw(text, recipe, seed)
+    shown = draw(text, dataclasses.replace(recipe, opened_lines=True), seed)
+    if sent is None or shown is None:
+        assert sent is shown
+        return
+    prefix, suffix = text[sent.start : sent.caret], text[sent.end : sent.stop]
+    needed = sent.kind == "nothing" or text[sent.caret : sent.end].endswith("\n")
+    line_break = opened_line_break(prefix, suffix) if needed else ""
+    assert shown.line_break + text[shown.end : shown.stop] == line_break + suffix
+    missing = text[shown.caret : shown.end]
+    assert text[sent.caret : sent.end] == (missing + line_break if missing else "")
 
 
 @given(TEXTS, SEEDS, st.integers(1, 20))

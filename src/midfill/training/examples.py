@@ -84,7 +84,7 @@ class ExampleMaker:
             fragments: whether to tokenise in fragments.
         """
         prefix, middle = text[hole.start : hole.caret], text[hole.caret : hole.end]
-        suffix = text[hole.end : hole.stop]
+        suffix = hole.line_break + text[hole.end : hole.stop]
         # Suffix-first formats end with the whole prefix; there is no increment.
         cut = len(prefix) if self.format.order == "spm" else hole.cut
         segments, _ = lay_out(self.format, prefix[:cut], suffix, cut)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
+from midfill.infill.opened_line import opened_line_break
 from midfill.infill.prefix_cut import CutRule, first_cut
 from midfill.training.recipe import DataRecipe
 
@@ -20,7 +21,8 @@ _AT_LINE_END = 0.7  # share of the carets where nothing is missing
 class Hole:
     """One infilling task, in characters of its document.
 
-    ``prefix = text[start:caret]``, ``middle = text[caret:end]``, ``suffix = text[end:stop]``.
+    ``prefix = text[start:caret]``, ``middle = text[caret:end]``, and
+    ``suffix = line_break + text[end:stop]``.
 
     Attributes:
         kind: "line": from the caret to the end of its line. "block": whole lines, or from after
@@ -30,6 +32,7 @@ class Hole:
         cut: characters of the prefix before the suffix in the prompt (EFIM's k).
         layout: how the cut was chosen: after the prefix ("psm"), before it ("spm"), at a random
             character ("efim"), or where the planner cuts a new document ("planned").
+        line_break: what the server would put before the suffix (``infill.opened_line``).
     """
 
     kind: HoleKind
@@ -39,6 +42,7 @@ class Hole:
     stop: int
     cut: int
     layout: LayoutKind
+    line_break: str = ""
 
 
 def draw_hole(
@@ -63,6 +67,12 @@ def draw_hole(
     if kind != "nothing" and not text[caret:end].strip():
         return None
     start, stop = _draw_context(text, caret, end, recipe, rng)
+    line_break = ""
+    if recipe.opened_lines and (kind == "nothing" or text[caret:end].endswith("\n")):
+        line_break = opened_line_break(text[start:caret], text[end:stop])
+        if kind != "nothing":
+            # The hole leaves its last break to the suffix instead of getting another one.
+            end, line_break = end - len(line_break), ""
     layout: LayoutKind = rng.choices(
         ("psm", "spm", "efim", "planned"), (recipe.psm, recipe.spm, recipe.efim, recipe.planned)
     )[0]
@@ -71,7 +81,7 @@ def draw_hole(
     rule = CutRule(least_increment=_log_uniform(*recipe.increment_characters, rng))
     planned_cut = first_cut(text[start:caret], rule, keeps_tokens)
     cut = {"psm": length, "spm": 0, "efim": random_cut, "planned": planned_cut}[layout]
-    return Hole(kind, start, caret, end, stop, cut, layout)
+    return Hole(kind, start, caret, end, stop, cut, layout, line_break)
 
 
 def _draw_middle(

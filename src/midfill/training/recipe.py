@@ -44,6 +44,9 @@ class DataRecipe:
         whole_lines: share of blocks that start and end at the start of a line, line break
             included; half of them are single lines. The other blocks leave out the first line's
             indentation and the last line's break.
+        opened_lines: whether carets at the start of a line that has text are shown as the server
+            shows them: on an empty line above it (``infill.opened_line``). Holes of whole lines
+            then leave out their last line break.
         span_characters: maximum length of a span.
         empty_suffix: share of examples without text after the hole.
         psm, spm, efim, planned: weights of the layouts: the suffix after the whole prefix, before
@@ -78,6 +81,7 @@ class DataRecipe:
     nothing: float = 0.0
     block_lines: int = 8
     whole_lines: float = 0.6
+    opened_lines: bool = False
     span_characters: int = 200
     empty_suffix: float = 0.04
     psm: float = 0.3

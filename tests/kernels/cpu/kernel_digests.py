@@ -5,6 +5,7 @@ the argument "code" it only compiles the products, for the chip that Numba was t
 """
 
 import hashlib
+import itertools
 import json
 import sys
 from typing import Any
@@ -18,11 +19,13 @@ from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, allocate_kv, load_entry, write_entry
 from midfill.kernels.cpu.packing import PANEL, PackedMatrix, WeightFormat, pack
+from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables, norm, rotate
 from midfill.kernels.cpu.simd import exp, load, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext
 from midfill.kernels.cpu.tiles import even_tile_rows
+from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.stored_tensor import StoredTensor
 
 INSTRUCTIONS = ("zmm", "ymm", "vpdpbusd", "pmaddubsw", "pmulld", "vfmadd", "vcvtph2ps")
@@ -163,8 +166,17 @@ def embeddings() -> list[np.ndarray]:
     return results
 
 
+def cells_with_terms(count: int) -> RaggedIndex:
+    """Return cells of one layer and head, each with its terms."""
+    terms = KeyTerms(normal(count), normal(count), normal(count))
+    return RaggedIndex(np.array([0, count]), np.arange(count), terms)
+
+
 def attended() -> list[np.ndarray]:
-    """Attend with several heads per KV head: keys in place (1, 3 rows) and transposed (9)."""
+    """Attend with several heads per KV head: keys in place (1, 3 rows) and transposed (9).
+
+    With slots alone, then with cells before them that have terms.
+    """
     dim, slots = 96, 300
     cache = KVCache.allocate(KVFormat.F16, slots, dim)
     for entries, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
@@ -174,11 +186,12 @@ def attended() -> list[np.ndarray]:
     none = np.zeros(0, np.float32)
     order = rng.permutation(slots).astype(np.int32)
     results = []
-    for rows in (1, 3, 9):
+    for rows, indices in itertools.product((1, 3, 9), ([], [cells_with_terms(40)])):
+        ragged, _ = pack_ragged(indices)
         tiles = np.zeros((2, attention.TILE_FIELDS), np.int32)
         tiles[0] = 0, 0, 1, 0
         metadata = attention.AttentionMetadata(
-            np.array([0, 1], np.int32), np.array([0, slots], np.int32), order, tiles, 1, 0
+            np.array([0, 1], np.int32), np.array([0, slots], np.int32), order, tiles, 1, 0, ragged
         )
         out = np.zeros(rows * dim, np.float32)
         attention.attend(

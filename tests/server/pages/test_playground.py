@@ -94,7 +94,7 @@ def test_control_and_arrow_accept_a_word_and_leave_the_rest(playground: Playgrou
 
 
 def test_shift_tab_accepts_a_line(playground: PlaygroundPage) -> None:
-    playground.page.select_option("#lines", "all")
+    playground.choose_lines("all")
     playground.page.locator(".cm-content").focus()
     asked = playground.type_until(r"/^[^\n]+\n/")
     accepted = playground.press("Shift+Tab")
