@@ -1,6 +1,6 @@
 """The ``midfill eval`` commands."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,9 +25,9 @@ from midfill.cli.evaluation_options import (
     UrlOption,
 )
 from midfill.cli.evaluation_page import page
+from midfill.cli.evaluation_run import Outputs, ResultsFile
 from midfill.cli.evaluation_values import (
     choose_tasks,
-    earlier_report,
     parse_context,
     parse_suffixes,
     results_console,
@@ -47,6 +47,7 @@ from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
 if TYPE_CHECKING:
     from midfill.evaluation.models import Model
     from midfill.evaluation.run import InfillingReport
+    from midfill.system.progress import Progress
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -98,20 +99,18 @@ def infilling(
     character, the first and the last of these with token healing, and as midfill lays prompts out.
     """
     from midfill.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
     from midfill.evaluation.conditions import choose_conditions, parse_conditions
     from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.models import RemoteModel
-    from midfill.evaluation.report import write_report
-    from midfill.evaluation.run import RunOptions, evaluate, load_problems
+    from midfill.evaluation.run import RunOptions, load_problems
 
     if url is not None and (model or adapter or typed):
         raise MidfillError(
             "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
-    earlier = earlier_report(json, resume)
+    results = ResultsFile(json, resume)
     names = None if conditions is None else parse_conditions(conditions)
     before, after = parse_context(context_characters)
     options = RunOptions(
@@ -125,33 +124,29 @@ def infilling(
         suffixes=parse_suffixes(suffixes),
     )
     problems = load_problems(options, humaneval, files or [])
+    asked = ModelChoice(
+        model=model or DEFAULT_MODEL,
+        adapter=adapter,
+        weights=weights,
+        backend=backend,
+        device=device,
+        threads=threads,
+        fim_tokens=fim_tokens,
+        processes=processes,
+    )
 
-    def save(report: "InfillingReport") -> None:
-        if json is not None:
-            write_report(report, json, finished=False)
-
-    with ExitStack() as stack:
-        progress = stack.enter_context(show_progress())
-        evaluated: Model
+    def open_model(progress: "Progress") -> "AbstractContextManager[Model]":
         if url is not None:
-            evaluated = RemoteModel(url, fim_tokens)
-        else:
-            choice = ModelChoice(
-                model=model or DEFAULT_MODEL,
-                adapter=adapter,
-                weights=weights,
-                backend=backend,
-                device=device,
-                threads=threads,
-                fim_tokens=fim_tokens,
-                processes=processes,
-            )
-            evaluated = stack.enter_context(load_model(choice, progress))
-        chosen = choose_conditions(names, evaluated.format, remote=evaluated.remote)
-        report = evaluate(evaluated, problems, chosen, options, progress, save, earlier)
-    if json is not None:
-        write_report(report, json, finished=True)
-    _show(report, plot, docs, section)
+            return nullcontext(RemoteModel(url, fim_tokens))
+        return load_model(asked, progress)
+
+    report = results.run(
+        open_model,
+        problems,
+        lambda model: choose_conditions(names, model.format, remote=model.remote),
+        options,
+    )
+    _show(report, Outputs(plot, docs, section))
 
 
 @app.command()
@@ -164,20 +159,17 @@ def show(
     """Print the tables of a run from its JSON file, even of an interrupted run."""
     from midfill.evaluation.report import read_report
 
-    _show(read_report(results), plot, docs, section)
+    _show(read_report(results), Outputs(plot, docs, section))
 
 
-def _show(report: "InfillingReport", plot: Path | None, docs: Path | None, section: str) -> None:
+def _show(report: "InfillingReport", outputs: Outputs) -> None:
     from midfill.evaluation.report import plot_report, report_markdown, report_tables
-    from midfill.reporting.document_sections import replace_section
 
-    console = results_console()
-    for table in report_tables(report):
-        console.print(table)
-    if plot is not None:
-        plot_report(report, plot)
-    if docs is not None:
-        replace_section(docs, section, report_markdown(report))
+    outputs.show(
+        report_tables(report),
+        lambda path: plot_report(report, path),
+        lambda: report_markdown(report),
+    )
 
 
 @app.command()

@@ -1,5 +1,6 @@
 """The command ``midfill eval cuts``."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,10 +19,10 @@ from midfill.cli.evaluation_options import (
     SuffixesOption,
     TasksOption,
 )
+from midfill.cli.evaluation_run import Outputs, ResultsFile
 from midfill.cli.evaluation_values import (
     check_target,
     choose_tasks,
-    earlier_report,
     parse_context,
     parse_suffixes,
     results_console,
@@ -102,7 +103,6 @@ def cuts(
     from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY
     from midfill.checkpoints.model_record import write_cut
     from midfill.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.cli.progress import show_progress
     from midfill.evaluation.choice import check_score
     from midfill.evaluation.cut_report import cut_measurement
     from midfill.evaluation.cuts import (
@@ -113,12 +113,11 @@ def cuts(
     )
     from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
-    from midfill.evaluation.report import write_report
-    from midfill.evaluation.run import RunOptions, evaluate, load_problems
+    from midfill.evaluation.run import RunOptions, load_problems
 
     places = parse_distances(distances)
     check_score(score)
-    earlier = earlier_report(json, resume)
+    results = ResultsFile(json, resume)
     if write is not None:
         check_target(write, model or DEFAULT_MODEL, adapter, LEAST_INCREMENT_KEY)
     before, after = parse_context(context_characters)
@@ -132,11 +131,6 @@ def cuts(
         suffixes=parse_suffixes(suffixes),
     )
     problems = load_problems(options, humaneval, files or [])
-
-    def save(report: "InfillingReport") -> None:
-        if json is not None:
-            write_report(report, json, finished=False)
-
     asked = ModelChoice(
         model=model or DEFAULT_MODEL,
         adapter=adapter,
@@ -147,33 +141,25 @@ def cuts(
         fim_tokens=fim_tokens,
         processes=processes,
     )
-    with show_progress() as progress, load_model(asked, progress) as evaluated:
-        conditions = cut_conditions(places, evaluated.format)
-        report = evaluate(evaluated, problems, conditions, options, progress, save, earlier)
-    if json is not None:
-        write_report(report, json, finished=True)
+    report = results.run(
+        partial(load_model, asked),
+        problems,
+        lambda model: cut_conditions(places, model.format),
+        options,
+    )
     choice = choose_cut(report, score=score, margin=margin / 100)
-    _show(report, choice, plot, docs, section)
+    _show(report, choice, Outputs(plot, docs, section))
     if write is not None:
         least = parse_distance(choice.recommended)
         path = write_cut(write, least, cut_measurement(report, choice))
         results_console().print(f"written to {path}", markup=False, highlight=False)
 
 
-def _show(
-    report: "InfillingReport",
-    choice: "Choice",
-    plot: Path | None,
-    docs: Path | None,
-    section: str,
-) -> None:
+def _show(report: "InfillingReport", choice: "Choice", outputs: Outputs) -> None:
     from midfill.evaluation.cut_report import cut_markdown, cut_tables, plot_cuts
-    from midfill.reporting.document_sections import replace_section
 
-    console = results_console()
-    for table in cut_tables(report, choice):
-        console.print(table)
-    if plot is not None:
-        plot_cuts(report, choice, plot)
-    if docs is not None:
-        replace_section(docs, section, cut_markdown(report, choice))
+    outputs.show(
+        cut_tables(report, choice),
+        lambda path: plot_cuts(report, choice, path),
+        lambda: cut_markdown(report, choice),
+    )

@@ -1,5 +1,6 @@
 """The command ``midfill eval empty``."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,9 @@ from midfill.cli.evaluation_options import (
     ResumeOption,
     SeedOption,
 )
+from midfill.cli.evaluation_run import Outputs, ResultsFile
 from midfill.cli.evaluation_values import (
     check_target,
-    earlier_report,
     parse_context,
     results_console,
 )
@@ -95,7 +96,6 @@ def empty(
     from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY
     from midfill.checkpoints.model_record import write_empty
     from midfill.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
     from midfill.evaluation.empties import (
         caret_tasks,
@@ -106,10 +106,9 @@ def empty(
     from midfill.evaluation.empty_report import empty_measurement
     from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
-    from midfill.evaluation.report import write_report
-    from midfill.evaluation.run import RunOptions, evaluate, load_problems
+    from midfill.evaluation.run import RunOptions, load_problems
 
-    earlier = earlier_report(json, resume)
+    results = ResultsFile(json, resume)
     if not files:
         raise MidfillError("nothing to ask: name held-out Python files with --files")
     if write is not None and threshold is not None:
@@ -126,11 +125,6 @@ def empty(
         max_tokens=max_tokens,
     )
     problems = load_problems(options, humaneval, files)
-
-    def save(report: "InfillingReport") -> None:
-        if json is not None:
-            write_report(report, json, finished=False)
-
     asked = ModelChoice(
         model=model or DEFAULT_MODEL,
         adapter=adapter,
@@ -141,36 +135,25 @@ def empty(
         fim_tokens=fim_tokens,
         processes=processes,
     )
-    with show_progress() as progress, load_model(asked, progress) as evaluated:
-        conditions = empty_conditions(evaluated.format)
-        report = evaluate(evaluated, problems, conditions, options, progress, save, earlier)
-    if json is not None:
-        write_report(report, json, finished=True)
+    report = results.run(
+        partial(load_model, asked), problems, lambda model: empty_conditions(model.format), options
+    )
     choice = (
         choose_empty(report, limit=most / 100)
         if threshold is None
         else given_empty(report, threshold)
     )
-    _show(report, choice, plot, docs, section)
+    _show(report, choice, Outputs(plot, docs, section))
     if write is not None:
         path = write_empty(write, choice.threshold, empty_measurement(report, choice))
         results_console().print(f"written to {path}", markup=False, highlight=False)
 
 
-def _show(
-    report: "InfillingReport",
-    choice: "EmptyChoice",
-    plot: Path | None,
-    docs: Path | None,
-    section: str,
-) -> None:
+def _show(report: "InfillingReport", choice: "EmptyChoice", outputs: Outputs) -> None:
     from midfill.evaluation.empty_report import empty_markdown, empty_tables, plot_empty
-    from midfill.reporting.document_sections import replace_section
 
-    console = results_console()
-    for table in empty_tables(report, choice):
-        console.print(table)
-    if plot is not None:
-        plot_empty(report, choice, plot)
-    if docs is not None:
-        replace_section(docs, section, empty_markdown(report, choice))
+    outputs.show(
+        empty_tables(report, choice),
+        lambda path: plot_empty(report, choice, path),
+        lambda: empty_markdown(report, choice),
+    )

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from midfill.evaluation.problems import Task
-    from midfill.evaluation.run import InfillingReport
 
 
 def results_console() -> "Console":
@@ -70,20 +69,6 @@ def parse_context(text: str) -> tuple[int, int]:
     if before < 1 or after < 0:
         raise typer.BadParameter("--context-characters takes two numbers like 2000,1000")
     return before, after
-
-
-def earlier_report(json: Path | None, resume: bool) -> "InfillingReport | None":
-    """Return the report to resume; None where there is none, or none is asked for.
-
-    Raises:
-        MidfillError: ``--resume`` without a file, or the file is no report.
-    """
-    from midfill.errors import MidfillError
-    from midfill.evaluation.report import read_report
-
-    if resume and json is None:
-        raise MidfillError("--resume continues what a file holds: name it with --json")
-    return read_report(json) if resume and json is not None and json.exists() else None
 
 
 def check_target(folder: Path, model: str, adapter: str | None, keys: str) -> None:

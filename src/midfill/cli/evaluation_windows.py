@@ -1,5 +1,6 @@
 """The command ``midfill eval windows``."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,9 @@ from midfill.cli.evaluation_options import (
     SeedOption,
     SuffixesOption,
 )
+from midfill.cli.evaluation_run import Outputs, ResultsFile
 from midfill.cli.evaluation_values import (
     check_target,
-    earlier_report,
     parse_suffixes,
     results_console,
 )
@@ -97,14 +98,12 @@ def windows(
     from midfill.checkpoints.checkpoint import WINDOW_AFTER_KEY, WINDOW_BEFORE_KEY
     from midfill.checkpoints.model_record import write_window
     from midfill.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
     from midfill.evaluation.choice import check_score
     from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.problems import parse_tasks
-    from midfill.evaluation.report import write_report
-    from midfill.evaluation.run import RunOptions, evaluate, load_problems
+    from midfill.evaluation.run import RunOptions, load_problems
     from midfill.evaluation.window_report import window_measurement
     from midfill.evaluation.windows import (
         check_tasks,
@@ -116,7 +115,7 @@ def windows(
 
     rules = parse_windows(windows)
     check_score(score)
-    earlier = earlier_report(json, resume)
+    results = ResultsFile(json, resume)
     if not files:
         raise MidfillError("nothing to ask: name held-out source files with --files")
     if write is not None:
@@ -132,11 +131,6 @@ def windows(
     )
     check_tasks(options.tasks)
     problems = load_problems(options, None, files)
-
-    def save(report: "InfillingReport") -> None:
-        if json is not None:
-            write_report(report, json, finished=False)
-
     asked = ModelChoice(
         model=model or DEFAULT_MODEL,
         adapter=adapter,
@@ -147,33 +141,22 @@ def windows(
         fim_tokens=fim_tokens,
         processes=processes,
     )
-    with show_progress() as progress, load_model(asked, progress) as evaluated:
-        conditions = window_conditions(rules)
-        report = evaluate(evaluated, problems, conditions, options, progress, save, earlier)
-    if json is not None:
-        write_report(report, json, finished=True)
+    report = results.run(
+        partial(load_model, asked), problems, lambda model: window_conditions(rules), options
+    )
     choice = choose_window(report, score=score, margin=margin / 100)
-    _show(report, choice, plot, docs, section)
+    _show(report, choice, Outputs(plot, docs, section))
     if write is not None:
         measured = window_measurement(report, choice)
         path = write_window(write, rule_of(choice.recommended), measured)
         results_console().print(f"written to {path}", markup=False, highlight=False)
 
 
-def _show(
-    report: "InfillingReport",
-    choice: "Choice",
-    plot: Path | None,
-    docs: Path | None,
-    section: str,
-) -> None:
+def _show(report: "InfillingReport", choice: "Choice", outputs: Outputs) -> None:
     from midfill.evaluation.window_report import plot_windows, window_markdown, window_tables
-    from midfill.reporting.document_sections import replace_section
 
-    console = results_console()
-    for table in window_tables(report, choice):
-        console.print(table)
-    if plot is not None:
-        plot_windows(report, choice, plot)
-    if docs is not None:
-        replace_section(docs, section, window_markdown(report, choice))
+    outputs.show(
+        window_tables(report, choice),
+        lambda path: plot_windows(report, choice, path),
+        lambda: window_markdown(report, choice),
+    )
