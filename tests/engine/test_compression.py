@@ -74,6 +74,54 @@ def test_chunks_batches_and_drafts_change_no_answer(budget: int) -> None:
         assert texts(answers) == expected
 
 
+@pytest.mark.parametrize("budget", [1, 7, 64])
+def test_tokens_after_the_compressed_ones_are_scored_as_if_they_had_been_generated(
+    budget: int,
+) -> None:
+    scored = sampling(logprobs=0)
+    answer = serve(engine(), [request("first", LONG, scored)])["first", 0]
+    one = engine(token_budget=budget)
+    forced = request(
+        "second",
+        [*LONG, *answer.tokens],
+        sampling(prompt_logprobs=0, max_tokens=1),
+        compress_after=len(LONG),
+        score_from=len(LONG),
+    )
+    one.add(forced)
+    outputs = []
+    while one.has_work():
+        outputs += one.step()
+    assert outputs[0].prompt_logprobs is not None
+    found = [score.logprob for score in outputs[0].prompt_logprobs]
+    assert found == pytest.approx([score.logprob for score in answer.logprobs], abs=1e-5)
+
+
+def test_questions_after_a_compressed_context_find_it_and_see_what_stays_of_it() -> None:
+    one = engine()
+    serve(one, [request("context", LONG)])
+    exact = one.stats().slots_cached
+    for seed in (1, 2):
+        asked = [*LONG, *prompt(9, seed)]
+        answers = serve(one, [request("asked", asked, compress_after=len(LONG))])
+        assert answers["asked", 0].cached_tokens == len(LONG) - METHOD.observed_rows
+        assert answers["asked", 0].tokens not in (alone(asked), truth(asked))
+    assert one.stats().slots_cached == exact, "nothing that saw compressed keys is cached"
+
+
+def test_questions_after_a_compressed_context_survive_preemption() -> None:
+    asked = {f"r{seed}": prompt(31, seed) for seed in range(4)}
+    fields = {"compress_after": 28}
+    expected = {
+        (name, 0): serve(engine(), [request(name, tokens, **fields)])[name, 0].tokens
+        for name, tokens in asked.items()
+    }
+    one = engine(slots=75)
+    answers = serve(one, [request(name, tokens, **fields) for name, tokens in asked.items()])
+    assert one.stats().preemptions > 0
+    assert texts(answers) == expected
+
+
 def test_preempted_answers_are_compressed_at_the_same_place_again() -> None:
     prompts = {f"r{seed}": prompt(30, seed) for seed in range(4)}
     one = engine(slots=75)

@@ -33,8 +33,11 @@ def reference(tokens: list[int]) -> list[TokenLogprobs]:
 
 
 def check(scores: list[TokenLogprobs] | None, tokens: list[int]) -> None:
-    expected = reference(tokens)
     assert scores is not None
+    check_equal(scores, reference(tokens))
+
+
+def check_equal(scores: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
     assert len(scores) == len(expected)
     for score, truth_ in zip(scores, expected, strict=True):
         assert score.logprob == pytest.approx(truth_.logprob, abs=1e-5)
@@ -79,6 +82,19 @@ def test_a_cached_prompt_is_computed_again_and_its_kv_stays_cached_once() -> Non
     assert outputs[0].cached_tokens == 0
     assert one.stats().slots_cached == cached
     assert outputs_of(one, request("b", TOKENS))[0].cached_tokens == 69
+
+
+@pytest.mark.parametrize("budget", [1, 8, 512])
+@pytest.mark.parametrize("start", [1, 40, 69])
+def test_from_a_token_on_what_precedes_it_may_be_cached(budget: int, start: int) -> None:
+    one = engine(token_budget=budget)
+    serve(one, [request("warm", TOKENS)])
+    scored = request("a", TOKENS, sampling(prompt_logprobs=3), score_from=start)
+    outputs = outputs_of(one, scored)
+    assert outputs[0].cached_tokens == start - 1
+    scores = scores_of(outputs)
+    assert scores is not None
+    check_equal(scores, reference(TOKENS)[start - 1 :])
 
 
 def test_beside_others_and_equal_ones() -> None:

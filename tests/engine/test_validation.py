@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from midfill.engine.request import EngineSamplingParams
-from midfill.engine.validation import SAMPLING_RANGES, check_sampling_ranges
+from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.validation import SAMPLING_RANGES, check_sampling_ranges, validate
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams, check_sampling
 
@@ -65,3 +65,23 @@ def test_the_models_vocabulary_limits_token_ids_and_logprobs() -> None:
         check_sampling_ranges(EngineSamplingParams(logprobs=21), VOCAB, max_logprobs=20)
     with pytest.raises(InvalidRequestError, match=r"^logit_bias must be of token ids from 0 to 49"):
         check_sampling_ranges(EngineSamplingParams(logit_bias={VOCAB: 1.0}), VOCAB, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"compress_after": -1}, "compress_after"),
+        ({"compress_after": 5}, "compress_after"),
+        ({"compress_after": 2, "sampling": EngineSamplingParams(n=2)}, "n"),
+        ({"score_from": 0}, "score_from"),
+        ({"score_from": 4}, "score_from"),
+    ],
+)
+def test_parts_of_a_prompt_lie_within_it(fields: dict[str, object], names: str) -> None:
+    request = EngineRequest(
+        **{"request_id": "r", "token_ids": [1, 2, 3, 4], "sampling": EngineSamplingParams()}  # type: ignore[arg-type]
+        | fields
+    )
+    with pytest.raises(InvalidRequestError) as error:
+        validate(request, VOCAB, 100)
+    assert error.value.param == names

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,9 +96,10 @@ def request(
     prompt: Iterable[int],
     sampling: EngineSamplingParams = GREEDY,
     tenant: str = "",
+    **fields: Any,
 ) -> EngineRequest:
     return EngineRequest(
-        request_id=request_id, token_ids=list(prompt), sampling=sampling, tenant=tenant
+        request_id=request_id, token_ids=list(prompt), sampling=sampling, tenant=tenant, **fields
     )
 
 

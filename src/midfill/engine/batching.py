@@ -37,10 +37,12 @@ class ScheduledSequence(NamedTuple):
     def scored_rows(self) -> range:
         """Its rows, counted from its first one, whose logits score the prompt's next token."""
         sequence = self.sequence
-        if sequence.prompt_logprobs is None:
+        next_scored = sequence.next_scored
+        if next_scored is None:
             return range(0)
-        first = max(len(sequence.prompt_logprobs) - sequence.computed, 0)
-        return range(first, min(self.tokens, sequence.prompt_length - 1 - sequence.computed))
+        first = max(next_scored - 1 - sequence.computed, 0)
+        end = min(self.tokens, sequence.prompt_length - 1 - sequence.computed)
+        return range(first, max(first, end))
 
     @property
     def outputs(self) -> int:
@@ -97,8 +99,8 @@ def observed_rows(entry: ScheduledSequence) -> range:
     sequence = entry.sequence
     if sequence.compressor is None or sequence.compressed:
         return range(0)
-    first = max(sequence.prompt_length - sequence.observed_count, sequence.computed)
-    end = min(sequence.prompt_length, sequence.computed + entry.tokens)
+    first = max(sequence.compress_after - sequence.observed_count, sequence.computed)
+    end = min(sequence.compress_after, sequence.computed + entry.tokens)
     return range(first - sequence.computed, max(first, end) - sequence.computed)
 
 

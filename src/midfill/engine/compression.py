@@ -51,7 +51,7 @@ class Compression:
     def compress(self, sequence: Sequence) -> bool:
         """Have a sequence's method decide, if it has one that hasn't, and do what it decides.
 
-        The prompt has just been computed, and is cached.
+        The tokens that it sees have just been computed, and are cached.
 
         Returns:
             False if there is no room for the cells, since other sequences use the prompt's slots.
@@ -62,14 +62,15 @@ class Compression:
             return True
         config = self._runner.config
         heads = config.layers * config.kv_heads
-        cells = cells_of_slots(kv.slots[: sequence.prompt_length], heads, self._runner.slots)
+        tokens = sequence.compress_after
+        cells = cells_of_slots(kv.slots[:tokens], heads, self._runner.slots)
         keys = SequenceKeys(config, list(cells), self._runner.cells)
         selection = compressor.select(keys, sequence.take_observed())
         sequence.compressed = True
         if selection is None:
             return True
         selection.check(keys.counts)
-        return self._replace(kv, keys, selection, sequence.prompt_length)
+        return self._replace(kv, keys, selection, tokens)
 
     def _replace(
         self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, tokens: int

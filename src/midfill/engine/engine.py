@@ -294,7 +294,10 @@ class Engine:
         return []
 
     def _compress_again(self, sequence: Sequence) -> None:
-        """Compress the KV of a preempted sequence, whose answer has begun before.
+        """Compress KV before the sequence's last token is computed.
+
+        That is so where tokens of the prompt come after the compressed ones, and after preemption,
+        when the answer has begun before.
 
         Like every prefilling sequence, it then holds slots for all its tokens.
         """

@@ -35,7 +35,8 @@ class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             nothing, 0 the sampled token only.
         prompt_logprobs: how many of the likeliest tokens are reported for each of the prompt's
             tokens but the first; None reports nothing, 0 the prompt's own tokens only. The prompt
-            is computed whole, whatever is cached of it.
+            is computed whole, whatever is cached of it, unless ``EngineRequest.score_from`` says
+            that its beginning needs no report.
         n: number of answers; they share the prompt's KV.
     """
 
@@ -77,6 +78,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             the server, to be sent together; infinity holds them until the answer ends.
         stop_bytes: tokens that contain one of these bytes are sent at once: the last bytes of the
             strings that end the answer.
+        compress_after: how many of the prompt's first tokens a method sees and compresses; the
+            tokens after them are computed over what it keeps. 0 is the whole prompt.
+        score_from: number of the first token that ``prompt_logprobs`` reports, at least 1. What
+            comes before the token in front of it may be cached.
     """
 
     request_id: str
@@ -88,6 +93,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     background: bool = False
     stream_interval: float = 0.0
     stop_bytes: bytes = b""
+    compress_after: int = 0
+    score_from: int = 1
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -115,8 +122,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
         error: what went wrong, if finish_reason is "error".
         empty_probability: how probable an empty answer was; an upper bound where that is not above
             the request's threshold. None if it was not asked for.
-        prompt_logprobs: one entry per token of the prompt, from the second on, in the first output
-            of the first answer; None elsewhere and if not requested.
+        prompt_logprobs: one entry per token of the prompt, from the second on (or from
+            ``score_from`` on), in the first output of the first answer; None elsewhere and if not
+            requested.
     """
 
     request_id: str

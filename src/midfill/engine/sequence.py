@@ -50,10 +50,12 @@ class Sequence:
             check has decided that it will.
         compressor: the method that decides which of the prompt's keys stay; None keeps all.
         observed_count: how many of the prompt's last rows it observes.
+        compress_after: how many of the prompt's tokens it sees and compresses.
         compressed: whether it has decided since the last admission.
         stop_token_ids: token ids that end generation, the model's end tokens included.
-        prompt_logprobs: of the prompt's tokens, from the second on, as far as they are computed;
-            None if they are not asked for, or were sent.
+        prompt_logprobs: of the prompt's tokens, from ``score_from`` on, as far as they are
+            computed; None if they are not asked for, or were sent.
+        score_from: number of the first token that is scored.
         calibration: how well drafts for this sequence do.
         seed: key of the sequence's random numbers, together with the answer's index.
     """
@@ -66,6 +68,7 @@ class Sequence:
         "background",
         "cached_tokens",
         "calibration",
+        "compress_after",
         "compressed",
         "compressor",
         "computed",
@@ -82,6 +85,7 @@ class Sequence:
         "prompt_length",
         "prompt_logprobs",
         "request_id",
+        "score_from",
         "seed",
         "sequence_id",
         "stop_token_ids",
@@ -122,6 +126,7 @@ class Sequence:
         self.not_empty = False
         self.compressor: SequenceCompressor | None = None
         self.observed_count = 0
+        self.compress_after = request.compress_after or self.prompt_length
         self.compressed = False
         self._observed: list[Float32Array] = []
         end_tokens = frozenset() if request.sampling.ignore_eos else eos_token_ids
@@ -129,6 +134,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         if request.sampling.prompt_logprobs is not None and not request.background:
             self.prompt_logprobs = []
+        self.score_from = request.score_from
         self.calibration = Calibration()
         seed = request.sampling.seed
         self.seed = secrets.randbits(64) if seed is None else seed
@@ -159,17 +165,25 @@ class Sequence:
         """
         limit = self.length - 1
         if self.compressor is not None:
-            limit = min(limit, max(self.prompt_length - self.observed_count, 0))
-        scores = self.prompt_logprobs
-        if scores is not None and len(scores) < self.prompt_length - 1:
-            limit = min(limit, len(scores))
+            limit = min(limit, max(self.compress_after - self.observed_count, 0))
+        next_scored = self.next_scored
+        if next_scored is not None:
+            limit = min(limit, next_scored - 1)
         return self._tokens[:limit]
 
     @property
     def barrier(self) -> int:
         """Number of tokens that a step must not go beyond: KV is compressed there."""
         waits = self.compressor is not None and not self.compressed
-        return self.prompt_length if waits else self.max_length
+        return self.compress_after if waits else self.max_length
+
+    @property
+    def next_scored(self) -> int | None:
+        """Number of the prompt's next token that is to be scored; None if there is none."""
+        if self.prompt_logprobs is None:
+            return None
+        number = self.score_from + len(self.prompt_logprobs)
+        return number if number < self.prompt_length else None
 
     @property
     def index(self) -> int:
@@ -181,7 +195,7 @@ class Sequence:
         return self._tokens[self.computed : self.computed + count]
 
     def compress_with(self, method: CompressionMethod, config: ModelConfig) -> None:
-        """Have a method decide which of the prompt's keys stay."""
+        """Have a method decide which keys of the prompt's first ``compress_after`` tokens stay."""
         self.compressor = method.start(config)
         self.observed_count = method.observed_rows
 

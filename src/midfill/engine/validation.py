@@ -151,6 +151,23 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
             f"empty_threshold must be from 0 to 1, not {request.empty_threshold}",
             param="empty_threshold",
         )
+    if not 0 <= request.compress_after <= count:
+        raise InvalidRequestError(
+            f"compress_after must be from 0 to the prompt's {count} tokens, "
+            f"not {request.compress_after}",
+            param="compress_after",
+        )
+    if request.compress_after % count and request.sampling.n > 1:
+        raise InvalidRequestError(
+            "compress_after takes n = 1: answers can't share what follows compressed tokens",
+            param="n",
+        )
+    if not 1 <= request.score_from <= max(count - 1, 1):
+        raise InvalidRequestError(
+            f"score_from must be from 1 to {max(count - 1, 1)}, the prompt's last token, "
+            f"not {request.score_from}",
+            param="score_from",
+        )
     check_sampling_ranges(request.sampling, vocab, max_logprobs=vocab)
 
 
