@@ -38,18 +38,30 @@ def test_only_text_is_left_of_what_editors_send_with_a_template(
     texts |= {"//", "t.", "\nt", "\n+++++ "}
     assert set(sampling.stop) == texts.intersection(one.stop)
     own = checkpoint.tokenizer.special_tokens
-    assert set(sampling.stop_token_ids) == {70, *(own[stop] for stop in one.stop if stop in own)}
+    named = {own[stop] for stop in one.stop if stop in own}
+    ends = {*checkpoint.tokenizer.eos_token_ids, *prompts.raw(one.prompt).stop_token_ids}
+    assert set(sampling.stop_token_ids) == {70, *(named - ends)}
 
 
 def test_in_any_other_prompt_foreign_tokens_are_text_and_own_ones_are_both(
     checkpoint: Checkpoint, prompts: PromptEncoder
 ) -> None:
-    end = checkpoint.tokenizer.special_tokens["<|endoftext|>"]
-    stops = ("<|file_sep|>", "<|endoftext|>", "</s>")
+    middle = checkpoint.tokenizer.special_tokens["<fim_middle>"]
+    stops = ("<|file_sep|>", "<fim_middle>", "</s>")
     for prompt in ("def f(", NEXT_EDIT_PROMPTS["sweep"]):
         sampling = resolved(checkpoint, prompts, prompt, *stops)
         assert sampling.stop == stops
-        assert sampling.stop_token_ids == (70, end)
+        assert sampling.stop_token_ids == (70, middle)
+
+
+def test_an_end_token_is_a_stop_only_where_it_would_not_end_the_answer(
+    checkpoint: Checkpoint, prompts: PromptEncoder
+) -> None:
+    (end,) = checkpoint.tokenizer.eos_token_ids
+    for ignored, tokens in ((False, ()), (True, (end,))):
+        sampling = SamplingParams(stop=("<|endoftext|>",), ignore_eos=ignored)
+        sampling = with_token_stops(sampling, [prompts.raw("x")], checkpoint.tokenizer)
+        assert sampling.stop_token_ids == tokens
 
 
 def test_text_is_left_alone(checkpoint: Checkpoint, prompts: PromptEncoder) -> None:

@@ -131,9 +131,11 @@ def test_a_client_that_answers_no_request_gets_answers_all_the_same() -> None:
         request(2, "textDocument/inlineCompletion", textDocument={"uri": "a"}, position=place),
     ]
     command = [sys.executable, "-m", "midfill", "lsp", "--url", "http://127.0.0.1:9"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin is not None
         assert process.stdout is not None
+        assert process.stderr is not None
         process.stdin.write(b"".join(asked))
         process.stdin.flush()
         found: object = None
@@ -144,3 +146,8 @@ def test_a_client_that_answers_no_request_gets_answers_all_the_same() -> None:
                     length = int(header.removeprefix(b"Content-Length: "))
             found = json.loads(process.stdout.read(length)).get("id")
         process.stdin.close()
+        told = process.stderr.readline().decode()
+    assert told == (
+        "midfill lsp: WARNING the client has not answered workspace/configuration within 2 s:"
+        " the settings known so far are used\n"
+    )

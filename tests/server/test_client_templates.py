@@ -20,6 +20,7 @@ def server(tiny_folder: Path) -> Iterator[RunningServer]:
 
 
 def test_the_model_has_further_names(server: RunningServer) -> None:
+    assert "aliases  qwen2.5-coder, codellama:7b" in server.banner
     cards = server.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["tiny-llama", *ALIASES]
     assert {card["root"] for card in cards} == {"tiny-llama"}

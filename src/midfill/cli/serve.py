@@ -196,7 +196,8 @@ def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
         body = {"prompt": "def mean(values):\n    return "}
     body |= {"max_tokens": 16, "temperature": 0}
     adapter = f"\n  adapter  {info.adapter}" if info.adapter is not None else ""
-    return f"""midfill {__version__} serves {service.name}
+    aliases = f"\n  aliases  {', '.join(service.aliases)}" if service.aliases else ""
+    return f"""midfill {__version__} serves {service.name}{aliases}
   model    {info.layers} layers, weights {format_size(info.weight_bytes)}, {info.backend}{adapter}
   KV pool  {format_size(info.kv_bytes)} ({info.kv_bytes} bytes), {info.slots} tokens
   context  {info.context} tokens

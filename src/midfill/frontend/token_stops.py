@@ -1,7 +1,8 @@
 """Stop strings that are tokens: editors send a model family's end tokens as ``stop`` strings.
 
 A special token has no text, so no stop string would ever find it in an answer. One of the served
-model's own therefore ends the answer as a token. Those of other families mean nothing here: with an
+model's own therefore ends the answer as a token; an end token does so anyway, and such an end is an
+ordinary one, for which no stop is to blame. Tokens of other families mean nothing here: with an
 infilling request they are dropped, since they could only end an answer that is about such tokens.
 """
 
@@ -37,5 +38,14 @@ def with_token_stops(
         kept = tuple(stop for stop in kept if stop not in known)
     if not own and kept == sampling.stop:
         return sampling
-    stops = dict.fromkeys((*sampling.stop_token_ids, *own))
+    ends = frozenset() if sampling.ignore_eos else _end_tokens(prompts, tokenizer)
+    further = [token_id for token_id in own if token_id not in ends]
+    stops = dict.fromkeys((*sampling.stop_token_ids, *further))
     return msgspec.structs.replace(sampling, stop=kept, stop_token_ids=tuple(stops))
+
+
+def _end_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end the answers to all of the prompts without being asked for."""
+    further = [frozenset(prompt.stop_token_ids) for prompt in prompts]
+    shared = frozenset.intersection(*further) if further else frozenset()
+    return shared.union(tokenizer.eos_token_ids)

@@ -214,7 +214,9 @@ class MidfillLanguageServer:
             method = types.WORKSPACE_DID_CHANGE_CONFIGURATION
             options = types.DidChangeConfigurationRegistrationOptions(section=SECTION)
             registration = types.Registration(str(uuid4()), method, options)
-            with _client_errors_logged():
+            with _client_errors_logged(
+                types.CLIENT_REGISTER_CAPABILITY, "it may not tell when its settings change"
+            ):
                 params = types.RegistrationParams([registration])
                 await _soon(self.pygls.client_register_capability_async(params))
 
@@ -223,7 +225,9 @@ class MidfillLanguageServer:
         workspace = self.pygls.client_capabilities.workspace
         if not given and workspace and workspace.configuration:
             item = types.ConfigurationItem(section=SECTION)
-            with _client_errors_logged():
+            with _client_errors_logged(
+                types.WORKSPACE_CONFIGURATION, "the settings known so far are used"
+            ):
                 params = types.ConfigurationParams([item])
                 (given,) = await _soon(self.pygls.workspace_configuration_async(params))
         self._use(self._updated(self._base, given))
@@ -286,8 +290,15 @@ class MidfillLanguageServer:
             yield
             return
         progress, token = self.pygls.work_done_progress, str(uuid4())
-        with _client_errors_logged():
+        shown = False
+        with _client_errors_logged(
+            types.WINDOW_WORK_DONE_PROGRESS_CREATE, "it can't show that a model is loading"
+        ):
             await _soon(progress.create_async(token))
+            shown = True
+        if not shown:
+            yield
+            return
         progress.begin(token, types.WorkDoneProgressBegin(title))
         try:
             yield
@@ -296,14 +307,16 @@ class MidfillLanguageServer:
 
 
 @contextlib.contextmanager
-def _client_errors_logged() -> Iterator[None]:
-    """Log what is wrong with a client's answer, and go on."""
+def _client_errors_logged(method: str, consequence: str) -> Iterator[None]:
+    """Log that a request to the client has no usable answer and what follows from it, and go on."""
     try:
         yield
     except (JsonRpcException, ValueError) as error:
-        _log.warning("the client's answer is ignored: %s", error)
+        _log.warning("the client's answer to %s is ignored (%s): %s", method, error, consequence)
     except TimeoutError:
-        _log.warning("the client doesn't answer a request")
+        _log.warning(
+            "the client has not answered %s within %g s: %s", method, _CLIENT_SECONDS, consequence
+        )
 
 
 async def _soon(answer: Awaitable[T]) -> T:

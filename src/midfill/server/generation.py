@@ -20,6 +20,7 @@ from midfill.server.metrics import Metrics
 from midfill.tokens.tokenizer import Tokenizer
 
 MAX_ANSWERS_PER_REQUEST = 1024
+HOLE_TEMPERATURE = 0.2  # of an infill request that names none; Codestral's
 _HOLE_MAX_TOKENS, _HOLE_SOFT_MAX_TOKENS = 128, 96
 
 

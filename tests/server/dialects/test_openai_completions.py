@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from running_server import RunningServer
+from tiny_checkpoints import tiny_tokenizer
 
 PREFIX, SUFFIX = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -199,6 +200,35 @@ def test_logit_bias_and_stop_token_ids(server: RunningServer) -> None:
     assert biased["usage"]["completion_tokens"] == 3
     assert logprobs["choices"][0]["text"] == ""
     assert logprobs["choices"][0]["stop_reason"] == 70
+
+
+def test_an_end_token_named_as_a_stop_is_an_ordinary_end(server: RunningServer) -> None:
+    end = tiny_tokenizer().token_to_id("<|endoftext|>")
+    body = {"prompt": "a", "stop": ["<|endoftext|>", "<fim_middle>"], "temperature": 0}
+    (choice,) = server.complete(**body, logit_bias={str(end): 100})["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    middle = tiny_tokenizer().token_to_id("<fim_middle>")
+    (choice,) = server.complete(**body, logit_bias={str(middle): 100})["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", middle)
+
+
+@pytest.mark.parametrize(
+    ("body", "temperature"),
+    [
+        ({"prompt": "def f(x):\n    ", "suffix": "\n\nprint(f(1))\n"}, 0.2),
+        ({"prompt": "<fim_prefix>def f(x):\n    <fim_suffix>\n\nprint(f(1))\n<fim_middle>"}, 0.2),
+        ({"prompt": "def f(x):\n    "}, 1),
+    ],
+    ids=["a suffix", "a template", "a raw prompt"],
+)
+def test_the_temperature_that_is_not_given(
+    server: RunningServer, body: dict[str, Any], temperature: float
+) -> None:
+    asked = {**body, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+    text = server.complete(**asked)["choices"][0]["text"]
+    for other in (0.2, 1):
+        same = server.complete(**asked, temperature=other)["choices"][0]["text"] == text
+        assert same == (other == temperature)
 
 
 def test_unknown_fields_and_nulls_are_ignored(server: RunningServer) -> None:

@@ -18,10 +18,8 @@ from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.dialects.openai_fields import usage_object
 from midfill.server.errors import ApiError, openai_error_body
 from midfill.server.event_stream import EventStream
-from midfill.server.generation import Generation, limited_to_a_hole
+from midfill.server.generation import HOLE_TEMPERATURE, Generation, limited_to_a_hole
 from midfill.server.service import ModelService
-
-_DEFAULT_TEMPERATURE = 0.2  # Codestral's
 
 
 class FimBody(msgspec.Struct, kw_only=True):
@@ -41,7 +39,7 @@ class FimBody(msgspec.Struct, kw_only=True):
         """Return the sampling parameters, checked."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         sampling = SamplingParams(
-            temperature=_DEFAULT_TEMPERATURE if self.temperature is None else self.temperature,
+            temperature=HOLE_TEMPERATURE if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             seed=self.random_seed,
             stop=tuple(stop),

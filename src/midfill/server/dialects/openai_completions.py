@@ -23,7 +23,7 @@ from midfill.server.dialects.openai_completion_answer import CompletionAnswer
 from midfill.server.dialects.openai_fields import GenerationFields
 from midfill.server.dialects.tabby import Segments, complete_segments
 from midfill.server.event_stream import EventStream
-from midfill.server.generation import check_answer_count, limited_to_a_hole
+from midfill.server.generation import HOLE_TEMPERATURE, check_answer_count, limited_to_a_hole
 from midfill.server.service import ModelService
 
 _DEFAULT_MAX_TOKENS = 16
@@ -249,9 +249,11 @@ def _for_prompts(
             ' laid out anew; leave out echo, or send the prompt with midfill.layout "verbatim"',
             param="echo",
         )
-    if not infilling or body.max_tokens is not None:
+    if not infilling:
         return sampling
-    return limited_to_a_hole(sampling)
+    if body.temperature is None:
+        sampling = msgspec.structs.replace(sampling, temperature=HOLE_TEMPERATURE)
+    return sampling if body.max_tokens is not None else limited_to_a_hole(sampling)
 
 
 def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str) -> list[Prompt]:
