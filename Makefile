@@ -5,6 +5,7 @@
 # make lint       ruff, mypy and the direction of imports
 # make web        build the browser pages anew from web/; needs Node.js
 # make web-check  whether the built pages are what web/ builds
+# make docs       build the documentation site into build/docs; open index.html there
 # make bench      the EFIM rounds load on this machine
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: serve test test-slow test-python lint web web-check bench format clean
+.PHONY: serve test test-slow test-python lint web web-check docs bench format clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -31,8 +32,8 @@ test-python:
 	.ci/test-python $(PYTHON) $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples docs
+	$(BIN)/ruff format --check src tests examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -46,12 +47,16 @@ web/node_modules/.installed: web/package-lock.json
 	cd web && npm ci
 	touch $@
 
+# The theme warns of MkDocs 2 at every build; pyproject.toml excludes it.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/.installed-dev
 	$(BIN)/midfill bench rounds $(ARGS)
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff check --fix src tests examples
-	$(BIN)/ruff format src tests examples
+	$(BIN)/ruff check --fix src tests examples docs
+	$(BIN)/ruff format src tests examples docs
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +68,10 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -e '.[docs]'
 	touch $@ $(VENV)/.installed
 
 clean:

@@ -85,10 +85,18 @@ class LLM:
 
         Args:
             model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
-            backend, device, weights, threads, context, kv_memory, kv_dtype, speculation, method:
-                see ``midfill.config.ModelOptions``.
+            backend: what runs the model: "cpu", "torch", or "auto".
+            device: of the torch backend, such as "cuda:1".
+            weights: how the CPU kernels store weights: "auto" (as in the file), "q4", "q8", "f32".
+            threads: of the CPU; None takes all cores this process may use.
+            context: maximum tokens of a prompt and its answer; None takes the model's.
+            kv_memory: bytes for KV; None is sized from free memory.
+            kv_dtype: how the CPU kernels store KV: "auto", "f32", "f16", "i8".
             adapter: folder of a LoRA adapter to merge into the model, or "none". None takes the
                 adapter that midfill ships for a model of this name, if there is one.
+            speculation: draft tokens that copy from the text; never changes an answer.
+            method: compresses the KV of every prompt, as in "cake:budget=256"; see ``midfill
+                methods``.
             fim_tokens: the prefix, suffix and middle token, for models that midfill doesn't know.
             window: how much of a long document to show the model around the caret; None takes what
                 the model or its adapter says.
@@ -191,7 +199,8 @@ class LLM:
         """Fill in between two texts; special tokens in them stay text.
 
         Args:
-            prefix, suffix: the text before and after the caret.
+            prefix: the text before the caret.
+            suffix: the text after it.
             sampling: how to generate; greedy, at most 128 tokens, if None.
             healing: let the model write an unfinished last word again instead of continuing right
                 at the caret. The answer's text is what comes after the caret either way.
@@ -247,7 +256,8 @@ class LLM:
         Args:
             items: requests for the planner, or layouts to use as they are.
             sampling: how to generate; greedy, at most 128 tokens, if None.
-            healing, empty_threshold: see ``infill``; for all items or for each.
+            healing: see ``infill``; for all items or for each.
+            empty_threshold: the same.
             progress: called with (number of answered items, number of items).
 
         Returns:

@@ -34,10 +34,11 @@ class InfillRequest:
             more than half of the model's context, instead of refusing the request.
         open_line: answer a caret at the start of a line that has text as on an empty line above it,
             see ``opened_line``; None does what the model needs.
-        path, repository: the document's path and its repository's name, shown to the model in the
-            family's own format if it has one.
-        template, bos: what ``template.read_template`` has found in a raw prompt: its first
-            sentinel, None if it was no template, and a BOS token to keep.
+        path: the document's path, shown to the model in the family's own format if it has one.
+        repository: its repository's name, shown likewise.
+        template: the first sentinel that ``template.read_template`` has found in a raw prompt; None
+            if it was no template.
+        bos: a BOS token to keep, found in the same way.
     """
 
     prefix: str
