@@ -21,6 +21,7 @@ from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, allocate_kv, load_en
 from midfill.kernels.cpu.packing import PANEL, PackedMatrix, WeightFormat, pack
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables, norm, rotate
+from midfill.kernels.cpu.segments import SEGMENT
 from midfill.kernels.cpu.simd import exp, load, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext
@@ -169,7 +170,7 @@ def embeddings() -> list[np.ndarray]:
 def cells_with_terms(count: int) -> RaggedIndex:
     """Return cells of one layer and head, each with its terms."""
     terms = KeyTerms(normal(count), normal(count), normal(count))
-    return RaggedIndex(np.array([0, count]), np.arange(count), terms)
+    return RaggedIndex(np.arange(count, dtype=np.int32), np.array([0, count], np.int32), terms)
 
 
 def attended() -> list[np.ndarray]:
@@ -199,7 +200,7 @@ def attended() -> list[np.ndarray]:
             attention.LayerKV(cache, slots, 0),
             attention.AttentionHeads(rows, 1, rows, dim, 0.1, 0), metadata,
             Activations(out, NO_BYTES), np.zeros(attention.scratch_size(rows, dim), np.float32),
-            SoftmaxSums(none, none),
+            np.zeros(2 * SEGMENT, np.int32), SoftmaxSums(none, none),
         )  # fmt: skip
         results.append(out)
     return results
