@@ -11,6 +11,8 @@ from midfill.errors import MidfillError
 Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
 KvDtype = Literal["auto", "f32", "f16", "i8"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MAX_QUEUED_TOKENS = 262_144
 
@@ -71,6 +73,18 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.adapter is None else Path(self.adapter)
 
 
+class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server and its engine process log, and how. Crosses the process boundary.
+
+    Attributes:
+        format: "text" for people, "json" for programs: an object per line.
+        level: what is less urgent is not logged. Each finished request is a line of level "info".
+    """
+
+    format: LogFormat = "text"
+    level: LogLevel = "info"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """What ``midfill serve`` serves and how.
@@ -92,6 +106,7 @@ class ServeOptions:
             is idle.
         stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
             held back to be sent together; 0 sends each at once.
+        logs: what is logged, and how. ``run_server`` leaves the logs of its own process alone.
         options: how the model is run.
 
     Raises:
@@ -110,6 +125,7 @@ class ServeOptions:
     max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS
     idle_prefill: bool = True
     stream_interval: float = 0.025
+    logs: LogOptions = field(default_factory=LogOptions)
     options: ModelOptions = field(default_factory=ModelOptions)
 
     def __post_init__(self) -> None:

@@ -1,14 +1,17 @@
 """A real server: ``midfill serve`` in a process of its own, on a free port."""
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -24,6 +27,27 @@ class RunningServer:
     process: "subprocess.Popen[str]"
     banner: str
     client: httpx.Client
+    log_path: Path
+
+    @property
+    def log(self) -> list[str]:
+        """What the server has logged so far, line by line."""
+        return self.log_path.read_text("utf-8").splitlines()
+
+    def logged(self, request_id: str) -> dict[str, Any]:
+        """What a server that logs JSON has logged of a finished request."""
+
+        def found() -> list[dict[str, Any]]:
+            lines = [json.loads(line) for line in self.log]
+            return [
+                line
+                for line in lines
+                if line.get("request_id") == request_id and line["logger"] == "midfill.access"
+            ]
+
+        wait_for(lambda: bool(found()))  # the line may come after the answer
+        (line,) = found()
+        return line
 
     def openai(self, api_key: str = "none") -> openai.OpenAI:
         """The official client, without its automatic retries."""
@@ -92,13 +116,17 @@ def start(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if python != sys.executable:
         environment.pop("PYTHONPATH", None)
-    with subprocess.Popen(
-        [*command, "--threads", "1"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=signals,
-    ) as process:
+    with (
+        tempfile.NamedTemporaryFile(suffix=".log") as log,
+        subprocess.Popen(
+            [*command, "--threads", "1"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+            preexec_fn=signals,
+        ) as process,
+    ):
         try:
             assert process.stdout is not None
             banner = ""
@@ -109,7 +137,7 @@ def start(
             match = re.search(r"http://\S+", banner)
             assert match is not None
             with httpx.Client(timeout=60) as client:
-                yield RunningServer(match.group(), process, banner, client)
+                yield RunningServer(match.group(), process, banner, client, Path(log.name))
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -117,3 +145,5 @@ def start(
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
+            finally:
+                sys.stderr.write(Path(log.name).read_text("utf-8"))

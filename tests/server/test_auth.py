@@ -1,5 +1,6 @@
 """API keys: who may send requests, whose cache they use, and servers that need none."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,19 @@ def test_all_endpoints_need_a_key_but_health_and_metrics(server: RunningServer) 
     for method, path in endpoints:
         status = server.client.request(method, server.url + path).status_code
         assert status == (200 if path in ("/health", "/metrics") else 401), (method, path)
+
+
+def test_the_log_names_tenants_and_never_keys(server: RunningServer) -> None:
+    for key in KEYS:
+        headers = {"authorization": f"Bearer {key}".encode()}
+        server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers)
+    server.post("/v1/completions", {}, headers={"authorization": "Bearer guessed"})
+    server.wait_for(lambda: any(" 401 " in line for line in server.log))
+    log = "\n".join(server.log)
+    assert re.search(r"INFO POST /v1/completions 200 request_id=\w+ tenant=key-1 model=tiny", log)
+    assert "tenant=key-3" in log
+    assert re.search(r"POST /v1/completions 401 request_id=\w+ duration_seconds=\S+ error=inv", log)
+    assert not any(key in log for key in (*KEYS, "guessed"))
 
 
 def test_refusals_have_the_shape_of_the_path(server: RunningServer) -> None:

@@ -22,7 +22,7 @@ from midfill.cli.options import (
     WeightsFormatOption,
     WindowOption,
 )
-from midfill.config import DEFAULT_MAX_QUEUED_TOKENS
+from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, LogFormat, LogLevel
 
 if TYPE_CHECKING:
     from midfill.engine.messages import EngineInfo
@@ -85,6 +85,14 @@ StreamIntervalOption = Annotated[
         " back to be sent together: each message takes time from the model. 0 sends each at once.",
     ),
 ]
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(help="How to log on stderr: text for people, json for programs."),
+]
+LogLevelOption = Annotated[
+    LogLevel,
+    typer.Option(help="What is less urgent is not logged. Each finished request is info."),
+]
 OldStreamIntervalOption = Annotated[
     float | None, typer.Option("--stream-interval", min=0, metavar="MS", hidden=True)
 ]
@@ -114,16 +122,18 @@ def serve(
     stream_interval: OldStreamIntervalOption = None,
     speculation: SpeculationOption = True,
     method: MethodOption = "none",
+    log_format: LogFormatOption = "text",
+    log_level: LogLevelOption = "info",
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
-    import logging
-
     from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
     from midfill.cli.progress import show_progress
-    from midfill.config import ModelOptions, ServeOptions
+    from midfill.config import LogOptions, ModelOptions, ServeOptions
     from midfill.server.run import run_server
+    from midfill.system.logs import configure_logs
 
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    logs = LogOptions(format=log_format, level=log_level)
+    configure_logs(logs)
     folder = resolve_adapter(model or DEFAULT_MODEL, adapter)
     options = ServeOptions(
         model=model or DEFAULT_MODEL,
@@ -137,6 +147,7 @@ def serve(
         max_queued_tokens=max_queued_tokens,
         idle_prefill=idle_prefill,
         stream_interval=(stream_interval_ms if stream_interval is None else stream_interval) / 1000,
+        logs=logs,
         options=ModelOptions(
             backend=backend,
             device=device,

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from midfill import errors
-from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, ModelOptions
+from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, LogOptions, ModelOptions
 from midfill.engine.messages import (
     Cancel,
     EngineInfo,
@@ -145,6 +145,7 @@ class EngineClient:
         options: ModelOptions,
         on_progress: Progress | None = None,
         max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS,
+        logs: LogOptions | None = None,
     ) -> None:
         """Prepare an engine; ``start`` starts it.
 
@@ -153,13 +154,14 @@ class EngineClient:
             options: how to run it.
             on_progress: called with (stage, done, total) during the first load.
             max_queued_tokens: maximum of ``queued_tokens``; beyond it ``submit`` refuses requests.
+            logs: what the engine process logs, and how.
         """
         self.state: EngineState = "starting"
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
         self.restarts = 0
         self.queued_tokens = 0
-        self._start = Start(str(path), options)
+        self._start = Start(str(path), options, logs or LogOptions())
         self._on_progress = on_progress
         self._max_queued_tokens = max_queued_tokens
         self._process: EngineProcess | None = None

@@ -219,6 +219,7 @@ class Engine:
         is_new = sequence.cached_tokens is None
         self._queues.admit(sequence)
         if is_new:
+            sequence.admitted = time.perf_counter()
             self._counters.prompt_tokens += sequence.prompt_length
             self._counters.cached_tokens += sequence.computed
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from midfill.config import ModelOptions
+from midfill.config import LogOptions, ModelOptions
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
 
 
@@ -37,6 +37,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     path: str
     options: ModelOptions
+    logs: LogOptions
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -138,4 +138,5 @@ def _join(outputs: list[EngineOutput]) -> EngineOutput:
         error=last.error,
         empty_probability=last.empty_probability,
         prompt_logprobs=outputs[0].prompt_logprobs,
+        prefill_seconds=outputs[0].prefill_seconds,
     )

@@ -37,6 +37,7 @@ from midfill.engine.messages import (
 from midfill.engine.output_buffer import OutputBuffer
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError, MidfillError
+from midfill.system.logs import configure_logs
 from midfill.system.progress import Progress
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def main(address: str) -> NoReturn:
     try:
         _, payload = channel.receive()
         start = msgspec.msgpack.decode(payload, type=Start)
+        configure_logs(start.logs, process="engine")
         engine, buffer, info = _load(start, started, channel.send)
     except Exception as error:
         if not isinstance(error, MidfillError):
@@ -208,5 +210,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     main(sys.argv[1])

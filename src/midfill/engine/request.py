@@ -125,6 +125,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: one entry per token of the prompt, from the second on (or from
             ``score_from`` on), in the first output of the first answer; None elsewhere and if not
             requested.
+        prefill_seconds: time from the prompt's admission, when it left the queue, to this output;
+            in the first output of the first answer, None elsewhere.
     """
 
     request_id: str
@@ -136,6 +138,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     empty_probability: float | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    prefill_seconds: float | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 import copy
 import secrets
+import time
 from collections.abc import Collection
 
 import numpy as np
@@ -40,6 +41,8 @@ class Sequence:
         computed: number of leading tokens whose KV is computed and held.
         decoding: whether a token has been sampled since the last admission.
         cached_tokens: prompt tokens found in the cache at the first admission; None before it.
+        admitted: time of the first admission (``time.perf_counter``); None before it, once an
+            output has told it, and for all answers of a request but the first.
         kv: the sequence's slots; None while it waits.
         background: whether the prompt is only to be cached; such a sequence holds slots during a
             step only.
@@ -64,6 +67,7 @@ class Sequence:
         "_generator",
         "_observed",
         "_tokens",
+        "admitted",
         "answer_indices",
         "background",
         "cached_tokens",
@@ -119,6 +123,7 @@ class Sequence:
         self.computed = 0
         self.decoding = False
         self.cached_tokens: int | None = None
+        self.admitted: float | None = None
         self.kv: SequenceKV | None = None
         self.constraint: HealingConstraint | None = None
         self.empty_check: EmptyAnswerCheck | None = None
@@ -277,6 +282,7 @@ class Sequence:
             sibling.forget_kv()
             sibling.compressor = self.compressor and self.compressor.fork()
             sibling.prompt_logprobs = None  # the first one reports them
+            sibling.admitted = None
             sibling.constraint = copy.copy(self.constraint)
             sibling.empty_check = self.empty_check and self.empty_check.fork()
             siblings.append(sibling)
@@ -286,6 +292,11 @@ class Sequence:
         """Return the prompt's scores, the first time that an output is sent; None afterwards."""
         taken, self.prompt_logprobs = self.prompt_logprobs, None
         return taken
+
+    def take_prefill_seconds(self) -> float | None:
+        """Return the time since the first admission, the first time; None afterwards."""
+        admitted, self.admitted = self.admitted, None
+        return None if admitted is None else time.perf_counter() - admitted
 
     def final_outputs(
         self,

@@ -79,6 +79,7 @@ class Verification:
             cached_tokens=sequence.cached_tokens or 0,
             empty_probability=sequence.empty_probability,
             prompt_logprobs=sequence.take_prompt_logprobs() if is_sent else None,
+            prefill_seconds=sequence.take_prefill_seconds() if is_sent else None,
         )
 
 

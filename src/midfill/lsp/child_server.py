@@ -54,6 +54,7 @@ class ChildServer:
         """
         key = secrets.token_urlsafe()
         arguments = ["serve", *([] if model is None else [model]), "--host", "127.0.0.1"]
+        arguments += ["--log-level", "warning"]
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(

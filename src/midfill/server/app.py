@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
 
 from midfill.server import operations
 from midfill.server.auth import tenant_check
@@ -24,6 +25,7 @@ from midfill.server.dialects import (
 from midfill.server.disconnects import CancelOnDisconnect
 from midfill.server.errors import ErrorBody, install_error_handlers
 from midfill.server.pages import routes as pages
+from midfill.server.request_log import RequestLog
 from midfill.server.service import ModelService
 from midfill.version import __version__
 
@@ -41,7 +43,7 @@ DIALECTS = (
 )
 
 
-def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> FastAPI:
+def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> ASGIApp:
     """Return the ASGI application for a model, whose engine the caller starts and ends."""
     app = FastAPI(title="midfill", version=__version__)
     tenant_of = tenant_check(api_keys)
@@ -66,4 +68,4 @@ def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> FastAPI
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-    return app
+    return RequestLog(app)

@@ -16,10 +16,11 @@ from midfill.errors import (
     QueueFullError,
     UnavailableError,
 )
+from midfill.server.request_record import current_request
 
 _log = logging.getLogger(__name__)
 
-_CLIENT_GONE = 499  # nginx's number; no client sees it
+CLIENT_GONE = 499  # nginx's number; no client sees it
 _MAX_CHARACTERS = 500  # of the client's own input in a message
 
 
@@ -53,7 +54,18 @@ ErrorBody = Callable[[ApiError], object]
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the HTTP error for any exception. Bugs are logged, not exposed to clients."""
+    """Return the HTTP error for any exception, and note it in the request's record.
+
+    Bugs are logged, not exposed to clients.
+    """
+    api_error = _as_api_error(error)
+    record = current_request.get()
+    if record is not None:
+        record.error = api_error.code or _error_type(api_error.status)
+    return api_error
+
+
+def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequestError):
@@ -134,7 +146,7 @@ def install_error_handlers(app: FastAPI, error_bodies: Mapping[str, ErrorBody]) 
         return error_response(error, error_bodies.get(request.url.path, openai_error_body))
 
     async def ignore(request: Request, error: Exception) -> Response:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
 
     for kind in (MidfillError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

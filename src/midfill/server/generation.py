@@ -1,6 +1,7 @@
 """Generation: the answers to one API request, from the engine's tokens to text."""
 
 import dataclasses
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -29,7 +30,7 @@ class Timings:
     """How long a request took so far, in seconds.
 
     Attributes:
-        prompt: from its arrival to the first token.
+        prompt: from its submission to the first token.
         generation: from there to the last token.
     """
 
@@ -37,11 +38,33 @@ class Timings:
     generation: float
 
 
+@dataclass(slots=True)
+class PromptTimes:
+    """When the stages of a prompt's answers began, by ``time.perf_counter``.
+
+    Attributes:
+        submitted: when it was sent to the engine.
+        admitted: when it left the engine's queue; None until its first output.
+        first_token, last_token: when the server got them; None until then.
+    """
+
+    submitted: float
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def queued(self) -> float | None:
+        """Seconds in the queue, the way to the engine and back included; None until admitted."""
+        return None if self.admitted is None else self.admitted - self.submitted
+
+
 class Generation:
     """The answers to one API request.
 
     Attributes:
         responses: one per prompt.
+        finish_reasons: why answers ended, of all that did.
         group: what keeps the requests together that may supersede this one; see ``superseding``.
     """
 
@@ -56,6 +79,8 @@ class Generation:
         tenant: str,
         stream_interval: float,
         on_complete: Callable[[], None],
+        request_id: str = "",
+        arrived: float | None = None,
     ) -> None:
         """Prepare the requests; ``deltas`` submits them.
 
@@ -68,6 +93,8 @@ class Generation:
             tenant: whose prefix cache to use.
             stream_interval: see ``EngineRequest``.
             on_complete: called once all answers are complete.
+            request_id: the API request's id; the ids of the engine's requests begin with it.
+            arrived: when it arrived, by ``time.perf_counter``; None: now.
         """
         self._engine = engine
         self._metrics = metrics
@@ -76,21 +103,29 @@ class Generation:
         self.group: object = None
         self._outputs: OutputStream | None = None
         self._superseded = False
-        identity = uuid.uuid4().hex
+        # Clients choose request ids, so they may be used twice.
+        identity = f"{request_id}-{uuid.uuid4().hex}".lstrip("-")
         self._requests = [
             prompt.request(f"{identity}-{index}", sampling, tenant, stream_interval)
             for index, prompt in enumerate(prompts)
         ]
         self._places = {request.request_id: i for i, request in enumerate(self._requests)}
         self.responses = [Response(prompt, sampling, tokenizer) for prompt in prompts]
+        self.finish_reasons: list[str] = []
         self._started = time.perf_counter()
-        self._first_token: float | None = None
+        self._arrived = self._started if arrived is None else arrived
+        self._times = [PromptTimes(self._started) for _ in prompts]
         self._last_token: dict[tuple[int, int], float] = {}
+
+    @property
+    def times(self) -> PromptTimes:
+        """The times of the prompt that had the first token, or is the first."""
+        return min(self._times, key=lambda times: times.first_token or math.inf)
 
     @property
     def timings(self) -> Timings:
         """How long the prompts and their answers took so far."""
-        first = self._first_token or time.perf_counter()
+        first = self.times.first_token or time.perf_counter()
         return Timings(first - self._started, max(self._last_token.values(), default=first) - first)
 
     @property
@@ -125,6 +160,9 @@ class Generation:
             EngineDeadError: the engine is not ready, or it died.
         """
         complete = 0
+        now = time.perf_counter()
+        for times in self._times:
+            times.submitted = now
         try:
             if not self._superseded:
                 with self._engine.submit(*self._requests) as self._outputs:
@@ -139,6 +177,7 @@ class Generation:
                 return
             for place, response in enumerate(self.responses):
                 for delta in response.abandon("superseded"):
+                    self.finish_reasons.append("superseded")
                     yield place, delta
         finally:
             for _ in range(self._answers - complete):
@@ -155,6 +194,8 @@ class Generation:
         """Turn an output into text, and count it."""
         place = self._places[output.request_id]
         response = self.responses[place]
+        if output.prefill_seconds is not None:
+            self._times[place].admitted = time.perf_counter() - output.prefill_seconds
         if output.token_ids:
             self._record_tokens(place, output.index, len(output.token_ids))
         delta = response.push(output)
@@ -162,6 +203,7 @@ class Generation:
             if output.finish_reason is None:
                 # A stop string has ended the answer, of which the engine doesn't know.
                 outputs.cancel(output.request_id, output.index)
+            self.finish_reasons.append(delta.finish_reason)
             self._metrics.answer_finished(delta.finish_reason)
             if response.finished:
                 self._record_usage(response.usage)
@@ -170,17 +212,18 @@ class Generation:
     def _record_tokens(self, place: int, index: int, tokens: int) -> None:
         """Record the latency of an answer's new tokens."""
         now = time.perf_counter()
-        self._first_token = self._first_token or now
+        times = self._times[place]
+        times.first_token, times.last_token = times.first_token or now, now
         before = self._last_token.get((place, index))
         if before is not None:
             self._metrics.next_tokens(now - before, tokens)
         elif index == 0:
-            self._metrics.first_token(now - self._started)
+            self._metrics.first_token(now - self._arrived)
         self._last_token[place, index] = now
 
     def _record_usage(self, usage: Usage) -> None:
         self._metrics.request_finished(
-            time.perf_counter() - self._started,
+            time.perf_counter() - self._arrived,
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,

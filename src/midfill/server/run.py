@@ -72,7 +72,7 @@ async def open_service(
     # Opened here first, so that its faults are reported before a process is started for it.
     run = options.options
     checkpoint = open_model(path, run.adapter_path, run.weights)
-    engine = EngineClient(path, run, on_progress, options.max_queued_tokens)
+    engine = EngineClient(path, run, on_progress, options.max_queued_tokens, options.logs)
     try:
         # Both take a while: building the tokenizer and starting the engine.
         format, info = await asyncio.gather(

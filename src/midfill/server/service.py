@@ -33,6 +33,7 @@ from midfill.server.errors import ApiError
 from midfill.server.generation import Generation
 from midfill.server.idle_prefill import IdlePrefill
 from midfill.server.metrics import Metrics
+from midfill.server.request_record import current_request
 from midfill.server.superseding import Superseding
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -152,6 +153,7 @@ class ModelService:
             supersedes: the client's name for a document whose older requests end now, if they gave
                 the name, too, and are for another text; None ends none, and this one is not ended.
         """
+        record = current_request.get()
         generation = Generation(
             self.engine,
             self.metrics,
@@ -161,7 +163,11 @@ class ModelService:
             tenant=tenant,
             stream_interval=self._stream_interval if streamed else math.inf,
             on_complete=lambda: self._prefill_next(prompts, tenant),
+            request_id="" if record is None else record.request_id,
+            arrived=None if record is None else record.arrived,
         )
+        if record is not None:
+            record.model, record.generation = self.name, generation
         if supersedes is not None:
             self._superseding.enter(generation, tenant, supersedes)
         return generation

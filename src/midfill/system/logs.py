@@ -1,0 +1,104 @@
+"""Logs of a server and its engine process: a line per event on standard error, as text or JSON.
+
+What is logged has fields beside its message: those that the caller passes as ``extra``, the named
+arguments of the message, and those of ``log_context``. In JSON each is a field of the object; in
+text they follow the message as ``name=value``, unless they are in it.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+from pythonjsonlogger.core import RESERVED_ATTRS, merge_record_extra
+from pythonjsonlogger.json import JsonFormatter
+
+from midfill.config import LogOptions
+
+log_context: ContextVar[Mapping[str, object] | None] = ContextVar("log_context", default=None)
+"""Fields of whatever is logged in a context."""
+
+_OWN = "midfill"  # the logger of everything that midfill logs
+_NO_FIELDS = frozenset({*RESERVED_ATTRS, "color_message", "taskName"})  # uvicorn's, Python 3.12's
+
+
+def configure_logs(options: LogOptions, *, process: str | None = None) -> None:
+    """Log on standard error from now on.
+
+    Libraries log warnings and errors only, unless the level is "debug".
+
+    Args:
+        options: what to log, and how.
+        process: name of the process, if it is not the server's own.
+    """
+    handler = logging.StreamHandler()
+    handler.addFilter(_add_context)
+    handler.setFormatter(_Json(process) if options.format == "json" else _Text(process))
+    level = logging.getLevelNamesMapping()[options.level.upper()]
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level if level == logging.DEBUG else max(level, logging.WARNING))
+    logging.getLogger(_OWN).setLevel(level)
+
+
+def _add_context(record: logging.LogRecord) -> bool:
+    for name, value in (log_context.get() or {}).items():
+        record.__dict__.setdefault(name, value)
+    return True
+
+
+def _named_arguments(record: logging.LogRecord) -> Mapping[str, object]:
+    return record.args if isinstance(record.args, Mapping) else {}
+
+
+class _Text(logging.Formatter):
+    """A line for people."""
+
+    def __init__(self, process: str | None) -> None:
+        name = "" if process is None else f"{process} "
+        super().__init__(f"%(asctime)s {name}%(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Return the line, without the traceback that may follow it."""
+        fields = merge_record_extra(record, {}, _NO_FIELDS)
+        shown = _named_arguments(record)
+        pairs = [f"{name}={_as_word(value)}" for name, value in fields.items() if name not in shown]
+        return " ".join([super().formatMessage(record), *pairs])
+
+
+class _Json(JsonFormatter):
+    """A JSON object on one line."""
+
+    def __init__(self, process: str | None) -> None:
+        super().__init__(
+            ["asctime", "levelname", "name", "message"],
+            rename_fields={
+                "asctime": "timestamp",
+                "levelname": "level",
+                "name": "logger",
+                "exc_info": "exception",
+            },
+            static_fields={} if process is None else {"process": process},
+            reserved_attrs=sorted(_NO_FIELDS),
+        )
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802
+        """Return the time in UTC, as in RFC 3339."""
+        time = datetime.fromtimestamp(record.created, UTC)
+        return time.isoformat(timespec="milliseconds")
+
+    def add_fields(
+        self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
+    ) -> None:
+        """Add the record's fields to ``log_data``."""
+        super().add_fields(log_data, record, {**message_dict, **_named_arguments(record)})
+
+
+def _as_word(value: object) -> str:
+    """Return a value as one word; a text with blanks or anything unprintable is quoted."""
+    if not isinstance(value, str):
+        return str(value)
+    plain = value.isprintable() and not any(character in ' "=' for character in value)
+    return value if plain and value else json.dumps(value)
