@@ -117,6 +117,7 @@ class LLM:
             adapter=None if folder is None else str(folder),
             speculation=speculation,
             method=method,
+            allow_methods=("any",),
         )
         started = time.perf_counter()
         checkpoint = open_model(resolve(model, progress), folder, weights)
@@ -164,12 +165,16 @@ class LLM:
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | None = None,
+        *,
+        method: str | None = None,
     ) -> list[GenerationResult]:
         """Continue each prompt, all in one batch.
 
         Args:
             prompts: a text, texts, or lists of token ids. Special tokens in texts are parsed.
             sampling: how to generate; greedy, at most 128 tokens, if None.
+            method: compresses the prompts' KV, as in "cake:budget=256", see ``methods.registry``;
+                "none" keeps all of it, None takes the model's ``method``.
 
         Returns:
             One result per prompt, in order.
@@ -178,13 +183,18 @@ class LLM:
             InvalidRequestError: a prompt or a parameter that can't be used.
         """
         items = [prompts] if isinstance(prompts, str) else prompts
-        return self._results([self._prompt(item) for item in items], self._checked(sampling))
+        encoded = [self._prompt(item).with_method(method) for item in items]
+        return self._results(encoded, self._checked(sampling))
 
     def generate_stream(
-        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        method: str | None = None,
     ) -> AnswerStream:
-        """Continue a prompt, piece by piece; closing the stream ends the request."""
-        return self._stream(self._prompt(prompt), self._checked(sampling))
+        """``generate`` for one prompt, piece by piece; closing the stream ends the request."""
+        return self._stream(self._prompt(prompt).with_method(method), self._checked(sampling))
 
     def infill(
         self,
@@ -194,6 +204,7 @@ class LLM:
         *,
         healing: bool = True,
         empty_threshold: float | None = None,
+        method: str | None = None,
         **options: Unpack[InfillOptions],
     ) -> GenerationResult:
         """Fill in between two texts; special tokens in them stay text.
@@ -207,13 +218,20 @@ class LLM:
             empty_threshold: the answer is empty where the probability of an empty answer is above
                 this, and has text elsewhere; 0 leaves it to each token. None takes what the model
                 says.
+            method: see ``generate``.
             options: see ``InfillOptions``.
 
         Raises:
             InvalidRequestError: a text or a parameter that can't be used.
         """
         return self.infill_stream(
-            prefix, suffix, sampling, healing=healing, empty_threshold=empty_threshold, **options
+            prefix,
+            suffix,
+            sampling,
+            healing=healing,
+            empty_threshold=empty_threshold,
+            method=method,
+            **options,
         ).result()
 
     def infill_stream(
@@ -224,6 +242,7 @@ class LLM:
         *,
         healing: bool = True,
         empty_threshold: float | None = None,
+        method: str | None = None,
         **options: Unpack[InfillOptions],
     ) -> AnswerStream:
         """``infill``, piece by piece; closing the stream ends the request."""
@@ -240,7 +259,7 @@ class LLM:
         )
         sampling = self._checked(sampling)
         prompt = self._infill_prompt(request, healing, empty_threshold, sampling)
-        return self._stream(prompt, sampling)
+        return self._stream(prompt.with_method(method), sampling)
 
     def infill_all(
         self,
@@ -249,6 +268,7 @@ class LLM:
         *,
         healing: bool | Sequence[bool] = True,
         empty_threshold: float | Sequence[float | None] | None = None,
+        method: str | Sequence[str | None] | None = None,
         progress: StageProgress | None = None,
     ) -> list[GenerationResult]:
         """Fill in many holes, all in one batch.
@@ -258,6 +278,7 @@ class LLM:
             sampling: how to generate; greedy, at most 128 tokens, if None.
             healing: see ``infill``; for all items or for each.
             empty_threshold: the same.
+            method: the same.
             progress: called with (number of answered items, number of items).
 
         Returns:
@@ -270,9 +291,10 @@ class LLM:
         healed = [healing] * len(items) if isinstance(healing, bool) else healing
         given = empty_threshold
         thresholds = given if isinstance(given, Sequence) else [given] * len(items)
+        methods = [method] * len(items) if method is None or isinstance(method, str) else method
         prompts = [
-            self._infill_prompt(item, heals, threshold, sampling)
-            for item, heals, threshold in zip(items, healed, thresholds, strict=True)
+            self._infill_prompt(item, heals, threshold, sampling).with_method(each)
+            for item, heals, threshold, each in zip(items, healed, thresholds, methods, strict=True)
         ]
         return self._results(prompts, sampling, progress)
 

@@ -1,5 +1,7 @@
 """Compressed KV in the engine: what it frees, what stays exact, and that load changes no answer."""
 
+from typing import Any
+
 import pytest
 from serving import Answers, FixedCost, build_engine, request, serve
 from toy_engine import prompt, sampling, truth
@@ -7,13 +9,15 @@ from toy_method import KeepLoudest
 from toy_runner import ToyRunner
 
 from midfill.engine.engine import Engine
+from midfill.engine.request import EngineRequest
+from midfill.errors import InvalidRequestError
 
 METHOD = KeepLoudest(3)
 LONG = prompt(40)
 
 
-def engine(slots: int = 512, **options: object) -> Engine:
-    return build_engine(ToyRunner(slots), method=METHOD, **options)  # type: ignore[arg-type]
+def engine(slots: int = 512, **options: Any) -> Engine:
+    return build_engine(ToyRunner(slots), **({"method": METHOD} | options))
 
 
 def owned_slots(one: Engine) -> int:
@@ -148,3 +152,32 @@ def test_cancelled_answers_leave_no_slot_behind() -> None:
         one = engine(token_budget=16)
         answers = serve(one, [request("r", LONG, sampling(n=2))], cancellations={step: ("r", 1)})
         assert answers["r", 0].tokens == alone(LONG)
+
+
+METHODS = {"half": METHOD, "fifth": KeepLoudest(2, one_of=5), "none": None}
+
+
+@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize("slots", [90, 512])
+def test_requests_with_methods_of_their_own_are_answered_as_alone(budget: int, slots: int) -> None:
+    def of(name: str | None, tokens: list[int]) -> EngineRequest:
+        return request(f"{name}", tokens, method=name)
+
+    def one(slots: int) -> Engine:
+        return engine(slots, methods=METHODS, method=METHODS["fifth"], token_budget=budget)
+
+    names = [*METHODS, None]
+    for tokens in ([LONG] * 4, [prompt(20 + 9 * seed, seed) for seed in range(4)]):
+        requests = [of(name, own) for name, own in zip(names, tokens, strict=True)]
+        alone = {key: value for each in requests for key, value in serve(one(512), [each]).items()}
+        assert texts(serve(one(slots), requests)) == texts(alone)
+        assert alone["none", 0].tokens == truth(tokens[2])
+    assert alone["None", 0].tokens != truth(tokens[3]), "the default compresses"
+    assert len({tuple(serve(one(512), [of(name, LONG)])[name, 0].tokens) for name in METHODS}) == 3
+
+
+def test_a_method_is_refused_where_requests_may_choose_none() -> None:
+    one = engine()
+    with pytest.raises(InvalidRequestError, match="can't choose a method"):
+        one.add(request("r", LONG, method="half"))
+    assert not one.has_work()

@@ -17,7 +17,9 @@ from midfill.evaluation.conditions import (
     parse_conditions,
     split_as_typed,
     window,
+    with_methods,
 )
+from midfill.evaluation.models import LocalModel, ModelPrompt
 from midfill.evaluation.problems import Problem
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, TextSegment
@@ -158,3 +160,24 @@ def test_batched_holes_are_answered_like_single_ones(llm: LLM) -> None:
         (alone,) = llm.infill_all([one], greedy, healing=False)
         assert alone.answers == result.answers
     assert llm.infill_all([], greedy) == []
+
+
+def test_conditions_are_asked_once_more_with_each_method(llm: LLM) -> None:
+    chosen = (BY_NAME["psm"], BY_NAME["auto"])
+    methods = ["snapkv:budget=5,window=2", "streamingllm:budget=5", "streamingllm:budget=5"]
+    asked = with_methods(chosen, methods)
+    assert [(one.name, one.method) for one in asked[2:]] == [
+        (f"{name} {method}", method) for method in methods[:2] for name in ("psm", "auto")
+    ]
+    assert asked[:2] == chosen
+    prompts = [
+        ModelPrompt(
+            make_prompt(one, llm.fim_format, PROBLEM, PromptOptions()),
+            one.healing,
+            method=one.method,
+        )
+        for one in asked
+    ]
+    assert prompts[0].text == prompts[2].text
+    answers = LocalModel(llm, "tiny").answer(prompts, 12, lambda done, total: None)
+    assert len({answer.text for answer in answers[::2]}) > 1

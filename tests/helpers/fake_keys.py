@@ -22,7 +22,7 @@ CONFIG = ModelConfig(
 
 
 class ArrayCells:
-    """Cells in two arrays, keys and values [cells, head_dim]; only ``read`` works."""
+    """Cells in two arrays, keys and values [cells, head_dim]; keys are not rotated."""
 
     def __init__(self, keys: np.ndarray, values: np.ndarray) -> None:
         self.keys, self.values = keys, values
@@ -31,13 +31,14 @@ class ArrayCells:
         return self.keys[cells], self.values[cells]
 
     def write(self, cells: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
-        raise NotImplementedError
+        self.keys[cells], self.values[cells] = keys, values
 
     def take(self, cells: np.ndarray, shift: np.ndarray | None = None) -> StoredCells:
-        raise NotImplementedError
+        assert shift is None
+        return StoredCells(self.read(cells))
 
     def put(self, cells: np.ndarray, stored: StoredCells) -> None:
-        raise NotImplementedError
+        self.write(cells, *stored.arrays)
 
 
 def fake_keys(tokens: int, seed: int = 0) -> tuple[SequenceKeys, ArrayCells]:

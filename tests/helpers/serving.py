@@ -71,10 +71,12 @@ def build_engine(
     step_cost: StepCost | None = None,
     token_bytes: Callable[[int], bytes] | None = None,
     method: CompressionMethod | None = None,
+    methods: Mapping[str, CompressionMethod | None] | None = None,
 ) -> Engine:
     """Build an engine with the policies that are served, sized for the test.
 
-    ``step_cost`` decides which drafts pay; None turns speculation off.
+    ``step_cost`` decides which drafts pay; None turns speculation off. Requests may name
+    ``methods``.
     """
     sarathi = SarathiServe(token_budget, max_running)
     speculation = None
@@ -88,6 +90,7 @@ def build_engine(
         speculation=speculation,
         token_bytes=token_bytes,
         method=method,
+        find_method=None if methods is None else methods.__getitem__,
     )
 
 

@@ -12,18 +12,20 @@ from midfill.models.config import ModelConfig
 @dataclass(frozen=True)
 class KeepLoudest:
     """Keeps, per head, half of the keys and the last one: those with the largest products with the
-    observed queries, whatever their sign."""
+    observed queries, whatever their sign. Or another part of them, one in ``one_of``."""
 
     observed_rows: int
+    one_of: int = 2
 
     def start(self, config: ModelConfig) -> "LoudestKeys":
-        return LoudestKeys(config, self.observed_rows)
+        return LoudestKeys(config, self.observed_rows, self.one_of)
 
 
 @dataclass
 class LoudestKeys:
     config: ModelConfig
     observed_rows: int
+    one_of: int
 
     def fork(self) -> "LoudestKeys":
         return self
@@ -38,5 +40,5 @@ class LoudestKeys:
             assert np.isfinite(found).all()
             scores = np.abs(queries[head // self.config.kv_heads, :, 0] @ found.T).max(axis=0)
             scores[-1] = np.inf
-            kept.append(np.argsort(-scores, kind="stable")[: len(found) // 2])
+            kept.append(np.argsort(-scores, kind="stable")[: len(found) // self.one_of])
         return Selection.of_heads(kept)

@@ -1,5 +1,7 @@
 """What eviction methods keep, against loops over single scores."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from fake_keys import (
@@ -32,14 +34,11 @@ def best(scores: np.ndarray, count: int) -> list[int]:
     return sorted(sorted(range(len(scores)), key=lambda key: -scores[key])[:count])
 
 
-def naive_scores(weights: np.ndarray, score: object) -> np.ndarray:
+def naive_scores(weights: np.ndarray, score: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """Scores [kv_heads, keys] of one layer's weights [query_heads, rows, keys]."""
     result = []
     for kv_head in range(KV_HEADS):
-        votes = [
-            pooled(score(weights[kv_head * GROUP + member]), 5)  # type: ignore[operator]
-            for member in range(GROUP)
-        ]
+        votes = [pooled(score(weights[kv_head * GROUP + member]), 5) for member in range(GROUP)]
         result.append(sum(votes) / GROUP)
     return np.array(result)
 

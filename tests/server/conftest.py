@@ -10,5 +10,6 @@ from running_server import RunningServer, start
 @pytest.fixture(scope="session")
 def server(tiny_folder: Path) -> Iterator[RunningServer]:
     """A server of the tiny model, for tests that leave it as it is."""
-    with start(tiny_folder, "--kv-memory", "4MB", "--log-format", "json") as server:
+    options = ("--kv-memory", "4MB", "--log-format", "json", "--allow-method", "snapkv")
+    with start(tiny_folder, *options) as server:
         yield server

@@ -115,7 +115,7 @@ def _padded(term: torch.Tensor, own: int, fill: float) -> torch.Tensor:
 def _visible(
     rows: int, most: int, own: int, kept: torch.Tensor, window: int | None
 ) -> torch.Tensor:
-    """Return [kv_heads, rows, keys] bool: which keys a row sees."""
+    """Return which keys each row sees, as bool [kv_heads, rows, keys]."""
     column = torch.arange(most + own, device=kept.device)
     is_cell = column < most
     # A head's keys are numbered without its padding.

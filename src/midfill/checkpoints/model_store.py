@@ -137,6 +137,19 @@ def resolve_adapter(model: str, adapter: str | None) -> Path | None:
     return SHIPPED_ADAPTERS / name if name is not None else None
 
 
+def command_options(path: Path, adapter: Path | None) -> str:
+    """Return the options that name a model and its adapter on the command line.
+
+    Args:
+        path: of the checkpoint.
+        adapter: the adapter's folder; None if there is none.
+    """
+    model = next((each.name for each in REGISTERED.values() if each.path == path), str(path))
+    if resolve_adapter(model, None) == adapter:
+        return f"--model {model}"
+    return f"--model {model} --adapter {NO_ADAPTER if adapter is None else adapter}"
+
+
 def pull(model: str, progress: Progress | None = None) -> Path:
     """Download a model, or what has changed of it since.
 

@@ -16,6 +16,7 @@ from midfill.cli.evaluation_options import (
     JsonOption,
     LimitOption,
     MaxTokensOption,
+    MethodsOption,
     ProcessesOption,
     ResumeOption,
     SeedOption,
@@ -76,6 +77,7 @@ def infilling(
     fim_tokens: FimTokensOption = None,
     tasks: TasksOption = None,
     conditions: ConditionsOption = None,
+    method: MethodsOption = None,
     limit: LimitOption = 200,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
@@ -97,10 +99,11 @@ def infilling(
 
     Every hole is asked in every condition: the prefix alone, PSM, SPM, EFIM cut at a random
     character, the first and the last of these with token healing, and as midfill lays prompts out.
+    With --method, each of them once more for each method of KV compression.
     """
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.errors import MidfillError
-    from midfill.evaluation.conditions import choose_conditions, parse_conditions
+    from midfill.evaluation.conditions import choose_conditions, parse_conditions, with_methods
     from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.models import RemoteModel
@@ -111,6 +114,8 @@ def infilling(
             "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
     results = ResultsFile(json, resume)
+    if method and conditions is None:
+        conditions = "auto"
     names = None if conditions is None else parse_conditions(conditions)
     before, after = parse_context(context_characters)
     options = RunOptions(
@@ -143,7 +148,9 @@ def infilling(
     report = results.run(
         open_model,
         problems,
-        lambda model: choose_conditions(names, model.format, remote=model.remote),
+        lambda model: with_methods(
+            choose_conditions(names, model.format, remote=model.remote), method or ()
+        ),
         options,
     )
     _show(report, Outputs(plot, docs, section))

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from midfill.cli.outputs import writable
+from midfill.cli.values import parse_method
 
 HumanEvalOption = Annotated[
     Path | None,
@@ -48,6 +49,16 @@ ConditionsOption = Annotated[
     typer.Option(
         help="Ways of asking, separated by commas: prefix-only, prefix-only+healing, psm, spm,"
         " efim, efim+healing, auto. By default all that apply to the model."
+    ),
+]
+MethodsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        parser=parse_method,
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="Ask once more with the prompts' KV compressed, as in cake:budget=256; repeatable. A"
+        " server must allow it. With it, --conditions is auto by default.",
     ),
 ]
 LimitOption = Annotated[

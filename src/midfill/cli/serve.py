@@ -93,6 +93,14 @@ LogLevelOption = Annotated[
     LogLevel,
     typer.Option(help="What is less urgent is not logged. Each finished request is info."),
 ]
+AllowMethodOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A method that requests may choose for their own prompt (midfill.method); may be"
+        " repeated. 'none' lets them keep all KV, 'any' allows everything.",
+        metavar="NAME",
+    ),
+]
 OldStreamIntervalOption = Annotated[
     float | None, typer.Option("--stream-interval", min=0, metavar="MS", hidden=True)
 ]
@@ -124,6 +132,7 @@ def serve(
     method: MethodOption = "none",
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "info",
+    allow_method: AllowMethodOption = None,
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
@@ -160,6 +169,7 @@ def serve(
             adapter=None if folder is None else str(folder),
             speculation=speculation,
             method=method,
+            allow_methods=tuple(allow_method or ()),
         ),
     )
     with ExitStack() as shown:

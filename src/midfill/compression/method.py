@@ -5,7 +5,8 @@ others' slots, and keeps the exact KV of the prompt in the prefix cache as long 
 Compression happens between steps, so nothing stops within one.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +14,23 @@ from midfill.arrays import Float32Array, Int32Array
 from midfill.compression.selection import Selection
 from midfill.forward.cells import CellStore
 from midfill.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a method may know of the model that it is to be used with.
+
+    Attributes:
+        config: its shape.
+        backend: what runs it: the CPU kernels, or torch.
+        digest: ``Checkpoint.content_digest``, which covers the adapter, too.
+        options: how commands name it: "--model smollm2-135m".
+    """
+
+    config: ModelConfig
+    backend: Literal["cpu", "torch"] = "cpu"
+    digest: str = ""
+    options: str = ""
 
 
 class SequenceKeys:
@@ -85,4 +103,17 @@ class CompressionMethod(Protocol):
 
     def start(self, config: ModelConfig) -> SequenceCompressor:
         """Return a compressor for a new sequence."""
+        ...
+
+
+@runtime_checkable
+class ModelSpecific(Protocol):
+    """A method that doesn't suit every model, or that needs what was computed for this one."""
+
+    def for_model(self, model: ServedModel) -> CompressionMethod:
+        """Return the method, ready to be used with a model.
+
+        Raises:
+            InvalidRequestError: they don't suit each other; the message says why, and what to do.
+        """
         ...

@@ -66,6 +66,7 @@ class Engine:
         speculation: Speculation | None = None,
         token_bytes: Callable[[int], bytes] | None = None,
         method: CompressionMethod | None = None,
+        find_method: Callable[[str], CompressionMethod | None] | None = None,
     ) -> None:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
@@ -78,7 +79,10 @@ class Engine:
                 without.
             token_bytes: returns a token's bytes, b"" for ids without text; None refuses requests
                 with ``begins_with``.
-            method: decides which of a prompt's keys stay; None keeps all.
+            method: decides which of a prompt's keys stay, where the request names no method; None
+                keeps all.
+            find_method: returns the method that a request names, or raises InvalidRequestError;
+                None refuses such requests.
         """
         self._runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -91,6 +95,7 @@ class Engine:
         self._queues = RequestQueues(runner.slots, options.max_running)
         self._compression = Compression(runner, self._queues.pool)
         self._method = method
+        self._find_method = find_method
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
         self._counters = _Counters()
@@ -109,12 +114,13 @@ class Engine:
                 f"a request with id {request.request_id!r} is in flight already",
                 param="request_id",
             )
+        method = self._method_of(request)
         sequence = Sequence(request, self._next_sequence_id, max_length, self._eos_token_ids)
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
         if not request.background:
             sequence.check_empty(request.empty_threshold, len(request.begins_with))
-            if self._method is not None:
-                sequence.compress_with(self._method, self._runner.config)
+            if method is not None:
+                sequence.compress_with(method, self._runner.config)
         self._next_sequence_id += len(sequence.answer_indices)
         self._queues.add(sequence)
 
@@ -182,6 +188,18 @@ class Engine:
             draft_tokens=drafts.tokens,
             accepted_tokens=drafts.accepted,
         )
+
+    def _method_of(self, request: EngineRequest) -> CompressionMethod | None:
+        """Return the method that compresses a request's prompt; None keeps its KV.
+
+        Raises:
+            InvalidRequestError: the request names a method that can't be used.
+        """
+        if request.method is None:
+            return self._method
+        if self._find_method is None:
+            raise InvalidRequestError("requests can't choose a method here", param="method")
+        return self._find_method(request.method)
 
     # --- planning and applying the plan ---
 

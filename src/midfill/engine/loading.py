@@ -3,6 +3,8 @@
 import time
 
 from midfill.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
+from midfill.checkpoints.model_store import command_options
+from midfill.compression.method import ServedModel
 from midfill.config import ModelOptions
 from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
@@ -14,7 +16,8 @@ from midfill.engine.scheduler import SchedulerPolicy
 from midfill.engine.speculation import Speculation
 from midfill.engine.step_cost import MeasuredStepCost
 from midfill.forward.runner import Runner
-from midfill.methods.registry import resolve_method
+from midfill.methods.shelf import AllowedMethods, MethodShelf
+from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.loading import load_runner
 from midfill.system.progress import Progress
 
@@ -40,8 +43,9 @@ def load_engine(
         MidfillError: the checkpoint or the options can't be used.
     """
     started = time.perf_counter() if started is None else started
-    method = resolve_method(options.method)
+    allowed = AllowedMethods(options.allow_methods, options.method)
     runner = load_runner(checkpoint, options, progress)
+    shelf = MethodShelf(lambda: _served_model(checkpoint, runner, options), allowed)
     engine = Engine(
         runner,
         checkpoint.tokenizer.eos_token_ids,
@@ -49,7 +53,8 @@ def load_engine(
         policy=scheduler_policy(options),
         speculation=speculation(options),
         token_bytes=checkpoint.tokenizer.token_bytes,
-        method=method,
+        method=shelf.default,
+        find_method=shelf.find,
     )
     info = EngineInfo(
         backend=runner.description,
@@ -75,3 +80,13 @@ def speculation(options: ModelOptions) -> Speculation | None:
     if not options.speculation:
         return None
     return Speculation(SmartSpec(options.token_budget), AcceptanceRates(), MeasuredStepCost())
+
+
+def _served_model(checkpoint: Checkpoint, runner: Runner, options: ModelOptions) -> ServedModel:
+    """Return what methods may know of the model."""
+    return ServedModel(
+        config=checkpoint.config,
+        backend="cpu" if isinstance(runner, CpuRunner) else "torch",
+        digest=checkpoint.content_digest,
+        options=command_options(checkpoint.path, options.adapter_path),
+    )

@@ -82,6 +82,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             tokens after them are computed over what it keeps. 0 is the whole prompt.
         score_from: number of the first token that ``prompt_logprobs`` reports, at least 1. What
             comes before the token in front of it may be cached.
+        method: compresses the prompt's KV, see ``methods.registry``; "none" keeps all of it, None
+            leaves it to the engine.
     """
 
     request_id: str
@@ -95,6 +97,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_bytes: bytes = b""
     compress_after: int = 0
     score_from: int = 1
+    method: str | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

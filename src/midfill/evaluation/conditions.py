@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from midfill.errors import MidfillError
@@ -35,6 +35,7 @@ class Condition:
         window: how much of the whole document the planner shows; None gives it the text that the
             other conditions have.
         empty_threshold: see ``EngineRequest``; None takes what the model says.
+        method: compresses the prompt's KV, see ``EngineRequest``.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Condition:
     least_increment: int = 0
     window: WindowRule | None = None
     empty_threshold: float | None = None
+    method: str | None = None
 
     @property
     def needs_cut(self) -> bool:
@@ -119,6 +121,20 @@ def choose_conditions(
         elif names is not None:
             raise MidfillError(f"condition {condition.name} {obstacle}")
     return tuple(chosen)
+
+
+def with_methods(conditions: Sequence[Condition], methods: Sequence[str]) -> tuple[Condition, ...]:
+    """Return the conditions, then each of them once more with each method.
+
+    A condition "auto" with "cake:budget=256" is called "auto cake:budget=256". The prompts are the
+    same.
+    """
+    compressed = [
+        replace(condition, name=f"{condition.name} {method}", method=method)
+        for method in dict.fromkeys(methods)
+        for condition in conditions
+    ]
+    return (*conditions, *compressed)
 
 
 def make_prompt(

@@ -48,12 +48,14 @@ class ModelPrompt:
         healing: whether a layout is answered with token healing.
         group: prompts of a group have much text in common.
         empty_threshold: see ``EngineRequest``; None takes what the model says.
+        method: compresses the prompt's KV, see ``EngineRequest``.
     """
 
     text: PromptLayout | InfillRequest
     healing: bool = False
     group: str = ""
     empty_threshold: float | None = None
+    method: str | None = None
 
 
 class Model(Protocol):
@@ -123,6 +125,7 @@ class LocalModel:
             sampling,
             healing=[prompt.healing for prompt in prompts],
             empty_threshold=[prompt.empty_threshold for prompt in prompts],
+            method=[prompt.method for prompt in prompts],
             progress=progress,
         )
         return [
@@ -188,13 +191,14 @@ class RemoteModel:
 
     def _payload(self, prompt: ModelPrompt, max_tokens: int) -> dict[str, Any]:
         body = {"model": self._name, "max_tokens": max_tokens, "temperature": 0}
+        method = {} if prompt.method is None else {"method": prompt.method}
         if isinstance(prompt.text, InfillRequest):
             # The text that the other conditions have; other servers ignore the field.
-            fields = {"window": "as-sent"} if prompt.text.window == "as-sent" else {}
+            window = {"window": "as-sent"} if prompt.text.window == "as-sent" else {}
             asked = {"prompt": prompt.text.prefix, "suffix": prompt.text.suffix}
-            return {**body, **asked, "midfill": fields}
+            return {**body, **asked, "midfill": {**window, **method}}
         text = "".join(segment.text for segment in prompt.text.segments)
-        return {**body, "prompt": text, "midfill": {"layout": "verbatim"}}
+        return {**body, "prompt": text, "midfill": {"layout": "verbatim", **method}}
 
     async def _answer_all(
         self, payloads: Sequence[dict[str, Any]], progress: StageProgress

@@ -275,6 +275,7 @@ def _ask(
             condition.healing,
             problem.group,
             condition.empty_threshold,
+            condition.method,
         )
         for condition in conditions
         for problem in problems

@@ -55,6 +55,7 @@ class Prompt:
         line_break: see ``PromptLayout``; a part of ``suffix``.
         layout: what ``token_ids`` was made of; None for chats and token ids.
         parts: the ids of BOS and of each of the layout's segments, also those that were left out.
+        method: compresses its KV, see ``EngineRequest``.
     """
 
     token_ids: list[int]
@@ -70,6 +71,7 @@ class Prompt:
     line_break: str = ""
     layout: PromptLayout | None = None
     parts: tuple[Sequence[int], ...] = ()
+    method: str | None = None
 
     def with_empty_threshold(self, asked: float | None) -> "Prompt":
         """Return the prompt with the threshold that a client asks for; None keeps the model's.
@@ -89,6 +91,10 @@ class Prompt:
                 "empty_threshold", f"must be a number from 0 to 1, not {asked:g}"
             )
         return dataclasses.replace(self, empty_threshold=asked)
+
+    def with_method(self, method: str | None) -> "Prompt":
+        """Return the prompt with a method that compresses its KV; see ``EngineRequest``."""
+        return self if method is None else dataclasses.replace(self, method=method)
 
     def request(
         self,
@@ -110,6 +116,7 @@ class Prompt:
             empty_threshold=0.0 if sampling.ignore_eos else self.empty_threshold,
             stream_interval=stream_interval,
             stop_bytes=sampling.stop_bytes,
+            method=self.method,
         )
 
 

@@ -79,10 +79,7 @@ def resolve_method(specification: str) -> CompressionMethod | None:
     name, _, listed = specification.partition(":")
     if name in ("", OFF) and not listed:
         return None
-    if name not in METHODS:
-        raise InvalidRequestError(
-            f"there is no method {name!r}{_nearest(name, list(METHODS))}", param="method"
-        )
+    check_name(name)
     factory = METHODS[name].load()
     kinds = get_type_hints(factory)
     values: dict[str, object] = {}
@@ -96,6 +93,23 @@ def resolve_method(specification: str) -> CompressionMethod | None:
         values[option] = _parse(text, kinds[option], f"{name}: {option}")
     method: CompressionMethod = factory(**values)
     return method
+
+
+def parse_name(specification: str) -> str:
+    """Return the name in a specification."""
+    return specification.partition(":")[0] or OFF
+
+
+def check_name(name: str) -> None:
+    """Check that there is a method of this name.
+
+    Raises:
+        InvalidRequestError: there is none; names the nearest.
+    """
+    if name not in METHODS:
+        raise InvalidRequestError(
+            f"there is no method {name!r}{_nearest(name, list(METHODS))}", param="method"
+        )
 
 
 def _parse(text: str, kind: type, option: str) -> object:

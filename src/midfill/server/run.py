@@ -21,6 +21,7 @@ from midfill.engine.messages import EngineInfo
 from midfill.errors import MidfillError
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
+from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
 from midfill.server.service import ModelService
 from midfill.system.progress import Progress
@@ -71,6 +72,7 @@ async def open_service(
     """
     # Opened here first, so that its faults are reported before a process is started for it.
     run = options.options
+    methods = AllowedMethods(run.allow_methods, run.method)
     checkpoint = open_model(path, run.adapter_path, run.weights)
     engine = EngineClient(path, run, on_progress, options.max_queued_tokens, options.logs)
     try:
@@ -88,6 +90,7 @@ async def open_service(
             prompts,
             options.max_body_bytes,
             aliases=options.aliases,
+            methods=methods,
             idle_prefill=options.idle_prefill,
             stream_interval=options.stream_interval,
         )

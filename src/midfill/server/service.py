@@ -29,6 +29,7 @@ from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_stops import with_token_stops
 from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
+from midfill.methods.shelf import NO_METHODS, AllowedMethods
 from midfill.server.errors import ApiError
 from midfill.server.generation import Generation
 from midfill.server.idle_prefill import IdlePrefill
@@ -52,6 +53,7 @@ class ModelService:
         tokenizer: the model's tokenizer.
         metrics: the server's metrics.
         max_body_bytes: maximum size of a request body.
+        methods: the methods of KV compression that requests may choose.
     """
 
     def __init__(
@@ -63,13 +65,14 @@ class ModelService:
         max_body_bytes: int,
         *,
         aliases: Sequence[str] = (),
+        methods: AllowedMethods = NO_METHODS,
         idle_prefill: bool = True,
         stream_interval: float = 0.0,
     ) -> None:
         """Serve ``engine``.
 
         Args:
-            name, engine, tokenizer, max_body_bytes, aliases: see the attributes.
+            name, engine, tokenizer, max_body_bytes, aliases, methods: see the attributes.
             prompts: the encoder of the model's prompts.
             idle_prefill: compute expected prompts while the engine is idle, also where no client
                 asks for it.
@@ -81,6 +84,7 @@ class ModelService:
         self.engine = engine
         self.tokenizer = tokenizer
         self.max_body_bytes = max_body_bytes
+        self.methods = methods
         self.metrics = Metrics(name, engine)
         self._prompts = prompts
         # One thread, since the encoder is not thread-safe: it remembers documents. Not the event

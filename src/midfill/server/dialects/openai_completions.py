@@ -94,6 +94,7 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         lines: "single" ends the answer at its first line break, "block" where the block around
             the caret ends.
         brackets: "close" closes what the answer leaves open.
+        method: compresses the prompt's KV, as in "cake:budget=256", if the server allows it.
         report: "tokens" adds the prompt's tokens to the response, and what the same prompt would
             have cost in PSM order.
     """
@@ -111,6 +112,7 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     trim: bool | None = None
     lines: Lines | None = None
     brackets: Brackets | None = None
+    method: str | None = None
     report: Literal["tokens"] | None = None
 
     @property
@@ -176,6 +178,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         model = service.check_model(body.model)
         sampling = _sampling(body, service)
         superseded = body.midfill.superseded if body.midfill is not None else None
+        _check_method(body, service)
         prompts = await service.encode(_encode_prompts, body, tenant)
         sampling = _for_prompts(sampling, body, prompts)
         check_answer_count(len(prompts), sampling.n)
@@ -232,6 +235,17 @@ def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
     check_sampling(sampling, service.tokenizer.vocab_size, names)
     body.wants_usage()
     return sampling
+
+
+def _check_method(body: CompletionRequest, service: ModelService) -> None:
+    """Refuse a method that doesn't exist, or that requests may not choose."""
+    if body.midfill is None or body.midfill.method is None:
+        return
+    try:
+        service.methods.check(body.midfill.method)
+    except InvalidRequestError as error:
+        field = "midfill.method"
+        raise InvalidRequestError(f"{field}: {error}", param=field) from None
 
 
 def _for_prompts(
@@ -297,7 +311,7 @@ def _encode_prompt(
     else:
         assert isinstance(item, str)
         prompt = _encode_text(encoder, body, fields, item, tenant)
-    return prompt.with_empty_threshold(fields.empty_threshold)
+    return prompt.with_empty_threshold(fields.empty_threshold).with_method(fields.method)
 
 
 def _encode_text(

@@ -1,0 +1,92 @@
+"""Which methods requests may choose, and how they are made ready for a model."""
+
+from dataclasses import dataclass
+
+import pytest
+from fake_keys import CONFIG
+
+from midfill.compression.method import ServedModel
+from midfill.errors import InvalidRequestError
+from midfill.methods.evict.cake import Cake
+from midfill.methods.evict.snapkv import SnapKV
+from midfill.methods.registry import METHODS, MethodEntry
+from midfill.methods.shelf import AllowedMethods, MethodShelf
+
+MODEL = ServedModel(config=CONFIG)
+
+
+def shelf(*names: str, default: str = "none") -> MethodShelf:
+    return MethodShelf(lambda: MODEL, AllowedMethods(names, default))
+
+
+def test_requests_may_use_what_is_allowed() -> None:
+    assert shelf("snapkv").find("snapkv:budget=64") == SnapKV(budget=64)
+    assert shelf("any").find("cake") == Cake()
+    assert shelf("any").find("none") is None
+    assert shelf("none", default="cake").find("none") is None
+
+
+def test_the_default_may_always_be_named_as_it_is() -> None:
+    one = shelf(default="cake:budget=100")
+    assert one.default == one.find("cake:budget=100") == Cake(budget=100)
+    with pytest.raises(InvalidRequestError, match="may not use 'cake' here"):
+        one.find("cake:budget=101")
+    assert shelf().find("none") is None
+
+
+@pytest.mark.parametrize(
+    ("allowed", "asked", "error"),
+    [
+        ((), "snapkv", "may not use 'snapkv' here; .* allow it with --allow-method snapkv"),
+        (("cake", "snapkv"), "streamingllm", "here; they may use cake, snapkv; "),
+        (("cake",), "snapk", "no method 'snapk'; did you mean 'snapkv'"),
+        (("cake",), "cake:budjet=2", "no option 'budjet'; did you mean 'budget'"),
+        ((), "cake:budget=3", "above the 32 tokens"),
+    ],
+)
+def test_other_methods_are_refused(allowed: tuple[str, ...], asked: str, error: str) -> None:
+    with pytest.raises(InvalidRequestError, match=error) as caught:
+        shelf(*allowed).find(asked)
+    assert caught.value.param == "method"
+
+
+def test_names_that_are_allowed_must_exist() -> None:
+    with pytest.raises(InvalidRequestError, match="no method 'snapk'; did you mean 'snapkv'"):
+        AllowedMethods(("snapk",))
+    with pytest.raises(InvalidRequestError, match="no method 'anyone'"):
+        AllowedMethods(default="anyone")
+
+
+@dataclass(frozen=True)
+class ForOneModel:
+    """A method that suits one model only."""
+
+    ready: bool = False
+
+    @property
+    def observed_rows(self) -> int:
+        return 0
+
+    def for_model(self, model: ServedModel) -> "ForOneModel":
+        if model.backend != "cpu":
+            raise InvalidRequestError("picky needs the CPU kernels", param="method")
+        return ForOneModel(ready=True)
+
+
+def test_methods_are_made_ready_for_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = MethodEntry("picky", "evict", "Picky", "nowhere", __name__, "ForOneModel")
+    monkeypatch.setattr(MethodEntry, "load", lambda self: ForOneModel)
+    monkeypatch.setitem(METHODS, "picky", entry)
+    found = shelf("picky").find("picky")
+    assert found == ForOneModel(ready=True)
+    assert shelf(default="picky").default == found
+    other = ServedModel(config=CONFIG, backend="torch")
+    with pytest.raises(InvalidRequestError, match="needs the CPU kernels"):
+        MethodShelf(lambda: other, AllowedMethods(("any",))).find("picky")
+
+
+def test_many_specifications_are_not_all_remembered() -> None:
+    one = shelf("cake")
+    for budget in range(100, 300):
+        assert one.find(f"cake:budget={budget}") == Cake(budget=budget)
+    assert len(one._found) <= 64
