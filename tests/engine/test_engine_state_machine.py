@@ -38,15 +38,20 @@ PROMPTS = st.builds(
 POSITIONS = 0.2
 
 
-METHOD = KeepLoudest(3)
+METHODS = [
+    None,
+    KeepLoudest(3),
+    KeepLoudest(2, interval=3),
+    KeepLoudest(1000, interval=1, block_rows=8),
+]
 
 
 @cache
-def truth(prompt: tuple[int, ...], compressed: bool) -> list[int]:
+def truth(prompt: tuple[int, ...], method: KeepLoudest | None) -> list[int]:
     runner = ToyRunner(200, positions=POSITIONS)
-    if not compressed:
+    if method is None:
         return greedy_alone(runner, list(prompt), MAX_TOKENS)
-    engine = build_engine(runner, max_running=1, method=METHOD)
+    engine = build_engine(runner, max_running=1, method=method)
     params = EngineSamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     return serve(engine, [request("alone", prompt, params)])["alone", 0].tokens
 
@@ -56,10 +61,12 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.integers(54, 120),
         budget=st.sampled_from([1, 5, 16, 64]),
         row_cost=st.sampled_from([None, 0.0, 0.01, 0.2]),
-        compressed=st.booleans(),
+        method=st.sampled_from(METHODS),
     )
-    def start(self, slots: int, budget: int, row_cost: float | None, compressed: bool) -> None:
-        self.compressed = compressed
+    def start(
+        self, slots: int, budget: int, row_cost: float | None, method: KeepLoudest | None
+    ) -> None:
+        self.method = method
         self.engine = build_engine(
             ToyRunner(slots, positions=POSITIONS),
             token_budget=budget,
@@ -67,7 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
             background_chunk=7,
             max_background=3,
             step_cost=None if row_cost is None else FixedCost(row_cost),
-            method=METHOD if compressed else None,
+            method=method,
         )
         self.prompts: dict[str, tuple[tuple[int, ...], int]] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
@@ -138,10 +145,10 @@ class EngineMachine(RuleBasedStateMachine):
         for (name, _), answer in self.answers.items():
             prompt, max_tokens = self.prompts[name]
             if answer.finish_reason == "cancelled":
-                assert answer.tokens == truth(prompt, self.compressed)[: len(answer.tokens)]
+                assert answer.tokens == truth(prompt, self.method)[: len(answer.tokens)]
             else:
                 assert answer.finish_reason == ("length" if max_tokens else "stop")
-                assert answer.tokens == truth(prompt, self.compressed)[:max_tokens]
+                assert answer.tokens == truth(prompt, self.method)[:max_tokens]
 
 
 EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,6 +1,6 @@
 """KeepLoudest: a method of compression for engine tests, with no merit of its own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -11,34 +11,65 @@ from midfill.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class KeepLoudest:
-    """Keeps, per head, half of the keys and the last one: those with the largest products with the
-    observed queries, whatever their sign. Or another part of them, one in ``one_of``."""
+    """Keeps, per head, one in ``one_of`` of the prompt's keys, and later three in four, with the
+    last one: those with the largest products with any query observed since they came, whatever
+    their sign."""
 
     observed_rows: int
     one_of: int = 2
+    interval: int = 0
+    block_rows: int = 0
 
     def start(self, config: ModelConfig) -> "LoudestKeys":
-        return LoudestKeys(config, self.observed_rows, self.one_of)
+        return LoudestKeys(config, self)
 
 
 @dataclass
 class LoudestKeys:
     config: ModelConfig
-    observed_rows: int
-    one_of: int
+    method: KeepLoudest
+    loudest: list[np.ndarray] = field(default_factory=list)
+    seen: int = 0
+    decided: bool = False
 
     def fork(self) -> "LoudestKeys":
-        return self
+        loudest = [scores.copy() for scores in self.loudest]
+        return LoudestKeys(self.config, self.method, loudest, self.seen, self.decided)
+
+    def observe(self, keys: SequenceKeys, queries: np.ndarray) -> None:
+        assert not self.decided
+        assert keys.counts[0] % self.method.block_rows == 0
+        assert 1 <= queries.shape[1] <= self.method.block_rows
+        self.seen += queries.shape[1]
+        self._hear(keys, queries)
 
     def select(self, keys: SequenceKeys, queries: np.ndarray) -> Selection | None:
-        assert queries.shape[1] == min(self.observed_rows, keys.counts[0])
+        if self.decided:
+            new = int(keys.counts[0]) - len(self.loudest[0])
+            assert new >= self.method.interval
+            assert queries.shape[1] == min(self.method.observed_rows, new)
+        else:
+            assert queries.shape[1] + self.seen == min(self.method.observed_rows, keys.counts[0])
+            assert not self.method.block_rows or queries.shape[1] <= self.method.block_rows
+        self._hear(keys, queries)
+        later, self.decided = self.decided, True
         if keys.counts[0] < 4:
             return None
         kept = []
+        for scores in self.loudest:
+            scores[-1] = np.inf
+            count = len(scores) - len(scores) // 4 if later else len(scores) // self.method.one_of
+            kept.append(np.sort(np.argsort(-scores, kind="stable")[:count]))
+        self.loudest = [scores[own] for scores, own in zip(self.loudest, kept, strict=True)]
+        return Selection.of_heads(kept)
+
+    def _hear(self, keys: SequenceKeys, queries: np.ndarray) -> None:
         for head in range(keys.heads):
             found, _ = keys.read(head)
             assert np.isfinite(found).all()
-            scores = np.abs(queries[head // self.config.kv_heads, :, 0] @ found.T).max(axis=0)
-            scores[-1] = np.inf
-            kept.append(np.argsort(-scores, kind="stable")[: len(found) // self.one_of])
-        return Selection.of_heads(kept)
+            products = np.abs(queries[head // self.config.kv_heads, :, 0] @ found.T).max(axis=0)
+            if head == len(self.loudest):
+                self.loudest.append(np.zeros(0, np.float32))
+            known = self.loudest[head]
+            scores = np.concatenate((known, np.zeros(len(found) - len(known), np.float32)))
+            self.loudest[head] = np.maximum(scores, products)

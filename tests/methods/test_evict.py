@@ -123,10 +123,26 @@ def test_cake_divides_the_whole_budget_and_no_more(
 
 def test_streamingllm_keeps_the_first_tokens_and_the_last() -> None:
     keys, _ = fake_keys(TOKENS)
-    selection = StreamingLLM(budget=10).select(keys, fake_queries(0))
+    selection = StreamingLLM(budget=10).start(CONFIG).select(keys, fake_queries(0))
     assert selection is not None
     for layer, head in np.ndindex(LAYERS, KV_HEADS):
         assert kept_of(selection, layer, head) == [0, 1, 2, 3, *range(TOKENS - 6, TOKENS)]
+
+
+@pytest.mark.parametrize("interval", [1, 5])
+def test_streamingllms_window_rolls_while_the_answer_grows(interval: int) -> None:
+    window = StreamingLLM(budget=10, interval=interval).start(CONFIG)
+    tokens = list(range(TOKENS))
+    for _ in range(5):
+        keys, _ = fake_keys(len(tokens))
+        selection = window.fork().select(keys, fake_queries(0))
+        window.select(keys, fake_queries(0))
+        assert selection is not None
+        assert selection.close_gaps, "positions are within the cache"
+        tokens = [tokens[key] for key in kept_of(selection, 0, 0)]
+        newest = tokens[-1] + 1
+        assert tokens == [0, 1, 2, 3, *range(newest - 6, newest)]
+        tokens += range(newest, newest + interval)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -71,21 +71,31 @@ class SequenceKeys:
 class SequenceCompressor(Protocol):
     """A method at work on one sequence; it may hold state.
 
-    A sequence that is preempted is computed anew, and its method is asked again, with the same
-    arguments.
+    A sequence that is preempted is computed anew, and a new compressor is asked the same questions
+    again, with the same arguments.
     """
 
     def fork(self) -> "SequenceCompressor":
         """Return a compressor in the same state, for another answer to the same prompt."""
         ...
 
-    def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
-        """Decide what stays, once the prompt is computed.
+    def observe(self, keys: SequenceKeys, queries: Float32Array) -> None:
+        """Take note of a block of the prompt's rows; only where the method has ``block_rows``.
 
         Args:
-            keys: of the whole prompt.
-            queries: float32 [layers, n, query_heads, head_dim], rotated: of the prompt's last
-                ``observed_rows`` rows, or of all if there are fewer; empty where none is observed.
+            keys: of the prompt up to the block's end.
+            queries: float32 [layers, n, query_heads, head_dim], rotated: of the block's rows.
+        """
+        ...
+
+    def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
+        """Decide what stays: once the prompt is computed, then after every ``interval`` tokens.
+
+        Args:
+            keys: all that the sequence holds: what stayed the last time, then later tokens.
+            queries: float32 [layers, n, query_heads, head_dim], rotated: of the last
+                ``observed_rows`` rows, as far as they are new since the last call; empty where
+                none is observed.
 
         Returns:
             What stays; None keeps everything.
@@ -98,7 +108,23 @@ class CompressionMethod(Protocol):
 
     @property
     def observed_rows(self) -> int:
-        """How many of the prompt's last rows have their queries observed. They always run."""
+        """How many of the last rows before each decision have their queries observed.
+
+        In the prompt, these always run, whatever is cached of it.
+        """
+        ...
+
+    @property
+    def block_rows(self) -> int:
+        """Hand observed rows of the prompt over in blocks that end at multiples of this; 0: don't.
+
+        For methods that observe so many rows that their queries had better not be kept.
+        """
+        ...
+
+    @property
+    def interval(self) -> int:
+        """After how many tokens of the answer it decides again; 0: it decides once."""
         ...
 
     def start(self, config: ModelConfig) -> SequenceCompressor:

@@ -20,11 +20,16 @@ class Selection:
         kept: [n] int32.
         indptr: [layers * kv_heads + 1] int32.
         terms: of the keys that stay; None keeps the terms that they have.
+        close_gaps: move the keys that stay together: each head's first one to position 0, the next
+            to 1, and so on. All heads have to keep equally many, and the next token's position is
+            their number. A sequence whose gaps were closed once closes them always. Otherwise keys
+            keep their positions.
     """
 
     kept: Int32Array
     indptr: Int32Array
     terms: KeyTerms | None = None
+    close_gaps: bool = False
 
     @classmethod
     def of_heads(cls, kept: Sequence[Int32Array]) -> "Selection":
@@ -32,6 +37,13 @@ class Selection:
         ends = np.cumsum([0, *(len(keys) for keys in kept)])
         ordered = [np.sort(keys) for keys in kept]
         return cls(np.concatenate(ordered).astype(np.int32), ends.astype(np.int32))
+
+    @property
+    def shift(self) -> Int32Array:
+        """By how many positions each key moves if gaps are closed: [n] int32."""
+        count = int(self.indptr[1])
+        place = np.tile(np.arange(count, dtype=np.int32), len(self.indptr) - 1)
+        return place - self.kept
 
     @classmethod
     def of_tokens(cls, kept: Int32Array, heads: int) -> "Selection":
@@ -47,7 +59,8 @@ class Selection:
         """Check that it selects from heads that hold ``counts`` [layers * kv_heads] keys.
 
         Raises:
-            ValueError: a key does not exist, is named twice or out of order, or a head keeps none.
+            ValueError: a key does not exist, is named twice or out of order, a head keeps none, or
+                gaps can't be closed.
         """
         if (
             len(self.indptr) != len(counts) + 1
@@ -58,6 +71,8 @@ class Selection:
         sizes = np.diff(self.indptr)
         if (sizes < 1).any():
             raise ValueError("every head has to keep at least one key")
+        if self.close_gaps and (sizes != sizes[0]).any():
+            raise ValueError("gaps can be closed only if all heads keep equally many keys")
         owner = np.repeat(np.arange(len(counts)), sizes)
         if self.kept.min() < 0 or (self.kept >= counts[owner]).any():
             raise ValueError("a selection names keys that don't exist")

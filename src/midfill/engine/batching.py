@@ -72,7 +72,7 @@ def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
         token_ids.append(sequence.uncomputed_tokens(entry.tokens))
         if entry.drafted:
             token_ids.append(entry.draft.tokens[: entry.drafted])
-        positions.append(np.arange(start, end, dtype=np.int32))
+        positions.append(np.arange(start, end, dtype=np.int32) - np.int32(sequence.kv.shift))
         write_slots.append(visible[start - first :])
         kv_slots.append(visible)
         observed += (query_ends[-1] + row for row in observed_rows(entry))
@@ -97,11 +97,9 @@ def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
 def observed_rows(entry: ScheduledSequence) -> range:
     """Return which of a sequence's rows in a step have their queries observed."""
     sequence = entry.sequence
-    if sequence.compressor is None or sequence.compressed:
+    if sequence.compression is None:
         return range(0)
-    first = max(sequence.compress_after - sequence.observed_count, sequence.computed)
-    end = min(sequence.compress_after, sequence.computed + entry.tokens)
-    return range(first - sequence.computed, max(first, end) - sequence.computed)
+    return sequence.compression.observed_rows(sequence.computed, entry.tokens, entry.drafted)
 
 
 def _ragged(scheduled: SequenceOf[ScheduledSequence]) -> tuple[RaggedIndex | None, ...]:

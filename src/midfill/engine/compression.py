@@ -3,8 +3,13 @@
 A method decides once the prompt is computed. Until then its KV is exact, chunk after chunk, and
 goes to the prefix cache like any other, where the document's next request finds it. Then the cells
 that stay are copied into slots of the sequence's own, packed, and its path in the cache is
-released. Whatever follows is computed over the cells, so a step never crosses that point: neither
-a chunk nor a draft, and a preempted answer stops there again when it is computed anew.
+released. Whatever follows is computed over the cells. A method with an interval decides again and
+again while the answer grows: it sees the cells and the slots of later tokens as one list of keys,
+and what stays is packed into the sequence's slots anew, where cells move only into places of those
+that don't stay.
+
+A step never crosses a point at which a method decides: neither a chunk nor a draft, and a preempted
+answer stops at the same points when it is computed anew.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -20,7 +25,7 @@ from midfill.forward.batch import ForwardBatch
 from midfill.forward.runner import Runner
 from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
-from midfill.kv.ragged import RaggedIndex, cells_of_slots
+from midfill.kv.ragged import KeyTerms, RaggedIndex, cells_of_slots
 from midfill.kv.sequence_kv import SequenceKV
 
 
@@ -43,52 +48,77 @@ class Compression:
         queries = self._runner.observed_queries(batch)
         at = 0
         for entry in scheduled:
-            rows = len(observed_rows(entry))
-            if rows:
-                entry.sequence.observe(queries[:, at : at + rows])
-            at += rows
+            rows = observed_rows(entry)
+            sequence = entry.sequence
+            if len(rows) and sequence.compression is not None:
+                first = sequence.computed + rows.start
+                sequence.compression.observe(first, queries[:, at : at + len(rows)])
+            at += len(rows)
 
     def compress(self, sequence: Sequence) -> bool:
-        """Have a sequence's method decide, if it has one that hasn't, and do what it decides.
-
-        The tokens that it sees have just been computed, and are cached.
+        """Have a sequence's method decide, if it has come to a point, and do what it decides.
 
         Returns:
             False if there is no room for the cells, since other sequences use the prompt's slots.
             The sequence holds its slots as before then, and has to be preempted.
         """
-        compressor, kv = sequence.compressor, sequence.kv
-        if compressor is None or kv is None or sequence.compressed:
+        state, kv = sequence.compression, sequence.kv
+        if state is None or kv is None:
             return True
-        config = self._runner.config
-        heads = config.layers * config.kv_heads
-        tokens = sequence.compress_after
-        cells = cells_of_slots(kv.slots[:tokens], heads, self._runner.slots)
-        keys = SequenceKeys(config, list(cells), self._runner.cells)
-        selection = compressor.select(keys, sequence.take_observed())
-        sequence.compressed = True
+        while (block := state.take_block(sequence.computed)) is not None:
+            end, queries = block
+            state.compressor.observe(self._keys(kv, end), queries)
+        point = sequence.computed
+        if point != sequence.compression_point:
+            return True
+        keys = self._keys(kv, point)
+        selection = state.compressor.select(keys, state.take())
+        state.pass_point(point)
         if selection is None:
             return True
         selection.check(keys.counts)
-        return self._replace(kv, keys, selection, tokens)
+        if kv.shift and not selection.close_gaps:
+            raise ValueError("gaps were closed before and have to be closed again")
+        return self._replace(kv, keys, selection, point)
+
+    def _keys(self, kv: SequenceKV, tokens: int) -> SequenceKeys:
+        """Return a view of the keys of a sequence's first tokens."""
+        config = self._runner.config
+        heads = config.layers * config.kv_heads
+        own = cells_of_slots(kv.slots[: tokens - kv.first], heads, self._runner.slots)
+        if kv.prefix is None:
+            return SequenceKeys(config, list(own), self._runner.cells)
+        index = kv.prefix.index
+        kept = np.split(index.cells, index.indptr[1:-1])
+        cells = [np.concatenate(pair) for pair in zip(kept, own, strict=True)]
+        return SequenceKeys(config, cells, self._runner.cells)
 
     def _replace(
         self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, tokens: int
     ) -> bool:
-        """Copy the cells that stay into slots of their own, and release those they were in."""
+        """Pack the cells that stay into slots of the sequence's own, and release all others."""
         kept = _kept_cells(keys, selection)
+        terms = selection.terms or _kept_terms(kv, selection)
         slots_needed = -(-len(kept) // keys.heads)
         released = self._pool.cache.released_by([kv.node]) + kv.owned
         if self._pool.available + released < slots_needed:
             return False
-        stored = self._runner.cells.take(kept)
-        kv.discard()
-        slots = self._pool.allocate(slots_needed)
-        # Any cell of the new slots will do: a head's cells may lie in other heads' part of a slot.
-        target = cells_of_slots(slots, keys.heads, self._runner.slots).reshape(-1)[: len(kept)]
-        self._runner.cells.put(target, stored)
-        index = RaggedIndex(target, selection.indptr, selection.terms)
-        kv.compress(CompressedPrefix(tokens, index, slots, self._pool.slots))
+        store, total = self._runner.cells, self._runner.slots
+        stays = np.isin(kept % total, kv.own_slots()[:slots_needed])
+        shift = selection.shift if selection.close_gaps else np.zeros_like(kept)
+        moving, turning = np.flatnonzero(~stays & (shift == 0)), np.flatnonzero(shift)
+        moved = store.take(kept[moving])
+        turned = store.take(kept[turning], shift[turning] if len(turning) else None)
+        slots = kv.exchange(slots_needed)
+        # Any cell of the slots will do: a head's cells may lie in other heads' part of a slot.
+        free = np.setdiff1d(cells_of_slots(slots, keys.heads, total), kept[stays])
+        places = kept.copy()
+        places[~stays] = free[: len(kept) - np.count_nonzero(stays)]
+        store.put(places[moving], moved)
+        store.put(places[turning], turned)
+        next_position = int(selection.indptr[1]) if selection.close_gaps else None
+        index = RaggedIndex(places, selection.indptr, terms)
+        kv.prefix = CompressedPrefix(tokens, index, slots, self._pool.slots, next_position)
         return True
 
 
@@ -99,3 +129,14 @@ def _kept_cells(keys: SequenceKeys, selection: Selection) -> Int32Array:
         for head in range(keys.heads)
     ]
     return np.concatenate(parts)
+
+
+def _kept_terms(kv: SequenceKV, selection: Selection) -> KeyTerms | None:
+    """Return the terms that the cells that stay have had so far."""
+    index = None if kv.prefix is None else kv.prefix.index
+    if index is None or index.terms is None:
+        return None
+    counts = np.diff(index.indptr)
+    head = np.repeat(np.arange(len(counts)), np.diff(selection.indptr))
+    number = index.indptr[head] + selection.kept
+    return index.terms.take(np.where(selection.kept < counts[head], number, -1))

@@ -308,12 +308,12 @@ class Engine:
             return self._finish(sequence, "stop") if finished else []
         if not entry.sampled:
             _held(sequence).cache_prefix(sequence.computed_tokens)
-            if sequence.computed == sequence.barrier:
-                self._compress_again(sequence)
+            if sequence.compression is not None:
+                self._compress_prefilling(sequence)
         return []
 
-    def _compress_again(self, sequence: Sequence) -> None:
-        """Compress KV before the sequence's last token is computed.
+    def _compress_prefilling(self, sequence: Sequence) -> None:
+        """Show a method what was computed, and compress it if there is more to compute after it.
 
         That is so where tokens of the prompt come after the compressed ones, and after preemption,
         when the answer has begun before.
@@ -343,13 +343,16 @@ class Engine:
             # An answer that started again may have other tokens than those that were computed.
             computed = min(first.computed, first.length - 1)
             _held(first).cache_prefix(first.tokens[:computed])
-        fits = self._compression.compress(first)
+        # Where siblings fork, they share what stays.
+        fits = first.decoding or self._compression.compress(first)
         if len(group) > 1:
             self._queues.start_siblings([one.sequence for one in group])
         outputs = [self._commit_answer(one) for one in group]
         for one in group:
-            if not fits and one.finish_reason is None and one.sequence.kv is not None:
-                self._preempt(one.sequence)
+            sequence = one.sequence
+            goes_on = one.finish_reason is None and sequence.kv is not None
+            if goes_on and not (fits and self._compression.compress(sequence)):
+                self._preempt(sequence)
         return [one for one in outputs if one.token_ids or one.finish_reason is not None]
 
     def _commit_answer(self, one: Verification) -> EngineOutput:
@@ -360,6 +363,8 @@ class Engine:
         if sequence.kv is not None:
             sequence.computed = sequence.length - 1
             sequence.kv.truncate(sequence.computed)
+            if sequence.compression is not None:
+                sequence.compression.forget_after(sequence.computed)
         if one.finish_reason is not None:
             self._queues.finish(sequence)
         return one.output()

@@ -129,7 +129,7 @@ class RequestQueues:
         for other in others[:places]:
             other.kv = first.kv.fork()
             other.computed = first.computed
-            other.compressed = first.compressed
+            other.compression = first.compression and first.compression.fork()
             self.running.append(other)
         self.running.sort(key=_arrival)
         self.waiting.extendleft(reversed(others[places:]))

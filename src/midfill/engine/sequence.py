@@ -7,9 +7,10 @@ from collections.abc import Collection
 
 import numpy as np
 
-from midfill.arrays import Float32Array, Int32Array
-from midfill.compression.method import CompressionMethod, SequenceCompressor
+from midfill.arrays import Int32Array
+from midfill.compression.method import CompressionMethod
 from midfill.engine.acceptance import Calibration
+from midfill.engine.compression_state import CompressionState
 from midfill.engine.empty_answer import EmptyAnswerCheck
 from midfill.engine.request import (
     EngineOutput,
@@ -51,10 +52,9 @@ class Sequence:
         empty_probability: what the check found.
         not_empty: whether end tokens are impossible next, since the answer has no text yet and the
             check has decided that it will.
-        compressor: the method that decides which of the prompt's keys stay; None keeps all.
-        observed_count: how many of the prompt's last rows it observes.
-        compress_after: how many of the prompt's tokens it sees and compresses.
-        compressed: whether it has decided since the last admission.
+        checked_tokens: how many tokens the check has followed, once it has decided.
+        compress_after: how many of the prompt's tokens a method sees and compresses.
+        compression: the method that decides which keys stay; None keeps all.
         stop_token_ids: token ids that end generation, the model's end tokens included.
         prompt_logprobs: of the prompt's tokens, from ``score_from`` on, as far as they are
             computed; None if they are not asked for, or were sent.
@@ -65,16 +65,15 @@ class Sequence:
 
     __slots__ = (
         "_generator",
-        "_observed",
         "_tokens",
         "admitted",
         "answer_indices",
         "background",
         "cached_tokens",
         "calibration",
+        "checked_tokens",
         "compress_after",
-        "compressed",
-        "compressor",
+        "compression",
         "computed",
         "constraint",
         "decoding",
@@ -84,7 +83,6 @@ class Sequence:
         "length",
         "max_length",
         "not_empty",
-        "observed_count",
         "params",
         "prompt_length",
         "prompt_logprobs",
@@ -129,11 +127,9 @@ class Sequence:
         self.empty_check: EmptyAnswerCheck | None = None
         self.empty_probability: float | None = None
         self.not_empty = False
-        self.compressor: SequenceCompressor | None = None
-        self.observed_count = 0
+        self.checked_tokens = 0
         self.compress_after = request.compress_after or self.prompt_length
-        self.compressed = False
-        self._observed: list[Float32Array] = []
+        self.compression: CompressionState | None = None
         end_tokens = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = end_tokens.union(request.sampling.stop_token_ids)
         self.prompt_logprobs: list[TokenLogprobs] | None = None
@@ -169,18 +165,37 @@ class Sequence:
         logits; there one more row does no harm.)
         """
         limit = self.length - 1
-        if self.compressor is not None:
-            limit = min(limit, max(self.compress_after - self.observed_count, 0))
+        if self.compression is not None:
+            limit = min(limit, self.compression.first_observed)
         next_scored = self.next_scored
         if next_scored is not None:
             limit = min(limit, next_scored - 1)
         return self._tokens[:limit]
 
     @property
+    def compression_point(self) -> int | None:
+        """Number of computed tokens at which KV is compressed next; None if that's never.
+
+        Until it is decided whether the answer is empty, its tokens may be taken back, so there is
+        no point among them. Points are counted from the first token that the check didn't follow.
+        """
+        state = self.compression
+        if state is None or not state.decides_again:
+            return None
+        point = state.next_point
+        if point <= self.prompt_length:
+            return point
+        if self.empty_check is not None:
+            return None
+        return point + (self.checked_tokens if state.last_point <= self.prompt_length else 0)
+
+    @property
     def barrier(self) -> int:
         """Number of tokens that a step must not go beyond: KV is compressed there."""
-        waits = self.compressor is not None and not self.compressed
-        return self.compress_after if waits else self.max_length
+        point = self.compression_point
+        if point is None and self.compression is not None and self.compression.decides_again:
+            return self.length
+        return self.max_length if point is None else point
 
     @property
     def next_scored(self) -> int | None:
@@ -200,27 +215,15 @@ class Sequence:
         return self._tokens[self.computed : self.computed + count]
 
     def compress_with(self, method: CompressionMethod, config: ModelConfig) -> None:
-        """Have a method decide which keys of the prompt's first ``compress_after`` tokens stay."""
-        self.compressor = method.start(config)
-        self.observed_count = method.observed_rows
-
-    def observe(self, queries: Float32Array) -> None:
-        """Keep the queries of the next observed rows: [layers, n, query_heads, head_dim]."""
-        self._observed.append(queries)
-
-    def take_observed(self) -> Float32Array:
-        """Return the queries of all observed rows in order, and forget them."""
-        if not self._observed:
-            return np.zeros((0, 0, 0, 0), np.float32)
-        queries, self._observed = np.concatenate(self._observed, axis=1), []
-        return queries
+        """Have a method decide which keys stay, first of the first ``compress_after`` tokens."""
+        self.compression = CompressionState(method, config, self.compress_after)
 
     def forget_kv(self) -> None:
         """Forget what was computed: the sequence holds no KV any more."""
         self.kv = None
         self.computed = 0
-        self.compressed = False
-        self._observed = []
+        if self.compression is not None:
+            self.compression.restart()
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
@@ -279,8 +282,8 @@ class Sequence:
             sibling.sequence_id += offset
             sibling.answer_indices = (index,)
             sibling.calibration = Calibration()
+            sibling.compression = self.compression and self.compression.fork()
             sibling.forget_kv()
-            sibling.compressor = self.compressor and self.compressor.fork()
             sibling.prompt_logprobs = None  # the first one reports them
             sibling.admitted = None
             sibling.constraint = copy.copy(self.constraint)

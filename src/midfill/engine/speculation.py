@@ -84,7 +84,7 @@ class Speculation:
         for sequence_id in sampled_sequences(state, plan):
             sequence = sequences[sequence_id]
             # Siblings that have not forked yet share the row that a draft would follow, and what
-            # follows a prompt that is to be compressed is computed over fewer keys.
+            # follows a point of compression is computed over fewer keys.
             if len(sequence.answer_indices) == 1 and sequence.barrier > sequence.length:
                 draft = drafts[sequence_id] = propose_draft(sequence)
                 probabilities[sequence_id] = self._rates.acceptance_probabilities(
@@ -138,7 +138,11 @@ def propose_draft(sequence: Sequence) -> Draft:
     First the tokens that its constraint makes known or likely, then what followed the sequence's
     end where it occurred before.
     """
-    room = min(_MAX_DRAFT_TOKENS, sequence.max_length - sequence.length - 1)
+    room = min(
+        _MAX_DRAFT_TOKENS,
+        sequence.max_length - sequence.length - 1,
+        sequence.barrier - sequence.length,
+    )
     check = sequence.empty_check
     constraint = sequence.constraint if check is None else check.constraint
     spelled = [] if constraint is None else constraint.spelling()[:room]

@@ -148,6 +148,7 @@ def _check_empty(one: Verification, logits: torch.Tensor, vocabulary: Vocabulary
         if not one.accept(token_id):
             return False
     sequence.drop(len(check.tokens))
+    sequence.checked_tokens = len(check.tokens)
     sequence.empty_check, sequence.empty_probability = None, check.probability
     sequence.not_empty = not check.is_empty
     for row_logits, expected in zip(check.rows, _expected(check), strict=True):

@@ -13,15 +13,28 @@ class CompressedPrefix:
 
     Attributes:
         tokens: how many leading tokens it stands for.
+        next_position: position of the token after these. It is ``tokens`` where keys keep their
+            positions, and less where they have moved together.
         index: its cells.
         slots: [n] int32, the slots that the cells fill.
     """
 
     def __init__(
-        self, tokens: int, index: RaggedIndex, slots: Int32Array, allocator: SlotAllocator
+        self,
+        tokens: int,
+        index: RaggedIndex,
+        slots: Int32Array,
+        allocator: SlotAllocator,
+        next_position: int | None = None,
     ) -> None:
-        """Own ``slots`` for one sequence; they return to ``allocator``."""
+        """Own ``slots`` for one sequence; they return to ``allocator``.
+
+        Args:
+            tokens, index, slots, next_position: see above; None is ``tokens``.
+            allocator: where the slots come from.
+        """
         self.tokens = tokens
+        self.next_position = tokens if next_position is None else next_position
         self.index = index
         self.slots = slots
         self._allocator = allocator
@@ -39,6 +52,9 @@ class CompressedPrefix:
 
     def release(self) -> None:
         """Remove a user; the last one frees the slots."""
+        self._allocator.free(self.take_over())
+
+    def take_over(self) -> Int32Array:
+        """Remove a user; return the slots that are the caller's from now on: the last user's."""
         self._users -= 1
-        if not self._users:
-            self._allocator.free(self.slots)
+        return self.slots[: 0 if self._users else len(self.slots)]

@@ -31,6 +31,12 @@ class KeyTerms:
         ones = np.ones(cells, np.float32)
         return cls(ones, np.zeros(cells, np.float32), ones.copy())
 
+    def take(self, cells: Int32Array) -> "KeyTerms":
+        """Return the terms of some cells; -1 stands for one without."""
+        terms = zip((self.score_factor, self.score_bias, self.value_factor), (1, 0, 1), strict=True)
+        taken = [np.where(cells < 0, np.float32(none), term[cells]) for term, none in terms]
+        return KeyTerms(taken[0], taken[1], taken[2])
+
 
 @dataclass(frozen=True)
 class RaggedIndex:

@@ -14,8 +14,9 @@ class SequenceKV:
     The first ``shared`` slots belong to the prefix cache and are locked there. The sequence owns
     the others until ``cache_prefix`` hands them over.
 
-    Once ``compress`` has put cells in the place of the first tokens, the slots are those of later
-    tokens only, and none of them is cached: their KV depends on what was left out.
+    Once cells have been put in the place of the first tokens (``exchange``, then ``prefix``), the
+    slots are those of later tokens only, and none of them is cached: their KV depends on what was
+    left out.
 
     Attributes:
         reserved: number of slots held, whether their KV has been computed or not.
@@ -56,6 +57,11 @@ class SequenceKV:
         return 0 if self.prefix is None else self.prefix.tokens
 
     @property
+    def shift(self) -> int:
+        """By how much a later token's position is less than its number."""
+        return 0 if self.prefix is None else self.prefix.tokens - self.prefix.next_position
+
+    @property
     def owned(self) -> int:
         """Number of slots that the sequence owns, that is, does not share."""
         return self.reserved - self.shared + (0 if self.prefix is None else self.prefix.owned)
@@ -86,10 +92,33 @@ class SequenceKV:
         self._buffer[self.reserved] = slot
         self.reserved += 1
 
-    def compress(self, prefix: CompressedPrefix) -> None:
-        """Replace all slots by ``prefix``; what the cache holds of them stays there."""
-        self.discard()
-        self.prefix = prefix
+    def own_slots(self) -> Int32Array:
+        """Return the slots that no other sequence and not the cache uses: [owned] int32."""
+        own = self._buffer[self.shared : self.reserved]
+        if self.prefix is None or not self.prefix.owned:
+            return own.copy()
+        return np.concatenate((self.prefix.slots, own))
+
+    def exchange(self, count: int) -> Int32Array:
+        """Release all slots but the first ``count`` of ``own_slots``, and allocate missing ones.
+
+        Returns:
+            [count] int32; they belong to the caller, and the sequence holds none.
+
+        Raises:
+            OutOfSlotsError: fewer are available.
+        """
+        own = self._buffer[self.shared : self.reserved].copy()
+        if self.prefix is not None:
+            own = np.concatenate((self.prefix.take_over(), own))
+        self._pool.slots.free(own[count:])
+        self._pool.cache.unlock(self._node)
+        self._node = self.prefix = None
+        self.reserved = self.shared = 0
+        missing = count - len(own)
+        if missing <= 0:
+            return own[:count]
+        return np.concatenate((own, self._pool.allocate(missing)))
 
     def truncate(self, tokens: int) -> None:
         """Free the slots of all tokens after the first ``tokens``.

@@ -48,6 +48,18 @@ def check_observation(window: int, kernel: int, least: int = 1) -> None:
         )
 
 
+def check_interval(interval: int) -> None:
+    """Check after how many tokens of an answer a method decides again.
+
+    Raises:
+        InvalidRequestError: it is negative.
+    """
+    if interval < 0:
+        raise InvalidRequestError(
+            f"interval must be 0 or more tokens, not {interval}", param="method"
+        )
+
+
 def budget_tokens(budget: float, prompt: int, window: int) -> int:
     """Return how many of a prompt's tokens to keep per layer.
 

@@ -17,7 +17,8 @@ def shift_keys(keys: Float32Array, shift: Int32Array, frequencies: Float32Array)
         shift: int32, positive or negative.
         frequencies: float32 [head_dim / 2], radians per position.
     """
-    angles = shift[:, None].astype(np.float64) * frequencies[None, :].astype(np.float64)
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    shifts, which = np.unique(shift, return_inverse=True)
+    angles = shifts[:, None].astype(np.float64) * frequencies[None, :].astype(np.float64)
+    cos, sin = np.cos(angles).astype(np.float32)[which], np.sin(angles).astype(np.float32)[which]
     first, second = np.split(keys, 2, axis=1)
     return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=1)

@@ -11,6 +11,7 @@ import numpy as np
 
 from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from midfill.compression.method import SequenceKeys
+from midfill.compression.method_defaults import OneShot
 from midfill.compression.selection import Selection
 from midfill.compression.window_attention import (
     average_pool,
@@ -20,11 +21,10 @@ from midfill.compression.window_attention import (
 )
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import budget_tokens, check_budget, check_observation
-from midfill.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Cake:
+class Cake(OneShot):
     """The method's hyper-parameters.
 
     Attributes:
@@ -55,14 +55,6 @@ class Cake:
     def observed_rows(self) -> int:
         """The window's."""
         return self.window
-
-    def start(self, config: ModelConfig) -> "Cake":
-        """Return the method itself; it has no state."""
-        return self
-
-    def fork(self) -> "Cake":
-        """Return the method itself; it has no state."""
-        return self
 
     def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
         """See ``SequenceCompressor.select``."""

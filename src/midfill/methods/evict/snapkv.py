@@ -10,6 +10,7 @@ import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.compression.method import SequenceKeys
+from midfill.compression.method_defaults import OneShot
 from midfill.compression.selection import Selection
 from midfill.compression.window_attention import (
     average_pool,
@@ -18,11 +19,10 @@ from midfill.compression.window_attention import (
     window_attention,
 )
 from midfill.methods.budget import budget_tokens, check_budget, check_observation
-from midfill.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class SnapKV:
+class SnapKV(OneShot):
     """The method's hyper-parameters.
 
     Attributes:
@@ -44,14 +44,6 @@ class SnapKV:
     def observed_rows(self) -> int:
         """The window's."""
         return self.window
-
-    def start(self, config: ModelConfig) -> "SnapKV":
-        """Return the method itself; it has no state."""
-        return self
-
-    def fork(self) -> "SnapKV":
-        """Return the method itself; it has no state."""
-        return self
 
     def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
         """See ``SequenceCompressor.select``."""

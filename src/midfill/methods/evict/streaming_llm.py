@@ -1,60 +1,74 @@
 """StreamingLLM: keep the first tokens, which attention falls back on, and the last ones.
 
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
-arXiv 2309.17453, section 3.2.
+arXiv 2309.17453, section 3.2. Keys have positions within the cache: the first token that stays has
+0, the next 1, and so on, so that positions never exceed the budget by more than the interval.
 
-Applied once, to the prompt. The paper evicts while it decodes, too, and numbers positions within
-the cache; completions are short, so here the answer's own tokens stay, at their true positions.
+The paper's prompts go through the rolling cache, too. Here a prompt is computed exactly, as its KV
+is what the next request finds, and cut once it is.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from midfill.arrays import Float32Array
 from midfill.compression.method import SequenceKeys
+from midfill.compression.method_defaults import MethodDefaults
 from midfill.compression.selection import Selection
 from midfill.errors import InvalidRequestError
-from midfill.methods.budget import budget_tokens, check_budget
+from midfill.methods.budget import budget_tokens, check_budget, check_interval
 from midfill.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class StreamingLLM:
+class StreamingLLM(MethodDefaults):
     """The method's hyper-parameters.
 
     Attributes:
         budget: tokens kept per layer, or a share of the prompt if below 1.
         sinks: how many of them are the first ones; the paper's 4.
+        interval: how many tokens the answer grows by until the window moves again; the paper's 1.
+            0 keeps all of the answer.
     """
 
     budget: float = 256
     sinks: int = 4
+    interval: int = 16
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
             raise InvalidRequestError(f"sinks can't be {self.sinks}", param="method")
         check_budget(self.budget, self.sinks)
+        check_interval(self.interval)
 
-    @property
-    def observed_rows(self) -> int:
-        """None: the choice depends on positions alone."""
-        return 0
+    def start(self, config: ModelConfig) -> "RollingWindow":
+        """Return the window of one sequence."""
+        return RollingWindow(self)
 
-    def start(self, config: ModelConfig) -> "StreamingLLM":
-        """Return the method itself; it has no state."""
-        return self
 
-    def fork(self) -> "StreamingLLM":
-        """Return the method itself; it has no state."""
-        return self
+class RollingWindow:
+    """Sinks and window of one sequence."""
+
+    def __init__(self, method: StreamingLLM, budget: int = 0) -> None:
+        """Begin with a prompt; ``budget``, in tokens, is known once that is."""
+        self._method = method
+        self._budget = budget
+
+    def fork(self) -> "RollingWindow":
+        """See ``SequenceCompressor.fork``."""
+        return RollingWindow(self._method, self._budget)
+
+    def observe(self, keys: SequenceKeys, queries: Float32Array) -> None:
+        """Do nothing: positions alone decide."""
 
     def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
         """See ``SequenceCompressor.select``."""
-        count = int(keys.counts[0])
-        budget = budget_tokens(self.budget, count, self.sinks)
-        if count <= budget:
+        count, sinks = int(keys.counts[0]), self._method.sinks
+        self._budget = self._budget or budget_tokens(self._method.budget, count, sinks)
+        if count <= self._budget:
             return None
-        recent = count - (budget - self.sinks)
-        kept = np.concatenate((np.arange(self.sinks), np.arange(recent, count)))
-        return Selection.of_tokens(kept.astype(np.int32), keys.heads)
+        recent = count - (self._budget - sinks)
+        kept = np.concatenate((np.arange(sinks), np.arange(recent, count))).astype(np.int32)
+        return dataclasses.replace(Selection.of_tokens(kept, keys.heads), close_gaps=True)

@@ -1,0 +1,94 @@
+"""Keys that move together: positions within the cache, and what the rotation must not change."""
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from fake_keys import fake_keys
+from serving import Answer, build_engine, request, serve
+from tiny_checkpoints import VOCAB, write_variant
+
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.compression.method import SequenceKeys
+from midfill.compression.method_defaults import MethodDefaults
+from midfill.compression.selection import Selection
+from midfill.engine.request import EngineSamplingParams
+from midfill.forward.batch import ForwardBatch
+from midfill.models.config import ModelConfig
+from midfill.runners.cpu_runner import CpuRunner
+
+BUDGET = 40
+PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=0)
+PROMPT = random.Random(0).choices(range(1, VOCAB), k=100)
+
+
+class RecordingRunner(CpuRunner):
+    """Notes the positions of all rows."""
+
+    positions: list[int]
+
+    def forward(self, batch: ForwardBatch):  # type: ignore[no-untyped-def]
+        self.positions += batch.positions.tolist()
+        return super().forward(batch)
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordingRunner]:
+    checkpoint = open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+    runner = RecordingRunner(checkpoint, slots=300, threads=1, weights="f32", kv_dtype="f32")
+    yield runner
+    runner.close()
+
+
+@dataclass(frozen=True)
+class LastTokens(MethodDefaults):
+    """Keeps the last tokens, which move together or stay where they are."""
+
+    close_gaps: bool
+    interval: int = 1
+
+    def start(self, config: ModelConfig) -> "LastTokens":
+        return self
+
+    def fork(self) -> "LastTokens":
+        return self
+
+    def observe(self, keys: SequenceKeys, queries: np.ndarray) -> None:
+        raise NotImplementedError
+
+    def select(self, keys: SequenceKeys, queries: np.ndarray) -> Selection | None:
+        count = int(keys.counts[0])
+        if count <= BUDGET:
+            return None
+        kept = Selection.of_tokens(np.arange(count - BUDGET, count, dtype=np.int32), keys.heads)
+        return dataclasses.replace(kept, close_gaps=self.close_gaps)
+
+
+def answer(runner: RecordingRunner, method: LastTokens) -> Answer:
+    runner.positions = []
+    return serve(build_engine(runner, method=method), [request("r", PROMPT, PARAMS)])["r", 0]
+
+
+@pytest.mark.parametrize("interval", [1, 7])
+def test_distances_alone_matter(runner: RecordingRunner, interval: int) -> None:
+    """Keys and queries that all move by the same distance give the same answer."""
+    moved = answer(runner, LastTokens(True, interval))
+    positions = runner.positions[len(PROMPT) :]
+    assert max(positions) <= BUDGET + interval - 1
+    assert len(positions) == PARAMS.max_tokens - 1
+    stayed = answer(runner, LastTokens(False, interval))
+    assert runner.positions[-1] == len(PROMPT) + PARAMS.max_tokens - 2
+    assert moved.tokens == stayed.tokens
+    for one, other in zip(moved.logprobs, stayed.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_gaps_can_be_closed_only_where_heads_keep_equally_many() -> None:
+    keys, _ = fake_keys(10)
+    kept = [np.arange(3 + head % 2) for head in range(keys.heads)]
+    uneven = dataclasses.replace(Selection.of_heads(kept), close_gaps=True)
+    with pytest.raises(ValueError, match="equally many"):
+        uneven.check(keys.counts)
