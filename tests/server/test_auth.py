@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from running_server import RunningServer, start
 
 from midfill.config import ServeOptions
@@ -60,6 +61,44 @@ def test_the_log_names_tenants_and_never_keys(server: RunningServer) -> None:
     assert "tenant=key-3" in log
     assert re.search(r"POST /v1/completions 401 request_id=\w+ duration_seconds=\S+ error=inv", log)
     assert not any(key in log for key in (*KEYS, "guessed"))
+
+
+def test_metrics_tell_tenants_apart(server: RunningServer) -> None:
+    def numbers(name: str, **labels: str) -> dict[str, float]:
+        found = [
+            (sample.labels["tenant"], sample.value)
+            for family in text_string_to_metric_families(server.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == f"midfill:{name}" and labels.items() <= sample.labels.items()
+        ]
+        return dict(found)
+
+    names = (
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_generation_tokens_sum",
+        "time_to_first_token_seconds_count",
+        "request_queue_time_seconds_count",
+    )
+    before = {name: numbers(name) for name in names}
+    refused = numbers("http_requests_total", status="401")
+    assert all(set(values) == {"key-1", "key-2", "key-3"} for values in before.values())
+    for number in range(2):
+        body = {"prompt": f"{number} of the second", "max_tokens": 3, "ignore_eos": True}
+        headers = {"authorization": "Bearer second key"}
+        assert server.post("/v1/completions", body, headers=headers).status_code == 200
+    server.post("/v1/completions", {})
+    server.wait_for(
+        lambda: numbers(names[1])["key-2"] - before[names[1]]["key-2"] == 6
+    )  # the engine's numbers come a little later
+    after = {name: numbers(name) for name in names}
+    grown = [after[name]["key-2"] - before[name]["key-2"] for name in names]
+    assert grown[0] > 10
+    assert grown[1:] == [6, 6, 2, 2]
+    for name in names:
+        assert {**after[name], "key-2": 0} == {**before[name], "key-2": 0}
+    assert numbers("http_requests_total", status="401")[""] == refused.get("", 0) + 1
+    assert numbers("http_requests_total", status="200")["key-2"] >= 2
 
 
 def test_refusals_have_the_shape_of_the_path(server: RunningServer) -> None:

@@ -25,7 +25,7 @@ from midfill.engine.messages import (
     Submit,
 )
 from midfill.engine.process_handle import EngineProcess
-from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
+from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
 from midfill.errors import (
     EngineDeadError,
     GenerationError,
@@ -134,6 +134,7 @@ class EngineClient:
             "dead" once the client is closed or the first start has failed.
         info: what the engine reported when it was last ready; None before.
         stats: the engine's numbers after its last step.
+        tenants: its numbers by tenant, of the last twentieth of a second or newer.
         restarts: how often the engine was restarted.
         queued_tokens: prompt tokens of requests that have produced no output yet, background
             requests not counted.
@@ -159,6 +160,7 @@ class EngineClient:
         self.state: EngineState = "starting"
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
+        self.tenants: dict[str, TenantStats] = {}
         self.restarts = 0
         self.queued_tokens = 0
         self._start = Start(str(path), options, logs or LogOptions())
@@ -288,8 +290,10 @@ class EngineClient:
     def _handle(self, message: FromEngine) -> None:
         """Act on a message of the engine."""
         match message:
-            case StepReport(outputs, stats):
+            case StepReport(outputs, stats, tenants):
                 self.stats = stats
+                if tenants is not None:
+                    self.tenants = tenants
                 for output in outputs:
                     self._route(output)
             case Rejected(request_id, text, param, code):
@@ -341,7 +345,7 @@ class EngineClient:
 
     def _fail_all(self, reason: str) -> None:
         """End whatever waits for the process that has ended."""
-        self.stats = EngineStats()
+        self.stats, self.tenants = EngineStats(), {}
         self._fail_first_start(EngineDeadError(reason))
         streams, self._streams = self._streams, {}
         self._queued.clear()

@@ -20,11 +20,18 @@ from midfill.engine.batching import ScheduledSequence, build_batch
 from midfill.engine.compression import Compression
 from midfill.engine.drafting import Draft
 from midfill.engine.prompt_scores import record_scores
-from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, FinishReason
+from midfill.engine.request import (
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    TenantStats,
+)
 from midfill.engine.request_queues import RequestQueues
 from midfill.engine.scheduler import SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.engine.speculation import DraftCounts, Speculation
+from midfill.engine.tenant_stats import TenantCounters
 from midfill.engine.validation import validate
 from midfill.engine.verification import Verification, sibling_groups, verify
 from midfill.engine.vocabulary import Vocabulary
@@ -99,6 +106,7 @@ class Engine:
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
         self._counters = _Counters()
+        self._tenants = TenantCounters()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; ``step`` returns its outputs.
@@ -189,6 +197,10 @@ class Engine:
             accepted_tokens=drafts.accepted,
         )
 
+    def tenant_stats(self) -> dict[str, TenantStats]:
+        """Return the numbers of every tenant that has or had a request, as of now."""
+        return self._tenants.stats(self._queues.running, self._queues.waiting)
+
     def _method_of(self, request: EngineRequest) -> CompressionMethod | None:
         """Return the method that compresses a request's prompt; None keeps its KV.
 
@@ -240,6 +252,7 @@ class Engine:
             sequence.admitted = time.perf_counter()
             self._counters.prompt_tokens += sequence.prompt_length
             self._counters.cached_tokens += sequence.computed
+            self._tenants.record_admission(sequence)
 
     def _schedule(self, plan: StepPlan, drafts: Mapping[int, Draft]) -> list[ScheduledSequence]:
         """Return what runs, in the batch's order: decodes, prefill chunks, background chunks."""
@@ -360,6 +373,7 @@ class Engine:
         sequence = one.sequence
         sequence.decoding = True
         self._counters.generated_tokens += len(one.tokens)
+        self._tenants.record_tokens(sequence, len(one.tokens))
         if sequence.kv is not None:
             sequence.computed = sequence.length - 1
             sequence.kv.truncate(sequence.computed)

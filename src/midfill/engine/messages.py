@@ -3,7 +3,7 @@
 import msgspec
 
 from midfill.config import LogOptions, ModelOptions
-from midfill.engine.request import EngineOutput, EngineRequest, EngineStats
+from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,10 +96,14 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):
-    """From the engine while it works: outputs, and its current numbers."""
+    """From the engine while it works: outputs, and its current numbers.
+
+    The numbers by tenant are None where they are left out, to be sent soon.
+    """
 
     outputs: list[EngineOutput]
     stats: EngineStats
+    tenants: dict[str, TenantStats] | None = None
 
 
 ToEngine = Start | Submit | Cancel

@@ -117,8 +117,13 @@ def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoRet
         now = time.monotonic()
         buffer.add(produced, now)
         outputs = buffer.take(now)
-        if outputs or now - reported >= _STATS_SECONDS or not engine.has_work():
-            channel.send(StepReport(outputs, engine.stats()))
+        is_due = now - reported >= _STATS_SECONDS or not engine.has_work()
+        if outputs or is_due:
+            # The tenants may be many, so not each step reports them.
+            channel.send(
+                StepReport(outputs, engine.stats(), engine.tenant_stats() if is_due else None)
+            )
+        if is_due:
             reported = now
 
 

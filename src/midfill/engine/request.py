@@ -191,3 +191,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+
+
+class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant's part of ``EngineStats``, which documents each."""
+
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0

@@ -68,4 +68,4 @@ def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> ASGIApp
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-    return RequestLog(app)
+    return RequestLog(app, service.metrics)

@@ -17,7 +17,7 @@ from midfill.frontend.generation import GenerationResult, whole_answers
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.response import Response, Usage
 from midfill.frontend.sampling import SamplingParams
-from midfill.server.metrics import Metrics
+from midfill.server.metrics import TenantMetrics
 from midfill.tokens.tokenizer import Tokenizer
 
 MAX_ANSWERS_PER_REQUEST = 1024
@@ -71,7 +71,7 @@ class Generation:
     def __init__(
         self,
         engine: EngineClient,
-        metrics: Metrics,
+        metrics: TenantMetrics,
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
@@ -177,7 +177,9 @@ class Generation:
                 return
             for place, response in enumerate(self.responses):
                 for delta in response.abandon("superseded"):
+                    complete += 1
                     self.finish_reasons.append("superseded")
+                    self._metrics.answer_finished("superseded")
                     yield place, delta
         finally:
             for _ in range(self._answers - complete):
@@ -206,7 +208,7 @@ class Generation:
             self.finish_reasons.append(delta.finish_reason)
             self._metrics.answer_finished(delta.finish_reason)
             if response.finished:
-                self._record_usage(response.usage)
+                self._record_finished(response.usage, self._times[place])
         return delta
 
     def _record_tokens(self, place: int, index: int, tokens: int) -> None:
@@ -221,13 +223,18 @@ class Generation:
             self._metrics.first_token(now - self._arrived)
         self._last_token[place, index] = now
 
-    def _record_usage(self, usage: Usage) -> None:
+    def _record_finished(self, usage: Usage, times: PromptTimes) -> None:
+        """Record what the answers to a prompt took."""
         self._metrics.request_finished(
             time.perf_counter() - self._arrived,
             usage.prompt_tokens,
             usage.cached_tokens,
             usage.completion_tokens,
         )
+        queued, first, last = times.queued, times.first_token, times.last_token
+        if queued is not None and first is not None and last is not None:
+            prefill = first - times.submitted - queued
+            self._metrics.stages_finished(queued, prefill, last - first)
 
 
 def check_answer_count(prompts: int, answers: int) -> None:

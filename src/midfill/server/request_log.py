@@ -1,4 +1,4 @@
-"""RequestLog: gives each request an id, and logs each when it is finished.
+"""RequestLog: gives each request an id, and logs and counts each when it is finished.
 
 Nothing that a client has written is logged but its ``X-Request-Id`` and the path that it asked for.
 """
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from midfill.server.errors import CLIENT_GONE
+from midfill.server.metrics import Metrics
 from midfill.server.request_record import RequestRecord, current_request
 from midfill.system.logs import log_context
 
@@ -29,10 +30,12 @@ class RequestLog:
 
     Args:
         app: handles the requests.
+        metrics: counts them.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request (ASGI)."""
@@ -67,6 +70,7 @@ class RequestLog:
         try:
             await self._app(scope, watched_receive, watched_send)
         finally:
+            self._metrics.response_sent(record.tenant, final_status(record))
             log_request(record, time.perf_counter())
 
 

@@ -23,6 +23,7 @@ from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
+from midfill.server.auth import tenant_names
 from midfill.server.service import ModelService
 from midfill.system.progress import Progress
 
@@ -93,6 +94,7 @@ async def open_service(
             methods=methods,
             idle_prefill=options.idle_prefill,
             stream_interval=options.stream_interval,
+            tenants=tenant_names(options.api_keys) or ("",),
         )
         try:
             yield service

@@ -68,6 +68,7 @@ class ModelService:
         methods: AllowedMethods = NO_METHODS,
         idle_prefill: bool = True,
         stream_interval: float = 0.0,
+        tenants: Sequence[str] = ("",),
     ) -> None:
         """Serve ``engine``.
 
@@ -77,6 +78,7 @@ class ModelService:
             idle_prefill: compute expected prompts while the engine is idle, also where no client
                 asks for it.
             stream_interval: seconds for which tokens of a streamed answer may be held back.
+            tenants: everybody who may send requests.
         """
         self.name = name
         self.aliases = tuple(alias for alias in dict.fromkeys(aliases) if alias != name)
@@ -85,7 +87,7 @@ class ModelService:
         self.tokenizer = tokenizer
         self.max_body_bytes = max_body_bytes
         self.methods = methods
-        self.metrics = Metrics(name, engine)
+        self.metrics = Metrics(name, engine, tenants)
         self._prompts = prompts
         # One thread, since the encoder is not thread-safe: it remembers documents. Not the event
         # loop's thread, which a long text would block.
@@ -160,7 +162,7 @@ class ModelService:
         record = current_request.get()
         generation = Generation(
             self.engine,
-            self.metrics,
+            self.metrics.of_tenant(tenant),
             self.tokenizer,
             prompts,
             with_token_stops(sampling, prompts, self.tokenizer),
