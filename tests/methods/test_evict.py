@@ -156,11 +156,14 @@ def test_a_budget_of_the_whole_prompt_keeps_everything(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("tokens", [1, 3, 31, 33, 64])
-def test_prompts_of_any_length_have_a_valid_selection(name: str, tokens: int) -> None:
+@pytest.mark.parametrize("constant", [0.0, np.nan])
+def test_prompts_of_any_length_have_a_valid_selection(
+    name: str, tokens: int, constant: float
+) -> None:
     method = resolve_method(f"{name}:budget=0.1")
     assert method is not None
     keys, store = fake_keys(tokens)
-    store.keys[:] = 0.0  # constant attention
+    store.keys[:] = constant  # and so is the attention
     queries = fake_queries(min(method.observed_rows, tokens))
     selection = method.start(CONFIG).select(keys, queries)
     if selection is not None:
@@ -172,6 +175,6 @@ def test_a_share_is_of_the_prompt(name: str) -> None:
     method = resolve_method(f"{name}:budget=0.25")
     assert method is not None
     keys, _ = fake_keys(400)
-    selection = method.start(CONFIG).select(keys, fake_queries(method.observed_rows))
+    selection = method.start(CONFIG).select(keys, fake_queries(min(method.observed_rows, 400)))
     assert selection is not None
     assert len(selection.kept) == 100 * LAYERS * KV_HEADS

@@ -22,16 +22,29 @@ def window_attention(keys: SequenceKeys, queries: Float32Array, layer: int) -> F
         float32 [query_heads, rows, n]; a row sees the keys up to its own, within the layer's
         sliding window if it has one.
     """
+    first = layer * keys.config.kv_heads
+    heads = range(first, first + keys.config.kv_heads)
+    return np.concatenate([head_attention(keys, queries, head) for head in heads])
+
+
+def head_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Float32Array:
+    """Return the attention weights of a sequence's last rows in one head.
+
+    Args:
+        keys: of the sequence; the rows' own are the last ones.
+        queries: float32 [layers, rows, query_heads, head_dim], rotated: of the last rows.
+        head: KV head ``layer * kv_heads + head``.
+
+    Returns:
+        float32 [query heads of the KV head, rows, n]; see ``window_attention``.
+    """
     config = keys.config
     group = config.query_heads // config.kv_heads
-    rows = queries.shape[1]
-    weights = []
-    for kv_head in range(config.kv_heads):
-        found, _ = keys.read(layer * config.kv_heads + kv_head)
-        own = queries[layer, :, kv_head * group : (kv_head + 1) * group]
-        scores = np.einsum("rgd,kd->grk", own, found, optimize=True) * config.score_scale
-        weights.append(_causal_softmax(scores, rows, config.window_of(layer)))
-    return np.concatenate(weights)
+    layer, kv_head = divmod(head, config.kv_heads)
+    found, _ = keys.read(head)
+    own = queries[layer, :, kv_head * group : (kv_head + 1) * group]
+    scores = np.einsum("rgd,kd->grk", own, found, optimize=True) * config.score_scale
+    return _causal_softmax(scores, queries.shape[1], config.window_of(layer))
 
 
 def _causal_softmax(scores: Float32Array, rows: int, window: int | None) -> Float32Array:

@@ -56,6 +56,10 @@ METHODS = {
             f"{_EVICT}.cake", "Cake",
         ),
         MethodEntry(
+            "h2o", "evict", "H2O", "Zhang et al., NeurIPS 2023, arXiv 2306.14048",
+            f"{_EVICT}.h2o", "H2O",
+        ),
+        MethodEntry(
             "snapkv", "evict", "SnapKV", "Li et al., NeurIPS 2024, arXiv 2404.14469",
             f"{_EVICT}.snapkv", "SnapKV",
         ),

@@ -1,0 +1,110 @@
+"""H2O: keep the keys that have received most attention so far, and the most recent ones.
+
+Source: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
+Models", NeurIPS 2023, arXiv 2306.14048, section 4 and algorithm 1. A key's score is the attention
+that it has received from all rows since it came; the lowest scores are evicted, step by step while
+the answer grows.
+
+Differences: a prompt is computed exactly and evicted from once, as in the authors' code, while the
+paper's algorithm evicts in the prompt, too. Query heads that share a KV head add up their attention
+and evict together. Keys are evicted at the end of each interval; until then rows see them.
+"""
+
+import sys
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from midfill.arrays import Float32Array, Int32Array
+from midfill.compression.method import SequenceKeys
+from midfill.compression.method_defaults import MethodDefaults
+from midfill.compression.selection import Selection
+from midfill.compression.window_attention import head_attention, top_keys
+from midfill.errors import InvalidRequestError
+from midfill.methods.budget import budget_tokens, check_budget, check_interval
+from midfill.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class H2O(MethodDefaults):
+    """The method's hyper-parameters.
+
+    Attributes:
+        budget: tokens kept per layer and head, or a share of the prompt if below 1.
+        recent: share of them that are the most recent tokens; the paper's half.
+        interval: how many tokens the answer grows by until keys are evicted again; the paper's 1.
+            0 keeps all of the answer.
+    """
+
+    budget: float = 256
+    recent: float = 0.5
+    interval: int = 16
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget, 0)
+        check_interval(self.interval)
+        if not 0 <= self.recent <= 1:
+            raise InvalidRequestError(
+                f"recent must be a share from 0 to 1, not {self.recent:g}", param="method"
+            )
+
+    @property
+    def observed_rows(self) -> int:
+        """All of them."""
+        return sys.maxsize
+
+    @property
+    def block_rows(self) -> int:
+        """Attention of 64 rows is added up at a time."""
+        return 64
+
+    def start(self, config: ModelConfig) -> "HeavyHitters":
+        """Return the scores of a new sequence."""
+        return HeavyHitters(self)
+
+
+@dataclass
+class HeavyHitters:
+    """The scores of one sequence's keys.
+
+    Attributes:
+        method: the hyper-parameters.
+        budget: in tokens; 0 until the prompt is known.
+        scores: [n] float32 for each layer and head: the attention that keys have received.
+    """
+
+    method: H2O
+    budget: int = 0
+    scores: list[Float32Array] = field(default_factory=list)
+
+    def fork(self) -> "HeavyHitters":
+        """See ``SequenceCompressor.fork``."""
+        return HeavyHitters(self.method, self.budget, list(self.scores))
+
+    def observe(self, keys: SequenceKeys, queries: Float32Array) -> None:
+        """Add the attention of further rows; see ``SequenceCompressor.observe``."""
+        known = self.scores or [np.zeros(0, np.float32)] * keys.heads
+        scores = []
+        for head, old in enumerate(known):
+            received = head_attention(keys, queries, head).sum(axis=(0, 1))
+            received[: len(old)] += old
+            scores.append(received)
+        self.scores = scores
+
+    def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
+        """See ``SequenceCompressor.select``."""
+        self.observe(keys, queries)
+        count = int(keys.counts[0])
+        self.budget = self.budget or budget_tokens(self.method.budget, count, 0)
+        if count <= self.budget:
+            return None
+        recent = round(self.method.recent * self.budget)
+        kept = [self._kept(scores, recent) for scores in self.scores]
+        self.scores = [scores[own] for scores, own in zip(self.scores, kept, strict=True)]
+        return Selection.of_heads(kept)
+
+    def _kept(self, scores: Float32Array, recent: int) -> Int32Array:
+        """Return the heaviest hitters among older keys, and the recent ones, in order."""
+        older = len(scores) - recent
+        heavy = np.sort(top_keys(scores[:older], self.budget - recent))
+        return np.concatenate((heavy, np.arange(older, len(scores), dtype=np.int32)))
