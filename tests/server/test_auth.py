@@ -97,7 +97,9 @@ def test_metrics_tell_tenants_apart(server: RunningServer) -> None:
     assert grown[1:] == [6, 6, 2, 2]
     for name in names:
         assert {**after[name], "key-2": 0} == {**before[name], "key-2": 0}
-    assert numbers("http_requests_total", status="401")[""] == refused.get("", 0) + 1
+    server.wait_for(
+        lambda: numbers("http_requests_total", status="401").get("") == refused.get("", 0) + 1
+    )
     assert numbers("http_requests_total", status="200")["key-2"] >= 2
 
 

@@ -2,8 +2,9 @@
 
 import { byId, count, make, makeSvg } from "./dom";
 import { History } from "./history";
-import { type Metrics, parseMetrics, total } from "./metrics";
+import { type Metrics, parseMetrics, tenants, total } from "./metrics";
 import { type Panel, PANELS } from "./panels";
+import { tenantTable } from "./tenant_table";
 import { themeSwitch } from "./theme";
 
 const INTERVAL = 2000; // milliseconds
@@ -144,6 +145,8 @@ async function read(): Promise<void> {
   } else {
     history.add(performance.now() / 1000, metrics);
     describe(metrics);
+    const names = tenants(metrics);
+    byId("tenants").replaceChildren(...(names.length > 1 ? [tenantTable(history, names)] : []));
   }
   for (const chart of charts) chart.add(metrics && history);
   draw();

@@ -40,6 +40,41 @@ function share(history: History, ...parts: string[]): number | undefined {
   return whole ? sum / whole : undefined;
 }
 
+/** A column of the table of tenants. */
+export interface Column {
+  title: string;
+  format: (value: number) => string;
+  value: (history: History) => number | undefined;
+}
+
+/** What is shown of each tenant where there are several. */
+export const COLUMNS: readonly Column[] = [
+  { title: "Running", format: count, value: (history) => history.now("num_requests_running") },
+  { title: "Queued", format: count, value: (history) => history.now("num_requests_waiting") },
+  { title: "Answers", format: perSecond, value: (history) => history.rate("request_success_total") },
+  { title: "Prompt tokens", format: perSecond, value: (history) => history.rate("prompt_tokens_total") },
+  {
+    title: "From the cache",
+    format: percent,
+    value: (history) => history.ratio("prefix_cache_hits_total", "prefix_cache_queries_total"),
+  },
+  {
+    title: "Generated tokens",
+    format: perSecond,
+    value: (history) => history.rate("generation_tokens_total"),
+  },
+  {
+    title: "First token, median",
+    format: duration,
+    value: (history) => history.percentile("time_to_first_token_seconds", 0.5),
+  },
+  {
+    title: "First token, 95%",
+    format: duration,
+    value: (history) => history.percentile("time_to_first_token_seconds", 0.95),
+  },
+];
+
 export const PANELS: readonly Panel[] = [
   {
     title: "Answers",

@@ -110,6 +110,37 @@ def test_a_server_that_restarts_is_said_in_one_line(
         dashboard.page.wait_for_selector("#notice", state="hidden")
 
 
+def test_several_tenants_are_told_apart_in_a_table(
+    opened: Callable[..., OpenedPage], server: RunningServer
+) -> None:
+    def written(answers: dict[str, int]) -> str:
+        lines = [
+            f'midfill:{name}{{model_name="m",tenant="{tenant}"}} {number}'
+            for tenant, number in answers.items()
+            for name in ("num_requests_running", "generation_tokens_total")
+        ]
+        return "\n".join(lines)
+
+    dashboard = opened(server.url)
+    dashboard.wait_until("document.querySelector('#facts').textContent !== ''")
+    assert dashboard.page.locator("table").count() == 0  # a server without keys has one tenant
+    body = {"now": written({"key-1": 1, "key-2": 2})}
+    dashboard.page.route("**/metrics", lambda route: route.fulfill(body=body["now"]))
+    dashboard.page.reload()
+    with dashboard.page.expect_response("**/metrics"):
+        pass
+    dashboard.page.wait_for_timeout(200)
+    body["now"] = written({"key-1": 1, "key-2": 10_000})
+    dashboard.wait_until("document.querySelector('tbody')?.textContent.includes('10,000') ?? false")
+    rows = dashboard.page.locator("tbody tr").all()
+    cells = [row.locator("th, td").all_text_contents() for row in rows]
+    assert [row[:3] for row in cells] == [["key-1", "1", "0"], ["key-2", "10,000", "0"]]
+    assert cells[0][6] == "0/s"
+    assert re.fullmatch(r"[\d,]+/s", cells[1][6])
+    assert cells[1][6] != "0/s"
+    assert cells[0][7:] == [UNKNOWN, UNKNOWN]
+
+
 @pytest.mark.parametrize("width", [1280, 800])
 def test_charts_fit_and_are_read_by_keyboard(
     opened: Callable[..., OpenedPage], server: RunningServer, width: int

@@ -12,6 +12,8 @@ NAME = re.compile(r"^(midfill:\w+)", re.MULTILINE)
 
 def test_grafanas_dashboard_asks_for_metrics_that_exist(server: RunningServer) -> None:
     server.complete(prompt="a", max_tokens=2)
+    # A request is counted once its whole response is sent.
+    server.wait_for(lambda: "midfill:http_requests_total{" in server.get("/metrics").text)
     served = set(NAME.findall(server.get("/metrics").text))
     dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text("utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
