@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 from tiny_checkpoints import write_tiny
@@ -62,9 +63,13 @@ def test_figures_are_medians_over_users_and_runs() -> None:
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> RoundsReport:
-    folder = write_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192)
-    client = InProcessClient(str(folder), None, 2, Console(quiet=True))
+def tiny_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="module")
+def report(tiny_rounds: Path) -> RoundsReport:
+    client = InProcessClient(str(tiny_rounds), None, 2, Console(quiet=True))
     assert client.sentinels == SENTINELS
     try:
         return asyncio.run(measure_rounds(client, OPTIONS))
@@ -79,6 +84,23 @@ def test_later_rounds_compute_the_increment_and_little_more(report: RoundsReport
     assert fim.later_computed > 4 * fim.increment
     for result in report.layouts.values():
         assert result.first_computed > 1000  # no run finds another's KV
+
+
+def test_a_method_changes_nothing_of_what_is_computed(
+    tiny_rounds: Path, report: RoundsReport
+) -> None:
+    method = "snapkv:budget=0.25"
+    client = InProcessClient(str(tiny_rounds), None, 2, Console(quiet=True), method)
+    try:
+        options = msgspec.structs.replace(OPTIONS, layouts=("native",), method=method)
+        compressed = asyncio.run(measure_rounds(client, options))
+    finally:
+        client.close()
+    own, full = compressed.layouts["native"], report.layouts["native"]
+    # The next keystroke finds the exact prompt, though the answer was written over a part of it.
+    assert own.later_computed == pytest.approx(full.later_computed, abs=8)
+    assert own.most_over_increment <= 8
+    assert method in rounds_table(compressed).markdown()
 
 
 def test_the_report_is_written_where_people_look(report: RoundsReport, tmp_path: Path) -> None:

@@ -156,18 +156,24 @@ class InProcessClient:
     """A model in this process: the server's prompts and engine, without HTTP.
 
     A model without FIM tokens is loaded with ``SPARE_TOKENS`` unless ``sentinels`` are given.
+    ``method`` compresses the KV of every prompt.
     """
 
     def __init__(
-        self, model: str, sentinels: Sentinels | None, threads: int | None, console: Console
+        self,
+        model: str,
+        sentinels: Sentinels | None,
+        threads: int | None,
+        console: Console,
+        method: str = "none",
     ) -> None:
         from midfill import LLM
 
         with console.status(f"loading {model}"):
-            self._llm = LLM(model, threads=threads, fim_tokens=sentinels)
+            self._llm = LLM(model, threads=threads, fim_tokens=sentinels, method=method)
             if self._llm.fim_format is None:
                 self._llm.close()
-                self._llm = LLM(model, threads=threads, fim_tokens=SPARE_TOKENS)
+                self._llm = LLM(model, threads=threads, fim_tokens=SPARE_TOKENS, method=method)
         self.sentinels = _texts(self._llm.fim_format)
         self._model = model
         # Callers of an LLM take turns at running its steps; each needs a thread.
@@ -222,6 +228,7 @@ async def open_client(
     sentinels: Sentinels | None,
     threads: int | None,
     console: Console,
+    method: str = "none",
 ) -> AsyncIterator[Client]:
     """Yield a client of the server at ``url``, or else of ``model`` loaded into this process.
 
@@ -231,6 +238,7 @@ async def open_client(
         sentinels: the model's, where the user names them.
         threads: of a model in this process.
         console: shows that the model is being loaded.
+        method: compresses the KV of every prompt of a model in this process.
 
     Raises:
         MidfillError: no server there, or no such model.
@@ -242,7 +250,7 @@ async def open_client(
             http_client.sentinels = sentinels
             yield http_client
         return
-    client = InProcessClient(model or DEFAULT_MODEL, sentinels, threads, console)
+    client = InProcessClient(model or DEFAULT_MODEL, sentinels, threads, console, method)
     try:
         yield client
     finally:

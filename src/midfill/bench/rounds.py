@@ -46,6 +46,7 @@ class RoundsOptions(msgspec.Struct, frozen=True, kw_only=True):
         repeats: runs per layout, in turn; figures are medians.
         sentinels: texts of the PRE, SUF and MID tokens, which ``fim`` and ``efim`` need.
         seed: chooses the files.
+        method: compresses the KV of every prompt; "none" keeps it.
     """
 
     layouts: tuple[Layout, ...] = LAYOUTS
@@ -55,6 +56,7 @@ class RoundsOptions(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int = 3
     sentinels: tuple[str, str, str] | None = None
     seed: int = 0
+    method: str = "none"
 
 
 class LayoutResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,11 +226,12 @@ _LEGEND = (
 def rounds_table(report: RoundsReport) -> ResultTable:
     """A row per layout."""
     options = report.options
+    method = "" if options.method == "none" else f", KV compressed by {options.method}"
     return ResultTable(
         title="EFIM rounds load",
         rows=[_cells(name, result, report) for name, result in report.layouts.items()],
         caption=f"{report.model}, {options.users} users x {options.rounds} rounds, "
-        f"{options.output_tokens} tokens out, median of {options.repeats} runs per layout; "
+        f"{options.output_tokens} tokens out, median of {options.repeats} runs per layout{method}; "
         f"{report.machine}. {_LEGEND}",
     )
 

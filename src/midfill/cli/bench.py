@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from midfill.cli.bench_methods import methods
 from midfill.cli.bench_options import (
     ClientFimTokensOption,
     CompareOption,
@@ -17,7 +18,7 @@ from midfill.cli.bench_options import (
     UrlOption,
 )
 from midfill.cli.bench_peers import peers
-from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.options import MethodOption, ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts
@@ -42,6 +43,7 @@ def _bench() -> None:
 
 
 app.command()(peers)
+app.command()(methods)
 
 
 @app.command()
@@ -70,6 +72,7 @@ def rounds(
     fim_tokens: ClientFimTokensOption = None,
     threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
+    method: MethodOption = "none",
     compare: CompareOption = None,
     pairs: Annotated[
         int,
@@ -104,7 +107,10 @@ def rounds(
         output_tokens=output_tokens,
         repeats=repeats or (1 if compare else 3),
         seed=seed,
+        method=method,
     )
+    if url is not None and method != "none":
+        raise MidfillError("--method is for a model loaded here: start the server with its own")
     if compare is not None:
         if url is not None or plot is not None:
             raise MidfillError("--compare runs both versions here: it takes no --url and no --plot")
@@ -117,7 +123,7 @@ def rounds(
         return
 
     async def measure() -> None:
-        async with open_client(url, model, fim_tokens, threads, console) as client:
+        async with open_client(url, model, fim_tokens, threads, console, method) as client:
             with show_steps("warming up") as progress:
                 report = await measure_rounds(client, options, progress)
         table = rounds_table(report)
@@ -203,6 +209,8 @@ def _rounds_arguments(
     arguments = ["--layouts", ",".join(options.layouts), "--seed", str(options.seed)]
     for name in ("users", "rounds", "output_tokens", "repeats"):
         arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if options.method != "none":
+        arguments += ["--method", options.method]
     if model is not None:
         arguments += ["--model", _absolute(model)]
     if fim_tokens is not None:

@@ -1,6 +1,7 @@
 """load_engine: from a checkpoint to an engine that is ready for requests."""
 
 import time
+from collections.abc import Callable
 
 from midfill.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.checkpoints.model_store import command_options
@@ -27,6 +28,7 @@ def load_engine(
     options: ModelOptions,
     progress: Progress | None = None,
     started: float | None = None,
+    wrap: Callable[[Runner], Runner] | None = None,
 ) -> tuple[Engine, Runner, EngineInfo]:
     """Load the model, choose the policies and build the engine.
 
@@ -35,6 +37,7 @@ def load_engine(
         options: how it is run.
         progress: called with (stage, done, total) while the model loads.
         started: ``time.perf_counter()`` when loading began; None means now.
+        wrap: returns what the engine steps in the runner's place, such as one that looks at logits.
 
     Returns:
         (engine, runner, info): the engine, the runner it steps, and a description of both.
@@ -47,7 +50,7 @@ def load_engine(
     runner = load_runner(checkpoint, options, progress)
     shelf = MethodShelf(lambda: _served_model(checkpoint, runner, options), allowed)
     engine = Engine(
-        runner,
+        runner if wrap is None else wrap(runner),
         checkpoint.tokenizer.eos_token_ids,
         EngineOptions(max_running=options.max_running, context=options.context),
         policy=scheduler_policy(options),

@@ -8,6 +8,9 @@ from rich.console import Console, RenderableType
 from midfill.reporting.document_sections import replace_section
 from midfill.system.atomic import write_file
 
+_WIDTH = 130
+"""Columns of what is not a terminal: enough for the tables."""
+
 
 def publish(
     report: object,
@@ -27,7 +30,8 @@ def publish(
         section: the document's section, see ``replace_section``.
         json, docs: files to write; None writes none.
     """
-    Console().print(drawn)
+    console = Console()
+    (console if console.is_terminal else Console(width=_WIDTH)).print(drawn)
     if json is not None:
         write_json(json, report)
     if docs is not None:

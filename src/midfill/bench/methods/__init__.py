@@ -1,0 +1,1 @@
+"""What each method of KV compression costs in quality, and what it saves, beside full KV."""
