@@ -6,15 +6,15 @@ from functools import cache
 from itertools import count
 
 import pytest
+from made_methods import small_method, whole_method
 from serving import Answer, Answers, FixedCost, build_engine, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.compression.method import CompressionMethod
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
-from midfill.methods.registry import METHODS, resolve_method
+from midfill.methods.registry import METHODS
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.torch_runner import TorchRunner
 
@@ -39,18 +39,11 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(1, VOCAB), k=length))
 
 
-def small(name: str) -> CompressionMethod:
-    """The method with a budget that a prompt of 100 tokens exceeds."""
-    method = resolve_method(f"{name}:budget=48")
-    assert method is not None
-    return method
-
-
 @pytest.fixture(scope="module")
 def alone(runner: CpuRunner) -> Alone:
     @cache
     def answer(name: str, tokens: tuple[int, ...]) -> Answer:
-        one = build_engine(runner, token_budget=512, method=small(name))
+        one = build_engine(runner, token_budget=512, method=small_method(name, runner.config))
         return serve(one, [request("r", tokens, PARAMS)])["r", 0]
 
     return answer
@@ -67,7 +60,7 @@ def test_a_budget_of_everything_gives_the_bits_of_the_whole_kv(
 ) -> None:
     tokens = prompt(100)
     dense = serve(build_engine(runner), [request("r", tokens, PARAMS)])["r", 0]
-    method = resolve_method(f"{name}:budget=200")
+    method = whole_method(name, runner.config)
     found = serve(build_engine(runner, method=method), [request("r", tokens, PARAMS)])["r", 0]
     assert same(found, dense)
 
@@ -88,7 +81,9 @@ def test_fewer_keys_change_the_answer_but_not_its_first_token(
 def test_load_changes_no_bit(runner: CpuRunner, alone: Alone, name: str, budget: int) -> None:
     prompts = {f"r{length}": prompt(length, length) for length in (1, 3, 47, 48, 49, 80, 110)}
     for cost in (None, FixedCost(0.0)):
-        one = build_engine(runner, token_budget=budget, method=small(name), step_cost=cost)
+        one = build_engine(
+            runner, token_budget=budget, method=small_method(name, runner.config), step_cost=cost
+        )
         found = serve(one, [request(key, tokens, PARAMS) for key, tokens in prompts.items()])
         assert all(same(found[key, 0], alone(name, tokens)) for key, tokens in prompts.items())
 
@@ -108,7 +103,7 @@ def preempting_every(steps: int) -> Callable[[Engine], None]:
 @pytest.mark.parametrize("steps", [5, 13])
 def test_preemption_changes_no_bit(runner: CpuRunner, alone: Alone, name: str, steps: int) -> None:
     prompts = {f"r{length}": prompt(length, length) for length in (20, 60, 100)}
-    one = build_engine(runner, token_budget=512, method=small(name))
+    one = build_engine(runner, token_budget=512, method=small_method(name, runner.config))
     requests = [request(key, tokens, PARAMS) for key, tokens in prompts.items()]
     found = serve(one, requests, after_step=preempting_every(steps))
     assert one.stats().preemptions > 0
@@ -121,7 +116,7 @@ def test_answers_cancelled_at_any_step_leave_no_slot_behind(
 ) -> None:
     tokens = prompt(100)
     for step in (0, 2, 6, 7, 23, 24):
-        one = build_engine(runner, token_budget=17, method=small(name))
+        one = build_engine(runner, token_budget=17, method=small_method(name, runner.config))
         pair = EngineSamplingParams(**{**vars_of(PARAMS), "n": 2})
         found = serve(one, [request("r", tokens, pair)], cancellations={step: ("r", 1)})
         assert found["r", 1].finish_reason == "cancelled"
@@ -135,7 +130,7 @@ def vars_of(params: EngineSamplingParams) -> dict[str, object]:
 @each_method
 def test_both_runners_give_one_answer(llama: Checkpoint, alone: Alone, name: str) -> None:
     tokens = prompt(100)
-    one = build_engine(TorchRunner(llama, slots=400), method=small(name))
+    one = build_engine(TorchRunner(llama, slots=400), method=small_method(name, llama.config))
     found: Answers = serve(one, [request("r", tokens, PARAMS)])
     expected = alone(name, tokens)
     assert found["r", 0].tokens == expected.tokens
@@ -149,7 +144,7 @@ def test_rounded_keys_are_compressed_too(
     llama: Checkpoint, alone: Alone, name: str, kv_dtype: str
 ) -> None:
     runner = CpuRunner(llama, slots=400, threads=1, weights="f32", kv_dtype=kv_dtype)  # type: ignore[arg-type]
-    one = build_engine(runner, method=small(name))
+    one = build_engine(runner, method=small_method(name, runner.config))
     found = serve(one, [request("r", prompt(100), PARAMS)])["r", 0]
     exact = alone(name, prompt(100))
     difference = abs(found.logprobs[1].logprob - exact.logprobs[1].logprob)

@@ -54,3 +54,14 @@ def open_model(
     if adapter is None:
         return base
     return AdaptedCheckpoint(base, load_adapter(adapter, base), exact=weights in ("q8", "f32"))
+
+
+def model_digest(checkpoint: Checkpoint) -> str:
+    """Return the digest under which what is measured of a model is kept.
+
+    It is the same however the adapter is merged and the weights are stored: that changes answers
+    little.
+    """
+    if isinstance(checkpoint, AdaptedCheckpoint):
+        return AdaptedCheckpoint(checkpoint.base, checkpoint.adapter).content_digest
+    return checkpoint.content_digest

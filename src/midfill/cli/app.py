@@ -9,7 +9,7 @@ from midfill.cli.complete import complete
 from midfill.cli.evaluation import app as evaluation
 from midfill.cli.generate import generate
 from midfill.cli.lsp import lsp
-from midfill.cli.methods import methods
+from midfill.cli.methods import app as methods
 from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
 from midfill.cli.training import app as training
@@ -41,9 +41,10 @@ def _root(
     """Options of midfill itself."""
 
 
-for command in (serve, complete, lsp, generate, pull, models, methods):
+for command in (serve, complete, lsp, generate, pull, models):
     app.command()(command)
 
+app.add_typer(methods, name="methods")
 app.add_typer(bench, name="bench")
 app.add_typer(evaluation, name="eval")
 app.add_typer(training, name="train")

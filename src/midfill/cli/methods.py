@@ -1,10 +1,35 @@
-"""midfill methods: the published methods that a server can use."""
+"""``midfill methods``: the published methods that a server can use, and their calibration."""
+
+from typing import Annotated
 
 import typer
 
+from midfill.cli.options import AdapterOption, ModelOption
+from midfill.cli.values import parse_calibration
 
-def methods() -> None:
+app = typer.Typer(
+    invoke_without_command=True,
+    help="List the methods of KV compression, or compute what they need to know of a model.",
+)
+
+SpecificationArgument = Annotated[
+    str,
+    typer.Argument(
+        parser=parse_calibration,
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="The method, and settings of its calibration.",
+    ),
+]
+AgainOption = Annotated[
+    bool, typer.Option("--again", help="Begin anew, whatever has been computed before.")
+]
+
+
+@app.callback()
+def methods(context: typer.Context) -> None:
     """List the methods: name, kind, source and options with their defaults."""
+    if context.invoked_subcommand is not None:
+        return
     from rich.console import Console
     from rich.table import Table
 
@@ -17,5 +42,31 @@ def methods() -> None:
         options = " ".join(f"{name}={value:g}" for name, value in entry.options().items())
         table.add_row(entry.name, entry.kind, options, f"{entry.title}: {entry.source}")
     Console().print(table, highlight=False)
+    calibrated = ", ".join(entry.name for entry in METHODS.values() if entry.calibrator)
     typer.echo("\nmidfill serve --method cake:budget=256 compresses the KV of every prompt.")
     typer.echo("A budget is tokens per layer, or a share of the prompt if below 1.")
+    typer.echo(f"For other models than the default one, {calibrated} need to be calibrated first:")
+    typer.echo("midfill methods calibrate NAME --model MODEL")
+
+
+@app.command()
+def calibrate(
+    method: SpecificationArgument,
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    again: AgainOption = False,
+) -> None:
+    """Compute what a method needs to know of a model, and keep it in the cache folder.
+
+    It is done once per model and adapter. An interrupted calibration continues where it was.
+    """
+    from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+    from midfill.checkpoints.opening import open_model
+    from midfill.cli.progress import show_progress
+    from midfill.methods.calibrate import calibrate as run
+
+    name = model or DEFAULT_MODEL
+    with show_progress() as progress:
+        checkpoint = open_model(resolve(name, progress), resolve_adapter(name, adapter))
+        path = run(method, checkpoint, progress, again=again)
+    typer.echo(f"{path}\nmidfill serve --method {method.partition(':')[0]} uses it")

@@ -1,6 +1,7 @@
 """Values of options as people write them: sizes, lists of counts, FIM tokens, windows, methods."""
 
 import re
+from collections.abc import Callable
 
 import typer
 
@@ -72,11 +73,28 @@ def parse_method(text: str) -> str:
     """
     if text == "none":
         return text
-    from midfill.errors import InvalidRequestError
     from midfill.methods.registry import resolve_method
 
+    return _checked(text, resolve_method)
+
+
+def parse_calibration(text: str) -> str:
+    """Return the specification of a method's calibration, checked.
+
+    Raises:
+        typer.BadParameter: there is no such method or option, a value doesn't fit, or the method
+            needs no calibration.
+    """
+    from midfill.methods.registry import resolve_calibrator
+
+    return _checked(text, resolve_calibrator)
+
+
+def _checked(text: str, resolve: Callable[[str], object]) -> str:
+    from midfill.errors import InvalidRequestError
+
     try:
-        resolve_method(text)
+        resolve(text)
     except InvalidRequestError as error:
         raise typer.BadParameter(str(error)) from None
     return text

@@ -23,7 +23,7 @@ class ServedModel:
     Attributes:
         config: its shape.
         backend: what runs it: the CPU kernels, or torch.
-        digest: ``Checkpoint.content_digest``, which covers the adapter, too.
+        digest: ``checkpoints.opening.model_digest``, which covers the adapter, too.
         options: how commands name it: "--model smollm2-135m".
     """
 
@@ -63,9 +63,17 @@ class SequenceKeys:
         """Return the cells of head ``layer * kv_heads + head``: [n] int32."""
         return self._cells[head]
 
-    def read(self, head: int) -> tuple[Float32Array, Float32Array]:
-        """Return keys and values of head ``layer * kv_heads + head``: float32 [n, head_dim]."""
-        return self._store.read(self._cells[head])
+    def read(
+        self, head: int, numbers: Int32Array | None = None
+    ) -> tuple[Float32Array, Float32Array]:
+        """Return keys and values of head ``layer * kv_heads + head``: float32 [n, head_dim].
+
+        Args:
+            head: which one.
+            numbers: [n] int32, which of its keys; None is all.
+        """
+        cells = self._cells[head]
+        return self._store.read(cells if numbers is None else cells[numbers])
 
 
 class SequenceCompressor(Protocol):

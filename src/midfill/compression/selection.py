@@ -5,8 +5,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from midfill.arrays import Int32Array
+from midfill.arrays import Float32Array, Int32Array, Int64Array
 from midfill.kv.ragged import KeyTerms
+
+
+@dataclass(frozen=True)
+class AddedKeys:
+    """Keys and values that a method has computed to stand for others.
+
+    Head i = l * kv_heads + h of the model gets those from ``indptr[i]`` to ``indptr[i + 1]``, in
+    front of the keys that it keeps.
+
+    Attributes:
+        keys, values: float32 [n, head_dim]; keys after the rotary embedding. They are rounded as
+            the KV cache rounds.
+        indptr: [layers * kv_heads + 1] int32, ascending from 0 to n.
+        terms: how much they count; None is as any other key.
+    """
+
+    keys: Float32Array
+    values: Float32Array
+    indptr: Int32Array
+    terms: KeyTerms | None = None
 
 
 @dataclass(frozen=True)
@@ -24,19 +44,22 @@ class Selection:
             to 1, and so on. All heads have to keep equally many, and the next token's position is
             their number. A sequence whose gaps were closed once closes them always. Otherwise keys
             keep their positions.
+        added: keys that come to those that stay; None adds none. Gaps can't be closed then.
     """
 
     kept: Int32Array
     indptr: Int32Array
     terms: KeyTerms | None = None
     close_gaps: bool = False
+    added: AddedKeys | None = None
 
     @classmethod
-    def of_heads(cls, kept: Sequence[Int32Array]) -> "Selection":
+    def of_heads(cls, kept: Sequence[Int32Array], added: AddedKeys | None = None) -> "Selection":
         """Return the selection of keys [n] per layer and head, each in any order."""
         ends = np.cumsum([0, *(len(keys) for keys in kept)])
         ordered = [np.sort(keys) for keys in kept]
-        return cls(np.concatenate(ordered).astype(np.int32), ends.astype(np.int32))
+        chosen, indptr = np.concatenate(ordered).astype(np.int32), ends.astype(np.int32)
+        return cls(chosen, indptr, added=added)
 
     @property
     def shift(self) -> Int32Array:
@@ -59,8 +82,8 @@ class Selection:
         """Check that it selects from heads that hold ``counts`` [layers * kv_heads] keys.
 
         Raises:
-            ValueError: a key does not exist, is named twice or out of order, a head keeps none, or
-                gaps can't be closed.
+            ValueError: a key does not exist, is named twice or out of order, a head is left with
+                none, gaps can't be closed, or an added key holds a value that is no number.
         """
         if (
             len(self.indptr) != len(counts) + 1
@@ -69,12 +92,27 @@ class Selection:
         ):
             raise ValueError("a selection needs the kept keys of every layer and head")
         sizes = np.diff(self.indptr)
-        if (sizes < 1).any():
+        if (sizes + self._count_added(len(counts)) < 1).any():
             raise ValueError("every head has to keep at least one key")
-        if self.close_gaps and (sizes != sizes[0]).any():
+        if self.close_gaps and (self.added is not None or (sizes != sizes[0]).any()):
             raise ValueError("gaps can be closed only if all heads keep equally many keys")
         owner = np.repeat(np.arange(len(counts)), sizes)
-        if self.kept.min() < 0 or (self.kept >= counts[owner]).any():
+        if self.kept.min(initial=0) < 0 or (self.kept >= counts[owner]).any():
             raise ValueError("a selection names keys that don't exist")
         if ((np.diff(self.kept) <= 0) & (np.diff(owner) == 0)).any():
             raise ValueError("a selection's keys must ascend within a head")
+
+    def _count_added(self, heads: int) -> Int64Array:
+        """Return how many keys are added to each head: [heads].
+
+        Raises:
+            ValueError: they don't fit the heads, or hold a value that is no number.
+        """
+        if self.added is None:
+            return np.zeros(heads, np.int64)
+        keys, values, indptr = self.added.keys, self.added.values, self.added.indptr
+        if len(indptr) != heads + 1 or indptr[0] or not indptr[-1] == len(keys) == len(values):
+            raise ValueError("added keys need their number for every layer and head")
+        if not (np.isfinite(keys).all() and np.isfinite(values).all()):
+            raise ValueError("an added key or value is no finite number")
+        return np.diff(indptr).astype(np.int64)

@@ -13,12 +13,13 @@ answer stops at the same points when it is computed anew.
 """
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 
-from midfill.arrays import Int32Array
+from midfill.arrays import Int32Array, Int64Array
 from midfill.compression.method import SequenceKeys
-from midfill.compression.selection import Selection
+from midfill.compression.selection import AddedKeys, Selection
 from midfill.engine.batching import ScheduledSequence, observed_rows
 from midfill.engine.sequence import Sequence
 from midfill.forward.batch import ForwardBatch
@@ -98,8 +99,9 @@ class Compression:
     ) -> bool:
         """Pack the cells that stay into slots of the sequence's own, and release all others."""
         kept = _kept_cells(keys, selection)
-        terms = selection.terms or _kept_terms(kv, selection)
-        slots_needed = -(-len(kept) // keys.heads)
+        layout = _Layout.of(selection)
+        terms = layout.terms(selection.terms or _kept_terms(kv, selection), selection.added)
+        slots_needed = -(-layout.count // keys.heads)
         released = self._pool.cache.released_by([kv.node]) + kv.owned
         if self._pool.available + released < slots_needed:
             return False
@@ -113,13 +115,60 @@ class Compression:
         # Any cell of the slots will do: a head's cells may lie in other heads' part of a slot.
         free = np.setdiff1d(cells_of_slots(slots, keys.heads, total), kept[stays])
         places = kept.copy()
-        places[~stays] = free[: len(kept) - np.count_nonzero(stays)]
+        packed = np.count_nonzero(~stays)
+        places[~stays] = free[:packed]
+        written = free[packed : packed + len(layout.added)]
         store.put(places[moving], moved)
         store.put(places[turning], turned)
+        if selection.added is not None:
+            store.write(written, selection.added.keys, selection.added.values)
         next_position = int(selection.indptr[1]) if selection.close_gaps else None
-        index = RaggedIndex(places, selection.indptr, terms)
+        cells = np.empty(layout.count, np.int32)
+        cells[layout.kept], cells[layout.added] = places, written
+        index = RaggedIndex(cells, layout.indptr, terms)
         kv.prefix = CompressedPrefix(tokens, index, slots, self._pool.slots, next_position)
         return True
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a selection's keys go in the new index: each head's added ones, then its kept ones.
+
+    Attributes:
+        indptr: [heads + 1] int32, of the index.
+        added, kept: [n] int64, their places in it.
+    """
+
+    indptr: Int32Array
+    added: Int64Array
+    kept: Int64Array
+
+    @classmethod
+    def of(cls, selection: Selection) -> "_Layout":
+        if selection.added is None:
+            nothing, every = np.zeros(0, np.int64), np.arange(len(selection.kept))
+            return cls(selection.indptr, nothing, every)
+        indptr = selection.indptr + selection.added.indptr
+        is_added = np.zeros(indptr[-1], bool)
+        for start, count in zip(indptr, np.diff(selection.added.indptr), strict=False):
+            is_added[start : start + count] = True
+        return cls(indptr, np.flatnonzero(is_added), np.flatnonzero(~is_added))
+
+    @property
+    def count(self) -> int:
+        """Number of keys."""
+        return int(self.indptr[-1])
+
+    def terms(self, of_kept: KeyTerms | None, added: AddedKeys | None) -> KeyTerms | None:
+        """Return the terms of all keys; None if none has any."""
+        of_added = None if added is None else added.terms
+        if added is None or (of_kept is None and of_added is None):
+            return of_kept
+        terms = KeyTerms.neutral(self.count)
+        for places, given in ((self.kept, of_kept), (self.added, of_added)):
+            if given is not None:
+                terms.put(places, given)
+        return terms
 
 
 def _kept_cells(keys: SequenceKeys, selection: Selection) -> Int32Array:

@@ -322,10 +322,10 @@ class Engine:
         if not entry.sampled:
             _held(sequence).cache_prefix(sequence.computed_tokens)
             if sequence.compression is not None:
-                self._compress_prefilling(sequence)
+                return self._compress_prefilling(sequence)
         return []
 
-    def _compress_prefilling(self, sequence: Sequence) -> None:
+    def _compress_prefilling(self, sequence: Sequence) -> list[EngineOutput]:
         """Show a method what was computed, and compress it if there is more to compute after it.
 
         That is so where tokens of the prompt come after the compressed ones, and after preemption,
@@ -333,13 +333,30 @@ class Engine:
 
         Like every prefilling sequence, it then holds slots for all its tokens.
         """
-        if self._compression.compress(sequence):
+        outputs: list[EngineOutput] = []
+        if self._compress(sequence, outputs):
             kv, pool = _held(sequence), self._queues.pool
             missing = sequence.length - kv.first - kv.reserved
             if pool.available >= missing:
                 kv.reserve(missing)
-                return
-        self._preempt(sequence)
+            else:
+                self._preempt(sequence)
+        return outputs
+
+    def _compress(self, sequence: Sequence, outputs: list[EngineOutput]) -> bool:
+        """Have a sequence's method decide, if it has come to a point; return whether it goes on.
+
+        Without room for what stays, it is preempted. If the method fails, the sequence ends, and
+        its last outputs are added to ``outputs``.
+        """
+        try:
+            fits = self._compression.compress(sequence)
+        except Exception as error:
+            outputs += self._fail([sequence], _method_failure(error))
+            return False
+        if not fits:
+            self._preempt(sequence)
+        return fits
 
     def _preempt(self, sequence: Sequence) -> None:
         self._counters.preemptions += 1
@@ -356,15 +373,22 @@ class Engine:
             # An answer that started again may have other tokens than those that were computed.
             computed = min(first.computed, first.length - 1)
             _held(first).cache_prefix(first.tokens[:computed])
-        # Where siblings fork, they share what stays.
-        fits = first.decoding or self._compression.compress(first)
+        fits = True
+        if not first.decoding:  # where siblings fork, they share what stays
+            try:
+                fits = self._compression.compress(first)
+            except Exception as error:
+                return self._fail([first], _method_failure(error))
         if len(group) > 1:
             self._queues.start_siblings([one.sequence for one in group])
         outputs = [self._commit_answer(one) for one in group]
         for one in group:
             sequence = one.sequence
-            goes_on = one.finish_reason is None and sequence.kv is not None
-            if goes_on and not (fits and self._compression.compress(sequence)):
+            if one.finish_reason is not None or sequence.kv is None:
+                continue
+            if fits:
+                self._compress(sequence, outputs)
+            else:
                 self._preempt(sequence)
         return [one for one in outputs if one.token_ids or one.finish_reason is not None]
 
@@ -412,6 +436,11 @@ class _Counters:
     forward_seconds: float = 0.0
     sampling_seconds: float = 0.0
     background_tokens: int = 0
+
+
+def _method_failure(error: Exception) -> str:
+    _log.exception("a method of compression failed")
+    return f"the method of compression failed: {error}"
 
 
 def _held(sequence: Sequence) -> SequenceKV:

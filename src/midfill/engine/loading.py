@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from midfill.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.checkpoints.model_store import command_options
+from midfill.checkpoints.opening import model_digest
 from midfill.compression.method import ServedModel
 from midfill.config import ModelOptions
 from midfill.engine.acceptance import AcceptanceRates
@@ -90,6 +91,6 @@ def _served_model(checkpoint: Checkpoint, runner: Runner, options: ModelOptions)
     return ServedModel(
         config=checkpoint.config,
         backend="cpu" if isinstance(runner, CpuRunner) else "torch",
-        digest=checkpoint.content_digest,
+        digest=model_digest(checkpoint),
         options=command_options(checkpoint.path, options.adapter_path),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from midfill.arrays import Float32Array, Int32Array
+from midfill.arrays import Float32Array, Int32Array, Int64Array
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class KeyTerms:
         terms = zip((self.score_factor, self.score_bias, self.value_factor), (1, 0, 1), strict=True)
         taken = [np.where(cells < 0, np.float32(none), term[cells]) for term, none in terms]
         return KeyTerms(taken[0], taken[1], taken[2])
+
+    def put(self, places: Int64Array, terms: "KeyTerms") -> None:
+        """Replace the terms at [n] places."""
+        self.score_factor[places] = terms.score_factor
+        self.score_bias[places] = terms.score_bias
+        self.value_factor[places] = terms.value_factor
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from midfill.compression.method import CompressionMethod
+from midfill.compression.method import CompressionMethod, ModelSpecific
 from midfill.errors import InvalidRequestError
+from midfill.methods.calibration import Calibrator
 
 OFF = "none"
 """A specification that asks for no method."""
@@ -27,6 +28,8 @@ class MethodEntry:
         title: as its paper calls it.
         source: where it was published.
         module, factory: the dataclass of its hyper-parameters.
+        calibrator: "module:factory" of the ``Calibrator`` that computes the tables it needs; "" if
+            it needs none.
     """
 
     name: str
@@ -35,6 +38,7 @@ class MethodEntry:
     source: str
     module: str
     factory: str
+    calibrator: str = ""
 
     def load(self) -> type[Any]:
         """Return the dataclass of the method's hyper-parameters."""
@@ -43,7 +47,24 @@ class MethodEntry:
 
     def options(self) -> dict[str, object]:
         """Return the method's options and their defaults."""
-        return {field.name: field.default for field in dataclasses.fields(self.load())}
+        return defaults(self.load())
+
+    def load_calibrator(self) -> type[Any]:
+        """Return the dataclass of its calibration's settings.
+
+        Raises:
+            InvalidRequestError: it needs no calibration.
+        """
+        if not self.calibrator:
+            raise InvalidRequestError(f"{self.name} needs no calibration", param="method")
+        module, _, factory = self.calibrator.partition(":")
+        found: type[Any] = getattr(importlib.import_module(module), factory)
+        return found
+
+
+def defaults(factory: type[Any]) -> dict[str, object]:
+    """Return the names of a dataclass's fields and their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(factory)}
 
 
 _EVICT = "midfill.methods.evict"
@@ -67,11 +88,16 @@ METHODS = {
             "streamingllm", "evict", "StreamingLLM", "Xiao et al., ICLR 2024, arXiv 2309.17453",
             f"{_EVICT}.streaming_llm", "StreamingLLM",
         ),
+        MethodEntry(
+            "razorattention", "evict", "RazorAttention", "Tang et al., ICLR 2025, arXiv 2407.15891",
+            f"{_EVICT}.razorattention", "RazorAttention",
+            f"{_EVICT}.razorattention_search:HeadSearch",
+        ),
     )
 }  # fmt: skip
 
 
-def resolve_method(specification: str) -> CompressionMethod | None:
+def resolve_method(specification: str) -> CompressionMethod | ModelSpecific | None:
     """Return the method that "name" or "name:option=value,option=value" stands for.
 
     Args:
@@ -84,19 +110,36 @@ def resolve_method(specification: str) -> CompressionMethod | None:
     if name in ("", OFF) and not listed:
         return None
     check_name(name)
-    factory = METHODS[name].load()
-    kinds = get_type_hints(factory)
+    method: CompressionMethod | ModelSpecific = _make(METHODS[name].load(), name, listed)
+    return method
+
+
+def resolve_calibrator(specification: str) -> tuple[str, Calibrator]:
+    """Return the method's name and the calibrator that "name:option=value" stands for.
+
+    Raises:
+        InvalidRequestError: there is no such method or option, a value doesn't fit, or the method
+            needs no calibration.
+    """
+    name, _, listed = specification.partition(":")
+    check_name(name)
+    calibrator: Calibrator = _make(METHODS[name].load_calibrator(), name, listed)
+    return name, calibrator
+
+
+def _make(factory: type[Any], name: str, listed: str) -> Any:
+    """Return ``factory`` with the options that "option=value,option=value" lists."""
+    known, kinds = list(defaults(factory)), get_type_hints(factory)
     values: dict[str, object] = {}
     for item in filter(None, listed.split(",")):
         option, equals, text = item.partition("=")
-        if option not in METHODS[name].options():
-            nearest = _nearest(option, list(METHODS[name].options()))
+        if option not in known:
+            nearest = _nearest(option, known)
             raise InvalidRequestError(f"{name} has no option {option!r}{nearest}", param="method")
         if not equals:
             raise InvalidRequestError(f"{name}: write {option}=VALUE", param="method")
         values[option] = _parse(text, kinds[option], f"{name}: {option}")
-    method: CompressionMethod = factory(**values)
-    return method
+    return factory(**values)
 
 
 def parse_name(specification: str) -> str:
@@ -127,5 +170,7 @@ def _parse(text: str, kind: type, option: str) -> object:
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    found = difflib.get_close_matches(name.lower(), known, n=1)
+    wanted = name.lower()
+    begun = [each for each in known if len(wanted) > 2 and each.startswith(wanted)]
+    found = begun or difflib.get_close_matches(wanted, known, n=1)
     return f"; did you mean {found[0]!r}?" if found else f"; there are {', '.join(known)}"

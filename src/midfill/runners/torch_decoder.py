@@ -139,7 +139,6 @@ class Decoder:
         self, index: int, layer: LayerWeights, hidden: torch.Tensor, batch: PreparedBatch
     ) -> torch.Tensor:
         config = self.config
-        keys, values = self.kv_cache.keys[index], self.kv_cache.values[index]
         heads = [config.query_heads, config.kv_heads, config.kv_heads]
         qkv = _linear(hidden, layer.qkv).view(-1, sum(heads), config.head_dim)
         q, k, v = torch.split(qkv, heads, dim=1)
@@ -147,16 +146,33 @@ class Decoder:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = _rotate(q, batch), _rotate(k, batch)
         self.observed[index] = q[batch.observed_rows]
+        return _linear(self.attend(index, q, k, v, batch).flatten(1), layer.o)
+
+    def attend(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PreparedBatch
+    ) -> torch.Tensor:
+        """Write K and V of a layer's rows to their slots, and let the rows attend to what they see.
+
+        Args:
+            index: the layer.
+            q: [rows, query_heads, head_dim], rotated.
+            k, v: [rows, kv_heads, head_dim]; k rotated.
+            batch: from ``prepare``.
+
+        Returns:
+            [rows, query_heads, head_dim].
+        """
+        cache = self.kv_cache
+        keys, values = cache.keys[index], cache.values[index]
         keys[batch.write_slots] = k
         values[batch.write_slots] = v
-        window, scale = config.window_of(index), config.score_scale
+        window, scale = self.config.window_of(index), self.config.score_scale
         attended = attend(q, keys, values, batch.attention, window, scale)
-        cache = self.kv_cache
         for request in batch.ragged:
             attended[request.rows] = attend_ragged(
                 q, cache.keys, cache.values, request, index, window, scale
             )
-        return _linear(attended.flatten(1), layer.o)
+        return attended
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
         up = _linear(hidden, layer.up)

@@ -1,0 +1,46 @@
+"""Methods ready to be used with a model of any shape, made-up tables included."""
+
+import numpy as np
+
+from midfill.compression.method import CompressionMethod, ModelSpecific, ServedModel
+from midfill.methods import calibration_store
+from midfill.methods.calibration import Calibration
+from midfill.methods.evict import razorattention
+from midfill.methods.registry import resolve_method
+from midfill.models.config import ModelConfig
+
+
+def make_method(specification: str, config: ModelConfig) -> CompressionMethod:
+    """Return a method that is ready for a model; tables it needs are random."""
+    method = resolve_method(specification)
+    assert method is not None
+    if not isinstance(method, ModelSpecific):
+        return method
+    digest = f"{config.layers:04}{config.query_heads:04}{config.kv_heads:04}" * 4
+    for calibration in made_up_calibrations(digest, config):
+        calibration_store.store(calibration)
+    return method.for_model(ServedModel(config=config, digest=digest))
+
+
+def made_up_calibrations(digest: str, config: ModelConfig) -> list[Calibration]:
+    """Return random tables of all methods that need some."""
+    rng = np.random.default_rng(0)
+    scores = rng.random((2, config.layers, config.query_heads))
+    tables = {"induction": scores[0], "echo": scores[1]}
+    return [
+        Calibration(razorattention.NAME, razorattention.VERSION, digest, {}, (1, 1), tables),
+    ]
+
+
+_SMALL = {"razorattention": "sinks=4,recent=32,share=0,interval=16"}
+_WHOLE = {"razorattention": "recent=200"}
+
+
+def small_method(name: str, config: ModelConfig) -> CompressionMethod:
+    """Return a method that drops keys of a prompt of 100 tokens, and none of one of 36."""
+    return make_method(f"{name}:{_SMALL.get(name, 'budget=48')}", config)
+
+
+def whole_method(name: str, config: ModelConfig) -> CompressionMethod:
+    """Return a method that drops nothing of 200 tokens."""
+    return make_method(f"{name}:{_WHOLE.get(name, 'budget=200')}", config)

@@ -1,0 +1,73 @@
+"""A naive decoder whose streaming heads drop keys, one row and one head at a time."""
+
+import numpy as np
+import torch
+
+from midfill.forward.batch import ForwardBatch
+from midfill.methods.evict.streaming_heads import HeadSplit
+from midfill.runners.torch_decoder import Decoder, PreparedBatch
+from midfill.runners.torch_runner import TorchRunner
+
+
+class StreamingDecoder(Decoder):
+    """Attends as a split of heads says, over keys that are all there; for whole texts only."""
+
+    def with_split(self, split: HeadSplit, prompt: int) -> "StreamingDecoder":
+        self.split, self.prompt = split, prompt
+        return self
+
+    def dropped(self, place: int) -> int:
+        """How many keys streaming heads have dropped when the token at ``place`` is computed."""
+        rule, dropped = self.split.rule, 0
+        for length in range(self.prompt, place + 1):
+            since = length - self.prompt
+            if since == 0 or (rule.interval and since % rule.interval == 0):
+                dropped = length - rule.sinks - max(rule.recent, int(rule.share * length))
+        return max(dropped, 0)
+
+    def attend(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PreparedBatch
+    ) -> torch.Tensor:
+        group = self.config.query_heads // self.config.kv_heads
+        out = torch.zeros_like(q)
+        for row in range(len(q)):
+            for head in range(self.config.query_heads):
+                kv_head = head // group
+                keys, values = k[: row + 1, kv_head], v[: row + 1, kv_head]
+                scores = keys @ q[row, head] * self.config.score_scale
+                whole = self.split.retrieval[index * self.config.kv_heads + kv_head]
+                gone = 0 if whole or row < self.prompt else self.dropped(row)
+                sinks = self.split.rule.sinks
+                stays = [i for i in range(row + 1) if not sinks <= i < sinks + gone]
+                weights, seen = scores[stays].exp(), values[stays]
+                if gone and self.split.rule.mean:
+                    mean = keys[sinks : sinks + gone].mean(0)
+                    weight = gone * (mean @ q[row, head] * self.config.score_scale).exp()
+                    weights = torch.cat((weight[None], weights))
+                    seen = torch.cat((values[sinks : sinks + gone].mean(0)[None], seen))
+                out[row, head] = weights @ seen / weights.sum()
+        return out
+
+
+def streaming_logprobs(
+    runner: TorchRunner, tokens: list[int], prompt: int, split: HeadSplit
+) -> torch.Tensor:
+    """Return the log probabilities [tokens after the prompt, vocab] of each next token."""
+    count = len(tokens)
+    numbers, ends = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
+    batch = ForwardBatch(
+        token_ids=np.array(tokens, np.int32),
+        positions=numbers,
+        write_slots=numbers,
+        query_indptr=ends,
+        kv_indptr=ends,
+        kv_slots=numbers,
+        logit_rows=numbers[prompt - 1 : -1],
+    )
+    own = runner.decoder
+    decoder = StreamingDecoder(own.config, own.weights, own.kv_cache).with_split(split, prompt)
+    with torch.inference_mode():
+        hidden = decoder.run_layers(
+            decoder.prepare(batch), decoder.embed(batch), 0, own.config.layers
+        )
+        return decoder.compute_logits(batch, hidden).log_softmax(-1)
