@@ -15,6 +15,7 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MAX_QUEUED_TOKENS = 262_144
+DEFAULT_STEP_TIMEOUT = 120.0
 
 
 class FimTokens(NamedTuple):
@@ -105,6 +106,8 @@ class ServeOptions:
         max_body_bytes: maximum size of a request body.
         max_queued_tokens: maximum number of prompt tokens whose requests wait for their first
             token; requests beyond it are refused with status 429.
+        step_timeout: seconds that a step of the engine may take, after which it is taken to hang
+            and restarted; 0 lets it take for ever.
         idle_prefill: compute the prompts that documents will probably need next while the engine
             is idle.
         stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
@@ -126,6 +129,7 @@ class ServeOptions:
     window: WindowSize | None = None
     max_body_bytes: int = 16 * 1024 * 1024
     max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS
+    step_timeout: float = DEFAULT_STEP_TIMEOUT
     idle_prefill: bool = True
     stream_interval: float = 0.025
     logs: LogOptions = field(default_factory=LogOptions)

@@ -102,7 +102,9 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> Delays:
 def run_scripts(*scripts: list[FromEngine], max_queued_tokens: int = 100) -> EngineClient:
     """Start a client whose processes follow scripts, and wait until one of them stays up."""
     ScriptedProcess.scripts = iter(scripts)
-    return EngineClient(Path("unused"), ModelOptions(), max_queued_tokens=max_queued_tokens)
+    return EngineClient(
+        Path("unused"), ModelOptions(), max_queued_tokens=max_queued_tokens, step_timeout=0
+    )
 
 
 async def wait_until_up(client: EngineClient) -> None:

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from midfill.config import ModelOptions
-from midfill.engine.client import EngineClient, OutputStream
+from midfill.engine.client import EngineClient
 from midfill.engine.messages import Cancel, FromEngine, RequestFailed, Submit
 from midfill.engine.output_buffer import OutputBuffer
+from midfill.engine.output_stream import OutputStream
 from midfill.engine.process import Inbox
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import (
@@ -285,6 +286,27 @@ def test_a_killed_engine_fails_its_requests_and_is_restarted(engine: Running) ->
             assert await generated(client.submit(request("c"))) == 5
 
     engine.run(test())
+
+
+def test_an_engine_that_hangs_is_ended_and_restarted(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        client = EngineClient(tiny_folder, OPTIONS, step_timeout=4)
+        await client.start()
+        assert client.process_id is not None
+        os.kill(client.process_id, signal.SIGSTOP)
+        with pytest.raises(EngineDeadError, match="in flight") as raised:
+            await generated(client.submit(request("a")))
+        assert raised.value.retry_after is not None
+        async with asyncio.timeout(60):
+            while client.state != "ready":
+                await asyncio.sleep(0.01)
+        assert await generated(client.submit(request("b"))) == 5
+        await client.close()
+
+    asyncio.run(test())
+    assert "no step for 4 s" in caplog.text
 
 
 @pytest.mark.parametrize(

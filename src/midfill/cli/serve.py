@@ -22,7 +22,7 @@ from midfill.cli.options import (
     WeightsFormatOption,
     WindowOption,
 )
-from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, LogFormat, LogLevel
+from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, DEFAULT_STEP_TIMEOUT, LogFormat, LogLevel
 
 if TYPE_CHECKING:
     from midfill.engine.messages import EngineInfo
@@ -67,6 +67,14 @@ MaxQueuedTokensOption = Annotated[
         min=1,
         help="Maximum number of prompt tokens whose requests wait for their first token. Requests"
         " beyond it are refused with status 429.",
+    ),
+]
+StepTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="Restart the engine when it has work but takes no step for so long; 0 never does.",
     ),
 ]
 IdlePrefillOption = Annotated[
@@ -125,6 +133,7 @@ def serve(
     window: WindowOption = None,
     token_budget: TokenBudgetOption = 128,
     max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
+    step_timeout: StepTimeoutOption = DEFAULT_STEP_TIMEOUT,
     idle_prefill: IdlePrefillOption = True,
     stream_interval_ms: StreamIntervalOption = 25,
     stream_interval: OldStreamIntervalOption = None,
@@ -154,6 +163,7 @@ def serve(
         fim_tokens=fim_tokens,
         window=window,
         max_queued_tokens=max_queued_tokens,
+        step_timeout=step_timeout,
         idle_prefill=idle_prefill,
         stream_interval=(stream_interval_ms if stream_interval is None else stream_interval) / 1000,
         logs=logs,

@@ -1,16 +1,19 @@
-"""EngineClient: starts the engine process, sends it requests, restarts it when it dies."""
+"""EngineClient: starts the engine process, sends it requests, restarts it when it dies or hangs."""
 
 import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 from midfill import errors
-from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, LogOptions, ModelOptions
+from midfill.config import (
+    DEFAULT_MAX_QUEUED_TOKENS,
+    DEFAULT_STEP_TIMEOUT,
+    LogOptions,
+    ModelOptions,
+)
 from midfill.engine.messages import (
     Cancel,
     EngineInfo,
@@ -24,8 +27,10 @@ from midfill.engine.messages import (
     StepReport,
     Submit,
 )
+from midfill.engine.output_stream import OutputStream
 from midfill.engine.process_handle import EngineProcess
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
+from midfill.engine.watchdog import Watchdog
 from midfill.errors import (
     EngineDeadError,
     GenerationError,
@@ -45,87 +50,12 @@ _QUEUE_RETRY_SECONDS = 1
 _MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, which find its caches
 
 
-class OutputStream(AsyncIterator[EngineOutput]):
-    """The outputs of some requests in the order they arrive; ends when every answer has ended.
-
-    Leaving the ``with`` block cancels what is unfinished.
-    """
-
-    def __init__(self, client: "EngineClient", requests: tuple[EngineRequest, ...]) -> None:
-        self._client = client
-        self._queue: asyncio.Queue[EngineOutput | MidfillError | None] = asyncio.Queue()
-        self._unfinished = {
-            request.request_id: set(range(request.sampling.n)) for request in requests
-        }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __anext__(self) -> EngineOutput:
-        """Return the next output.
-
-        Raises:
-            InvalidRequestError: the engine can never run one of the requests.
-            GenerationError: the engine failed on one of them.
-            EngineDeadError: the engine process ended.
-        """
-        while self._unfinished:
-            item = await self._queue.get()
-            if item is None:
-                break
-            if isinstance(item, MidfillError):
-                raise item
-            answers = self._unfinished.get(item.request_id, set())
-            if item.index not in answers:
-                continue  # cancelled while it was on its way
-            if item.finish_reason is not None:
-                answers.remove(item.index)
-                if not answers:
-                    del self._unfinished[item.request_id]
-                    self._client.forget(item.request_id)
-            return item
-        raise StopAsyncIteration
-
-    def put(self, item: EngineOutput | MidfillError) -> None:
-        """Queue an output, or the error that the stream ends with. Called by the client."""
-        self._queue.put_nowait(item)
-
-    def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End one of the requests, or one of its answers; it yields no more outputs."""
-        answers = self._unfinished.get(request_id, set())
-        if index is not None and answers != {index}:
-            if index in answers:
-                answers.remove(index)
-                self._client.cancel(request_id, index)
-        elif answers:
-            del self._unfinished[request_id]
-            self._client.cancel(request_id)
-            self._client.forget(request_id)
-
-    def end(self) -> None:
-        """Cancel all that is unfinished; whoever waits for an output finds the stream ended."""
-        self.close()
-        self._queue.put_nowait(None)
-
-    def close(self) -> None:
-        """Cancel all that is unfinished."""
-        for request_id in list(self._unfinished):
-            self.cancel(request_id)
-
-
 class EngineClient:
     """The engine as the server sees it.
 
     An engine that dies is restarted for as long as the client is open: at once if it had answered
-    anything, otherwise after 0.5 s, doubling to 5 s with each further failure. Requests in flight
+    anything, otherwise after 0.5 s, doubling to 5 s with each further failure. One that has work
+    but takes no step for too long is ended, and so restarted. Requests in flight
     fail with EngineDeadError, and so do new ones until the engine is ready. The first start is
     not repeated: what fails then is an error of the checkpoint or the options.
 
@@ -147,6 +77,7 @@ class EngineClient:
         on_progress: Progress | None = None,
         max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS,
         logs: LogOptions | None = None,
+        step_timeout: float = DEFAULT_STEP_TIMEOUT,
     ) -> None:
         """Prepare an engine; ``start`` starts it.
 
@@ -156,6 +87,7 @@ class EngineClient:
             on_progress: called with (stage, done, total) during the first load.
             max_queued_tokens: maximum of ``queued_tokens``; beyond it ``submit`` refuses requests.
             logs: what the engine process logs, and how.
+            step_timeout: seconds that a step may take; 0 lets it take for ever.
         """
         self.state: EngineState = "starting"
         self.info: EngineInfo | None = None
@@ -166,6 +98,8 @@ class EngineClient:
         self._start = Start(str(path), options, logs or LogOptions())
         self._on_progress = on_progress
         self._max_queued_tokens = max_queued_tokens
+        self._step_timeout = step_timeout
+        self._watchdog = Watchdog(step_timeout)
         self._process: EngineProcess | None = None
         self._answered = False  # whether the current process has produced any output
         self._supervisor: asyncio.Task[None] | None = None
@@ -267,12 +201,16 @@ class EngineClient:
         """Run one engine process to its end, whatever ends it."""
         self._answered = False
         process: EngineProcess | None = None
+        watch: asyncio.Task[None] | None = None
         reason = "the engine was stopped"
         try:
             process = self._process = await EngineProcess.spawn()
             process.send(self._start)
+            if self._step_timeout:
+                watch = asyncio.create_task(self._watch(process), name="engine watchdog")
             async with contextlib.aclosing(process.messages()) as messages:
                 async for message in messages:
+                    self._watchdog.hear()
                     self._handle(message)
             reason = f"the engine process ended (exit status {process.exit_status})"
             if self.info is not None:
@@ -281,11 +219,29 @@ class EngineClient:
             reason = f"the engine process could not be used ({error!r})"
             _log.exception("the engine process could not be used")
         finally:
+            if watch is not None:
+                watch.cancel()
             self._process = None
             self.state = "starting" if self.info is None else "restarting"
             self._fail_all(reason)
             if process is not None:
                 await process.close()
+
+    async def _watch(self, process: EngineProcess) -> None:
+        """End the process if it hangs."""
+        self._watchdog.hear()
+        while True:
+            await asyncio.sleep(self._watchdog.tick_seconds)
+            # Not what clients have yet to read, which is no work of the engine.
+            stats = self.stats
+            has_work = bool(self._queued) or stats.running + stats.waiting + stats.background > 0
+            if self._watchdog.tick(has_work=self.state == "ready" and has_work):
+                _log.error(
+                    "the engine has taken no step for %g s (--step-timeout); ending it",
+                    self._watchdog.seconds,
+                )
+                await process.abort()
+                return
 
     def _handle(self, message: FromEngine) -> None:
         """Act on a message of the engine."""

@@ -7,6 +7,7 @@ ends or died, this process ends at once. There is nothing to save.
 """
 
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -85,6 +86,7 @@ class _Channel:
 def main(address: str) -> NoReturn:
     """Load the model and run the engine; exit with status 1 if the model can't be loaded."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
+    faulthandler.enable()  # a crash, or the server's SIGABRT, tells where each thread was
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     channel = _Channel(address)
     started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncGenerator
@@ -12,6 +13,7 @@ import zmq.asyncio
 
 from midfill.engine.messages import Cancel, FromEngine, Start, Submit, ToEngine
 
+_ABORT_SECONDS = 1.0  # to write where it hangs
 _STOP_SECONDS = 5.0  # between being asked to stop and being killed
 _LAST_MESSAGES_SECONDS = 0.1  # for messages that a dead engine has left in the socket
 
@@ -94,6 +96,14 @@ class EngineProcess:
             ended.cancel()
             if received is not None:
                 received.cancel()
+
+    async def abort(self) -> None:
+        """End the process at once; it writes what each of its threads was doing to stderr."""
+        self._child.send_signal(signal.SIGABRT)
+        try:
+            await asyncio.wait_for(self._child.wait(), _ABORT_SECONDS)
+        except TimeoutError:  # a stopped process gets no signals but this one
+            self._child.kill()
 
     async def close(self) -> None:
         """End the process, by force if it takes too long, and release the socket."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from midfill.engine.client import EngineClient, OutputStream
+from midfill.engine.client import EngineClient
+from midfill.engine.output_stream import OutputStream
 from midfill.engine.request import EngineOutput
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta

@@ -75,7 +75,14 @@ async def open_service(
     run = options.options
     methods = AllowedMethods(run.allow_methods, run.method)
     checkpoint = open_model(path, run.adapter_path, run.weights)
-    engine = EngineClient(path, run, on_progress, options.max_queued_tokens, options.logs)
+    engine = EngineClient(
+        path,
+        run,
+        on_progress,
+        max_queued_tokens=options.max_queued_tokens,
+        logs=options.logs,
+        step_timeout=options.step_timeout,
+    )
     try:
         # Both take a while: building the tokenizer and starting the engine.
         format, info = await asyncio.gather(
