@@ -5,6 +5,7 @@ thing: what the last rows of a prompt (the observation window) attend to.
 """
 
 import numpy as np
+import torch
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.compression.method import SequenceKeys
@@ -38,27 +39,43 @@ def head_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Floa
     Returns:
         float32 [query heads of the KV head, rows, n]; see ``window_attention``.
     """
+    weights: Float32Array = _weights(keys, queries, head).numpy()
+    return weights
+
+
+def received_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Float32Array:
+    """Return the attention that each key receives from a sequence's last rows in one head.
+
+    Args:
+        keys, queries, head: see ``head_attention``.
+
+    Returns:
+        float32 [n]: the sum of ``head_attention`` over query heads and rows.
+    """
+    weights = _weights(keys, queries, head)
+    received: Float32Array = weights.flatten(0, 1).sum(0).numpy()
+    return received
+
+
+def _weights(keys: SequenceKeys, queries: Float32Array, head: int) -> torch.Tensor:
+    """Return ``head_attention``; torch computes a softmax in one pass."""
     config = keys.config
     group = config.query_heads // config.kv_heads
     layer, kv_head = divmod(head, config.kv_heads)
+    rows, window = queries.shape[1], config.window_of(layer)
     found, _ = keys.read(head)
-    own = queries[layer, :, kv_head * group : (kv_head + 1) * group]
-    scores = np.einsum("rgd,kd->grk", own, found, optimize=True) * config.score_scale
-    return _causal_softmax(scores, queries.shape[1], config.window_of(layer))
-
-
-def _causal_softmax(scores: Float32Array, rows: int, window: int | None) -> Float32Array:
-    """Normalise scores [heads, rows, n] over the keys that each row sees."""
-    count = scores.shape[-1]
-    row = np.arange(count - rows, count)[:, None]
-    key = np.arange(count)
+    own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
+    scaled = torch.from_numpy(own.reshape(group * rows, -1) * np.float32(config.score_scale))
+    scores = (scaled @ torch.from_numpy(found).T).view(group, rows, -1)
+    count = len(found)
+    # All rows see the keys before the first row's, unless a window hides them.
+    first = count - rows if window is None else 0
+    row, key = torch.arange(count - rows, count)[:, None], torch.arange(first, count)
     hidden = key > row
     if window is not None:
         hidden |= key <= row - window
-    masked = np.where(hidden, np.float32(-np.inf), scores)
-    powers = np.exp(masked - masked.max(axis=-1, keepdims=True))
-    normalized: Float32Array = powers / powers.sum(axis=-1, keepdims=True)
-    return normalized
+    scores[:, :, first:].masked_fill_(hidden, -torch.inf)
+    return torch.softmax(scores, dim=-1)
 
 
 def average_pool(scores: Float32Array, kernel: int) -> Float32Array:

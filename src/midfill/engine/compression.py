@@ -21,6 +21,7 @@ from midfill.arrays import Int32Array, Int64Array
 from midfill.compression.method import SequenceKeys
 from midfill.compression.selection import AddedKeys, Selection
 from midfill.engine.batching import ScheduledSequence, observed_rows
+from midfill.engine.logprobs import one_thread
 from midfill.engine.sequence import Sequence
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.runner import Runner
@@ -68,12 +69,14 @@ class Compression:
             return True
         while (block := state.take_block(sequence.computed)) is not None:
             end, queries = block
-            state.compressor.observe(self._keys(kv, end), queries)
+            with one_thread():
+                state.compressor.observe(self._keys(kv, end), queries)
         point = sequence.computed
         if point != sequence.compression_point:
             return True
         keys = self._keys(kv, point)
-        selection = state.compressor.select(keys, state.take())
+        with one_thread():
+            selection = state.compressor.select(keys, state.take())
         state.pass_point(point)
         if selection is None:
             return True

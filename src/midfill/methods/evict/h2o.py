@@ -19,7 +19,7 @@ from midfill.arrays import Float32Array, Int32Array
 from midfill.compression.method import SequenceKeys
 from midfill.compression.method_defaults import MethodDefaults
 from midfill.compression.selection import Selection
-from midfill.compression.window_attention import head_attention, top_keys
+from midfill.compression.window_attention import received_attention, top_keys
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import budget_tokens, check_budget, check_interval
 from midfill.models.config import ModelConfig
@@ -86,7 +86,7 @@ class HeavyHitters:
         known = self.scores or [np.zeros(0, np.float32)] * keys.heads
         scores = []
         for head, old in enumerate(known):
-            received = head_attention(keys, queries, head).sum(axis=(0, 1))
+            received = received_attention(keys, queries, head)
             received[: len(old)] += old
             scores.append(received)
         self.scores = scores
