@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from midfill.compression.method import CompressionMethod
 from midfill.engine.batching import ScheduledSequence, build_batch
 from midfill.engine.compression import Compression
+from midfill.engine.counters import EngineCounters
 from midfill.engine.drafting import Draft
 from midfill.engine.prompt_scores import record_scores
 from midfill.engine.request import (
@@ -105,7 +106,7 @@ class Engine:
         self._find_method = find_method
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
-        self._counters = _Counters()
+        self._counters = EngineCounters()
         self._tenants = TenantCounters()
 
     def add(self, request: EngineRequest) -> None:
@@ -172,30 +173,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
-        counters, pool = self._counters, self._queues.pool
         drafts = DraftCounts() if self._speculation is None else self._speculation.counts
-        return EngineStats(
-            running=len(self._queues.running),
-            waiting=len(self._queues.waiting),
-            slots_total=pool.slots.total,
-            slots_free=pool.slots.free_slots,
-            slots_cached=pool.cache.evictable_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            computed_tokens=counters.computed_tokens,
-            generated_tokens=counters.generated_tokens,
-            preemptions=counters.preemptions,
-            evicted_tokens=pool.cache.evicted_tokens,
-            steps=counters.steps,
-            busy_seconds=counters.busy_seconds,
-            forward_seconds=counters.forward_seconds,
-            sampling_seconds=counters.sampling_seconds,
-            background=len(self._queues.background),
-            background_tokens=counters.background_tokens,
-            drafts=drafts.drafts,
-            draft_tokens=drafts.tokens,
-            accepted_tokens=drafts.accepted,
-        )
+        return self._counters.stats(self._queues, drafts)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return the numbers of every tenant that has or had a request, as of now."""
@@ -420,22 +399,6 @@ class Engine:
         outputs = sequence.final_outputs(reason)
         self._queues.finish(sequence)
         return outputs
-
-
-@dataclass
-class _Counters:
-    """Counters since the engine's start; ``EngineStats`` documents each."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    steps: int = 0
-    busy_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    sampling_seconds: float = 0.0
-    background_tokens: int = 0
 
 
 def _method_failure(error: Exception) -> str:

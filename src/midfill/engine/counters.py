@@ -1,0 +1,49 @@
+"""EngineCounters: what an engine has done since its start."""
+
+from dataclasses import dataclass
+
+from midfill.engine.request import EngineStats
+from midfill.engine.request_queues import RequestQueues
+from midfill.engine.speculation import DraftCounts
+
+
+@dataclass
+class EngineCounters:
+    """Counters since the engine's start; ``EngineStats`` documents each."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    background_tokens: int = 0
+
+    def stats(self, queues: RequestQueues, drafts: DraftCounts) -> EngineStats:
+        """Return the counters, with the gauges of an engine's queues and pool as of now."""
+        pool = queues.pool
+        return EngineStats(
+            running=len(queues.running),
+            waiting=len(queues.waiting),
+            slots_total=pool.slots.total,
+            slots_free=pool.slots.free_slots,
+            slots_cached=pool.cache.evictable_tokens,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self.computed_tokens,
+            generated_tokens=self.generated_tokens,
+            preemptions=self.preemptions,
+            evicted_tokens=pool.cache.evicted_tokens,
+            steps=self.steps,
+            busy_seconds=self.busy_seconds,
+            forward_seconds=self.forward_seconds,
+            sampling_seconds=self.sampling_seconds,
+            background=len(queues.background),
+            background_tokens=self.background_tokens,
+            drafts=drafts.drafts,
+            draft_tokens=drafts.tokens,
+            accepted_tokens=drafts.accepted,
+        )
