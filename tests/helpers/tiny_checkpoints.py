@@ -59,7 +59,18 @@ _FAMILIES: Mapping[str, dict[str, Any]] = {
     "starcoder2": _HEADS_OF_HIDDEN
     | {"sliding_window": 40, "tie_word_embeddings": True, "bos_token_id": 0},
     "mistral": _WIDE_HEADS | {"sliding_window": 24},
+    "gemma3": _WIDE_HEADS
+    | {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 50,
+        "rope_theta": 100_000.0,
+        "rope_local_base_freq": 1000.0,
+        "tie_word_embeddings": True,
+    },
 }
+_MODEL_TYPES = {"gemma3": "gemma3_text"}
+"""Families that have another name in transformers."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,7 @@ VARIANTS: Mapping[str, Variant] = {
     "qwen3": Variant("qwen3"),
     "starcoder2": Variant("starcoder2"),
     "mistral": Variant("mistral"),
+    "gemma3": Variant("gemma3"),
 }
 """Every architecture and switch midfill supports, for parametrised tests."""
 
@@ -130,9 +142,10 @@ def write_tiny(family: str, folder: Path, **overrides: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = AutoConfig.for_model(family, **(_SIZES | _FAMILIES[family] | overrides))
+    model_type = _MODEL_TYPES.get(family, family)
+    config = AutoConfig.for_model(model_type, **(_SIZES | _FAMILIES[family] | overrides))
     model = AutoModelForCausalLM.from_config(config)
-    _randomise(model)
+    _randomise(model, 0.0 if family == "gemma3" else 1.0)
     model.save_pretrained(folder)
     tokenizer = tiny_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -174,8 +187,11 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _randomise(model: "torch.nn.Module") -> None:
-    """Give every parameter values that matter; the layers keep activations near unit size."""
+def _randomise(model: "torch.nn.Module", norms: float) -> None:
+    """Give every parameter values that matter; the layers keep activations near unit size.
+
+    Norm weights are about ``norms``.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -187,4 +203,4 @@ def _randomise(model: "torch.nn.Module") -> None:
             elif name.endswith("bias"):
                 parameter.copy_(noise * 0.3)
             else:
-                parameter.copy_(1.0 + noise * 0.3)
+                parameter.copy_(norms + noise * 0.3)

@@ -163,7 +163,10 @@ class TestHuggingFace:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"model_type": "gemma3"}, r"'gemma3' is not supported; midfill runs granite, llama"),
+            (
+                {"model_type": "gemma3"},
+                r"'gemma3' is not supported; midfill runs gemma3_text, granite",
+            ),
             ({"model_type": "mixtral"}, "'mixtral'"),
             ({"model_type": None}, "'model_type' is missing"),
             ({"hidden_size": None}, "'hidden_size' is missing"),
@@ -254,6 +257,8 @@ def gguf_description(config: ModelConfig) -> dict[str, object]:
     if config.windowed_layers is not None:
         flags = [layer in config.windowed_layers for layer in range(config.layers)]
         values["attention.sliding_window_pattern"] = flags
+    if config.local_rope_theta is not None:
+        values["rope.freq_base_swa"] = config.local_rope_theta
     if config.family == "granite":
         values["embedding_scale"] = config.embedding_multiplier
         values["residual_scale"] = config.residual_multiplier
@@ -266,7 +271,35 @@ def gguf_description(config: ModelConfig) -> dict[str, object]:
     return metadata
 
 
+GEMMA_270M: dict[str, object] = {
+    "general.architecture": "gemma3",
+    "gemma3.context_length": 32768,
+    "gemma3.embedding_length": 640,
+    "gemma3.block_count": 18,
+    "gemma3.feed_forward_length": 2048,
+    "gemma3.attention.head_count": 4,
+    "gemma3.attention.head_count_kv": 1,
+    "gemma3.attention.layer_norm_rms_epsilon": 1e-6,
+    "gemma3.attention.key_length": 256,
+    "gemma3.attention.value_length": 256,
+    "gemma3.attention.sliding_window": 512,
+    "gemma3.rope.freq_base": 1000000.0,
+}
+
+
 class TestGguf:
+    @pytest.mark.parametrize("pattern", [None, 6])
+    def test_gemma_3_leaves_out_what_all_its_models_share(self, pattern: int | None) -> None:
+        change = {"gemma3.attention.sliding_window_pattern": pattern}
+        config = config_from_gguf(GEMMA_270M | change, {"embed.weight": (262144, 640)})
+        assert [i for i in range(18) if config.window_of(i) is None] == [5, 11, 17]
+        assert config.window_of(0) == 512
+        assert (config.rope_theta, config.local_rope_theta) == (1e6, 1e4)
+        assert config.embedding_multiplier == 640**0.5
+        assert config.score_scale == 256**-0.5
+        assert config.activation == "gelu_tanh"
+        assert config.tied_embeddings
+
     def test_the_default_model(self) -> None:
         assert config_from_gguf(SMOLLM2_GGUF, TIED) == config_from_huggingface(LLAMA)
 
@@ -314,7 +347,10 @@ class TestGguf:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"general.architecture": "gemma3"}, "'gemma3' is not supported; midfill runs granite"),
+            (
+                {"general.architecture": "gemma2"},
+                "'gemma2' is not supported; midfill runs gemma3, granite",
+            ),
             ({"general.architecture": "mistral"}, "'mistral' is not supported"),
             ({"general.architecture": None}, "'general.architecture' is missing"),
             ({"llama.block_count": None}, "'llama.block_count' is missing"),

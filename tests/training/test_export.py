@@ -184,7 +184,7 @@ class TestModel:
         theirs = AutoTokenizer.from_pretrained(tmp_path / "m")
         assert theirs.encode("x = 1", add_special_tokens=False) == tokenizer.encode("x = 1")
 
-    @pytest.mark.parametrize("variant", sorted(VARIANTS))
+    @pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"gemma3"}))
     def test_its_configuration_is_the_bases(self, variant: str, tmp_path: Path) -> None:
         checkpoint = open_checkpoint(write_variant(variant, tmp_path / "base"))
         model = load_base_model(checkpoint, torch.float32)

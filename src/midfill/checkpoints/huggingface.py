@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from midfill.checkpoints.checkpoint import check_layers, check_tensors, digest_tensors, samples
 from midfill.checkpoints.model_record import folder_metadata
 from midfill.checkpoints.safetensors_file import SafetensorsEntry, SafetensorsFile
 from midfill.errors import CheckpointError
 from midfill.models.config import ModelConfig
-from midfill.models.families import config_from_huggingface, huggingface_names
+from midfill.models.families import FAMILIES, config_from_huggingface, huggingface_names
 from midfill.models.stored_tensor import StoredTensor
 from midfill.tokens.huggingface_tokenizer import load_folder, read_json
 from midfill.tokens.tokenizer import Tokenizer
@@ -93,7 +95,7 @@ class HuggingFaceCheckpoint:
         return list(self._names)
 
     def tensor(self, name: str) -> StoredTensor:
-        """Return one tensor by canonical name, memory-mapped.
+        """Return one tensor by canonical name, memory-mapped but for norms that are stored shifted.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -102,7 +104,11 @@ class HuggingFaceCheckpoint:
         if theirs is None:
             raise CheckpointError(f"{self.path}: has no tensor {name!r}")
         entry = self._entries[theirs]
-        return StoredTensor(name, entry.shape, entry.kind, self._files[entry.file].data(theirs))
+        stored = StoredTensor(name, entry.shape, entry.kind, self._files[entry.file].data(theirs))
+        offset = FAMILIES[self.config.family].norm_offset
+        if not offset or not name.endswith("norm.weight"):
+            return stored
+        return StoredTensor(name, entry.shape, "f32", stored.to_float32() + np.float32(offset))
 
     def _read_config(self) -> ModelConfig:
         try:

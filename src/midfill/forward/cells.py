@@ -40,13 +40,20 @@ class CellStore(Protocol):
         """
         ...
 
-    def take(self, cells: Int32Array, shift: Int32Array | None = None) -> StoredCells:
+    def take(
+        self,
+        cells: Int32Array,
+        shift: Int32Array | None = None,
+        layers: Int32Array | None = None,
+    ) -> StoredCells:
         """Return a copy of cells, bit for bit where they aren't shifted.
 
         Args:
             cells: [n] int32.
             shift: [n] int32, by how many positions each key moves: it is rotated on by as much,
                 and rounded anew. None moves none.
+            layers: [n] int32, whose keys they are, where layers rotate differently
+                (``ModelConfig.local_rope_theta``). None rotates as the first layer does.
         """
         ...
 

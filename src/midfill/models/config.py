@@ -42,7 +42,7 @@ class ModelConfig:
     """A pre-norm decoder with grouped-query attention and rotary positions.
 
     Attributes:
-        family: "llama", "qwen2", "qwen3", "starcoder2", "mistral", "granite", ...
+        family: "llama", "qwen2", "qwen3", "starcoder2", "mistral", "granite", "gemma3", ...
         layers, hidden, query_heads, kv_heads, head_dim, ffn, vocab: sizes. The rotary embedding
             covers the whole head_dim, its two halves rotated against each other (NEOX order).
         context: maximum sequence length in tokens.
@@ -51,8 +51,10 @@ class ModelConfig:
         gated_mlp: whether the MLP is down(act(gate) * up) instead of down(act(up)).
         qkv_bias, output_bias, mlp_bias: which projections carry a bias.
         qk_norm: RMSNorm of each query and key head before the rotary embedding (Qwen3).
+        post_norms: further norms of what attention and the MLP add to the hidden rows (Gemma 3).
         tied_embeddings: whether the LM head is the embedding.
         rope_theta, rope_scaling: base and scaling of the rotary embedding.
+        local_rope_theta: base in windowed layers, which have no scaling then; None is as elsewhere.
         sliding_window: number of keys a query sees in windowed layers, itself included; None for
             all.
         windowed_layers: the layers that use the window; None for every layer if there is a window.
@@ -78,9 +80,11 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    post_norms: bool = False
     tied_embeddings: bool = False
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    local_rope_theta: float | None = None
     sliding_window: int | None = None
     windowed_layers: tuple[int, ...] | None = None
     embedding_multiplier: float = 1.0
@@ -100,3 +104,7 @@ class ModelConfig:
         if self.windowed_layers is not None and layer not in self.windowed_layers:
             return None
         return self.sliding_window
+
+    def is_local(self, layer: int) -> bool:
+        """Return whether a layer's rotary embedding has the base of windowed layers."""
+        return self.local_rope_theta is not None and self.window_of(layer) is not None

@@ -1,7 +1,7 @@
 """The supported model families: from a checkpoint's own description to ModelConfig and names.
 
 Every family is tested with tiny random checkpoints against transformers. Real weights are tested
-for llama only (SmolLM2-135M).
+for llama (SmolLM2-135M) and gemma3 (Gemma 3 270M) only.
 
 To add a family: write its file with a ``FAMILY`` and list it in ``FAMILIES`` here.
 """
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from midfill.errors import CheckpointError
 from midfill.models import (
+    gemma3,
     gguf_config,
     granite,
     huggingface_config,
@@ -27,8 +28,9 @@ from midfill.models.tensor_shapes import tensor_shapes
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, granite, qwen2, qwen3, starcoder2, mistral)
+    for module in (llama, gemma3, granite, qwen2, qwen3, starcoder2, mistral)
 }
+_BY_MODEL_TYPE = {family.model_type or name: family for name, family in FAMILIES.items()}
 
 
 def config_from_huggingface(config: Mapping[str, object]) -> ModelConfig:
@@ -43,11 +45,10 @@ def config_from_huggingface(config: Mapping[str, object]) -> ModelConfig:
     """
     fields = ConfigFields(config, huggingface_config.SOURCE)
     name = fields.text("model_type")
-    if name not in FAMILIES:
-        raise fields.error(
-            f"model type {name!r} is not supported; midfill runs {', '.join(sorted(FAMILIES))}"
-        )
-    return _checked(FAMILIES[name].from_huggingface(fields), huggingface_config.SOURCE)
+    if name not in _BY_MODEL_TYPE:
+        known = ", ".join(sorted(_BY_MODEL_TYPE))
+        raise fields.error(f"model type {name!r} is not supported; midfill runs {known}")
+    return _checked(_BY_MODEL_TYPE[name].from_huggingface(fields), huggingface_config.SOURCE)
 
 
 def config_from_gguf(
@@ -107,7 +108,7 @@ def _checked(config: ModelConfig, source: str) -> ModelConfig:
         raise CheckpointError(
             f"{source}: a head dimension of {config.head_dim} has no rotary halves; it must be even"
         )
-    if config.rope_theta <= 0 or config.norm_epsilon < 0:
+    if min(config.rope_theta, config.local_rope_theta or 1.0) <= 0 or config.norm_epsilon < 0:
         raise CheckpointError(
             f"{source}: RoPE theta must be above 0, the norm's epsilon at least 0"
         )

@@ -14,8 +14,10 @@ class Family:
     """One model family. Each has a file of its own and is listed in ``families``.
 
     Attributes:
-        name: the family's name, ``model_type`` in a Hugging Face config.json.
+        name: the family's name, in a Hugging Face config.json and in GGUF.
         from_huggingface: reads a config.json.
+        model_type: its name in a config.json, if that is another.
+        norm_offset: what is added to the norm weights of Hugging Face files.
         huggingface_modules: canonical module name without "layers.{i}." -> Hugging Face's name
             without "model.layers.{i}.".
         from_gguf: reads GGUF metadata (keys below "{name}.") and the shapes by canonical name;
@@ -30,6 +32,8 @@ class Family:
     huggingface_modules: Mapping[str, str]
     from_gguf: Callable[[ConfigFields, Shapes], ModelConfig] | None = None
     gguf_interleaved_rotary: bool = False
+    model_type: str = ""
+    norm_offset: float = 0.0
 
 
 LLAMA_MODULES: Mapping[str, str] = {

@@ -19,6 +19,7 @@ def read_decoder(
     family: str,
     *,
     epsilon_key: str = "attention.layer_norm_rms_epsilon",
+    full_every: int = 0,
 ) -> ModelConfig:
     """Read the part that all architectures write alike.
 
@@ -30,6 +31,8 @@ def read_decoder(
         shapes: canonical name -> shape of all tensors.
         family: name of the family for the ModelConfig.
         epsilon_key: key of the norm's epsilon.
+        full_every: every so many layers one sees everything, where the file names no layers; 0
+            windows all layers or none.
 
     Raises:
         CheckpointError: a key is missing, malformed or asks for something unsupported.
@@ -41,7 +44,7 @@ def read_decoder(
     hidden = fields.size("embedding_length")
     heads = fields.size("attention.head_count")
     head_dim = _read_head_dim(fields, hidden // heads)
-    window, windowed = _read_windows(fields)
+    window, windowed = _read_windows(fields, full_every)
     scaling = _read_scaling(fields)
     context = fields.size("context_length")
     if scaling.kind == "yarn":
@@ -105,14 +108,19 @@ def _read_head_dim(fields: ConfigFields, default: int) -> int:
     return head_dim
 
 
-def _read_windows(fields: ConfigFields) -> tuple[int | None, tuple[int, ...] | None]:
+def _read_windows(
+    fields: ConfigFields, full_every: int
+) -> tuple[int | None, tuple[int, ...] | None]:
     window = fields.integer("attention.sliding_window", 0)
     if window <= 0:
         return None, None
     pattern = fields.get("attention.sliding_window_pattern")
+    layers = fields.size("block_count")
+    if full_every and not isinstance(pattern, list):
+        every = fields.size("attention.sliding_window_pattern", full_every)
+        pattern = [bool((layer + 1) % every) for layer in range(layers)]
     if pattern is None:
         return window, None
-    layers = fields.size("block_count")
     if not isinstance(pattern, list) or len(pattern) != layers:
         raise fields.error(
             f"'attention.sliding_window_pattern' must be a list of {layers} flags, one per layer"

@@ -6,6 +6,8 @@ from midfill.models.config import Activation, ModelConfig, RopeScaling, RopeScal
 from midfill.models.config_fields import ConfigFields
 
 SOURCE = "config.json"
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Names of the kinds of layers."""
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -31,6 +33,7 @@ def read_decoder(
     epsilon_key: str = "rms_norm_eps",
     epsilon: float = 1e-6,
     tied_embeddings: bool = False,
+    layer_type: str = "",
 ) -> ModelConfig:
     """Read the part of a config.json that all families write alike.
 
@@ -39,6 +42,7 @@ def read_decoder(
         family: name of the family for the ModelConfig.
         activation, epsilon, tied_embeddings: what transformers assumes for missing keys.
         epsilon_key: key of the norm's epsilon.
+        layer_type: the layers whose rotary embedding is read, where kinds of layers differ.
 
     Raises:
         CheckpointError: a field is missing, malformed or asks for something unsupported.
@@ -46,7 +50,7 @@ def read_decoder(
     _reject_unsupported(fields)
     hidden = fields.size("hidden_size")
     heads = fields.size("num_attention_heads")
-    theta, scaling, context = _read_rope(fields)
+    theta, scaling, context = _read_rope(fields, layer_type)
     bos = fields.token_ids("bos_token_id")
     return ModelConfig(
         family=family,
@@ -81,18 +85,22 @@ def read_layer_windows(
     """
     if not fields.flag("use_sliding_window", False) or fields.get("sliding_window") is None:
         return None, None
-    kinds = fields.texts("layer_types")
-    if kinds:
-        if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
-            raise fields.error(
-                "'layer_types' must name full_attention or sliding_attention for every layer"
-            )
-        windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
-    else:
+    windowed = read_windowed_layers(fields, layers)
+    if windowed is None:
         windowed = tuple(range(fields.integer("max_window_layers", layers), layers))
     if not windowed:
         return None, None
     return fields.size("sliding_window"), None if len(windowed) == layers else windowed
+
+
+def read_windowed_layers(fields: ConfigFields, layers: int) -> tuple[int, ...] | None:
+    """Return the layers that ``layer_types`` says have a sliding window; None if it is missing."""
+    kinds = fields.texts("layer_types")
+    if not kinds:
+        return None
+    if len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+        raise fields.error(f"'layer_types' must name {FULL} or {SLIDING} for every layer")
+    return tuple(i for i, kind in enumerate(kinds) if kind == SLIDING)
 
 
 def _reject_unsupported(fields: ConfigFields) -> None:
@@ -118,14 +126,14 @@ def _read_activation(fields: ConfigFields, default: str) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def _read_rope(fields: ConfigFields) -> tuple[float, RopeScaling, int]:
+def _read_rope(fields: ConfigFields, layer_type: str) -> tuple[float, RopeScaling, int]:
     """Read theta, scaling and context length, in the spelling of transformers 5 or older.
 
     transformers 5 writes ``rope_parameters`` with theta and type inside. Older versions write
     ``rope_theta`` and ``rope_scaling``.
     """
     positions = fields.size("max_position_embeddings")
-    rope = ConfigFields(_rope_table(fields), f"{fields.source}: rope parameters")
+    rope = ConfigFields(_rope_table(fields, layer_type), f"{fields.source}: rope parameters")
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
@@ -148,11 +156,14 @@ def _read_rope(fields: ConfigFields) -> tuple[float, RopeScaling, int]:
     return theta, scaling, positions
 
 
-def _rope_table(fields: ConfigFields) -> Mapping[str, object]:
+def _rope_table(fields: ConfigFields, layer_type: str) -> Mapping[str, object]:
     table = fields.table("rope_parameters") or fields.table("rope_scaling")
     nested = [value for value in table.values() if isinstance(value, Mapping)]
     if not nested:
         return table
+    own = table.get(layer_type)
+    if isinstance(own, Mapping):
+        return own
     if any(value != nested[0] for value in nested):
         raise fields.error("RoPE parameters that differ between layers are not supported")
     return nested[0]

@@ -35,6 +35,9 @@ def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
     if config.gated_mlp:
         shapes.update(_linear_shapes("gate", config.ffn, config.hidden, config.mlp_bias))
+    if config.post_norms:
+        shapes.update(_norm_shapes(config, "attn_post_norm"))
+        shapes.update(_norm_shapes(config, "mlp_post_norm"))
     if config.qk_norm:
         shapes["q_norm.weight"] = shapes["k_norm.weight"] = (config.head_dim,)
     return shapes

@@ -17,7 +17,7 @@ class CpuCells:
     Args:
         cache: the KV cache.
         head_dim: elements of a key or value.
-        frequencies: see ``shift_keys``.
+        frequencies: float32 [layers, head_dim / 2], radians per position.
     """
 
     def __init__(self, cache: KVCache, head_dim: int, frequencies: Float32Array) -> None:
@@ -38,14 +38,20 @@ class CpuCells:
         _encode(keys, self._keys, self._key_scales, cells)
         _encode(values, self._values, self._value_scales, cells)
 
-    def take(self, cells: Int32Array, shift: Int32Array | None = None) -> StoredCells:
+    def take(
+        self,
+        cells: Int32Array,
+        shift: Int32Array | None = None,
+        layers: Int32Array | None = None,
+    ) -> StoredCells:
         """See ``CellStore.take``."""
         keys, values = self._keys[cells], self._values[cells]
         scales = [each[cells] for each in (self._key_scales, self._value_scales) if len(each)]
         if shift is not None:
+            frequencies = self._frequencies[0 if layers is None else layers]
             exact = _decode(self._keys, self._key_scales, cells)
             every = np.arange(len(cells), dtype=np.int32)
-            moved = shift_keys(exact, shift, self._frequencies)
+            moved = shift_keys(exact, shift, frequencies)
             _encode(moved, keys, scales[0] if scales else self._key_scales, every)
         return StoredCells((keys, values, *scales))
 

@@ -35,7 +35,7 @@ from midfill.runners.autotune import (
 )
 from midfill.runners.cpu_cells import CpuCells
 from midfill.runners.packed_model import PackedModel, block_format, load_packed
-from midfill.runners.rope import rope_frequencies
+from midfill.runners.rope import layer_frequencies
 from midfill.system.cores import available_threads
 from midfill.system.progress import Progress
 
@@ -129,8 +129,7 @@ class CpuRunner:
     @property
     def cells(self) -> CpuCells:
         """The KV cache, cell by cell."""
-        frequencies, _ = rope_frequencies(self.config)
-        return CpuCells(self._kv_cache, self.config.head_dim, frequencies.numpy())
+        return CpuCells(self._kv_cache, self.config.head_dim, layer_frequencies(self.config))
 
     @property
     def description(self) -> str:
@@ -269,11 +268,13 @@ class CpuRunner:
             blocks = size // GROUP * ACTIVATION_BLOCK_BYTES if quantized else 0
             return Activations(floats(size), aligned_zeros(blocks, np.uint8))
 
+        projected = rows * config.hidden if config.post_norms else 0
         return Workspace(
             normed=activations(max(rows, outputs, threads * MAX_SOLO_ROWS) * config.hidden),
             qkv=floats(rows * self.model.weights.qkv.outputs),
             attended=activations(rows * attended),
             gated=activations(rows * config.ffn),
+            projected=floats(projected),
             logits=floats(outputs * panel_count(config.vocab) * PANEL),
             products=floats(threads, 2 * MAX_TILE_ROWS * PANEL),
             attention=floats(threads, scratch_size(group, config.head_dim)),

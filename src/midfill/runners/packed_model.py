@@ -203,6 +203,11 @@ def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[n
             ]
         )
 
+    post_norms = {}
+    if config.post_norms:
+        for name in ("attn_post_norm", "mlp_post_norm"):
+            post_norms[name] = layers((f"{name}.weight", config.hidden))
+            post_norms[f"{name}_bias"] = layers((f"{name}.bias", config.hidden))
     return {
         "qkv_bias": layers(("q.bias", queries), ("k.bias", kv), ("v.bias", kv)),
         "o_bias": layers(("o.bias", config.hidden)),
@@ -216,6 +221,7 @@ def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[n
         "mlp_norm_bias": layers(("mlp_norm.bias", config.hidden)),
         "final_norm": vector("final_norm.weight", config.hidden),
         "final_norm_bias": vector("final_norm.bias", config.hidden),
+        **post_norms,
         "q_norm": layers(("q_norm.weight", config.head_dim)),
         "k_norm": layers(("k_norm.weight", config.head_dim)),
     }
@@ -242,7 +248,10 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
     hidden, ffn = config.hidden, config.ffn
     attended = config.query_heads * config.head_dim
     head = "head" if "head" in arrays else "embed"
-    cos, sin = rope_tables(config, config.context)
+    tables = [rope_tables(config, config.context)]
+    if config.local_rope_theta is not None:
+        tables.append(rope_tables(config, config.context, local=True))
+    first = [config.context * config.is_local(layer) for layer in range(config.layers)]
     windows = [config.window_of(layer) or 0 for layer in range(config.layers)]
     weights = DecoderWeights(
         embed=stack.linear("embed", "head_bias", config.vocab, hidden, layers=1),
@@ -261,12 +270,15 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
         attn_norm=stack.norm("attn_norm"),
         mlp_norm=stack.norm("mlp_norm"),
         final_norm=stack.norm("final_norm"),
+        attn_post_norm=stack.norm("attn_post_norm"),
+        mlp_post_norm=stack.norm("mlp_post_norm"),
         q_norm=stack.head_norm("q_norm"),
         k_norm=stack.head_norm("k_norm"),
         rope=RopeTables(
-            cos=np.ascontiguousarray(cos, np.float32).reshape(-1),
-            sin=np.ascontiguousarray(sin, np.float32).reshape(-1),
+            cos=np.concatenate([cos.reshape(-1) for cos, _ in tables]),
+            sin=np.concatenate([sin.reshape(-1) for _, sin in tables]),
             half=config.head_dim // 2,
+            first=np.array(first, np.int32),
         ),
         windows=np.array(windows, np.int32),
     )
@@ -296,10 +308,11 @@ class _Stack:
         )
 
     def norm(self, name: str) -> NormWeights:
-        """Return a norm of hidden rows."""
+        """Return a norm of hidden rows; without weights if the model has no such norm."""
+        nothing = np.zeros(0, np.float32)
         return NormWeights(
-            weight=self._arrays[name],
-            bias=self._arrays[f"{name}_bias"],
+            weight=self._arrays.get(name, nothing),
+            bias=self._arrays.get(f"{name}_bias", nothing),
             size=self._config.hidden,
             kind=LAYER if self._config.norm == "layer" else RMS,
             epsilon=self._config.norm_epsilon,
@@ -324,6 +337,7 @@ def _decoder_config(config: ModelConfig) -> DecoderConfig:
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         qk_norm=config.qk_norm,
+        post_norms=config.post_norms,
         score_scale=config.score_scale,
         embedding_multiplier=config.embedding_multiplier,
         residual_multiplier=config.residual_multiplier,

@@ -7,23 +7,27 @@ angle is already 5e-4 radians.
 
 import math
 
+import numpy as np
 import torch
 
 from midfill.arrays import Float32Array
 from midfill.models.config import ModelConfig, RopeScaling
 
 
-def rope_tables(config: ModelConfig, length: int) -> tuple[Float32Array, Float32Array]:
+def rope_tables(
+    config: ModelConfig, length: int, *, local: bool = False
+) -> tuple[Float32Array, Float32Array]:
     """Return cosines and sines of the rotary angles.
 
     Args:
         config: the model.
         length: number of positions, from 0.
+        local: those of layers with ``ModelConfig.is_local``.
 
     Returns:
         cos, sin: float32 [length, head_dim / 2]. YaRN's attention factor is multiplied in.
     """
-    frequencies, attention_factor = rope_frequencies(config)
+    frequencies, attention_factor = rope_frequencies(config, local=local)
     positions = torch.arange(length, dtype=torch.float32)
     angles = positions[:, None] * frequencies
     cos = angles.cos() * attention_factor
@@ -31,10 +35,23 @@ def rope_tables(config: ModelConfig, length: int) -> tuple[Float32Array, Float32
     return cos.numpy(), sin.numpy()
 
 
-def rope_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Return radians per position [head_dim / 2], and the factor of cosines and sines."""
+def layer_frequencies(config: ModelConfig) -> Float32Array:
+    """Return each layer's radians per position: float32 [layers, head_dim / 2]."""
+    both = [rope_frequencies(config, local=local)[0].numpy() for local in (False, True)]
+    return np.stack([both[config.is_local(layer)] for layer in range(config.layers)])
+
+
+def rope_frequencies(config: ModelConfig, *, local: bool = False) -> tuple[torch.Tensor, float]:
+    """Return radians per position [head_dim / 2], and the factor of cosines and sines.
+
+    Args:
+        config: the model.
+        local: those of layers with ``ModelConfig.is_local``, if there are any.
+    """
     scaling = config.rope_scaling
     theta, dim = config.rope_theta, config.head_dim
+    if local and config.local_rope_theta is not None:
+        return _inverse_powers(config.local_rope_theta, dim), 1.0
     match scaling.kind:
         case "none":
             return _inverse_powers(theta, dim), 1.0

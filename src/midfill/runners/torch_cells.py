@@ -13,7 +13,7 @@ class TorchCells:
 
     Args:
         keys, values: [layers, slots, kv_heads, head_dim], on one device.
-        frequencies: see ``shift_keys``.
+        frequencies: float32 [layers, head_dim / 2], radians per position.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, frequencies: Float32Array) -> None:
@@ -29,12 +29,18 @@ class TorchCells:
         for cache, numbers in ((self._keys, keys), (self._values, values)):
             cache[place] = torch.from_numpy(numbers).to(cache.device, cache.dtype)
 
-    def take(self, cells: Int32Array, shift: Int32Array | None = None) -> StoredCells:
+    def take(
+        self,
+        cells: Int32Array,
+        shift: Int32Array | None = None,
+        layers: Int32Array | None = None,
+    ) -> StoredCells:
         """See ``CellStore.take``."""
         place = self._place(cells)
         keys, values = self._keys[place], self._values[place]
         if shift is not None:
-            moved = shift_keys(keys.float().cpu().numpy(), shift, self._frequencies)
+            frequencies = self._frequencies[0 if layers is None else layers]
+            moved = shift_keys(keys.float().cpu().numpy(), shift, frequencies)
             keys = torch.from_numpy(moved).to(keys.device, keys.dtype)
         return StoredCells((keys, values))
 

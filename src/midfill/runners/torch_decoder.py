@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from midfill.arrays import Int32Array
+from midfill.arrays import Float32Array, Int32Array
 from midfill.attention.dense import AttentionMetadata, attend, prepare_metadata
 from midfill.attention.ragged import RaggedRequest, attend_ragged, prepare_ragged
 from midfill.forward.batch import ForwardBatch
@@ -46,20 +46,24 @@ class KVCache:
         return self.keys.nbytes + self.values.nbytes
 
 
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of rotary angles."""
+
+
 @dataclass(frozen=True)
 class PreparedBatch:
     """What the layers need of a batch, on the decoder's device.
 
     Attributes:
-        cos, sin: [rows, 1, head_dim / 2] float32, of each row's position.
+        turns: cosines and sines [rows, 1, head_dim / 2] float32 of each row's position: in most
+            layers, and in those with ``ModelConfig.is_local``.
         write_slots: [rows] int64.
         attention: which keys each row attends to.
         ragged: requests with cells.
         observed_rows: [n] int64, rows whose queries are kept.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    turns: tuple[Turns, Turns]
     write_slots: torch.Tensor
     attention: AttentionMetadata
     ragged: tuple[RaggedRequest, ...]
@@ -85,17 +89,17 @@ class Decoder:
         self.kv_cache = kv_cache
         self.device = weights.embed.device
         self.observed: list[torch.Tensor] = [torch.empty(0)] * config.layers
-        cos, sin = rope_tables(config, config.context)
-        self._cos = torch.from_numpy(cos).to(self.device)
-        self._sin = torch.from_numpy(sin).to(self.device)
+        tables = [self._turns(rope_tables(config, config.context))]
+        if config.local_rope_theta is not None:
+            tables.append(self._turns(rope_tables(config, config.context, local=True)))
+        self._tables = (tables[0], tables[-1])
         self._windows = {config.window_of(layer) for layer in range(config.layers)}
 
     def prepare(self, batch: ForwardBatch) -> PreparedBatch:
         """Copy to the device, once for all layers, what they need of a batch."""
         positions = self._indices(batch.positions)
         return PreparedBatch(
-            cos=self._cos[positions][:, None],
-            sin=self._sin[positions][:, None],
+            turns=(_at(self._tables[0], positions), _at(self._tables[1], positions)),
             write_slots=self._indices(batch.write_slots),
             attention=prepare_metadata(batch, self._windows, self.device),
             ragged=prepare_ragged(batch, self.kv_cache.keys.shape, self.device),
@@ -124,8 +128,12 @@ class Decoder:
         for index in range(first, end):
             layer = self.weights.layers[index]
             attended = self._attention(index, layer, self._norm(hidden, layer.attn_norm), batch)
+            if layer.attn_post_norm is not None:
+                attended = self._norm(attended, layer.attn_post_norm)
             hidden = hidden.add(attended, alpha=multiplier)
             expanded = self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+            if layer.mlp_post_norm is not None:
+                expanded = self._norm(expanded, layer.mlp_post_norm)
             hidden = hidden.add(expanded, alpha=multiplier)
         return hidden
 
@@ -144,7 +152,8 @@ class Decoder:
         q, k, v = torch.split(qkv, heads, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k = _rotate(q, batch), _rotate(k, batch)
+        turns = batch.turns[config.is_local(index)]
+        q, k = _rotate(q, turns), _rotate(k, turns)
         self.observed[index] = q[batch.observed_rows]
         return _linear(self.attend(index, q, k, v, batch).flatten(1), layer.o)
 
@@ -197,6 +206,10 @@ class Decoder:
             return functional.layer_norm(values, size, norm.weight, norm.bias, epsilon)
         return functional.rms_norm(values, size, norm.weight, epsilon)
 
+    def _turns(self, table: tuple[Float32Array, Float32Array]) -> Turns:
+        cos, sin = (torch.from_numpy(part).to(self.device) for part in table)
+        return cos, sin
+
     def _indices(self, array: Int32Array) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, torch.int64, non_blocking=True)
 
@@ -205,8 +218,14 @@ def _linear(values: torch.Tensor, affine: Affine) -> torch.Tensor:
     return functional.linear(values, affine.weight, affine.bias)
 
 
-def _rotate(heads: torch.Tensor, batch: PreparedBatch) -> torch.Tensor:
+def _at(table: Turns, positions: torch.Tensor) -> Turns:
+    cos, sin = table
+    return cos[positions][:, None], sin[positions][:, None]
+
+
+def _rotate(heads: torch.Tensor, turns: Turns) -> torch.Tensor:
     """Apply the rotary embedding to [rows, heads, head_dim], in float32."""
+    cos, sin = turns
     first, second = heads.float().chunk(2, dim=-1)
-    rotated = (first * batch.cos - second * batch.sin, second * batch.cos + first * batch.sin)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(rotated, dim=-1).to(heads.dtype)

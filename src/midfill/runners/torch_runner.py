@@ -6,7 +6,7 @@ from midfill.arrays import Float32Array
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
 from midfill.forward.batch import ForwardBatch
-from midfill.runners.rope import rope_frequencies
+from midfill.runners.rope import layer_frequencies
 from midfill.runners.torch_cells import TorchCells
 from midfill.runners.torch_decoder import Decoder, KVCache
 from midfill.runners.torch_weights import load_weights
@@ -58,9 +58,8 @@ class TorchRunner:
     @property
     def cells(self) -> TorchCells:
         """The KV cache, cell by cell."""
-        frequencies, _ = rope_frequencies(self.config)
         cache = self.decoder.kv_cache
-        return TorchCells(cache.keys, cache.values, frequencies.numpy())
+        return TorchCells(cache.keys, cache.values, layer_frequencies(self.config))
 
     @property
     def description(self) -> str:

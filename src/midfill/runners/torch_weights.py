@@ -30,6 +30,7 @@ class LayerWeights:
         attn_norm, mlp_norm: before attention and before the MLP.
         qkv: rows of q, k and v, one below the other.
         q_norm, k_norm: of each head; None if the model has none.
+        attn_post_norm, mlp_post_norm: of what is added to the hidden rows; None if it has none.
         o: attention's output projection.
         up: rows of gate, if the MLP has one, then rows of up.
         down: back to the hidden size.
@@ -39,6 +40,8 @@ class LayerWeights:
     qkv: Affine
     q_norm: Affine | None
     k_norm: Affine | None
+    attn_post_norm: Affine | None
+    mlp_post_norm: Affine | None
     o: Affine
     mlp_norm: Affine
     up: Affine
@@ -97,6 +100,8 @@ class _Loader:
             qkv=self._affine(f"{layer}.q", f"{layer}.k", f"{layer}.v"),
             q_norm=self._affine(f"{layer}.q_norm") if config.qk_norm else None,
             k_norm=self._affine(f"{layer}.k_norm") if config.qk_norm else None,
+            attn_post_norm=self._affine(f"{layer}.attn_post_norm") if config.post_norms else None,
+            mlp_post_norm=self._affine(f"{layer}.mlp_post_norm") if config.post_norms else None,
             o=self._affine(f"{layer}.o"),
             mlp_norm=self._affine(f"{layer}.mlp_norm"),
             up=self._affine(*gate, f"{layer}.up"),

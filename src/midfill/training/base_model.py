@@ -49,10 +49,13 @@ def transformers_config(config: ModelConfig) -> Any:
     """Return the transformers configuration of an architecture.
 
     Raises:
-        MidfillError: config.json has no setting for the model's RoPE scaling.
+        MidfillError: config.json has no setting for the model's RoPE scaling, or models of its
+            family can't be trained.
     """
     from transformers import AutoConfig
 
+    if config.post_norms:
+        raise MidfillError(f"models of the family {config.family} can't be trained here yet")
     fields: dict[str, Any] = {
         "vocab_size": config.vocab,
         "hidden_size": config.hidden,

@@ -103,7 +103,7 @@ def rows_normed() -> list[np.ndarray]:
 def heads_rotated() -> list[np.ndarray]:
     angles = normal(7 * 32)
     x = normal(64)
-    rotate(x, 0, RopeTables(np.cos(angles), np.sin(angles), 32), 5)
+    rotate(x, 0, RopeTables(np.cos(angles), np.sin(angles), 32, np.zeros(1, np.int32)), 0, 5)
     return [x]
 
 

@@ -14,7 +14,7 @@ def test_a_head_is_rotated_in_place_and_nothing_beside_it(half: int) -> None:
     angles = ROWS.standard_normal((3, half))
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     after = before.copy()
-    rotate(after, 5, RopeTables(cos.ravel(), sin.ravel(), half), 2)
+    rotate(after, 5, RopeTables(cos.ravel(), sin.ravel(), half, np.zeros(1, np.int32)), 0, 2)
     low, high = before[5 : 5 + half], before[5 + half : 5 + 2 * half]
     np.testing.assert_array_equal(after[5 : 5 + half], low * cos[2] - high * sin[2])
     np.testing.assert_array_equal(after[5 + half : 5 + 2 * half], high * cos[2] + low * sin[2])

@@ -67,6 +67,7 @@ class DecoderConfig(NamedTuple):
     kv_heads: int
     head_dim: int
     qk_norm: bool
+    post_norms: bool
     score_scale: float
     embedding_multiplier: float
     residual_multiplier: float
@@ -83,6 +84,8 @@ class DecoderWeights(NamedTuple):
         gate_up, down: the MLP.
         attn_norm, mlp_norm: before attention and before the MLP.
         final_norm: before the head.
+        attn_post_norm, mlp_post_norm: of what attention and the MLP add to the hidden rows; used
+            where config.post_norms.
         q_norm, k_norm: of each head; used where config.qk_norm.
         rope: angles of every position.
         windows: int32 [layers], keys that a query sees; 0 is all.
@@ -97,6 +100,8 @@ class DecoderWeights(NamedTuple):
     attn_norm: NormWeights
     mlp_norm: NormWeights
     final_norm: NormWeights
+    attn_post_norm: NormWeights
+    mlp_post_norm: NormWeights
     q_norm: NormWeights
     k_norm: NormWeights
     rope: RopeTables
@@ -129,6 +134,7 @@ class Workspace(NamedTuple):
         qkv: float32 [rows * (query_heads + 2 * kv_heads) * head_dim].
         attended: [rows, query_heads * head_dim].
         gated: [rows, ffn].
+        projected: float32 [rows * hidden] where config.post_norms, else empty.
         logits: float32 [outputs * vocab padded to whole panels].
         products: float32 [threads, 2 * 8 * 32], see linear.Tiling.
         attention: float32 [threads, attention.scratch_size(...)].
@@ -144,6 +150,7 @@ class Workspace(NamedTuple):
     qkv: Float32Array
     attended: Activations
     gated: Activations
+    projected: Float32Array
     logits: Float32Array
     products: Float32Array
     attention: Float32Array
@@ -196,6 +203,32 @@ def _norm_rows(
 
 
 @kernel
+def _added_rows(
+    config: DecoderConfig, hidden: Float32Array, rows: int, workspace: Workspace
+) -> LinearOutput:
+    """Return where a projection goes: it is added to the hidden rows, or normed before that."""
+    if config.post_norms:
+        return LinearOutput(workspace.projected, rows, config.hidden, False, 1.0)
+    return LinearOutput(hidden, rows, config.hidden, True, config.residual_multiplier)
+
+
+@kernel
+def _add_normed(
+    context: ThreadContext, config: DecoderConfig, weights: NormWeights, layer: int,
+    hidden: Float32Array, rows: int, workspace: Workspace,
+) -> None:  # fmt: skip
+    """hidden += norm(projected)."""
+    width, projected = config.hidden, workspace.projected
+    multiplier = np.float32(config.residual_multiplier)
+    for row in range(context.thread, rows, context.threads):
+        at = row * width
+        norm(projected, at, weights, layer, projected, at)
+        for k in range(at, at + width):
+            hidden[k] += projected[k] * multiplier
+    end_phase(context, NORM)
+
+
+@kernel
 def _rotate_and_store(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, kv: LayerKV,
     layer: int, batch: Batch, qkv: Float32Array,
@@ -211,14 +244,14 @@ def _rotate_and_store(
             at = start + head * dim
             if config.qk_norm:
                 norm(qkv, at, weights.q_norm, layer, qkv, at)
-            rotate(qkv, at, weights.rope, position)
+            rotate(qkv, at, weights.rope, layer, position)
         keys = start + heads * dim
         values = keys + kv_heads * dim
         for head in range(kv_heads):
             at = keys + head * dim
             if config.qk_norm:
                 norm(qkv, at, weights.k_norm, layer, qkv, at)
-            rotate(qkv, at, weights.rope, position)
+            rotate(qkv, at, weights.rope, layer, position)
             entry = kv.first_entry + head * kv.slots + slot
             write_entry(qkv, at, dim, cache.keys, cache.key_scales, entry)
             write_entry(qkv, values + head * dim, dim, cache.values, cache.value_scales, entry)
@@ -275,10 +308,11 @@ def _attention_block(
         end_phase(context, ATTENTION)
     linear(
         context, workspace.attended, 0, weights.o, layer,
-        LinearOutput(hidden, rows, config.hidden, True, config.residual_multiplier),
-        _tiling(workspace, context, OUTPUT_TILES),
+        _added_rows(config, hidden, rows, workspace), _tiling(workspace, context, OUTPUT_TILES),
     )  # fmt: skip
     end_phase(context, OUTPUT)
+    if config.post_norms:
+        _add_normed(context, config, weights.attn_post_norm, layer, hidden, rows, workspace)
 
 
 @kernel
@@ -295,10 +329,11 @@ def _mlp_block(
     end_phase(context, GATE_UP)
     linear(
         context, workspace.gated, 0, weights.down, layer,
-        LinearOutput(hidden, rows, config.hidden, True, config.residual_multiplier),
-        _tiling(workspace, context, DOWN_TILES),
+        _added_rows(config, hidden, rows, workspace), _tiling(workspace, context, DOWN_TILES),
     )  # fmt: skip
     end_phase(context, DOWN)
+    if config.post_norms:
+        _add_normed(context, config, weights.mlp_post_norm, layer, hidden, rows, workspace)
 
 
 @kernel

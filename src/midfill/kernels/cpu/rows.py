@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from midfill.kernels.cpu.jit import kernel
-from midfill.kernels.cpu.memory import Float32Array
+from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.simd import (
     LANES,
     add,
@@ -47,13 +47,15 @@ class RopeTables(NamedTuple):
     """The rotary embedding's angles.
 
     Attributes:
-        cos, sin: float32 [positions * half].
+        cos, sin: float32 [tables * positions * half].
         half: half of a head's dimensions.
+        first: int32 [layers], where a layer's table begins: 0, or the number of positions.
     """
 
     cos: Float32Array
     sin: Float32Array
     half: int
+    first: Int32Array
 
 
 @kernel
@@ -83,9 +85,9 @@ def norm(
 
 
 @kernel
-def rotate(x: Float32Array, at: int, rope: RopeTables, position: int) -> None:
+def rotate(x: Float32Array, at: int, rope: RopeTables, layer: int, position: int) -> None:
     """Rotate the head at x[at] in place, its halves against each other (NEOX order)."""
-    half, table = rope.half, position * rope.half
+    half, table = rope.half, (rope.first[layer] + position) * rope.half
     whole = half - half % LANES
     for i in range(0, whole, LANES):
         cosine, sine = load(rope.cos, table + i), load(rope.sin, table + i)
