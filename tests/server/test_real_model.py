@@ -1,10 +1,13 @@
 """The default model, served: real answers, and only what changed is computed."""
 
 import inspect
+import json
 import textwrap
 from collections.abc import Iterator
 
 import pytest
+from doc_blocks import Block, ShellCommand
+from documented_requests import ask, shown_answers, without_volatile
 from running_server import RunningServer, start
 
 from midfill.checkpoints.model_store import DEFAULT_MODEL
@@ -25,6 +28,18 @@ def plain() -> Iterator[RunningServer]:
 def infilling() -> Iterator[RunningServer]:
     with start(DEFAULT_MODEL, "--kv-memory", "512MB") as server:
         yield server
+
+
+@pytest.mark.parametrize(("command", "answer"), shown_answers(), ids=str)
+def test_it_answers_as_the_documentation_shows(
+    infilling: RunningServer, command: ShellCommand, answer: Block
+) -> None:
+    answered, shown = json.loads(ask(infilling, command)), json.loads(answer.text)
+    assert without_volatile(answered) == without_volatile(shown)
+
+
+def test_the_documentation_shows_answers() -> None:
+    assert any(answer.page == "README.md" for _, answer in shown_answers())
 
 
 def test_it_answers_a_chat(plain: RunningServer) -> None:
