@@ -31,6 +31,11 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in anchors(path), f"{target}#{anchor}"
 
 
+def test_the_site_has_it(page: Path) -> None:
+    if page.parent == ROOT / "docs":
+        assert f"{page.name}\n" in (ROOT / "mkdocs.yml").read_text(), "add it to nav in mkdocs.yml"
+
+
 def test_source_files_that_are_named_exist(page: Path) -> None:
     files = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     for name in SOURCE_FILE.findall(page.read_text("utf-8")):
