@@ -18,6 +18,7 @@ PAGES = sorted(
 
 _FENCE = re.compile(r"^( *)```(\S*)([^\n]*)\n(.*?)^\1```$\n?", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"\s*\*Not run by the tests: (.+)\.\*\n")
+_COMMAND = re.compile(r"^(?:\$ |(?:\.venv/bin/)?(?:midfill|make|pip|python|curl|git) )", re.M)
 _COMMENT = re.compile(r"(^|\s)#.*")
 
 
@@ -28,7 +29,8 @@ class Block:
     Attributes:
         page: the page's path in the repository.
         line: number of the line with its first fence.
-        language: as named after the fence; "" if nothing is.
+        language: as named after the fence. Blocks that name none are sh if a line of theirs is a
+            command, and text otherwise.
         text: what is between the fences, without the fences' own indentation.
         not_run: why no test runs it; "" if tests do.
     """
@@ -71,7 +73,14 @@ def blocks_of(text: str, page: str = "") -> Iterator[Block]:
         line = text.count("\n", 0, found.start()) + 1
         reason = _NOT_RUN.match(text, found.end())
         inside = re.sub(rf"^{indent}", "", inside, flags=re.MULTILINE)
+        if not language:
+            language = "sh" if has_commands(inside) else "text"
         yield Block(page, line, language, inside, reason[1] if reason else "")
+
+
+def has_commands(text: str) -> bool:
+    """Return whether a line of a text is a command for the shell."""
+    return _COMMAND.search(text) is not None
 
 
 def all_blocks(*languages: str) -> list[Block]:
