@@ -59,7 +59,8 @@ def test_the_command_line_takes_it(
     (tmp_path / "docs").mkdir()  # commands check that the folders exist in which they will write
     monkeypatch.chdir(tmp_path)
     found, name, arguments = leaf(list(command.words[1:]))
-    assert not getattr(found, "commands", None), f"'{name}' is a group; which command is meant?"
+    alone = getattr(found, "invoke_without_command", True)
+    assert alone, f"'{name}' is a group; which command is meant?"
     found.make_context(name, arguments)  # type: ignore[attr-defined]
 
 
