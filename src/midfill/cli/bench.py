@@ -18,6 +18,7 @@ from midfill.cli.bench_options import (
     UrlOption,
 )
 from midfill.cli.bench_peers import peers
+from midfill.cli.bench_plugins import plugins
 from midfill.cli.options import MethodOption, ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
@@ -44,6 +45,7 @@ def _bench() -> None:
 
 app.command()(peers)
 app.command()(methods)
+app.command()(plugins)
 
 
 @app.command()

@@ -67,6 +67,11 @@ class IdlePrefill:
         """Start to prefill a prompt for which a client will ask soon."""
         self._start(f"tenant-{tenant}", lambda: self._compute(prompt.token_ids, tenant))
 
+    async def finish(self) -> None:
+        """Wait until all prefills that have been started are done."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
     def close(self) -> None:
         """Cancel all prefills."""
         for key in list(self._tasks):

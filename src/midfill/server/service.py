@@ -189,6 +189,10 @@ class ModelService:
         """
         self._idle_prefill.start_context(request)
 
+    async def finish_prefills(self) -> None:
+        """Wait until the engine has computed what it was asked for in idle time."""
+        await self._idle_prefill.finish()
+
     def close(self) -> None:
         """End idle prefills and the encoding thread."""
         self._idle_prefill.close()

@@ -26,6 +26,8 @@ class EditingMix:
         rewrite: going to the end of a line, deleting some of it backwards, writing it again.
         near: share of moves that stay close.
         block_lines: maximum lines of a missing block.
+        opens_lines: a new line is begun at the end of the one before it, so that nothing follows
+            the caret in its line; otherwise text is written in front of the line that follows.
     """
 
     habits: Habits = field(default_factory=Habits)
@@ -36,6 +38,7 @@ class EditingMix:
     rewrite: float = 1.0
     near: float = 0.5
     block_lines: int = 8
+    opens_lines: bool = False
 
 
 _TYPING = Habits(typo=0, rethink=0, accept=0, partial=0, undo=0)
@@ -88,13 +91,21 @@ def _with_gaps(name: str, text: str, mix: EditingMix, generator: random.Random) 
     while number < len(lines):
         if lines[number].strip() and generator.random() < 0.03:
             count = generator.randint(1, mix.block_lines)
-            file.gaps.append((len(file.text), "".join(lines[number : number + count])))
+            block = "".join(lines[number : number + count])
+            opens = mix.opens_lines and number > 0
+            gap = (len(file.text) - 1, _opened(block)) if opens else (len(file.text), block)
+            file.gaps.append(gap)
             number += count
         else:
             file.text += lines[number]
             number += 1
     file.caret = len(file.text)
     return file
+
+
+def _opened(lines: str) -> str:
+    """Return what is typed at the end of a line to write whole lines after it."""
+    return "\n" + lines.removesuffix("\n")
 
 
 class _User:
@@ -130,7 +141,9 @@ class _User:
             where, text = file.gaps.pop(0 if near else self._random.randrange(len(file.gaps)))
             file.writing = Writing(text)
         else:
-            where = self._random.choice([0, *(end.end() for end in re.finditer("\n", file.text))])
+            ends = re.finditer("\n", file.text)
+            opens = self._mix.opens_lines
+            where = self._random.choice([0, *(end.start() if opens else end.end() for end in ends)])
             file.writing = self._something()
         self.editor.go(where)
 
@@ -138,7 +151,8 @@ class _User:
         """Return something to write: a copy of a few of the file's own lines."""
         lines = [line for line in self.editor.file.text.splitlines(keepends=True) if line.strip()]
         first = self._random.randrange(len(lines)) if lines else 0
-        return Writing("".join(lines[first : first + self._random.randint(1, 4)]) or "pass\n")
+        text = "".join(lines[first : first + self._random.randint(1, 4)]) or "pass\n"
+        return Writing(_opened(text) if self._mix.opens_lines else text)
 
     def _look(self) -> None:
         file = self.editor.file

@@ -1,0 +1,1 @@
+"""What editing sessions cost as each editor plugin sends them, counted without running a model."""
