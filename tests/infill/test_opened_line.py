@@ -12,7 +12,7 @@ from midfill.infill.opened_line import opened_line_break
         ("x = 1\n", "y"),
         ("", "y = 2\n"),
         ("", "y"),
-        ("\n\n", " "),
+        ("\n\n", " z"),
         ("x\r\ny\n", "z\r\n"),
     ],
 )
@@ -32,6 +32,8 @@ def test_the_line_break_is_the_documents(prefix: str, suffix: str) -> None:
         ("", ""),
         ("x = 1\n", "\n    return x"),
         ("x = 1\r\n", "\r\ny"),
+        ("x = 1\n", "    \n    return x"),
+        ("\n\n", " "),
         ("x = ", "1\n"),
         ("    ", "return x\n"),
         ("x\r", "\ny"),

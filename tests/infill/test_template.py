@@ -62,6 +62,29 @@ class TestClients:
         found = parts(parse_template(one.prompt, format))
         assert found == (one.prefix, one.suffix, one.context, one.path, one.repository)
 
+    def test_files_in_comments_end_with_the_documents_path(self) -> None:
+        files = (
+            "// Path: lib/one.ts\n// const a = 1;\n// // a comment\n// Path: two.ts\n// let b;\n"
+        )
+        text = "// the document's own comment\n// other.ts\nlet c = "
+        filled = parse_template(f"<P>{files}// src/main.ts\n{text}<S>;\n<M>", PSM)
+        one = ContextFile("const a = 1;\n// a comment\n", "lib/one.ts")
+        two = ContextFile("let b;\n", "two.ts")
+        assert parts(filled) == (text, ";\n", (one, two), "src/main.ts", "")
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "# Path: one.py\nx = 1\n",
+            "# Path: one.py\n# import os\nx = ",
+            "# Path: one.py\n# self.name\nx = ",
+            "# Path: one.py",
+            "x Path: one.py\nx main.py\n",
+        ],
+    )
+    def test_other_comments_about_paths_are_text(self, text: str) -> None:
+        assert parts(parse_template(f"<P>{text}<S>\n<M>", PSM)) == (text, "\n", (), "", "")
+
     @pytest.mark.parametrize("one", CLIENT_PROMPTS, ids=lambda one: one.client)
     def test_they_are_laid_out_in_the_served_models_own_format(self, one: ClientPrompt) -> None:
         repository = FimFormat("own", PRE, SUF, MID, repository=Sentinel("<R>", 6))

@@ -15,19 +15,26 @@ NO_LIMIT = 10**9
 class Client:
     """An editor that sends a window of its document, and what the server makes of it."""
 
-    def __init__(self, text: str, caret: int, characters: int | None, lines: int | None = None):
+    def __init__(
+        self,
+        text: str,
+        caret: int,
+        characters: int | None,
+        lines: int | None = None,
+        header: str = "",
+    ):
         self.text, self.caret = text, caret
-        self.characters, self.lines = characters, lines
+        self.characters, self.lines, self.header = characters, lines, header
         self.view = View.of(*self.window())
 
     def window(self) -> tuple[str, str]:
         prefix, suffix = self.text[: self.caret], self.text[self.caret :]
         if self.characters is not None:
-            return prefix[max(0, len(prefix) - self.characters) :], suffix[: self.characters]
-        if self.lines is not None:
+            prefix, suffix = prefix[-self.characters :], suffix[: self.characters]
+        elif self.lines is not None:
             prefix = "\n".join(prefix.split("\n")[-self.lines - 1 :])
             suffix = "\n".join(suffix.split("\n")[: self.lines + 1])
-        return prefix, suffix
+        return self.header + prefix, suffix
 
     def type(self, text: str) -> View:
         return self.replace(self.caret, self.caret, text)
@@ -57,7 +64,9 @@ class Client:
     def truthful(self) -> bool:
         """Whether the prompt holds the document's own text around the caret."""
         before, after = self.text[: self.caret], self.text[self.caret :]
-        return before.endswith(self.view.prefix) and after.startswith(self.view.suffix)
+        shown = self.view.prefix.removeprefix(self.header)
+        headed = self.view.prefix.startswith(self.header)
+        return headed and before.endswith(shown) and after.startswith(self.view.suffix)
 
 
 def test_a_window_of_characters_stands_still_while_it_slides() -> None:
@@ -227,3 +236,65 @@ def test_the_view_has_a_maximum_size() -> None:
     for step in range(600):
         client.go(12_000 + step * 200)
     assert len(client.view.text) <= 1000 * (1 + 2 * 4)
+
+
+HEADER = "# language: python\n# indentation: use 4 spaces for a tab\n"
+
+
+def test_a_window_behind_a_header_stands_still_too() -> None:
+    for size in ({"characters": 2000}, {"characters": None, "lines": 40}):
+        client = Client(TEXT, len("".join(LINES[:300])), header=HEADER, **size)
+        for number in range(20):
+            first = client.type(f"    typed_{number} = 1\n")
+        assert first.header == HEADER
+        stands = 0
+        for typed in ("    x = ", "1", "\n") * 20:
+            before, view = client.view, client.type(typed)
+            assert client.truthful
+            stands += view.prefix == before.prefix + typed
+            assert view.suffix == before.suffix
+        assert stands >= 57  # all but rare hops
+
+
+def test_a_window_behind_a_header_may_move_anywhere() -> None:
+    client = Client(TEXT, 12_000, characters=2000, header=HEADER)
+    for caret in (12_400, 13_000, 12_700, 11_000, 500, 0, 900, 3000, 20_000, 19_500):
+        client.go(caret)
+        assert client.truthful
+        client.type("x")
+        assert client.truthful
+
+
+def test_a_header_that_comes_to_be_or_changes_or_goes_is_shown_as_it_is() -> None:
+    client = Client(TEXT, 12_000, characters=2000)
+    for header in ("", HEADER, HEADER, HEADER.replace("4", "8"), HEADER + "# more\n", ""):
+        client.header = header
+        for _ in range(4):
+            client.type("some text\n")
+            assert client.truthful
+
+
+def test_lines_that_are_deleted_far_above_are_no_window_that_slides() -> None:
+    client = Client(TEXT, 12_000, characters=None)
+    start = len("".join(LINES[:2]))
+    client.text = client.text[:start] + client.text[start + 400 :]
+    client.caret -= 400
+    view = client.ask()
+    assert (view.header, view.prefix) == ("", client.text[: client.caret])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, len(TEXT))), max_size=12))
+def test_whatever_happens_behind_a_header_the_prompt_is_truthful(
+    edits: list[tuple[int, int]],
+) -> None:
+    client = Client(TEXT, 12_000, characters=3000, header=HEADER)
+    for kind, number in edits:
+        if kind == 0:
+            client.go(number)
+        elif kind == 1:
+            client.type(f"number {number}\n" * (1 + number % 5))
+        elif kind == 2:
+            client.erase(number % 200)
+        else:
+            client.go(client.caret + number % 900 - 450)
+        assert client.truthful

@@ -69,7 +69,8 @@ class Document:
     @property
     def memory_bytes(self) -> int:
         """Bytes held, objects included; a text that is held twice as one object counts once."""
-        texts = [self.view.text, self.name or "", self.fixed_head or "", *self.cuts.texts()]
+        texts = [self.view.text, self.view.header, self.name or "", self.fixed_head or ""]
+        texts += self.cuts.texts()
         texts += self.windows.texts()
         texts += (segment.text for segment in self.context)
         distinct = {id(text): getsizeof(text) for text in texts}
@@ -209,7 +210,7 @@ class _TenantIndex:
         old_place, old = self._keys.get(document.id, (None, set()))
         if old_place is not None and abs(place - old_place) < _REACH // 4:
             return
-        prefix = view.text[view.sent_left : view.caret]
+        prefix = view.header + view.text[view.sent_left : view.caret]
         suffix = view.text[view.caret : view.sent_right]
         new = _make_keys(document.name, prefix, suffix)
         self._remove_keys(document, old - new)
@@ -240,7 +241,8 @@ def _same_edge(view: View, prefix: str, suffix: str) -> bool:
     """Return whether the new text begins or ends as the last one did."""
     begin = prefix[:_EDGE] or suffix[:_EDGE]
     end = suffix[-_EDGE:] or prefix[-_EDGE:]
-    old_begin = view.text[view.sent_left : view.sent_left + len(begin)]
+    old_begin = view.header + view.text[view.sent_left : view.sent_left + len(begin)]
+    old_begin = old_begin[: len(begin)]
     old_end = view.text[max(view.sent_left, view.sent_right - len(end)) : view.sent_right]
     return begin.startswith(old_begin) or end.endswith(old_end)
 

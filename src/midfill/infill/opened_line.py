@@ -20,7 +20,8 @@ def opened_line_break(prefix: str, suffix: str) -> str:
     Returns:
         The document's line break where the caret is at the start of a line that has text.
     """
-    if not suffix or suffix[0] in "\r\n" or (prefix and prefix[-1] != "\n"):
+    rest = suffix.partition("\n")[0]
+    if not rest.strip() or (prefix and prefix[-1] != "\n"):
         return ""
     before = prefix[-2:] if prefix else suffix[: suffix.find("\n") + 1][-2:]
     return "\r\n" if before == "\r\n" else "\n"

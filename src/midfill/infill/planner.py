@@ -5,10 +5,12 @@ Unlike scheduling policies, a planner has state. Methods that change it are name
 """
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from midfill.errors import InvalidRequestError
-from midfill.infill.context import ContextOrder, context_segments
+from midfill.infill.context import ContextFile, ContextOrder, context_segments
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.document_store import Document, DocumentStore
 from midfill.infill.formats import FimFormat
@@ -23,12 +25,15 @@ from midfill.infill.prefix_cut import (
     first_cut,
 )
 from midfill.infill.request import InfillRequest
+from midfill.infill.shortened_files import ShortenedFiles
 from midfill.infill.template import read_template
 from midfill.infill.view import View, updated_view
 from midfill.infill.window import WindowRule
 from midfill.infill.window_history import ShownText
 
-_MAX_TENANTS = 4096  # whose context order is remembered
+T = TypeVar("T")
+
+_MAX_TENANTS = 4096  # whose context is remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +80,7 @@ class Planner:
         self._options = options or PlannerOptions()
         self._documents = DocumentStore(self._options.max_document_bytes)
         self._contexts: OrderedDict[str, ContextOrder] = OrderedDict()
+        self._shortened: OrderedDict[str, ShortenedFiles] = OrderedDict()
 
     def plan_and_record(
         self, request: InfillRequest, window_limit: int | None = None
@@ -248,11 +254,11 @@ class Planner:
     def _order_context(self, request: InfillRequest) -> tuple[Segment, ...]:
         if self._format is None or not (request.context or request.path):
             return ()
-        order = self._contexts.setdefault(request.tenant, ContextOrder())
-        self._contexts.move_to_end(request.tenant)
-        if len(self._contexts) > _MAX_TENANTS:
-            self._contexts.popitem(last=False)
-        files = order.order_and_record(request.context)
+        files: Sequence[ContextFile] = request.context
+        if request.template is not None:  # only there clients don't know whose context it is
+            shortened = _of_tenant(self._shortened, request.tenant, ShortenedFiles)
+            files = shortened.keep_and_record(files)
+        files = _of_tenant(self._contexts, request.tenant, ContextOrder).order_and_record(files)
         return context_segments(
             self._format, files, path=request.path, repository=request.repository
         )
@@ -309,6 +315,15 @@ class Planner:
                     f"holds half a surrogate pair at character {error.start}; "
                     "send whole Unicode characters",
                 ) from None
+
+
+def _of_tenant(kept: OrderedDict[str, T], tenant: str, new: Callable[[], T]) -> T:
+    """Return what is kept for a tenant, the most recently used last; new if there is nothing."""
+    found = kept.setdefault(tenant, new())
+    kept.move_to_end(tenant)
+    if len(kept) > _MAX_TENANTS:
+        kept.popitem(last=False)
+    return found
 
 
 def _limited(rule: WindowRule, limit: int | None) -> WindowRule:

@@ -5,8 +5,10 @@ Families trained on whole repositories have tokens for them::
     REPO name NL (SEP path NL text)* SEP path NL  PRE prefix SUF suffix MID
 
 Some clients put files after PRE instead, in front of the document's text, and Codestral's have
-``+++++ path`` there. CodeGeeX has ``###PATH:path`` lines in a chat. A name counts as a path only if
-it looks like one; a file's text that happens to begin with such a token stays text.
+``+++++ path`` there. CodeGeeX has ``###PATH:path`` lines in a chat. Where a family has no form for
+files, Continue puts them in comments after PRE: ``# Path: path``, the lines of the file, and in the
+end the document's own path. A name counts as a path only if it looks like one; a file's text that
+happens to begin with such a token stays text.
 """
 
 import re
@@ -33,6 +35,7 @@ _REFERENCE = re.compile(r"^###REFERENCE:\n###PATH:(.*)\n", re.MULTILINE)
 _DOCUMENT = re.compile(r"^###PATH:(.*)\n###LANGUAGE:.*\n###MODE:.*\n\Z", re.MULTILINE)
 # What twinny puts before Codestral's template: a comment with the path of an open file, and it.
 _TWINNY = re.compile(r"\W{0,4}?\s*// File: (.*)\n\s*// Content: *\n ?")
+_COMMENTED = re.compile(r"([^\w\s]{1,3}) Path: ")  # with the comment's mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ def split_prefix(
             StarCoder2's does after an open separator.
     """
     plain = LeadingFiles(), prefix
+    if commented := _split_comments(prefix):
+        return commented
     if suffix == _CODESTRAL:
         separators = (_CODESTRAL_FILE,)
     rest, repository = _take_repository(prefix, separators, repositories)
@@ -182,3 +187,33 @@ def _parse_twinny(bos: str, lead: str) -> LeadingFiles | None:
         for path, body in zip(found[::2], found[1::2], strict=True)
     ]
     return LeadingFiles(bos, tuple(file for file in files if file is not None))
+
+
+def _split_comments(prefix: str) -> tuple[LeadingFiles, str] | None:
+    """Return the files in the comments that a text begins with, and the document's text after."""
+    begins = _COMMENTED.match(prefix)
+    if begins is None:
+        return None
+    mark, at = f"{begins[1]} ", 0
+    files: list[tuple[str, list[str]]] = []
+    while prefix.startswith(mark, at):
+        end = prefix.find("\n", at)
+        if end < 0:
+            return None
+        line, at = prefix[at + len(mark) : end], end + 1
+        if line.startswith("Path: "):
+            files.append((line.removeprefix("Path: ").strip(), []))
+        elif _FILE_NAME.fullmatch(line) and _belongs(line, files):
+            shown = [_context_file(path, "\n".join(lines)) for path, lines in files]
+            context = tuple(file for file in shown if file is not None)
+            return LeadingFiles("", context, line), prefix[at:]
+        else:
+            files[-1][1].append(line)
+    return None
+
+
+def _belongs(path: str, files: list[tuple[str, list[str]]]) -> bool:
+    """Return whether a name may be that of the document to which these files are shown."""
+    return "/" in path or any(
+        path.rpartition(".")[2] == name.rpartition(".")[2] for name, _ in files
+    )

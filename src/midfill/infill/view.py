@@ -10,9 +10,12 @@ Remembered text goes into a prompt only while the client's window slides. A far 
 text left at the edge while some came in nearer to the caret, or the other way round. When only the
 far edge changed, the document itself has changed there, and the prompt begins with what was sent.
 If the window grows with its text, the client sends everything, and remembered text is dropped, too.
+
+Some clients send a *header* in front of their window, a comment with the language or the file's
+name. It stays while the text behind it slides, which tells it from the document's own text.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from midfill.infill.common_affixes import common_prefix, common_suffix
 
@@ -22,6 +25,7 @@ _MIN_WINDOW = 4 * _PROBE  # characters; a shorter text is no window
 _MAX_GROWTH = 1.5  # of the prompt, relative to what was sent
 _MAX_LOSS = 0.25  # of what was sent on one side
 _REMEMBERED = 4  # times what was sent, beyond each edge
+_LEAST_HEADER, _LONGEST_HEADER = 16, 2000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class View:
         caret: the caret's position.
         left, right: bounds of the part that goes into the prompt.
         sent_left, sent_right: bounds of the part the client sent last.
+        header: what the client puts in front of its window; no part of ``text``.
     """
 
     text: str
@@ -41,17 +46,18 @@ class View:
     right: int
     sent_left: int
     sent_right: int
+    header: str = ""
 
     @classmethod
-    def of(cls, prefix: str, suffix: str) -> "View":
-        """Return the view of exactly what was sent."""
+    def of(cls, prefix: str, suffix: str, header: str = "") -> "View":
+        """Return the view of exactly what was sent; ``prefix`` is without the header."""
         text = prefix + suffix
-        return cls(text, len(prefix), 0, len(text), 0, len(text))
+        return cls(text, len(prefix), 0, len(text), 0, len(text), header)
 
     @property
     def prefix(self) -> str:
         """The text before the caret that goes into the prompt."""
-        return self.text[self.left : self.caret]
+        return self.header + self.text[self.left : self.caret]
 
     @property
     def suffix(self) -> str:
@@ -63,6 +69,22 @@ class View:
         """Whether the prompt holds what was sent, no more and no less."""
         return (self.left, self.right) == (self.sent_left, self.sent_right)
 
+    def behind_header(self, length: int) -> "View":
+        """Return the view in which the first characters that were sent are known as a header.
+
+        Text from before it, which the prompt may hold, is forgotten.
+        """
+        start = self.sent_left + length
+        return View(
+            self.text[start:],
+            self.caret - start,
+            0,
+            self.right - start,
+            0,
+            self.sent_right - start,
+            self.text[self.sent_left : start],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
@@ -73,6 +95,8 @@ class Overlap:
             past its end where it shows more than was known.
         left_found, right_found: whether the old text agrees at that edge.
         shared: characters that the two have in common, from the new text's ends inwards.
+        header: length of the header in front of the new text. Where the view knows of none yet,
+            the positions are those of the view ``behind_header``.
     """
 
     left: int
@@ -80,10 +104,34 @@ class Overlap:
     left_found: bool
     right_found: bool
     shared: int
+    header: int = 0
 
 
 def find_overlap(view: View, prefix: str, suffix: str) -> Overlap:
     """Return how a newly sent text lies over the remembered one."""
+    if view.header and prefix.startswith(view.header):
+        length = len(view.header)
+        return replace(_find_overlap(view, prefix[length:], suffix), header=length)
+    at = _find_overlap(view, prefix, suffix)
+    length = 0 if view.header else _header_length(view, prefix)
+    if not length:
+        return at
+    body = view.behind_header(length)
+    behind = _find_overlap(body, prefix[length:], suffix)
+    slides = behind.left_found and _left_slides(body, behind, prefix[length:])
+    return replace(behind, header=length) if slides and behind.shared > at.shared else at
+
+
+def _header_length(view: View, prefix: str) -> int:
+    """Return how many characters of whole lines might be a header; 0 if none are."""
+    shared = common_prefix(view.text, prefix, view.sent_left)
+    length = prefix.rfind("\n", 0, shared) + 1
+    fits = _LEAST_HEADER <= length <= _LONGEST_HEADER and length + _MIN_WINDOW <= len(prefix)
+    return length if fits and 2 * shared < len(prefix) else 0
+
+
+def _find_overlap(view: View, prefix: str, suffix: str) -> Overlap:
+    """Do the same without regard to headers."""
     old, new = view.text, prefix + suffix
     begin = _begin(old, new, view.sent_left)
     end = _end(old, new, view.sent_right)
@@ -110,10 +158,13 @@ def updated_view(view: View, at: Overlap, prefix: str, suffix: str, *, max_chara
         prefix, suffix: texts as sent.
         max_characters: maximum length of a prompt; text that was sent is never cut for it.
     """
+    header, prefix = prefix[: at.header], prefix[at.header :]
+    if header and not view.header:
+        view = view.behind_header(at.header)
     behind = _left_kept(view, at, prefix)
     ahead = _right_kept(view, at, suffix)
     if behind is None and ahead is None:
-        return View.of(prefix, suffix)
+        return View.of(prefix, suffix, header)
     sent = len(prefix) + len(suffix)
     memory = _REMEMBERED * sent
     # The new text's position, and the old edges, in the joined text's positions.
@@ -137,7 +188,15 @@ def updated_view(view: View, at: Overlap, prefix: str, suffix: str, *, max_chara
     if right - left > limit:
         left = sent_left
     text = f"{before}{prefix}{suffix}{after}"
-    return View(text, caret, left, right, sent_left, sent_right)
+    return View(text, caret, left, right, sent_left, sent_right, header)
+
+
+def _left_slides(view: View, at: Overlap, prefix: str) -> bool:
+    """Return whether text left at the far edge as some came in at the caret, or the reverse."""
+    length = view.caret - view.sent_left
+    moved = at.left - view.sent_left
+    inward = len(prefix) - (length - moved)  # characters gained at the caret
+    return inward * moved > 0 and min(length, len(prefix)) >= _PROBE
 
 
 def _left_kept(view: View, at: Overlap, prefix: str) -> int | None:
@@ -146,10 +205,9 @@ def _left_kept(view: View, at: Overlap, prefix: str) -> int | None:
         return None
     length = view.caret - view.sent_left
     moved = at.left - view.sent_left
-    inward = len(prefix) - (length - moved)  # characters gained at the caret
+    inward = len(prefix) - (length - moved)
     if moved:
-        slides = inward * moved > 0 and min(length, len(prefix)) >= _PROBE
-        return view.left if slides else None
+        return view.left if _left_slides(view, at, prefix) else None
     if view.left != view.sent_left and inward:
         old_lines = view.text.count("\n", view.sent_left, view.caret)
         if prefix.count("\n") != old_lines:

@@ -97,7 +97,8 @@ class WindowHistory:
                 start = place_start(text, caret, rule)
         self._record(text, start, caret)
         self._last = _Placed(start, suffix, min(rule.farthest, most or rule.farthest), rule)
-        return ShownText(text[start:caret], suffix, age == 0)
+        header = view.header if start == view.left else ""
+        return ShownText(header + text[start:caret], suffix, age == 0)
 
     def expected(self, view: View) -> ShownText | None:
         """Return what the window will show after a hop that is about to come, None before that.

@@ -100,8 +100,8 @@ def plugins_of(checkpoint: Checkpoint) -> Mapping[str, Callable[[], Plugin]]:
         "twinny": Twinny,
         "Tabby": Tabby,
         "Tabby without snippets": partial(Tabby, snippets=False),
-        "Continue, for qwen2.5-coder": partial(continue_, qwen=True),
-        "Continue, for other names": partial(continue_, qwen=False),
+        "Continue as qwen2.5-coder": partial(continue_, qwen=True),
+        "Continue as another model": partial(continue_, qwen=False),
         "Continue without other files": partial(continue_, qwen=True, snippets=False),
     }
 
