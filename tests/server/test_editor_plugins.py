@@ -103,9 +103,9 @@ def test_llama_vim_shows_and_accepts_completions(server: RunningServer, tmp_path
         terminal.shows("Shapes and their sizes")
         terminal.press(f":{HOLE}", "Enter", "o", "ret")
         cost = r"\| c: (\d+).*\| p: (\d+)"
-        terminal.shows(rf"    return width \+ height +{cost}")
+        hint = terminal.shows(rf"\n(    return \S.*\S) +{cost}").group(1)
         terminal.press("Tab", "Escape", ":w", "Enter")
-        wait_for(lambda: "    return width + height\n" in file.read_text(), 10)
+        wait_for(lambda: f"\n{hint}\n" in file.read_text(), 10)
         terminal.press("o", "# and ")
         cached, computed = map(int, terminal.shows(cost).groups())
         assert cached > 60
