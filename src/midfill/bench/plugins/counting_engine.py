@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from midfill.config import ModelOptions
-from midfill.engine.client import EngineClient, OutputStream
+from midfill.engine.client import EngineClient
+from midfill.engine.output_stream import OutputStream
 from midfill.engine.request import EngineOutput, EngineRequest
 from midfill.kv.radix_cache import RadixCache
 from midfill.tokens.tokenizer import Tokenizer
