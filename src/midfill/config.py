@@ -1,5 +1,6 @@
 """Options: how a model is loaded and run, and how it is served."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -113,10 +114,13 @@ class ServeOptions:
         stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
             held back to be sent together; 0 sends each at once.
         logs: what is logged, and how. ``run_server`` leaves the logs of its own process alone.
+        otlp_traces_endpoint: URL of the OpenTelemetry collector that gets a trace of each request;
+            None makes none.
         options: how the model is run.
 
     Raises:
-        MidfillError: an API key that is empty or that no client could send, or an empty alias.
+        MidfillError: an API key that is empty or that no client could send, an empty alias, or a
+            collector whose URL is not one of HTTP.
     """
 
     model: str
@@ -133,6 +137,7 @@ class ServeOptions:
     idle_prefill: bool = True
     stream_interval: float = 0.025
     logs: LogOptions = field(default_factory=LogOptions)
+    otlp_traces_endpoint: str | None = None
     options: ModelOptions = field(default_factory=ModelOptions)
 
     def __post_init__(self) -> None:
@@ -146,3 +151,9 @@ class ServeOptions:
                     "an API key begins or ends with a space, or holds a character that can't be"
                     " printed; no client could send it"
                 )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+            raise MidfillError(
+                f"--otlp-traces-endpoint takes a URL of OTLP over HTTP such as"
+                f" http://127.0.0.1:4318/v1/traces, not {endpoint!r}"
+            )

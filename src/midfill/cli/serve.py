@@ -109,6 +109,13 @@ AllowMethodOption = Annotated[
         metavar="NAME",
     ),
 ]
+OtlpTracesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Send a trace of each request to this OpenTelemetry collector, with OTLP over HTTP.",
+    ),
+]
 OldStreamIntervalOption = Annotated[
     float | None, typer.Option("--stream-interval", min=0, metavar="MS", hidden=True)
 ]
@@ -141,6 +148,7 @@ def serve(
     method: MethodOption = "none",
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "info",
+    otlp_traces_endpoint: OtlpTracesOption = None,
     allow_method: AllowMethodOption = None,
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
@@ -167,6 +175,7 @@ def serve(
         idle_prefill=idle_prefill,
         stream_interval=(stream_interval_ms if stream_interval is None else stream_interval) / 1000,
         logs=logs,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         options=ModelOptions(
             backend=backend,
             device=device,

@@ -25,7 +25,7 @@ from midfill.server.dialects import (
 from midfill.server.disconnects import CancelOnDisconnect
 from midfill.server.errors import ErrorBody, install_error_handlers
 from midfill.server.pages import routes as pages
-from midfill.server.request_log import RequestLog
+from midfill.server.request_log import RequestLog, Traces
 from midfill.server.service import ModelService
 from midfill.version import __version__
 
@@ -43,8 +43,16 @@ DIALECTS = (
 )
 
 
-def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> ASGIApp:
-    """Return the ASGI application for a model, whose engine the caller starts and ends."""
+def create_app(
+    service: ModelService, api_keys: tuple[str, ...] = (), traces: Traces | None = None
+) -> ASGIApp:
+    """Return the ASGI application for a model, whose engine the caller starts and ends.
+
+    Args:
+        service: the model.
+        api_keys: keys that clients must send; none lets everyone in.
+        traces: where requests' traces go; None makes none.
+    """
     app = FastAPI(title="midfill", version=__version__)
     tenant_of = tenant_check(api_keys)
     error_bodies: dict[str, ErrorBody] = {}
@@ -68,4 +76,4 @@ def create_app(service: ModelService, api_keys: tuple[str, ...] = ()) -> ASGIApp
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-    return RequestLog(app, service.metrics)
+    return RequestLog(app, service.metrics, traces)

@@ -44,12 +44,12 @@ class PromptTimes:
     """When the stages of a prompt's answers began, by ``time.perf_counter``.
 
     Attributes:
-        submitted: when it was sent to the engine.
+        submitted: when it was sent to the engine; None until then.
         admitted: when it left the engine's queue; None until its first output.
         first_token, last_token: when the server got them; None until then.
     """
 
-    submitted: float
+    submitted: float | None = None
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -57,7 +57,9 @@ class PromptTimes:
     @property
     def queued(self) -> float | None:
         """Seconds in the queue, the way to the engine and back included; None until admitted."""
-        return None if self.admitted is None else self.admitted - self.submitted
+        if self.submitted is None or self.admitted is None:
+            return None
+        return self.admitted - self.submitted
 
 
 class Generation:
@@ -65,6 +67,8 @@ class Generation:
 
     Attributes:
         responses: one per prompt.
+        sampling: how the answers are generated.
+        prompt_times: the times of each prompt.
         finish_reasons: why answers ended, of all that did.
         group: what keeps the requests together that may supersede this one; see ``superseding``.
     """
@@ -115,13 +119,14 @@ class Generation:
         self.finish_reasons: list[str] = []
         self._started = time.perf_counter()
         self._arrived = self._started if arrived is None else arrived
-        self._times = [PromptTimes(self._started) for _ in prompts]
+        self.sampling = sampling
+        self.prompt_times = [PromptTimes() for _ in prompts]
         self._last_token: dict[tuple[int, int], float] = {}
 
     @property
     def times(self) -> PromptTimes:
         """The times of the prompt that had the first token, or is the first."""
-        return min(self._times, key=lambda times: times.first_token or math.inf)
+        return min(self.prompt_times, key=lambda times: times.first_token or math.inf)
 
     @property
     def timings(self) -> Timings:
@@ -162,7 +167,7 @@ class Generation:
         """
         complete = 0
         now = time.perf_counter()
-        for times in self._times:
+        for times in self.prompt_times:
             times.submitted = now
         try:
             if not self._superseded:
@@ -198,7 +203,7 @@ class Generation:
         place = self._places[output.request_id]
         response = self.responses[place]
         if output.prefill_seconds is not None:
-            self._times[place].admitted = time.perf_counter() - output.prefill_seconds
+            self.prompt_times[place].admitted = time.perf_counter() - output.prefill_seconds
         if output.token_ids:
             self._record_tokens(place, output.index, len(output.token_ids))
         delta = response.push(output)
@@ -209,13 +214,13 @@ class Generation:
             self.finish_reasons.append(delta.finish_reason)
             self._metrics.answer_finished(delta.finish_reason)
             if response.finished:
-                self._record_finished(response.usage, self._times[place])
+                self._record_finished(response.usage, self.prompt_times[place])
         return delta
 
     def _record_tokens(self, place: int, index: int, tokens: int) -> None:
         """Record the latency of an answer's new tokens."""
         now = time.perf_counter()
-        times = self._times[place]
+        times = self.prompt_times[place]
         times.first_token, times.last_token = times.first_token or now, now
         before = self._last_token.get((place, index))
         if before is not None:
@@ -232,10 +237,9 @@ class Generation:
             usage.cached_tokens,
             usage.completion_tokens,
         )
-        queued, first, last = times.queued, times.first_token, times.last_token
-        if queued is not None and first is not None and last is not None:
-            prefill = first - times.submitted - queued
-            self._metrics.stages_finished(queued, prefill, last - first)
+        admitted, first, last = times.admitted, times.first_token, times.last_token
+        if times.queued is not None and admitted and first and last:
+            self._metrics.stages_finished(times.queued, first - admitted, last - first)
 
 
 def check_answer_count(prompts: int, answers: int) -> None:

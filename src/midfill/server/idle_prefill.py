@@ -5,6 +5,7 @@ it within one step, and it changes nothing but how long the next answer takes.
 """
 
 import asyncio
+import contextvars
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -79,7 +80,10 @@ class IdlePrefill:
 
     def _start(self, key: str, work: Callable[[], Awaitable[object]]) -> None:
         self._cancel(key)
-        task = asyncio.create_task(_log_errors(work), name="idle prefill")
+        # In a context of its own: it is no part of the request that caused it.
+        task = asyncio.create_task(
+            _log_errors(work), name="idle prefill", context=contextvars.Context()
+        )
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._forget(key, task))
 

@@ -7,7 +7,8 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,17 +26,34 @@ _MAX_PATH = 200  # characters of an unknown path
 _ROUTINE = re.compile("/(health|metrics|dashboard|pages/.*)?")
 
 
+class Traces(Protocol):
+    """Where requests' traces go; see ``tracing.RequestTraces``."""
+
+    def record(
+        self,
+        record: RequestRecord,
+        headers: Iterable[tuple[bytes, bytes]],
+        status: int,
+        finish_reasons: Sequence[str],
+        now: float,
+    ) -> str | None:
+        """Send a finished request's trace; return its id."""
+        ...
+
+
 class RequestLog:
     """ASGI middleware, the outermost: it sees what clients get, errors included.
 
     Args:
         app: handles the requests.
         metrics: counts them.
+        traces: where their traces go; None makes none.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, traces: Traces | None = None) -> None:
         self._app = app
         self._metrics = metrics
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request (ASGI)."""
@@ -70,8 +88,15 @@ class RequestLog:
         try:
             await self._app(scope, watched_receive, watched_send)
         finally:
-            self._metrics.response_sent(record.tenant, final_status(record))
-            log_request(record, time.perf_counter())
+            self._finish(record, scope, time.perf_counter())
+
+    def _finish(self, record: RequestRecord, scope: Scope, now: float) -> None:
+        status = final_status(record)
+        self._metrics.response_sent(record.tenant, status)
+        if self._traces is not None and record.method == "POST":
+            reasons = finish_reasons(record)
+            record.trace_id = self._traces.record(record, scope["headers"], status, reasons, now)
+        log_request(record, now)
 
 
 def log_request(record: RequestRecord, now: float) -> None:
@@ -89,8 +114,9 @@ def log_request(record: RequestRecord, now: float) -> None:
         "model": record.model,
         **_costs(record),
         "duration_seconds": round(now - record.arrived, 6),
-        "finish_reason": finish_reason(record),
+        "finish_reason": ",".join(finish_reasons(record)) or None,
         "error": record.error,
+        "trace_id": record.trace_id,
     }
     known = {name: value for name, value in fields.items() if value is not None}
     _log.log(level, "%(method)s %(path)s %(status)s", named, extra=known)
@@ -103,15 +129,15 @@ def final_status(record: RequestRecord) -> int:
     return 503 if record.status is None else record.status  # none: cut off by the server's end
 
 
-def finish_reason(record: RequestRecord) -> str | None:
-    """Return why the answers ended, different reasons after each other; None without answers."""
+def finish_reasons(record: RequestRecord) -> list[str]:
+    """Return why the answers ended, different reasons once; nothing without answers."""
     if record.abandoned:
-        return "abort"
+        return ["abort"]
     if record.generation is None:
-        return None
+        return []
     if record.error is not None:
-        return "error"
-    return ",".join(dict.fromkeys(record.generation.finish_reasons)) or "abort"
+        return ["error"]
+    return list(dict.fromkeys(record.generation.finish_reasons)) or ["abort"]
 
 
 def _costs(record: RequestRecord) -> Mapping[str, float | None]:

@@ -1,7 +1,7 @@
 """RequestRecord: what is known of one HTTP request; whoever handles the request adds to it."""
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from midfill.server.generation import Generation
 
@@ -15,12 +15,14 @@ class RequestRecord:
         method, path: of the request.
         arrived: when its head had arrived.
         tenant: who sent it; None if that was not asked, "" if there are no keys.
+        encodings: start and end of each time that it had something encoded, waiting included.
         model: name of the model that answers; None if none does.
         generation: its answers; None if it has none.
         error: code of the error that the client gets, or the error's kind; None without one.
         status: the HTTP status; None until it is sent.
         complete: whether the whole response was sent.
         abandoned: whether the client disconnected before that.
+        trace_id: id of its trace; None if it has none.
     """
 
     request_id: str
@@ -28,12 +30,14 @@ class RequestRecord:
     path: str
     arrived: float
     tenant: str | None = None
+    encodings: list[tuple[float, float]] = field(default_factory=list)
     model: str | None = None
     generation: Generation | None = None
     error: str | None = None
     status: int | None = None
     complete: bool = False
     abandoned: bool = False
+    trace_id: str | None = None
 
 
 current_request: ContextVar[RequestRecord | None] = ContextVar("current_request", default=None)

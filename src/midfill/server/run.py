@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -24,7 +24,9 @@ from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
 from midfill.server.auth import tenant_names
+from midfill.server.request_log import Traces
 from midfill.server.service import ModelService
+from midfill.system.extras import require
 from midfill.system.progress import Progress
 
 _log = logging.getLogger(__name__)
@@ -47,9 +49,13 @@ def run_server(
         on_ready: called with the URL, the engine's info and the service once clients can connect.
 
     Raises:
-        MidfillError: the address can't be used, or the model can't be loaded.
+        MidfillError: the address can't be used, the model can't be loaded, or libraries that the
+            options need are not installed.
     """
-    with _bind(options.host, options.port) as listener:
+    with (
+        _bind(options.host, options.port) as listener,
+        _open_traces(options.otlp_traces_endpoint) as traces,
+    ):
         if not options.api_keys and not _is_loopback(listener):
             _log.warning(
                 "other machines can use the model: the server listens on %s and needs no API key;"
@@ -57,7 +63,7 @@ def run_server(
                 options.host,
             )
         try:
-            asyncio.run(_serve(options, path, listener, on_progress, on_ready))
+            asyncio.run(_serve(options, path, listener, traces, on_progress, on_ready))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
 
@@ -115,6 +121,7 @@ async def _serve(
     options: ServeOptions,
     path: Path,
     listener: socket.socket,
+    traces: Traces | None,
     on_progress: Progress | None,
     on_ready: Callable[[str, EngineInfo, ModelService], None] | None,
 ) -> None:
@@ -124,7 +131,7 @@ async def _serve(
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     async with open_service(options, path, on_progress) as service:
         config = uvicorn.Config(
-            create_app(service, options.api_keys),
+            create_app(service, options.api_keys, traces),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -140,6 +147,23 @@ async def _serve(
         # uvicorn raises the signal that stopped it again when it is done.
         signal.signal(signal.SIGTERM, _exit)
         await uvicorn.Server(config).serve(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _open_traces(endpoint: str | None) -> Iterator[Traces | None]:
+    """Yield where traces go, if they go anywhere; what is left is sent at the end."""
+    if endpoint is None:
+        yield None
+        return
+    libraries = ["opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"]
+    require("--otlp-traces-endpoint", libraries, extra="otel")
+    from midfill.server.tracing import RequestTraces
+
+    traces = RequestTraces(endpoint)
+    try:
+        yield traces
+    finally:
+        traces.close()
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:

@@ -136,9 +136,14 @@ class ModelService:
     ) -> T:
         """Call ``function(encoder, *args)`` on the encoding thread, e.g. ``PromptEncoder.chat``."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._encoding, lambda: function(self._prompts, *args, **kwargs)
-        )
+        started, record = time.perf_counter(), current_request.get()
+        try:
+            return await loop.run_in_executor(
+                self._encoding, lambda: function(self._prompts, *args, **kwargs)
+            )
+        finally:
+            if record is not None:
+                record.encodings.append((started, time.perf_counter()))
 
     def generate(
         self,

@@ -17,8 +17,16 @@ def require(what: str, libraries: Sequence[str], *, extra: str) -> None:
     Raises:
         MidfillError: some are missing; the message says how to install them.
     """
-    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    missing = [name for name in libraries if not _is_installed(name)]
     if missing:
         raise MidfillError(
             f"{what} needs {', '.join(missing)}; install it with: pip install 'midfill[{extra}]'"
         )
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a module can be found. Of a name with dots, the packages around it are imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
