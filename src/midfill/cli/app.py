@@ -12,6 +12,7 @@ from midfill.cli.lsp import lsp
 from midfill.cli.methods import app as methods
 from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
+from midfill.cli.top import top
 from midfill.cli.training import app as training
 from midfill.version import __version__
 
@@ -41,7 +42,7 @@ def _root(
     """Options of midfill itself."""
 
 
-for command in (serve, complete, lsp, generate, pull, models):
+for command in (serve, complete, lsp, top, generate, pull, models):
     app.command()(command)
 
 app.add_typer(methods, name="methods")

@@ -1,0 +1,49 @@
+"""``midfill top``: what a server is doing, in the terminal."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from midfill.cli.serve import API_KEY_VARIABLE
+
+UrlOption = Annotated[str, typer.Option(metavar="URL", help="The server.")]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help=f"Key to send, for a proxy that asks for it; by default {API_KEY_VARIABLE}'s first.",
+    ),
+]
+IntervalOption = Annotated[
+    float,
+    typer.Option("--interval", "-i", min=0.1, metavar="SECONDS", help="How often to read."),
+]
+
+
+def top(
+    url: UrlOption = "http://127.0.0.1:8080",
+    api_key: KeyOption = None,
+    interval: IntervalOption = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once, after one interval, and exit.")
+    ] = False,
+) -> None:
+    """Show what a server is doing: requests, batch, cache, latencies, tenants. q quits.
+
+    Without a terminal it prints once. The exit status is 1 if no server answers.
+    """
+    from functools import partial
+
+    from rich.console import Console
+
+    from midfill.top.snapshot import read_snapshot
+    from midfill.top.terminal import show_live, show_once
+
+    if "://" not in url:
+        url = f"http://{url}"
+    key = api_key or next(iter(os.environ.get(API_KEY_VARIABLE, "").split()), None)
+    console = Console()
+    read = partial(read_snapshot, url, key)
+    show = show_live if console.is_terminal and not once else show_once
+    show(read, url, interval, console)

@@ -1,0 +1,1 @@
+"""``midfill top``: a server's metrics in a terminal."""
