@@ -10,7 +10,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from midfill.arrays import Float32Array, Int32Array
+from midfill.arrays import Float32Array, Int32Array, Int64Array
 from midfill.compression.selection import Selection
 from midfill.forward.cells import CellStore
 from midfill.models.config import ModelConfig
@@ -62,6 +62,10 @@ class SequenceKeys:
     def cells(self, head: int) -> Int32Array:
         """Return the cells of head ``layer * kv_heads + head``: [n] int32."""
         return self._cells[head]
+
+    def of_heads(self, config: ModelConfig, heads: Int64Array) -> "SequenceKeys":
+        """Return a view of some heads' keys, which are all that ``config`` has."""
+        return SequenceKeys(config, [self._cells[head] for head in heads], self._store)
 
     def read(
         self, head: int, numbers: Int32Array | None = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Int32Array, Int64Array
+from midfill.compression.full_layers import FullLayers
 from midfill.compression.method import SequenceKeys
 from midfill.compression.selection import AddedKeys, Selection
 from midfill.engine.batching import ScheduledSequence, observed_rows
@@ -29,6 +30,7 @@ from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
 from midfill.kv.ragged import KeyTerms, RaggedIndex, cells_of_slots
 from midfill.kv.sequence_kv import SequenceKV
+from midfill.models.config import ModelConfig
 
 
 class Compression:
@@ -42,6 +44,12 @@ class Compression:
     def __init__(self, runner: Runner, pool: KVPool) -> None:
         self._runner = runner
         self._pool = pool
+        self._full_layers = FullLayers(runner.config)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model as methods see it."""
+        return self._full_layers.config
 
     def observe(self, batch: ForwardBatch, scheduled: SequenceOf[ScheduledSequence]) -> None:
         """Hand the queries of a batch's observed rows to their sequences, after the step."""
@@ -54,7 +62,8 @@ class Compression:
             sequence = entry.sequence
             if len(rows) and sequence.compression is not None:
                 first = sequence.computed + rows.start
-                sequence.compression.observe(first, queries[:, at : at + len(rows)])
+                own = self._full_layers.queries(queries[:, at : at + len(rows)])
+                sequence.compression.observe(first, own)
             at += len(rows)
 
     def compress(self, sequence: Sequence) -> bool:
@@ -70,17 +79,20 @@ class Compression:
         while (block := state.take_block(sequence.computed)) is not None:
             end, queries = block
             with one_thread():
-                state.compressor.observe(self._keys(kv, end), queries)
+                seen = self._full_layers.keys(self._keys(kv, end))
+                state.compressor.observe(seen, queries)
         point = sequence.computed
         if point != sequence.compression_point:
             return True
         keys = self._keys(kv, point)
+        seen = self._full_layers.keys(keys)
         with one_thread():
-            selection = state.compressor.select(keys, state.take())
+            selection = state.compressor.select(seen, state.take())
         state.pass_point(point)
         if selection is None:
             return True
-        selection.check(keys.counts)
+        selection.check(seen.counts)
+        selection = self._full_layers.complete(selection, keys.counts)
         if kv.shift and not selection.close_gaps:
             raise ValueError("gaps were closed before and have to be closed again")
         return self._replace(kv, keys, selection, point)

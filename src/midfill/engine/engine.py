@@ -129,7 +129,7 @@ class Engine:
         if not request.background:
             sequence.check_empty(request.empty_threshold, len(request.begins_with))
             if method is not None:
-                sequence.compress_with(method, self._runner.config)
+                sequence.compress_with(method, self._compression.config)
         self._next_sequence_id += len(sequence.answer_indices)
         self._queues.add(sequence)
 

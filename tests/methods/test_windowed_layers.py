@@ -1,0 +1,93 @@
+"""Methods on a model in which some layers have a sliding window."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from serving import build_engine, request, serve
+from tiny_checkpoints import VOCAB, write_variant
+
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.compression.method import SequenceKeys
+from midfill.compression.method_defaults import MethodDefaults
+from midfill.compression.selection import Selection
+from midfill.engine.engine import Engine
+from midfill.engine.request import EngineSamplingParams
+from midfill.forward.runner import Runner
+from midfill.methods.registry import resolve_method
+from midfill.models.config import ModelConfig
+from midfill.runners.cpu_runner import CpuRunner
+from midfill.runners.torch_runner import TorchRunner
+
+PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
+PROMPT = random.Random(0).choices(range(1, VOCAB), k=120)
+WINDOW, LAYERS = 24, 3  # the middle one sees everything
+
+
+@dataclass(frozen=True)
+class KeepAll(MethodDefaults):
+    """Keeps every key of every layer that it is shown, again and again."""
+
+    observed_rows: int = 2
+    interval: int = 7
+
+    def start(self, config: ModelConfig) -> "KeepAll":
+        assert config.layers == 1
+        return self
+
+    def fork(self) -> "KeepAll":
+        return self
+
+    def select(self, keys: SequenceKeys, queries: np.ndarray) -> Selection:
+        assert queries.shape[0] == 1
+        return Selection.of_tokens(np.arange(keys.counts[0], dtype=np.int32), keys.heads)
+
+
+@pytest.fixture(scope="module", params=["torch", "cpu"])
+def runner(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Runner]:
+    checkpoint = open_checkpoint(write_variant("gemma3", tmp_path_factory.mktemp("tiny")))
+    if request.param == "torch":
+        yield TorchRunner(checkpoint, slots=500)
+        return
+    runner = CpuRunner(checkpoint, slots=500, threads=1, weights="f32", kv_dtype="f32")
+    yield runner
+    runner.close()
+
+
+def test_what_a_window_has_left_behind_is_dropped_and_no_answer_changes(runner: Runner) -> None:
+    held: list[int] = []
+
+    def note(one: Engine) -> None:
+        stats = one.stats()
+        held.append(stats.slots_total - stats.slots_free - stats.slots_cached)
+
+    dense = serve(build_engine(runner), [request("r", PROMPT, PARAMS)])["r", 0]
+    one = build_engine(runner, method=KeepAll())
+    found = serve(one, [request("r", PROMPT, PARAMS)], after_step=note)["r", 0]
+    assert found.tokens == dense.tokens
+    expected = [score.logprob for score in dense.logprobs]
+    assert [score.logprob for score in found.logprobs] == pytest.approx(expected, abs=1e-4)
+    cells = len(PROMPT) + (LAYERS - 1) * (WINDOW - 1)
+    assert held[0] == -(-cells // LAYERS)
+
+
+@pytest.mark.parametrize(
+    "method", ["snapkv:budget=40,window=8", "cake:budget=40,window=8", "streamingllm:budget=40"]
+)
+def test_methods_choose_among_the_keys_of_the_other_layers(runner: Runner, method: str) -> None:
+    dense = serve(build_engine(runner), [request("r", PROMPT, PARAMS)])["r", 0]
+    answers = [
+        serve(
+            build_engine(runner, token_budget=budget, method=resolve_method(method)),
+            [request("r", PROMPT, PARAMS)],
+        )["r", 0]
+        for budget in (512, 17)
+    ]
+    assert answers[0].tokens == answers[1].tokens
+    assert answers[0].logprobs[0].logprob == pytest.approx(dense.logprobs[0].logprob, abs=1e-4)
+    changed = [score.logprob for score in answers[0].logprobs[1:]]
+    assert changed != pytest.approx([score.logprob for score in dense.logprobs[1:]], abs=1e-3)
