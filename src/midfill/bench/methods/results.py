@@ -54,6 +54,8 @@ QUICK = MethodsOptions(
     code_context=1000,
     code_tokens=64,
     holes=8,
+    speed_context=2000,
+    short_context=500,
     decoded=24,
     repeats=1,
 )
