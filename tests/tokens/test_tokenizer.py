@@ -129,6 +129,22 @@ class TestAddedTokens:
         assert tokenizer.token_bytes(token_id) == b"\xf5"
         assert tokenizer.token_text(token_id) == "\\xf5"
 
+    def test_blank_ones_are_text_like_any_other(self) -> None:
+        description = json.loads(byte_level_backend().to_str())
+        vocabulary = description["model"]["vocab"]
+        for text in ("    ", "\n\n"):  # pieces that no merge makes, as in Gemma's vocabulary
+            vocabulary[text] = len(vocabulary) + len(ADDED)
+        backend = tokenizers.Tokenizer.from_str(json.dumps(description))
+        backend.add_tokens([AddedToken(text, normalized=False) for text in ("    ", "\n\n")])
+        tokenizer = Tokenizer(backend)
+        spaces, breaks = tokenizer.special_tokens["    "], tokenizer.special_tokens["\n\n"]
+        text = "if x:\n        return  y\n\nelse"
+        for encode in (tokenizer.encode, tokenizer.encode_continuation):
+            ids = encode(text)
+            assert ids.count(spaces) == 2
+            assert ids.count(breaks) == 1
+            assert tokenizer.decode(ids) == text
+
     def test_ids_beyond_the_vocabulary_stand_for_nothing(self, tokenizer: Tokenizer) -> None:
         for token_id in (-1, 505, 2**70):
             assert tokenizer.token_bytes(token_id) == b""

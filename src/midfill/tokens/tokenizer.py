@@ -51,7 +51,8 @@ class Tokenizer:
 
     *Added* tokens (``special_tokens``) are parsed from text only on request. Most of them are
     *control* tokens, which stand for no text (end of text, FIM sentinels); the others
-    (``<think>``) stand for their own name.
+    (``<think>``) stand for their own name. Those that are blank (Gemma's runs of spaces and line
+    breaks) are text like any other, and always parsed.
 
     Attributes:
         vocab_size: highest token id + 1; a model's embedding may have more rows.
@@ -92,8 +93,15 @@ class Tokenizer:
         self.chat_template = chat_template
 
         self._parsing = backend
+        blank = {
+            token_id: token
+            for token_id, token in added.items()
+            if not token.content.strip() and backend.model.token_to_id(token.content) == token_id
+        }
         self._plain = _without_added_tokens(backend, keep_leading_space=True)
         self._continuing = _without_added_tokens(backend, keep_leading_space=False)
+        for plain in (self._plain, self._continuing):
+            plain.add_tokens(list(blank.values()))
         self._piece_bytes = piece_decoder(backend)
         self._bytes: dict[int, bytes] = {
             token_id: b""
@@ -101,7 +109,8 @@ class Tokenizer:
             if token.special or looks_like_control(token.content)
         }
         self._control_ids = frozenset(self._bytes)
-        self._unwanted_ids = frozenset(added) - {_unknown_token_id(backend)}
+        self._unwanted_ids = frozenset(added) - frozenset(blank) - {_unknown_token_id(backend)}
+        self._names = [token.content for token_id, token in added.items() if token_id not in blank]
 
     def save(self, path: Path) -> None:
         """Write a Hugging Face tokenizer.json."""
@@ -174,7 +183,7 @@ class Tokenizer:
 
     def _split_special(self, text: str) -> list[str]:
         """Split the text inside every spelled-out added token, so that none can result."""
-        names = sorted((name for name in self.special_tokens if len(name) > 1), key=len)
+        names = sorted((name for name in self._names if len(name) > 1), key=len)
         pattern = re.compile("|".join(map(re.escape, reversed(names))) or r"(?!)")
         cuts = [0, *(match.start() + 1 for match in pattern.finditer(text)), len(text)]
         return [text[start:end] for start, end in pairwise(cuts)]
