@@ -15,8 +15,10 @@ from midfill.checkpoints.opening import open_checkpoint
 from midfill.compression.method import SequenceKeys
 from midfill.compression.method_defaults import MethodDefaults
 from midfill.compression.selection import Selection
+from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.forward.batch import ForwardBatch
+from midfill.methods.evict.lacache import LaCache
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu_runner import CpuRunner
 
@@ -84,6 +86,48 @@ def test_distances_alone_matter(runner: RecordingRunner, interval: int) -> None:
     assert moved.tokens == stayed.tokens
     for one, other in zip(moved.logprobs, stayed.logprobs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_keys_are_those_of_their_places_however_often_they_have_moved(
+    runner: RecordingRunner,
+) -> None:
+    """The first layer's keys depend on token and position alone. Here tokens go every step, others
+    in each layer, and the answer is several times as long as the cache."""
+    ladder = LaCache(budget=BUDGET, span=1, interval=1)
+    tokens = list[int]()
+    numbers = np.arange(len(PROMPT))
+    found = np.zeros(0, np.float32)
+
+    def look(one: Engine) -> None:
+        nonlocal found
+        for sequence in one._queues.running:
+            if sequence.kv is not None and sequence.kv.prefix is not None:
+                index = sequence.kv.prefix.index
+                found, _ = runner.cells.read(index.cells[: index.indptr[1]])
+                tokens[:] = sequence.tokens.tolist()
+                assert sequence.kv.owned <= BUDGET + 1, "an answer holds no more than the budget"
+
+    long = EngineSamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+    serve(build_engine(runner, method=ladder), [request("r", PROMPT, long)], after_step=look)
+    # Which tokens the first layer keeps in the end.
+    state = ladder.start(runner.config)
+    while True:
+        cells = [np.arange(len(numbers), dtype=np.int32)] * (
+            runner.config.layers * runner.config.kv_heads
+        )
+        keys = SequenceKeys(runner.config, cells, runner.cells)
+        selection = state.select(keys, np.zeros((0, 0, 0, 0), np.float32))
+        if selection is not None:
+            numbers = numbers[selection.kept[: selection.indptr[1]]]
+        if numbers[-1] == len(tokens) - 2:
+            break
+        numbers = np.append(numbers, numbers[-1] + 1)
+    slots = np.arange(len(numbers), dtype=np.int32)
+    ends = np.array([0, len(numbers)], np.int32)
+    kept = np.array(tokens, np.int32)[numbers]
+    runner.forward(ForwardBatch(kept, slots, slots, ends, ends, slots, slots[-1:]))
+    expected, _ = runner.cells.read(slots)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_gaps_can_be_closed_only_where_heads_keep_equally_many() -> None:

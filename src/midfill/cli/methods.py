@@ -39,7 +39,10 @@ def methods(context: typer.Context) -> None:
     for title in ("NAME", "KIND", "OPTIONS", "SOURCE"):
         table.add_column(title, overflow="fold")
     for entry in METHODS.values():
-        options = " ".join(f"{name}={value:g}" for name, value in entry.options().items())
+        options = " ".join(
+            f"{name}={value}" if isinstance(value, str) else f"{name}={value:g}"
+            for name, value in entry.options().items()
+        )
         table.add_row(entry.name, entry.kind, options, f"{entry.title}: {entry.source}")
     Console().print(table, highlight=False)
     calibrated = ", ".join(entry.name for entry in METHODS.values() if entry.calibrator)

@@ -81,6 +81,10 @@ METHODS = {
             f"{_EVICT}.h2o", "H2O",
         ),
         MethodEntry(
+            "lacache", "evict", "LaCache", "Shi et al., ICML 2025, arXiv 2507.14204",
+            f"{_EVICT}.lacache", "LaCache",
+        ),
+        MethodEntry(
             "snapkv", "evict", "SnapKV", "Li et al., NeurIPS 2024, arXiv 2404.14469",
             f"{_EVICT}.snapkv", "SnapKV",
         ),
