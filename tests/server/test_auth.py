@@ -10,14 +10,18 @@ from running_server import RunningServer, start
 
 from midfill.config import ServeOptions
 from midfill.errors import MidfillError
+from midfill.server.api_keys import named_keys
 from midfill.server.run import run_server
 
 KEYS = ("first key", "second key", "Schlüssel")
 
 
 @pytest.fixture(scope="module")
-def server(tiny_folder: Path) -> Iterator[RunningServer]:
-    options = [word for key in KEYS for word in ("--api-key", key)]
+def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(f"ann {KEYS[2]}\n", "utf-8")
+    options = [word for key in KEYS[:2] for word in ("--api-key", key)]
+    options += ["--api-key-file", str(keys)]
     with start(tiny_folder, "--kv-memory", "4MB", *options) as server:
         yield server
 
@@ -58,7 +62,7 @@ def test_the_log_names_tenants_and_never_keys(server: RunningServer) -> None:
     server.wait_for(lambda: any(" 401 " in line for line in server.log))
     log = "\n".join(server.log)
     assert re.search(r"INFO POST /v1/completions 200 request_id=\w+ tenant=key-1 model=tiny", log)
-    assert "tenant=key-3" in log
+    assert "tenant=ann" in log
     assert re.search(r"POST /v1/completions 401 request_id=\w+ duration_seconds=\S+ error=inv", log)
     assert not any(key in log for key in (*KEYS, "guessed"))
 
@@ -82,7 +86,7 @@ def test_metrics_tell_tenants_apart(server: RunningServer) -> None:
     )
     before = {name: numbers(name) for name in names}
     refused = numbers("http_requests_total", status="401")
-    assert all(set(values) == {"key-1", "key-2", "key-3"} for values in before.values())
+    assert all(set(values) == {"key-1", "key-2", "ann"} for values in before.values())
     for number in range(2):
         body = {"prompt": f"{number} of the second", "max_tokens": 3, "ignore_eos": True}
         headers = {"authorization": "Bearer second key"}
@@ -129,7 +133,7 @@ def test_each_key_has_its_own_cache(server: RunningServer) -> None:
 @pytest.mark.parametrize("key", ["", " ", "\t", " key", "key ", "two\nlines"])
 def test_keys_that_are_empty_or_cant_be_sent_are_refused(key: str) -> None:
     with pytest.raises(MidfillError, match="API key"):
-        ServeOptions(model="none", api_keys=("good", key))
+        ServeOptions(model="none", api_keys=named_keys(["good", key]))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_keys_that_are_empty_or_cant_be_sent_are_refused(key: str) -> None:
 def test_a_server_without_keys_that_others_can_reach_logs_a_warning(
     tmp_path: Path, host: str, keys: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ServeOptions(model="none", host=host, port=0, api_keys=keys)
+    options = ServeOptions(model="none", host=host, port=0, api_keys=named_keys(keys))
     with pytest.raises(MidfillError):  # there is no model, which is found after binding the address
         run_server(options, tmp_path / "none")
     assert ("needs no API key" in caplog.text) is warned

@@ -3,6 +3,7 @@
 import json
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +26,7 @@ from midfill.cli.options import (
 from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, DEFAULT_STEP_TIMEOUT, LogFormat, LogLevel
 
 if TYPE_CHECKING:
+    from midfill.config import ApiKey
     from midfill.engine.messages import EngineInfo
     from midfill.server.service import ModelService
 
@@ -52,6 +54,14 @@ ApiKeyOption = Annotated[
         envvar=API_KEY_VARIABLE,
         help="Key that clients must send; may be repeated (in the variable: separated by spaces)."
         " Each key has its own cache.",
+    ),
+]
+ApiKeyFileOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="File with a key per line, or the key's name and the key; may be repeated. Logs and"
+        " metrics show names. Keys of one name share a cache.",
     ),
 ]
 TokenBudgetOption = Annotated[
@@ -128,6 +138,7 @@ def serve(
     served_name: ServedNameOption = None,
     alias: AliasOption = None,
     api_key: ApiKeyOption = None,
+    api_key_file: ApiKeyFileOption = None,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     weights: WeightsFormatOption = "auto",
@@ -167,7 +178,7 @@ def serve(
         aliases=tuple(alias or ()),
         host=host,
         port=port,
-        api_keys=_api_keys(api_key),
+        api_keys=_api_keys(api_key, api_key_file),
         fim_tokens=fim_tokens,
         window=window,
         max_queued_tokens=max_queued_tokens,
@@ -202,19 +213,20 @@ def serve(
         run_server(options, path, progress, ready)
 
 
-def _api_keys(given: list[str] | None) -> tuple[str, ...]:
-    """Return the API keys of the command line or, without any, of the environment.
+def _api_keys(given: list[str] | None, files: list[Path] | None) -> "tuple[ApiKey, ...]":
+    """Return the API keys of the command line and files; without --api-key of the environment.
 
     Raises:
-        MidfillError: the variable is set but holds no key.
+        MidfillError: the variable is set but holds no key, or a file can't be used.
     """
     from midfill.errors import MidfillError
+    from midfill.server.api_keys import named_keys
 
     if not given and API_KEY_VARIABLE in os.environ:
         raise MidfillError(
             f"{API_KEY_VARIABLE} is set but empty; unset it to serve without API keys"
         )
-    return tuple(given or ())
+    return named_keys(given or (), files or ())
 
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:

@@ -7,6 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
+from midfill.config import ApiKey
 from midfill.server import operations
 from midfill.server.auth import tenant_check
 from midfill.server.bodies import body_schemas
@@ -44,7 +45,7 @@ DIALECTS = (
 
 
 def create_app(
-    service: ModelService, api_keys: tuple[str, ...] = (), traces: Traces | None = None
+    service: ModelService, api_keys: tuple[ApiKey, ...] = (), traces: Traces | None = None
 ) -> ASGIApp:
     """Return the ASGI application for a model, whose engine the caller starts and ends.
 

@@ -6,18 +6,17 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import Request
 
+from midfill.config import ApiKey
 from midfill.server.errors import ApiError
 from midfill.server.request_record import current_request
 
 
-def tenant_check(api_keys: tuple[str, ...]) -> Callable[[Request], Awaitable[str]]:
+def tenant_check(api_keys: Sequence[ApiKey]) -> Callable[[Request], Awaitable[str]]:
     """Return a FastAPI dependency that gives the caller's tenant.
 
-    Without keys every caller is the tenant "". With keys, each key is a tenant; see
-    ``tenant_names``.
+    Without keys every caller is the tenant "". With keys, a caller's tenant is the key's name.
     """
-    names = tenant_names(api_keys)
-    digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+    digests = [hashlib.sha256(key.encode()).digest() for key, _ in api_keys]
 
     async def tenant_of(request: Request) -> str:
         tenant = find_tenant(request)
@@ -39,14 +38,6 @@ def tenant_check(api_keys: tuple[str, ...]) -> Callable[[Request], Awaitable[str
                 401, "a valid API key is needed: Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
-        return names[matches.index(True)]
+        return api_keys[matches.index(True)].name
 
     return tenant_of
-
-
-def tenant_names(api_keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the name of each key's tenant, which logs and metrics show: "key-1", "key-2", ...
-
-    A name tells nothing of its key; a digest would let guesses be checked.
-    """
-    return tuple(f"key-{number}" for number in range(1, len(api_keys) + 1))

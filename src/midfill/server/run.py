@@ -23,7 +23,6 @@ from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
-from midfill.server.auth import tenant_names
 from midfill.server.request_log import Traces
 from midfill.server.service import ModelService
 from midfill.system.extras import require
@@ -107,7 +106,7 @@ async def open_service(
             methods=methods,
             idle_prefill=options.idle_prefill,
             stream_interval=options.stream_interval,
-            tenants=tenant_names(options.api_keys) or ("",),
+            tenants=tuple(dict.fromkeys(key.name for key in options.api_keys)) or ("",),
         )
         try:
             yield service

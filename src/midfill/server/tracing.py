@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 _SPAN = "llm_request"  # vLLM's name
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
 _MAX_PROMPTS = 16  # of one request that have children
+_MAX_PATH = 200  # characters
 _CLOSE_SECONDS = 2.0
 
 Attributes = dict[str, AttributeValue]
@@ -124,7 +125,7 @@ def _of_request(record: RequestRecord, status: int) -> Attributes:
         "gen_ai.provider.name": "midfill",
         "gen_ai.operation.name": "chat" if "chat" in record.path else "text_completion",
         "http.request.method": record.method,
-        "url.path": record.path,
+        "url.path": record.path[:_MAX_PATH],
         "http.response.status_code": status,
     }
     if record.tenant:
