@@ -24,6 +24,7 @@ IN_A_SENTENCE = re.compile(r"`(midfill [^`]*)`")
 
 RUN = (
     "midfill complete app.py:12:8 --method cake:budget=0.25,window=16",
+    "midfill complete examples/client.py:8:10",
     "midfill complete src/app.py:42",
     "midfill eval compare base.json tuned.json",
     "midfill eval show mine.json",
@@ -151,6 +152,7 @@ def files(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "src").mkdir()
     for name in ("app.py", "src/app.py"):
         (folder / name).write_text(PROGRAM)
+    shutil.copytree(ROOT / "examples", folder / "examples")
     model = ("--model", tiny_folder, "--adapter", "none", "--threads", "1")
     holes = (
         "--files",
