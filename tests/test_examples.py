@@ -42,3 +42,14 @@ def test_the_trace_shows_what_the_second_request_saves() -> None:
 def test_the_client_prints_an_answer() -> None:
     with start(DEFAULT_MODEL, "--kv-memory", "512MB") as server:
         assert run("client.py", OPENAI_BASE_URL=f"{server.url}/v1").strip() == "th * height"
+
+
+@pytest.mark.timeout(900)
+def test_training_writes_an_adapter(tmp_path: Path) -> None:
+    text = (EXAMPLES / "train_adapter.py").read_text("utf-8")
+    assert "tokens=20_000" in text
+    shorter = tmp_path / "train_adapter.py"
+    shorter.write_text(text.replace("tokens=20_000", "tokens=2_048"))
+    documents = EXAMPLES.parent / "src/midfill/infill"
+    subprocess.run([sys.executable, shorter, documents, tmp_path / "out"], check=True)
+    assert (tmp_path / "out/adapter/midfill.json").is_file()

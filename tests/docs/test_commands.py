@@ -62,7 +62,12 @@ def test_the_command_line_takes_it(
     found, name, arguments = leaf(list(command.words[1:]))
     alone = getattr(found, "invoke_without_command", True)
     assert alone, f"'{name}' is a group; which command is meant?"
-    found.make_context(name, arguments)  # type: ignore[attr-defined]
+    try:
+        found.make_context(name, arguments)  # type: ignore[attr-defined]
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        pytest.skip("needs torch")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

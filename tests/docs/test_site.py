@@ -81,7 +81,7 @@ def test_source_files_that_pages_link_to_are_pages(site: Path) -> None:
 def test_pages_open_from_the_file_system_and_ask_nobody(
     site: Path, browser: Any, scheme: str, width: int
 ) -> None:
-    for name in ("index", "server", "reference/python", "reference/cli", "editors"):
+    for name in ("index", "planner", "server", "reference/python", "reference/cli", "editors"):
         options = {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
         page = OpenedPage(browser, f"file://{site}", f"/{name}.html", **options)
         page.wait_until("document.readyState === 'complete'")
