@@ -18,7 +18,10 @@ PAGES = sorted(
 
 _FENCE = re.compile(r"^( *)```(\S*)([^\n]*)\n(.*?)^\1```$\n?", re.MULTILINE | re.DOTALL)
 _NOT_RUN = re.compile(r"\s*\*Not run by the tests: (.+)\.\*\n")
-_COMMAND = re.compile(r"^(?:\$ |(?:\.venv/bin/)?(?:midfill|make|pip|python|curl|git) )", re.M)
+# Columns after the first words are what a program prints.
+_COMMAND = re.compile(
+    r"^(?:\$ |(?:\.venv/bin/)?(?:midfill|make|pip|python|curl|git) (?!\S+ {2,}[^ #]))", re.MULTILINE
+)
 _COMMENT = re.compile(r"(^|\s)#.*")
 
 
