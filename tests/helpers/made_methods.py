@@ -5,7 +5,7 @@ import numpy as np
 from midfill.compression.method import CompressionMethod, ModelSpecific, ServedModel
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Calibration
-from midfill.methods.evict import razorattention
+from midfill.methods.evict import duoattention, razorattention
 from midfill.methods.registry import resolve_method
 from midfill.models.config import ModelConfig
 
@@ -26,14 +26,19 @@ def made_up_calibrations(digest: str, config: ModelConfig) -> list[Calibration]:
     """Return random tables of all methods that need some."""
     rng = np.random.default_rng(0)
     scores = rng.random((2, config.layers, config.query_heads))
-    tables = {"induction": scores[0], "echo": scores[1]}
+    heads = {"induction": scores[0], "echo": scores[1]}
+    gates = {"gates": rng.random((config.layers, config.kv_heads))}
     return [
-        Calibration(razorattention.NAME, razorattention.VERSION, digest, {}, (1, 1), tables),
+        Calibration(method.NAME, method.VERSION, digest, {}, (1, 1), tables)
+        for method, tables in ((razorattention, heads), (duoattention, gates))
     ]
 
 
-_SMALL = {"razorattention": "sinks=4,recent=32,share=0,interval=16"}
-_WHOLE = {"razorattention": "recent=200"}
+_SMALL = {
+    "razorattention": "sinks=4,recent=32,share=0,interval=16",
+    "duoattention": "sinks=4,recent=32,interval=16",
+}
+_WHOLE = {"razorattention": "recent=200", "duoattention": "recent=200"}
 
 
 def small_method(name: str, config: ModelConfig) -> CompressionMethod:

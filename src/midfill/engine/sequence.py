@@ -166,7 +166,8 @@ class Sequence:
         """
         limit = self.length - 1
         if self.compression is not None:
-            limit = min(limit, self.compression.first_observed)
+            # At least one row before the first point runs: compression follows a step.
+            limit = min(limit, self.compression.first_observed, self.compress_after - 1)
         next_scored = self.next_scored
         if next_scored is not None:
             limit = min(limit, next_scored - 1)

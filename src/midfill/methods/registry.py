@@ -97,6 +97,11 @@ METHODS = {
             f"{_EVICT}.razorattention", "RazorAttention",
             f"{_EVICT}.razorattention_search:HeadSearch",
         ),
+        MethodEntry(
+            "duoattention", "evict", "DuoAttention", "Xiao et al., ICLR 2025, arXiv 2410.10819",
+            f"{_EVICT}.duoattention", "DuoAttention",
+            f"{_EVICT}.duoattention_gates:GateTraining",
+        ),
     )
 }  # fmt: skip
 
