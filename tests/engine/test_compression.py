@@ -1,7 +1,6 @@
 """Compressed KV in the engine: what it frees, what stays exact, and that load changes no answer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from typing import Any
 
@@ -9,16 +8,12 @@ import numpy as np
 import pytest
 from serving import Answers, FixedCost, build_engine, request, serve
 from toy_engine import prompt, sampling, truth
-from toy_method import KeepLoudest
+from toy_method import FailsAfter, KeepLoudest
 from toy_runner import VOCAB, ToyRunner
 
-from midfill.compression.method import SequenceKeys
-from midfill.compression.method_defaults import MethodDefaults
-from midfill.compression.selection import AddedKeys, Selection
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
-from midfill.models.config import ModelConfig
 
 METHOD = KeepLoudest(3)
 ALL_ROWS = 1000
@@ -284,42 +279,6 @@ def test_a_method_is_refused_where_requests_may_choose_none() -> None:
     with pytest.raises(InvalidRequestError, match="can't choose a method"):
         one.add(request("r", LONG, method="half"))
     assert not one.has_work()
-
-
-@dataclass(frozen=True)
-class FailsAfter(MethodDefaults):
-    """Fails when it decides for the ``time``-th time; adds NaN instead if ``with_nan``."""
-
-    time: int
-    with_nan: bool = False
-    interval: int = 4
-
-    def start(self, config: ModelConfig) -> "Failing":
-        return Failing(self)
-
-
-@dataclass
-class Failing:
-    method: FailsAfter
-    asked: int = 0
-
-    def fork(self) -> "Failing":
-        return Failing(self.method, self.asked)
-
-    def observe(self, keys: SequenceKeys, queries: np.ndarray) -> None:
-        raise AssertionError("it observes nothing")
-
-    def select(self, keys: SequenceKeys, queries: np.ndarray) -> Selection | None:
-        self.asked += 1
-        if self.asked < self.method.time:
-            return None
-        if not self.method.with_nan:
-            raise ValueError("no idea")
-        count = int(keys.counts[0])
-        ends = np.arange(keys.heads + 1, dtype=np.int32)
-        nothing = np.full((keys.heads, 12), np.nan, np.float32)
-        added = AddedKeys(nothing, nothing, ends)
-        return replace(Selection.of_tokens(np.arange(count), keys.heads), added=added)
 
 
 @pytest.mark.parametrize("n", [1, 3])

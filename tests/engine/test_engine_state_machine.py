@@ -1,8 +1,8 @@
-"""The engine under any order of arrivals, cancellations and steps, in a pool that is too small,
-with and without speculation, with and without compressed KV.
+"""The engine under any order of arrivals, cancellations, preemptions and steps, in a pool that is
+too small, with and without speculation. Each request has its KV compressed in its own way, or not.
 
 Every answer must be what the model alone would generate, or the beginning of it if it was
-cancelled, and after every operation each slot has exactly one owner.
+cancelled or its method failed, and after every operation each slot has exactly one owner.
 """
 
 from functools import cache
@@ -20,10 +20,12 @@ from serving import (
     request,
     serve,
 )
-from toy_method import KeepLoudest
+from toy_method import FailsAfter, KeepLoudest
 from toy_runner import ToyRunner
 
 from midfill.engine.request import EngineSamplingParams
+from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
+from midfill.methods.evict.streaming_llm import StreamingLLM
 
 MAX_TOKENS = 10
 DOCUMENT = (3, 17, 5, 5, 30, 8, 21, 0, 13, 2, 39, 11, 25, 7, 6, 19, 33, 1, 28, 4) * 2
@@ -38,20 +40,24 @@ PROMPTS = st.builds(
 POSITIONS = 0.2
 
 
-METHODS = [
-    None,
-    KeepLoudest(3),
-    KeepLoudest(2, interval=3),
-    KeepLoudest(1000, interval=1, block_rows=8),
-]
+FAILING = "failing"
+METHODS = {
+    "none": None,
+    "once": KeepLoudest(3),
+    "again": KeepLoudest(2, interval=3),
+    "in blocks": KeepLoudest(1000, interval=1, block_rows=8),
+    "with means": HeadSplit(StreamingRule(1, 6, interval=2, mean=True), (True, False)),
+    "in place": StreamingLLM(budget=12, sinks=2, interval=2),
+    FAILING: FailsAfter(2, interval=3),
+}
 
 
 @cache
-def truth(prompt: tuple[int, ...], method: KeepLoudest | None) -> list[int]:
+def truth(prompt: tuple[int, ...], method: str) -> list[int]:
     runner = ToyRunner(200, positions=POSITIONS)
-    if method is None:
+    if METHODS[method] is None:
         return greedy_alone(runner, list(prompt), MAX_TOKENS)
-    engine = build_engine(runner, max_running=1, method=method)
+    engine = build_engine(runner, max_running=1, method=METHODS[method])
     params = EngineSamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     return serve(engine, [request("alone", prompt, params)])["alone", 0].tokens
 
@@ -61,12 +67,8 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.integers(54, 120),
         budget=st.sampled_from([1, 5, 16, 64]),
         row_cost=st.sampled_from([None, 0.0, 0.01, 0.2]),
-        method=st.sampled_from(METHODS),
     )
-    def start(
-        self, slots: int, budget: int, row_cost: float | None, method: KeepLoudest | None
-    ) -> None:
-        self.method = method
+    def start(self, slots: int, budget: int, row_cost: float | None) -> None:
         self.engine = build_engine(
             ToyRunner(slots, positions=POSITIONS),
             token_budget=budget,
@@ -74,9 +76,9 @@ class EngineMachine(RuleBasedStateMachine):
             background_chunk=7,
             max_background=3,
             step_cost=None if row_cost is None else FixedCost(row_cost),
-            method=method,
+            methods=METHODS,
         )
-        self.prompts: dict[str, tuple[tuple[int, ...], int]] = {}
+        self.prompts: dict[str, tuple[tuple[int, ...], int, str]] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
 
     @rule(
@@ -84,25 +86,34 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, MAX_TOKENS),
         n=st.sampled_from([1, 1, 1, 2, 7]),
         tenant=st.sampled_from(["", "", "other"]),
+        method=st.sampled_from(list(METHODS)),
     )
-    def add(self, prompt: tuple[int, ...], max_tokens: int, n: int, tenant: str) -> None:
+    def add(
+        self, prompt: tuple[int, ...], max_tokens: int, n: int, tenant: str, method: str
+    ) -> None:
         name = f"r{len(self.prompts)}"
-        self.prompts[name] = prompt, max_tokens
+        self.prompts[name] = prompt, max_tokens, method
         for index in range(n):
             self.answers[name, index] = Answer()
         params = EngineSamplingParams(temperature=0.0, max_tokens=max_tokens, n=n)
-        self.engine.add(request(name, prompt, params, tenant))
+        self.engine.add(request(name, prompt, params, tenant, method=method))
 
     @rule(prompt=PROMPTS, tenant=st.sampled_from(["", "other"]))
     def add_background(self, prompt: tuple[int, ...], tenant: str) -> None:
         name = f"r{len(self.prompts)}"
-        self.prompts[name] = prompt, 0
+        self.prompts[name] = prompt, 0, "none"
         self.answers[name, 0] = Answer()
         self.engine.add(background(name, prompt, tenant))
 
     @rule(which=st.integers(0, 40), index=st.sampled_from([None, None, 0, 1, 4]))
     def cancel(self, which: int, index: int | None) -> None:
         self.engine.cancel(f"r{which}", index)
+
+    @rule(which=st.integers(0, 4))
+    def preempt(self, which: int) -> None:
+        running = self.engine._queues.running
+        if which < len(running):
+            self.engine._preempt(running[which])
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:
@@ -143,12 +154,15 @@ class EngineMachine(RuleBasedStateMachine):
             self.step(1)
         check_idle(self.engine)
         for (name, _), answer in self.answers.items():
-            prompt, max_tokens = self.prompts[name]
+            prompt, max_tokens, method = self.prompts[name]
+            expected = truth(prompt, method)[:max_tokens]
             if answer.finish_reason == "cancelled":
-                assert answer.tokens == truth(prompt, self.method)[: len(answer.tokens)]
-            else:
-                assert answer.finish_reason == ("length" if max_tokens else "stop")
-                assert answer.tokens == truth(prompt, self.method)[:max_tokens]
+                assert answer.tokens == expected[: len(answer.tokens)]
+                continue
+            failed = method == FAILING and len(expected) < max_tokens
+            ended = "error" if failed else "length" if max_tokens else "stop"
+            assert answer.finish_reason == ended
+            assert answer.tokens == expected
 
 
 EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,11 +1,12 @@
-"""KeepLoudest: a method of compression for engine tests, with no merit of its own."""
+"""Methods of compression for engine tests, with no merit of their own."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from midfill.compression.method import SequenceKeys
-from midfill.compression.selection import Selection
+from midfill.compression.method_defaults import MethodDefaults
+from midfill.compression.selection import AddedKeys, Selection
 from midfill.models.config import ModelConfig
 
 
@@ -73,3 +74,39 @@ class LoudestKeys:
             known = self.loudest[head]
             scores = np.concatenate((known, np.zeros(len(found) - len(known), np.float32)))
             self.loudest[head] = np.maximum(scores, products)
+
+
+@dataclass(frozen=True)
+class FailsAfter(MethodDefaults):
+    """Fails when it decides for the ``time``-th time; adds NaN instead if ``with_nan``."""
+
+    time: int
+    with_nan: bool = False
+    interval: int = 4
+
+    def start(self, config: ModelConfig) -> "Failing":
+        return Failing(self)
+
+
+@dataclass
+class Failing:
+    method: FailsAfter
+    asked: int = 0
+
+    def fork(self) -> "Failing":
+        return Failing(self.method, self.asked)
+
+    def observe(self, keys: SequenceKeys, queries: np.ndarray) -> None:
+        raise AssertionError("it observes nothing")
+
+    def select(self, keys: SequenceKeys, queries: np.ndarray) -> Selection | None:
+        self.asked += 1
+        if self.asked < self.method.time:
+            return None
+        if not self.method.with_nan:
+            raise ValueError("no idea")
+        count = int(keys.counts[0])
+        ends = np.arange(keys.heads + 1, dtype=np.int32)
+        nothing = np.full((keys.heads, 12), np.nan, np.float32)
+        added = AddedKeys(nothing, nothing, ends)
+        return replace(Selection.of_tokens(np.arange(count), keys.heads), added=added)

@@ -10,7 +10,7 @@ import torch
 
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.cells import StoredCells
-from midfill.kv.ragged import RaggedIndex
+from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.config import ModelConfig
 
 LAYERS, HIDDEN, VOCAB, CONTEXT = 2, 12, 40, 200
@@ -103,16 +103,25 @@ class ToyRunner:
             self._kv[layer, 0, write] = key
             self._kv[layer, 1, write] = value
             keys, values = self._kv[layer, :, seen]
+            terms = torch.tensor([[1.0], [0.0], [1.0]]).repeat(1, len(keys))
             if ragged is not None:
-                cells = ragged.cells[ragged.indptr[layer] : ragged.indptr[layer + 1]]
-                kept = flat[:, torch.from_numpy(cells).long()]
+                own = slice(ragged.indptr[layer], ragged.indptr[layer + 1])
+                kept = flat[:, torch.from_numpy(ragged.cells[own]).long()]
                 keys, values = torch.cat((kept[0], keys)), torch.cat((kept[1], values))
+                terms = torch.cat((_terms(ragged)[:, own], terms), dim=1)
             length = len(keys)
             future = torch.arange(length) > torch.arange(length - rows, length)[:, None]
-            scores = query @ keys.T / HIDDEN**0.5
-            attention = scores.masked_fill(future, -torch.inf).softmax(-1)
+            scores = query @ keys.T / HIDDEN**0.5 * terms[0] + terms[1]
+            attention = scores.masked_fill(future, -torch.inf).softmax(-1) * terms[2]
             hidden = torch.tanh(hidden + attention @ values)
         return hidden
+
+
+def _terms(ragged: RaggedIndex) -> torch.Tensor:
+    """The score factors, score biases and value factors of an index, [3, cells]."""
+    terms = ragged.terms or KeyTerms.neutral(len(ragged.cells))
+    arrays = (terms.score_factor, terms.score_bias, terms.value_factor)
+    return torch.from_numpy(np.stack(arrays)).double()
 
 
 class ToyCells:

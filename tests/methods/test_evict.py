@@ -14,6 +14,7 @@ from fake_keys import (
     kept_of,
     naive_attention,
 )
+from made_methods import small_method
 
 from midfill.compression.window_attention import average_pool, group_mean, window_attention
 from midfill.methods.evict.cake import Cake, divide_budget
@@ -179,3 +180,20 @@ def test_a_share_is_of_the_prompt(name: str) -> None:
     selection = method.start(CONFIG).select(keys, fake_queries(min(method.observed_rows, 400)))
     assert selection is not None
     assert len(selection.kept) == 100 * LAYERS * KV_HEADS
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_keys_that_are_no_numbers_are_selected_from_or_refused(name: str, value: float) -> None:
+    keys, store = fake_keys(100)
+    store.keys[5::100] = value
+    method = small_method(name, CONFIG)
+    queries = fake_queries(min(method.observed_rows, 100))
+    with np.errstate(invalid="ignore", over="ignore"):
+        selection = method.start(CONFIG).select(keys, queries)
+    assert selection is not None
+    if selection.added is not None and not np.isfinite(selection.added.keys).all():
+        with pytest.raises(ValueError, match="no finite number"):
+            selection.check(keys.counts)
+    else:
+        selection.check(keys.counts)

@@ -10,6 +10,7 @@ from streaming_decoder import streaming_logprobs
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.checkpoints.opening import open_checkpoint
+from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.forward.runner import Runner
 from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
@@ -162,3 +163,26 @@ def test_answers_are_computed_over_what_heads_keep(
     found = [one.logprob for one in answer.logprobs]
     rows = expected[range(40), answer.tokens]
     np.testing.assert_allclose(found, rows.numpy(), atol=2e-4)
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_slots_are_held_for_what_the_heads_keep_and_no_more(
+    runners: tuple[Runner, TorchRunner], mean: bool
+) -> None:
+    held: list[int] = []
+
+    def record(engine: Engine) -> None:
+        stats = engine.stats()
+        held.append(stats.slots_total - stats.slots_free - stats.slots_cached)
+
+    method = split(TINY_MIXED, mean=mean, interval=4)
+    prompt = random.Random(0).choices(range(1, VOCAB), k=100)
+    params = EngineSamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    serve(
+        build_engine(runners[0], method=method), [request("r", prompt, params)], after_step=record
+    )
+    kept = [2 * 100 + 4 * (2 + 8 + mean), 2 * 104 + 4 * (2 + 8 + mean)]
+    slots = [-(-cells // 6) for cells in kept]
+    assert held[0] == slots[0]
+    assert held[3] == slots[0] + 3
+    assert held[4] == slots[1], "four tokens on, streaming heads have dropped four"
