@@ -9,11 +9,12 @@ import pytest
 from serving import Answers, FixedCost, build_engine, request, serve
 from toy_engine import prompt, sampling, truth
 from toy_method import FailsAfter, KeepLoudest
-from toy_runner import VOCAB, ToyRunner
+from toy_runner import VOCAB, ToyCells, ToyRunner
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
+from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
 
 METHOD = KeepLoudest(3)
 ALL_ROWS = 1000
@@ -296,3 +297,28 @@ def test_a_method_that_fails_ends_its_own_request_alone(
         told = f"{answers['bad', index].error}"
         assert told.startswith("the method of compression failed: ")
         assert error in told
+
+
+def test_cells_that_cant_be_written_leave_no_slot_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(ToyCells, "write", fail)
+    means = HeadSplit(StreamingRule(1, 6, mean=True), (True, False))
+    answers = serve(engine(method=means), [request("r", LONG, sampling(n=2))])
+    assert {one.error for one in answers.values()} == {
+        "the method of compression failed: the device is gone"
+    }
+
+
+def test_a_preempted_answer_whose_prompt_is_cached_whole_is_compressed_again() -> None:
+    means = HeadSplit(StreamingRule(1, 6, interval=0, mean=True), (True, False))
+    expected = serve(engine(method=means), [request("r", LONG)])["r", 0].tokens
+    steps = count(1)
+
+    def preempt(one: Engine) -> None:
+        if next(steps) % 4 == 0 and one._queues.running:
+            one._preempt(one._queues.running[0])
+
+    found = serve(engine(method=means), [request("r", LONG)], after_step=preempt)
+    assert found["r", 0].tokens == expected

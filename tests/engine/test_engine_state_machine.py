@@ -25,7 +25,6 @@ from toy_runner import ToyRunner
 
 from midfill.engine.request import EngineSamplingParams
 from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
-from midfill.methods.evict.streaming_llm import StreamingLLM
 
 MAX_TOKENS = 10
 DOCUMENT = (3, 17, 5, 5, 30, 8, 21, 0, 13, 2, 39, 11, 25, 7, 6, 19, 33, 1, 28, 4) * 2
@@ -47,7 +46,6 @@ METHODS = {
     "again": KeepLoudest(2, interval=3),
     "in blocks": KeepLoudest(1000, interval=1, block_rows=8),
     "with means": HeadSplit(StreamingRule(1, 6, interval=2, mean=True), (True, False)),
-    "in place": StreamingLLM(budget=12, sinks=2, interval=2),
     FAILING: FailsAfter(2, interval=3),
 }
 

@@ -135,7 +135,8 @@ class ToyCells:
         return keys.astype(np.float32), values.astype(np.float32)
 
     def write(self, cells: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
-        self.put(cells, StoredCells((torch.from_numpy(keys), torch.from_numpy(values))))
+        stored = tuple(torch.from_numpy(array).double() for array in (keys, values))
+        self.put(cells, StoredCells(stored))
 
     def take(self, cells: np.ndarray, shift: np.ndarray | None = None) -> StoredCells:
         assert shift is None

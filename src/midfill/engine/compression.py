@@ -133,15 +133,16 @@ class Compression:
         packed = np.count_nonzero(~stays)
         places[~stays] = free[:packed]
         written = free[packed : packed + len(layout.added)]
-        store.put(places[moving], moved)
-        store.put(places[turning], turned)
-        if selection.added is not None:
-            store.write(written, selection.added.keys, selection.added.values)
         next_position = int(selection.indptr[1]) if selection.close_gaps else None
         cells = np.empty(layout.count, np.int32)
         cells[layout.kept], cells[layout.added] = places, written
         index = RaggedIndex(cells, layout.indptr, terms)
+        # The slots have an owner before anything can fail.
         kv.prefix = CompressedPrefix(tokens, index, slots, self._pool.slots, next_position)
+        store.put(places[moving], moved)
+        store.put(places[turning], turned)
+        if selection.added is not None:
+            store.write(written, selection.added.keys, selection.added.values)
         return True
 
 
