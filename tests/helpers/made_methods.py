@@ -5,7 +5,7 @@ import numpy as np
 from midfill.compression.method import CompressionMethod, ModelSpecific, ServedModel
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Calibration
-from midfill.methods.evict import duoattention, razorattention
+from midfill.methods.evict import compresskv, duoattention, razorattention
 from midfill.methods.registry import resolve_method
 from midfill.models.config import ModelConfig
 
@@ -28,9 +28,11 @@ def made_up_calibrations(digest: str, config: ModelConfig) -> list[Calibration]:
     scores = rng.random((2, config.layers, config.query_heads))
     heads = {"induction": scores[0], "echo": scores[1]}
     gates = {"gates": rng.random((config.layers, config.kv_heads))}
+    evidence = {"heads": scores[0], "errors": rng.random(config.layers), "counted": np.ones(1)}
+    made = ((razorattention, heads), (duoattention, gates), (compresskv, evidence))
     return [
         Calibration(method.NAME, method.VERSION, digest, {}, (1, 1), tables)
-        for method, tables in ((razorattention, heads), (duoattention, gates))
+        for method, tables in made
     ]
 
 

@@ -14,13 +14,13 @@ from fake_keys import (
     kept_of,
     naive_attention,
 )
-from made_methods import small_method
+from made_methods import make_method, small_method
 
 from midfill.compression.window_attention import average_pool, group_mean, window_attention
 from midfill.methods.evict.cake import Cake, divide_budget
 from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.evict.streaming_llm import StreamingLLM
-from midfill.methods.registry import METHODS, resolve_method
+from midfill.methods.registry import METHODS
 
 TOKENS, WINDOW = 60, 6
 BUDGETED = [name for name, entry in METHODS.items() if "budget" in entry.options()]
@@ -149,8 +149,7 @@ def test_streamingllms_window_rolls_while_the_answer_grows(interval: int) -> Non
 
 @pytest.mark.parametrize("name", BUDGETED)
 def test_a_budget_of_the_whole_prompt_keeps_everything(name: str) -> None:
-    method = resolve_method(f"{name}:budget={TOKENS}")
-    assert method is not None
+    method = make_method(f"{name}:budget={TOKENS}", CONFIG)
     keys, _ = fake_keys(TOKENS)
     queries = fake_queries(min(method.observed_rows, TOKENS))
     assert method.start(CONFIG).select(keys, queries) is None
@@ -162,8 +161,7 @@ def test_a_budget_of_the_whole_prompt_keeps_everything(name: str) -> None:
 def test_prompts_of_any_length_have_a_valid_selection(
     name: str, tokens: int, constant: float
 ) -> None:
-    method = resolve_method(f"{name}:budget=0.1")
-    assert method is not None
+    method = make_method(f"{name}:budget=0.1", CONFIG)
     keys, store = fake_keys(tokens)
     store.keys[:] = constant  # and so is the attention
     queries = fake_queries(min(method.observed_rows, tokens))
@@ -174,8 +172,7 @@ def test_prompts_of_any_length_have_a_valid_selection(
 
 @pytest.mark.parametrize("name", BUDGETED)
 def test_a_share_is_of_the_prompt(name: str) -> None:
-    method = resolve_method(f"{name}:budget=0.25")
-    assert method is not None
+    method = make_method(f"{name}:budget=0.25", CONFIG)
     keys, _ = fake_keys(400)
     selection = method.start(CONFIG).select(keys, fake_queries(min(method.observed_rows, 400)))
     assert selection is not None

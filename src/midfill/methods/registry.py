@@ -93,6 +93,11 @@ METHODS = {
             f"{_EVICT}.streaming_llm", "StreamingLLM",
         ),
         MethodEntry(
+            "compresskv", "evict", "CompressKV", "Lin et al., 2025, arXiv 2508.02401",
+            f"{_EVICT}.compresskv", "CompressKV",
+            f"{_EVICT}.compresskv_search:EvidenceSearch",
+        ),
+        MethodEntry(
             "razorattention", "evict", "RazorAttention", "Tang et al., ICLR 2025, arXiv 2407.15891",
             f"{_EVICT}.razorattention", "RazorAttention",
             f"{_EVICT}.razorattention_search:HeadSearch",
