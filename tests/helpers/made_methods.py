@@ -5,7 +5,7 @@ import numpy as np
 from midfill.compression.method import CompressionMethod, ModelSpecific, ServedModel
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Calibration
-from midfill.methods.evict import compresskv, duoattention, razorattention
+from midfill.methods.evict import compresskv, duoattention, razorattention, uncomp
 from midfill.methods.registry import resolve_method
 from midfill.models.config import ModelConfig
 
@@ -29,7 +29,16 @@ def made_up_calibrations(digest: str, config: ModelConfig) -> list[Calibration]:
     heads = {"induction": scores[0], "echo": scores[1]}
     gates = {"gates": rng.random((config.layers, config.kv_heads))}
     evidence = {"heads": scores[0], "errors": rng.random(config.layers), "counted": np.ones(1)}
-    made = ((razorattention, heads), (duoattention, gates), (compresskv, evidence))
+    entropy = {
+        "marks": rng.integers(0, 9, (config.layers, config.kv_heads)).astype(np.float64),
+        "entropy": rng.random((config.layers, config.kv_heads)),
+    }
+    made = (
+        (razorattention, heads),
+        (duoattention, gates),
+        (compresskv, evidence),
+        (uncomp, entropy),
+    )
     return [
         Calibration(method.NAME, method.VERSION, digest, {}, (1, 1), tables)
         for method, tables in made

@@ -200,7 +200,7 @@ def test_tables_that_lack_a_layer_are_refused() -> None:
 
 
 @pytest.mark.real_model
-@pytest.mark.parametrize("name", ["compresskv"])
+@pytest.mark.parametrize("name", ["compresskv", "uncomp"])
 def test_the_default_model_comes_with_its_tables(name: str) -> None:
     adapter = resolve_adapter(DEFAULT_MODEL, None)
     checkpoint = open_model(REGISTERED[DEFAULT_MODEL].path, adapter)

@@ -98,6 +98,11 @@ METHODS = {
             f"{_EVICT}.compresskv_search:EvidenceSearch",
         ),
         MethodEntry(
+            "uncomp", "evict", "UNComp", "Xiong et al., 2024, arXiv 2410.03090",
+            f"{_EVICT}.uncomp", "UNComp",
+            f"{_EVICT}.uncomp_entropy:EntropyMeasurement",
+        ),
+        MethodEntry(
             "razorattention", "evict", "RazorAttention", "Tang et al., ICLR 2025, arXiv 2407.15891",
             f"{_EVICT}.razorattention", "RazorAttention",
             f"{_EVICT}.razorattention_search:HeadSearch",
