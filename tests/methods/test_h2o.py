@@ -1,12 +1,21 @@
 """H2O against a loop that adds up attention row by row and evicts one key at a time."""
 
+import random
+from pathlib import Path
+
 import numpy as np
 import pytest
 from fake_keys import CONFIG, DIM, GROUP, KV_HEADS, LAYERS, ArrayCells, fake_keys, fake_queries
+from serving import build_engine, request, serve
+from tiny_checkpoints import VOCAB, write_variant
 
+from midfill.checkpoints.opening import open_checkpoint
 from midfill.compression.method import SequenceKeys
+from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.methods.evict.h2o import H2O, HeavyHitters
+from midfill.methods.observation_memory import ObservationMemory, block_digests
+from midfill.runners.cpu_runner import CpuRunner
 
 PROMPT, ANSWER, BUDGET, RECENT = 50, 40, 12, 4
 
@@ -95,3 +104,43 @@ def test_answers_that_share_a_prompt_evict_on_their_own() -> None:
 def test_nonsense_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(fields))):
         H2O(**fields)  # type: ignore[arg-type]
+
+
+def test_a_prompts_beginning_is_remembered_by_its_tokens_and_tenant() -> None:
+    tokens = np.arange(200, dtype=np.int32)
+    digests = block_digests(tokens, 64, "ann")
+    assert len(digests) == 3
+    assert block_digests(tokens[:150], 64, "ann") == digests[:2]
+    assert block_digests(tokens[:128], 64, "ann") == digests[:1], "the last token always runs"
+    assert not set(digests) & set(block_digests(tokens, 64, "bob"))
+    assert not set(digests) & set(block_digests(tokens + 1, 64, "ann"))
+
+
+def test_what_was_used_least_recently_is_forgotten_first() -> None:
+    memory = ObservationMemory(max_bytes=3 * 40)
+    scores = [np.full(10, float(i), np.float32) for i in range(4)]
+    names = [b"0", b"1", b"2", b"3"]
+    for name, each in zip(names[:3], scores, strict=False):
+        memory.remember(name, [each])
+    assert memory.longest([b"0"]) == (1, [scores[0]])
+    memory.remember(names[3], [scores[3]])
+    assert memory.longest([b"1"]) == (0, [])
+    assert memory.longest([b"0", b"x", b"3", b"1"])[0] == 3
+
+
+def test_the_next_keystroke_finds_its_beginning_and_gets_the_same_bits(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_variant("llama", tmp_path / "llama"))
+    runner = CpuRunner(checkpoint, slots=600, threads=1, weights="f32", kv_dtype="f32")
+    params = EngineSamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=0)
+    text = random.Random(0).choices(range(1, VOCAB), k=200)
+    alone = {}
+    for tokens in (200, 180, 150):
+        one = build_engine(runner, method=H2O(budget=48))
+        alone[tokens] = serve(one, [request("r", text[:tokens], params)])["r", 0]
+    one = build_engine(runner, method=H2O(budget=48), token_budget=50)
+    for tokens, tenant, cached in ((180, "a", 0), (200, "a", 128), (150, "a", 128), (150, "b", 0)):
+        found = serve(one, [request("r", text[:tokens], params, tenant)])["r", 0]
+        assert found.cached_tokens == cached
+        assert found.tokens == alone[tokens].tokens
+        assert found.logprobs == alone[tokens].logprobs
+    runner.close()

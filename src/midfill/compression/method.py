@@ -145,6 +145,26 @@ class CompressionMethod(Protocol):
 
 
 @runtime_checkable
+class RecallingMethod(Protocol):
+    """A method that remembers what it has observed in earlier prompts, up to the ends of blocks.
+
+    Rows that it remembers need not run again, so a prompt's beginning may come from the cache.
+    """
+
+    def recall(self, tokens: Int32Array, tenant: str) -> "tuple[int, SequenceCompressor]":
+        """Begin with a new sequence.
+
+        Args:
+            tokens: [n] int32, those before the first decision.
+            tenant: whose they are; tenants share nothing.
+
+        Returns:
+            How many of the first rows it has observed before, and a compressor that has.
+        """
+        ...
+
+
+@runtime_checkable
 class ModelSpecific(Protocol):
     """A method that doesn't suit every model, or that needs what was computed for this one."""
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from midfill.arrays import Float32Array
-from midfill.compression.method import CompressionMethod, SequenceCompressor
+from midfill.arrays import Float32Array, Int32Array
+from midfill.compression.method import CompressionMethod, RecallingMethod, SequenceCompressor
 from midfill.models.config import ModelConfig
 
 
@@ -21,28 +21,37 @@ class CompressionState:
         last_point: the latest of them.
     """
 
-    def __init__(self, method: CompressionMethod, config: ModelConfig, first_point: int) -> None:
+    def __init__(
+        self, method: CompressionMethod, config: ModelConfig, tokens: Int32Array, tenant: str
+    ) -> None:
         """Note what decides.
 
         Args:
             method: what decides.
             config: the model.
-            first_point: where it decides for the first time.
+            tokens: [n] int32, those before the first decision.
+            tenant: whose they are.
         """
         self._method = method
         self._config = config
-        self._first_point = first_point
+        self._tokens = tokens
+        self._tenant = tenant
         self._observed: list[Float32Array] = []
         self._observed_from = 0
+        self._recalled = 0
         self.compressor: SequenceCompressor
         self.points: int
         self.last_point: int
         self.restart()
 
     @property
+    def _first_point(self) -> int:
+        return len(self._tokens)
+
+    @property
     def first_observed(self) -> int:
         """Position of the first row whose query is observed."""
-        return max(self._first_point - self._method.observed_rows, 0)
+        return max(self._first_point - self._method.observed_rows, self._recalled)
 
     @property
     def decides_again(self) -> bool:
@@ -121,13 +130,16 @@ class CompressionState:
 
     def restart(self) -> None:
         """Begin again, since the sequence holds no KV any more."""
-        self.compressor = self._method.start(self._config)
+        if isinstance(self._method, RecallingMethod):
+            self._recalled, self.compressor = self._method.recall(self._tokens, self._tenant)
+        else:
+            self.compressor = self._method.start(self._config)
         self.points = self.last_point = 0
         self._observed = []
 
     def fork(self) -> "CompressionState":
         """Return a state for another answer to the same prompt, which has the same KV."""
-        other = CompressionState(self._method, self._config, self._first_point)
+        other = CompressionState(self._method, self._config, self._tokens, self._tenant)
         other.compressor = self.compressor.fork()
         other.points, other.last_point = self.points, self.last_point
         return other

@@ -217,7 +217,8 @@ class Sequence:
 
     def compress_with(self, method: CompressionMethod, config: ModelConfig) -> None:
         """Have a method decide which keys stay, first of the first ``compress_after`` tokens."""
-        self.compression = CompressionState(method, config, self.compress_after)
+        tokens = self._tokens[: self.compress_after].copy()
+        self.compression = CompressionState(method, config, tokens, self.tenant)
 
     def forget_kv(self) -> None:
         """Forget what was computed: the sequence holds no KV any more."""

@@ -5,6 +5,9 @@ Models", NeurIPS 2023, arXiv 2306.14048, section 4 and algorithm 1. A key's scor
 that it has received from all rows since it came; the lowest scores are evicted, step by step while
 the answer grows.
 
+What the rows of a prompt's beginning have attended to is remembered, so that the next keystroke's
+prompt finds its beginning in the cache.
+
 Differences: a prompt is computed exactly and evicted from once, as in the authors' code, while the
 paper's algorithm evicts in the prompt, too. Query heads that share a KV head add up their attention
 and evict together. Keys are evicted at the end of each interval; until then rows see them.
@@ -12,6 +15,7 @@ and evict together. Keys are evicted at the end of each interval; until then row
 
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -22,7 +26,10 @@ from midfill.compression.selection import Selection
 from midfill.compression.window_attention import received_attention, top_keys
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import budget_tokens, check_budget, check_interval
+from midfill.methods.observation_memory import ObservationMemory, block_digests
 from midfill.models.config import ModelConfig
+
+_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -56,11 +63,22 @@ class H2O(MethodDefaults):
     @property
     def block_rows(self) -> int:
         """Attention of 64 rows is added up at a time."""
-        return 64
+        return _BLOCK
+
+    @cached_property
+    def memory(self) -> ObservationMemory:
+        """Scores after the blocks of earlier prompts."""
+        return ObservationMemory()
 
     def start(self, config: ModelConfig) -> "HeavyHitters":
         """Return the scores of a new sequence."""
         return HeavyHitters(self)
+
+    def recall(self, tokens: Int32Array, tenant: str) -> tuple[int, "HeavyHitters"]:
+        """See ``RecallingMethod.recall``."""
+        digests = block_digests(tokens, _BLOCK, tenant)
+        blocks, scores = self.memory.longest(digests)
+        return blocks * _BLOCK, HeavyHitters(self, scores=scores, digests=digests)
 
 
 @dataclass
@@ -71,18 +89,27 @@ class HeavyHitters:
         method: the hyper-parameters.
         budget: in tokens; 0 until the prompt is known.
         scores: [n] float32 for each layer and head: the attention that keys have received.
+        digests: of the prompt's blocks; none if they are not to be remembered.
     """
 
     method: H2O
     budget: int = 0
     scores: list[Float32Array] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
 
     def fork(self) -> "HeavyHitters":
         """See ``SequenceCompressor.fork``."""
         return HeavyHitters(self.method, self.budget, list(self.scores))
 
     def observe(self, keys: SequenceKeys, queries: Float32Array) -> None:
-        """Add the attention of further rows; see ``SequenceCompressor.observe``."""
+        """See ``SequenceCompressor.observe``."""
+        self._add(keys, queries)
+        if self.digests:
+            block = int(keys.counts[0]) // _BLOCK - 1
+            self.method.memory.remember(self.digests[block], self.scores)
+
+    def _add(self, keys: SequenceKeys, queries: Float32Array) -> None:
+        """Add the attention of further rows."""
         known = self.scores or [np.zeros(0, np.float32)] * keys.heads
         scores = []
         for head, old in enumerate(known):
@@ -93,7 +120,7 @@ class HeavyHitters:
 
     def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
         """See ``SequenceCompressor.select``."""
-        self.observe(keys, queries)
+        self._add(keys, queries)
         count = int(keys.counts[0])
         self.budget = self.budget or budget_tokens(self.method.budget, count, 0)
         if count <= self.budget:
