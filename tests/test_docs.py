@@ -33,7 +33,9 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 def test_the_site_has_it(page: Path) -> None:
     if page.parent == ROOT / "docs":
-        assert f"{page.name}\n" in (ROOT / "mkdocs.yml").read_text(), "add it to nav in mkdocs.yml"
+        settings = (ROOT / "mkdocs.yml").read_text("utf-8")
+        entries = re.findall(rf"[-:] {re.escape(page.name)}\n", settings)
+        assert len(entries) == 1, "name it once in mkdocs.yml, in nav"
 
 
 def test_source_files_that_are_named_exist(page: Path) -> None:
