@@ -6,7 +6,7 @@ import typer
 
 from midfill.cli.bench_options import JsonOption
 from midfill.cli.options import AdapterOption, FimTokensOption, ModelArgument, WindowOption
-from midfill.cli.outputs import DocsOption
+from midfill.cli.outputs import DocsOption, SectionOption
 from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
 from midfill.reporting.publish import publish
@@ -32,6 +32,7 @@ def plugins(
     seed: SeedOption = 0,
     json: JsonOption = None,
     docs: DocsOption = None,
+    section: SectionOption = "plugins",
 ) -> None:
     """Count what editing sessions compute as each editor plugin sends them, without the model.
 
@@ -61,4 +62,4 @@ def plugins(
             checkpoint, name, options, names=only, fim_tokens=fim_tokens, progress=progress
         )
     table = plugins_table(report)
-    publish(report, table.drawn(), table.markdown(), section="plugins", json=json, docs=docs)
+    publish(report, table.drawn(), table.markdown(), section=section, json=json, docs=docs)

@@ -15,6 +15,7 @@ from midfill.checkpoints.model_record import (
 )
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
+from midfill.frontend.fitting_context import FittingContext
 from midfill.frontend.prompt import ExpectedPrompt, LayoutReport, Prompt
 from midfill.frontend.token_report import TokenReport, TokenReporter
 from midfill.infill.context import ContextFile, shown_text
@@ -37,7 +38,6 @@ _TOO_LONG = "context_length_exceeded"
 _ANSWER_SHARE = 0.125  # of the context; a window leaves as much for the answer
 _WINDOW_SHARE = 0.85  # of the context; what a window may hold after one was too long
 _MAX_SHRINKS = 16
-_CONTEXT_SHARE = 0.5  # of the context; what other files may take if the first may be dropped
 
 
 class PromptEncoder:
@@ -83,6 +83,7 @@ class PromptEncoder:
         self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
         self._chat = _chat_template(checkpoint.tokenizer)
         self._longest_token = _longest_token(checkpoint.tokenizer)
+        self._fitting = FittingContext(context, self._count_shown)
 
     @property
     def has_chat_template(self) -> bool:
@@ -111,7 +112,8 @@ class PromptEncoder:
         sent = request.prefix
         request = read_template(request, self.format)
         if request.drop_context:
-            request = dataclasses.replace(request, context=self._fitting(request.context))
+            files = self._fitting.choose_and_record(request.context, request.tenant)
+            request = dataclasses.replace(request, context=files)
         self._refuse_oversized(
             sum(len(file.path) + len(file.text) for file in request.context), "context"
         )
@@ -171,24 +173,14 @@ class PromptEncoder:
             limit = int(shown * _WINDOW_SHARE * room / tokens)
         return layout, parts
 
-    def _fitting(self, files: Sequence[ContextFile]) -> tuple[ContextFile, ...]:
-        """Return the last of the files, as many as fit into their share of the context.
-
-        The share does not depend on the document, so that typing does not change what is left out.
-        """
+    def _count_shown(self, file: ContextFile) -> int:
+        """Return the tokens of another file in a prompt; far too long ones are not tokenised."""
         if self.format is None:
-            return tuple(files)
-        left = int(_CONTEXT_SHARE * self.context)
-        kept: list[ContextFile] = []
-        for file in reversed(files):
-            text = shown_text(self.format, file)
-            if len(text) > left * self._longest_token:
-                break
-            left -= self._layouts.count(text) + 1  # its separator
-            if left < 0:
-                break
-            kept.append(file)
-        return tuple(reversed(kept))
+            return 0
+        text = shown_text(self.format, file)
+        if len(text) > self.context * self._longest_token:
+            return self.context
+        return self._layouts.count(text) + 1  # its separator
 
     def _limited(self, rule: WindowRule) -> WindowRule:
         """Return the rule without text that can't fit into the context."""
@@ -262,7 +254,8 @@ class PromptEncoder:
         Args:
             request: its tenant and context count; its texts are empty.
         """
-        request = dataclasses.replace(request, context=self._fitting(request.context))
+        files = self._fitting.choose_and_record(request.context, request.tenant)
+        request = dataclasses.replace(request, context=files)
         return self._expected(self._planner.expected_with_context(request))
 
     def _expected(self, layout: PromptLayout | None) -> ExpectedPrompt | None:

@@ -31,7 +31,7 @@ class InfillRequest:
             text that the same tenant sent before. "as-sent" shows exactly what was sent.
         context: other files or snippets to show the model; the planner orders them.
         drop_context: leave out the first ones of the context as long as all of them would take
-            more than half of the model's context, instead of refusing the request.
+            more than about half of the model's context, instead of refusing the request.
         open_line: answer a caret at the start of a line that has text as on an empty line above it,
             see ``opened_line``; None does what the model needs.
         path: the document's path, shown to the model in the family's own format if it has one.

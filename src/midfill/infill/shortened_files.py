@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from midfill.infill.context import ContextFile
 
 _MAX_CHANGE = 0.25  # of a file's characters
-_MAX_FILES = 16
-_MAX_CHARACTERS = 20_000  # of a file; clients do not send longer beginnings
+_MAX_FILES = 8
+_MAX_CHARACTERS = 10_000  # of a file; clients do not send longer beginnings
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _MIN_WINDOW = 4 * _PROBE  # characters; a shorter text is no window
 _MAX_GROWTH = 1.5  # of the prompt, relative to what was sent
 _MAX_LOSS = 0.25  # of what was sent on one side
 _REMEMBERED = 4  # times what was sent, beyond each edge
-_LEAST_HEADER, _LONGEST_HEADER = 16, 2000  # characters
+_LEAST_HEADER, _LONGEST_HEADER = 8, 2000  # characters
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """Sessions are what an editor would send."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
 import pytest
-from editing import session
+from editing import SOURCES, session
 
 from midfill.bench.edits.editor import RoundKind, windowed
-from midfill.bench.edits.sessions import SESSION_KINDS
+from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 
 
 class TestSessions:
@@ -63,3 +64,14 @@ class TestSessions:
             assert one.prefix.endswith(sent.prefix)
             assert sent.prefix.count("\n") == min(5, one.prefix.count("\n"))
             assert sent.suffix.count("\n") == min(5, one.suffix.count("\n"))
+
+
+def test_lines_may_be_opened_before_they_are_written() -> None:
+    for opens in (False, True):
+        mix = replace(SESSION_KINDS["typing"], opens_lines=opens)
+        rounds = edit_session(SOURCES, mix, rounds=300, seed=1)
+        typed = [one for one in rounds if one.kind == "type"]
+        inside = [one for one in typed if one.suffix[:1] not in ("", "\n")]
+        assert bool(inside) != opens
+        written = {line for one in rounds for line in one.prefix.split("\n")[:-1]}
+        assert written <= {line for text in SOURCES.values() for line in text.split("\n")}

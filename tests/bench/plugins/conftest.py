@@ -12,4 +12,4 @@ from midfill.checkpoints.opening import open_checkpoint
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder: Path = tmp_path_factory.mktemp("plugins") / "tiny"
-    return open_checkpoint(write_tiny("llama", folder))
+    return open_checkpoint(write_tiny("llama", folder, max_position_embeddings=8192))

@@ -46,7 +46,6 @@ class PluginsOptions(msgspec.Struct, frozen=True, kw_only=True):
         sessions: sessions of the editing mix.
         rounds: requests of each.
         shortest, longest: characters of the files that are edited.
-        context: the model's context, in tokens.
         window: characters before and after the caret to show; None takes the model's own rule.
         seed: all chance follows from it.
     """
@@ -55,7 +54,6 @@ class PluginsOptions(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 600
     shortest: int = 15_000
     longest: int = 60_000
-    context: int = 8192
     window: tuple[int, int] | None = None
     seed: int = 0
 
@@ -136,7 +134,7 @@ def measure_plugins(
     if format is None:
         raise MidfillError(f"{model} has no FIM tokens that are known: name them (--fim-tokens)")
     counts: dict[str, Counts] = {}
-    new_encoder = partial(PromptEncoder, checkpoint, format, options.context, rule)
+    new_encoder = partial(PromptEncoder, checkpoint, format, checkpoint.config.context, rule)
     for name in names or plugins:
         progress(name)
         total = counts[name] = Counts()
