@@ -28,15 +28,15 @@ class MethodsOptions(msgspec.Struct, frozen=True, kw_only=True):
         seed: of all random choices.
     """
 
-    context: int = 3000
+    context: int = 2000
     depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
-    needles: int = 3
-    shared: int = 2
+    needles: int = 2
+    shared: int = 1
     questions: int = 4
-    code: int = 12
+    code: int = 8
     code_context: int = 1500
     code_tokens: int = 128
-    holes: int = 60
+    holes: int = 40
     speed_context: int = 6000
     short_context: int = 1500
     decoded: int = 64
