@@ -26,7 +26,9 @@ def test_what_cant_be_a_file_is_refused(tmp_path: Path) -> None:
         writable(tmp_path)
 
 
-@pytest.mark.parametrize("command", ["rounds", "speed", "profile", "precision", "edits", "replay"])
+@pytest.mark.parametrize(
+    "command", ["rounds", "speed", "profile", "precision", "edits", "replay", "methods"]
+)
 @pytest.mark.parametrize("option", ["--json", "--docs"])
 def test_no_benchmark_begins_without_a_place_for_its_figures(command: str, option: str) -> None:
     result = CliRunner().invoke(app, [command, option, "missing/a.md"])
