@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from midfill.bench.methods.haystacks import Haystacks
 from midfill.bench.methods.results import Cost, MethodsOptions
 from midfill.bench.methods.session import Holding, MethodSession
 from midfill.bench.methods.variants import FULL, Variant
-
-_SHORT = "full KV, short"
 
 
 def measure_costs(
@@ -17,32 +16,52 @@ def measure_costs(
     options: MethodsOptions,
     variants: Sequence[Variant],
     progress: Callable[[str], None],
-) -> tuple[dict[str, Cost], Cost]:
-    """Measure every variant and full KV, in turn, so that all meet the same machine.
+) -> dict[str, Cost]:
+    """Measure every variant and full KV.
+
+    Runs of full KV at both contexts precede each run of a variant: moments later the machine may
+    have other work to do.
 
     Returns:
-        Costs by specification at the long context, full KV's among them, and full KV's at the
-        short one.
+        Costs by specification at the long context, full KV's among them.
     """
     room = session.info.context - options.decoded - 1
     long = _prompt(session, haystacks, min(options.speed_context, room))
     short = _prompt(session, haystacks, min(options.short_context, room))
-    prompts = {FULL: long, **{one.specification: long for one in variants}, _SHORT: short}
-    methods = {name: FULL if name == _SHORT else name for name in prompts}
-    progress(f"prefill of {len(long)} tokens")
-    session.hold(long, FULL, 2, cold=False)
-    held: dict[str, list[Holding]] = {name: [] for name in prompts}
-    first: dict[str, list[Holding]] = {name: [] for name in prompts}
+    for tokens in (long, short):
+        progress(f"prefill of {len(tokens)} tokens")
+        session.hold(tokens, FULL, 2, cold=False)
+    runs: dict[str, list[_Run]] = {FULL: [], **{one.specification: [] for one in variants}}
     for _ in range(options.repeats):
-        for name, tokens in prompts.items():
-            progress(f"decoding at {len(tokens)} tokens: {methods[name]}")
-            first[name].append(session.hold(short, methods[name], 2, cold=True))
-            held[name].append(session.hold(tokens, methods[name], options.decoded, cold=False))
-    costs = {
-        name: _cost(session, methods[name], len(tokens), held[name], first[name])
-        for name, tokens in prompts.items()
+        for method, measured in runs.items():
+            progress(f"decoding at {len(long)} tokens: {method}")
+            measured.append(
+                _Run(
+                    cold=session.hold(short, method, 2, cold=True),
+                    short=session.hold(short, FULL, options.decoded, cold=False),
+                    full=session.hold(long, FULL, options.decoded, cold=False),
+                    own=session.hold(long, method, options.decoded, cold=False),
+                )
+            )
+    return {
+        method: _cost(session, method, len(long), len(short), measured)
+        for method, measured in runs.items()
     }
-    return {name: cost for name, cost in costs.items() if name != _SHORT}, costs[_SHORT]
+
+
+class _Run(NamedTuple):
+    """What one repeat measures of a method.
+
+    Attributes:
+        cold: of the short prompt, nothing cached.
+        short, full: full KV at the short and at the long context, decoding.
+        own: the method at the long context, decoding.
+    """
+
+    cold: Holding
+    short: Holding
+    full: Holding
+    own: Holding
 
 
 def _prompt(session: MethodSession, haystacks: Haystacks, tokens: int) -> list[int]:
@@ -50,21 +69,18 @@ def _prompt(session: MethodSession, haystacks: Haystacks, tokens: int) -> list[i
 
 
 def _cost(
-    session: MethodSession,
-    method: str,
-    context: int,
-    held: Sequence[Holding],
-    cold: Sequence[Holding],
+    session: MethodSession, method: str, context: int, short: int, runs: Sequence[_Run]
 ) -> Cost:
-    slots = held[0].after_prefill
+    slots = runs[0].own.after_prefill
     lists = 0 if method == FULL else session.cell_list_bytes
-    rates = [1 / one.decode_seconds for one in held]
     return Cost(
         context=context,
+        short_context=short,
         after_prefill=slots,
-        peak=max(one.peak for one in cold),
         bytes=slots * (session.slot_bytes + lists),
-        tokens_per_second=median(rates),
-        runs=rates,
-        ttft_seconds=median(one.ttft_seconds for one in cold),
+        tokens_per_second=median(1 / run.own.decode_seconds for run in runs),
+        times_full=[run.full.decode_seconds / run.own.decode_seconds for run in runs],
+        times_short=[run.short.decode_seconds / run.own.decode_seconds for run in runs],
+        ttft_seconds=median(run.cold.ttft_seconds for run in runs),
+        peak=max(run.cold.peak for run in runs),
     )

@@ -1,6 +1,7 @@
 """The tables of a run: what is lost, where it is lost, and what is saved."""
 
 from collections.abc import Sequence
+from statistics import median
 
 from rich.console import Group
 
@@ -12,7 +13,6 @@ from midfill.bench.methods.summary import (
     peak_share,
     prediction,
     recall,
-    times_as_fast,
 )
 from midfill.bench.methods.variants import FULL_KV, Variant
 from midfill.reporting.result_table import ResultTable
@@ -114,7 +114,7 @@ def _costs(report: MethodsReport, result: ModelResult, variants: Sequence[Varian
     ]
     full = result.costs.get(FULL_KV.specification)
     context = options.speed_context if full is None else full.context
-    short = options.short_context if result.short is None else result.short.context
+    short = options.short_context if full is None else full.short_context
     busy = report.load > _BUSY * report.machine.cores
     warning = (
         f" Other work was running (load {report.load:.1f} on {report.machine.cores} cores): times"
@@ -130,7 +130,7 @@ def _costs(report: MethodsReport, result: ModelResult, variants: Sequence[Varian
         f" median of {options.repeats} runs. Slots held: neither free nor evictable once the first"
         " token is there; MB: theirs, with the lists of their cells. Peak (the most slots, beside"
         f" full KV's) and TTFT: of a prompt of {short:,} tokens, none of them cached. Last"
-        " columns: how many times as fast as full KV at that many tokens it decodes, runs paired."
+        " columns: how many times as fast it decodes as full KV at so many tokens, moments before."
         f" {report.machine}.{warning}",
     )
 
@@ -142,7 +142,6 @@ def _cost_cells(result: ModelResult, specification: str, options: MethodsOptions
     if cost is None:
         return dict.fromkeys((*heads, *beside), _NOTHING)
     share, peak = held_share(result, specification), peak_share(result, specification)
-    own, short = (times_as_fast(result, specification, short=short) for short in (False, True))
     return {
         "slots held": f"{cost.after_prefill:,}",
         "of full KV": _NOTHING if share is None else f"{share:.1%}",
@@ -150,8 +149,8 @@ def _cost_cells(result: ModelResult, specification: str, options: MethodsOptions
         "peak": _NOTHING if peak is None else f"{peak:.0%}",
         "TTFT ms": f"{cost.ttft_seconds * 1000:.0f}",
         "tokens/s": f"{cost.tokens_per_second:.0f}",
-        beside[0]: _NOTHING if own is None else f"{own:.2f}x",
-        beside[1]: _NOTHING if short is None else f"{short:.2f}x",
+        beside[0]: f"{median(cost.times_full):.2f}x",
+        beside[1]: f"{median(cost.times_short):.2f}x",
     }
 
 

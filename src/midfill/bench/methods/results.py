@@ -91,20 +91,23 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What a method holds and how fast it is, at one length of context.
 
     Attributes:
-        context: tokens of the prompt.
+        context, short_context: tokens of the long and of the short prompt.
         after_prefill: see ``session.Holding``.
         bytes: of these slots, with the lists of their cells.
-        tokens_per_second: while decoding, median.
-        runs: of each repeat; the same place is the same repeat in every variant.
+        tokens_per_second: while decoding at the long context, median.
+        times_full, times_short: how many times as fast it decodes there as full KV does at the long
+            and at the short context moments before, in each repeat.
         ttft_seconds: of a prompt at the short context, of which nothing is cached; median.
         peak: the largest number of slots that this prompt held.
     """
 
     context: int
+    short_context: int
     after_prefill: int
     bytes: int
     tokens_per_second: float
-    runs: list[float]
+    times_full: list[float]
+    times_short: list[float]
     ttft_seconds: float
     peak: int
 
@@ -118,8 +121,7 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
         text: where real text comes from.
         refused: by specification, why the model can't be used with a method.
         probes, holes: in the order of the run.
-        costs: by specification, at the longest context that was timed.
-        short: full KV at the short context.
+        costs: by specification.
     """
 
     model: str
@@ -130,7 +132,6 @@ class ModelResult(msgspec.Struct, frozen=True, kw_only=True):
     probes: list[ProbeResult] = []
     holes: list[HoleResult] = []
     costs: dict[str, Cost] = {}
-    short: Cost | None = None
 
 
 class MethodsReport(msgspec.Struct, frozen=True, kw_only=True):

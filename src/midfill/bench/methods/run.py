@@ -129,11 +129,11 @@ class _ModelRun:
         yield from self._measure_probes(progress)
         if self._session.has_sentinels:
             yield from self._measure_holes(draw_holes, is_exact, progress)
-        if self._result.short is None or set(self._specifications) - set(self._result.costs):
-            costs, short = measure_costs(
+        if set(self._specifications) - set(self._result.costs):
+            costs = measure_costs(
                 self._session, self._haystacks, self._options, self._variants, progress
             )
-            self._replace(costs=costs, short=short)
+            self._replace(costs=costs)
         yield self._result
 
     def _measure_probes(self, progress: Progress) -> Iterator[ModelResult]:

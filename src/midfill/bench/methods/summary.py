@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
 
 from midfill.bench.methods.probes import Score, Task
@@ -106,23 +106,6 @@ def peak_share(result: ModelResult, specification: str) -> float | None:
     if specification not in result.costs or FULL not in result.costs:
         return None
     return result.costs[specification].peak / result.costs[FULL].peak
-
-
-def times_as_fast(result: ModelResult, specification: str, *, short: bool) -> float | None:
-    """Return how many times as fast a variant decodes as full KV.
-
-    Pairs of runs that followed each other are compared; this is the median of their ratios.
-
-    Args:
-        result: of a model.
-        specification: the variant's, at the long context.
-        short: beside full KV at the short context instead of the same one.
-    """
-    beside = result.short if short else result.costs.get(FULL)
-    if specification not in result.costs or beside is None:
-        return None
-    pairs = zip(result.costs[specification].runs, beside.runs, strict=True)
-    return median(own / other for own, other in pairs)
 
 
 def _scores(
