@@ -174,7 +174,7 @@ def test_missing_files_are_reported(plan: Path) -> None:
         ('tasks = ["line"]', 'tasks = ["lines"]', "Invalid enum value 'lines'"),
         ("limit = 6", "limits = 6", "unknown field `limits`"),
         ('["psm", "auto"]', '["psm", "cut"]', "run adapter: --conditions names cut"),
-        ('distances = [0, "whole"]', "distances = [0]", "run cuts: --distances names one"),
+        ('distances = [0, "whole"]', "distances = [0]", "run cuts has no distances to choose from"),
         ('run = "adapter"', 'run = "other"', "section main names run other; there are adapter"),
         ('windows = ["60/20", "120/40"]', 'windows = ["60"]', "run windows: --windows takes"),
         ('windows = ["60/20", "120/40"]', "distances = [0, 1]", "run windows has no windows"),

@@ -34,7 +34,7 @@ from midfill.config import WeightsOption
 from midfill.errors import MidfillError
 from midfill.evaluation.conditions import Condition, choose_conditions, parse_conditions
 from midfill.evaluation.cut_report import cut_markdown
-from midfill.evaluation.cuts import choose_cut, cut_conditions, parse_distances
+from midfill.evaluation.cuts import choose_cut, cut_conditions, parse_distance
 from midfill.evaluation.empties import (
     EMPTY_CONDITIONS,
     choose_empty,
@@ -159,7 +159,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return set(map(str, self.distances or self.conditions)) or None
 
     def _distances(self) -> tuple[int, ...]:
-        return parse_distances(",".join(map(str, self.distances)))
+        return tuple(sorted({parse_distance(str(distance)) for distance in self.distances}))
 
     def _windows(self) -> tuple[WindowRule, ...]:
         return parse_windows(",".join(self.windows))
@@ -324,8 +324,8 @@ def _check_section(where: str, section: SectionPlan, runs: Mapping[str, RunPlan]
     for run in section.runs:
         if run not in runs:
             raise MidfillError(f"{where} names run {run}; there are {', '.join(runs)}")
-    if section.cuts is not None and not runs[section.cuts].distances:
-        raise MidfillError(f"{where}: run {section.cuts} has no distances")
+    if section.cuts is not None and len(runs[section.cuts].distances) < 2:
+        raise MidfillError(f"{where}: run {section.cuts} has no distances to choose from")
     if section.windows is not None and not runs[section.windows].windows:
         raise MidfillError(f"{where}: run {section.windows} has no windows")
     if section.empty is not None and not runs[section.empty].empty:
