@@ -34,13 +34,6 @@ class WindowSize(NamedTuple):
     after: int
 
 
-class ApiKey(NamedTuple):
-    """A key that clients may send. Keys of one name are one tenant."""
-
-    key: str
-    name: str
-
-
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a model is loaded and run. Crosses the process boundary, so plain values only.
 
@@ -106,8 +99,9 @@ class ServeOptions:
         served_name: the model's name for clients; None takes ``model``, or the last part of a path.
         aliases: further names of the model for clients. Editors choose a FIM template by them.
         host, port: where to listen; port 0 takes a free one.
-        api_keys: keys that clients must send; each name has a cache of its own. No keys let
-            everyone in.
+        api_keys: keys that clients must send, each with a cache of its own; no keys let everyone
+            in.
+        api_key_file: a file with further keys, see ``server.key_file``.
         fim_tokens: the model's FIM sentinels, if midfill doesn't know them.
         window: how much of a long document to show the model; None takes what the model or its
             adapter says.
@@ -135,7 +129,8 @@ class ServeOptions:
     aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8080
-    api_keys: tuple[ApiKey, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    api_key_file: Path | None = None
     fim_tokens: FimTokens | None = None
     window: WindowSize | None = None
     max_body_bytes: int = 16 * 1024 * 1024
@@ -150,7 +145,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not all(alias.strip() for alias in self.aliases):
             raise MidfillError("an alias is empty; --alias takes a further name of the model")
-        for key, _ in self.api_keys:
+        for key in self.api_keys:
             if not key.strip():
                 raise MidfillError("an API key is empty; leave it out to serve without keys")
             if key != key.strip() or not key.isprintable():

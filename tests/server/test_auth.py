@@ -1,6 +1,7 @@
 """API keys: who may send requests, whose cache they use, and servers that need none."""
 
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,18 +11,26 @@ from running_server import RunningServer, start
 
 from midfill.config import ServeOptions
 from midfill.errors import MidfillError
-from midfill.server.api_keys import named_keys
+from midfill.server.key_file import add_key
 from midfill.server.run import run_server
 
 KEYS = ("first key", "second key", "Schlüssel")
 
 
 @pytest.fixture(scope="module")
-def server(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"ann {KEYS[2]}\n", "utf-8")
-    options = [word for key in KEYS[:2] for word in ("--api-key", key)]
-    options += ["--api-key-file", str(keys)]
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys"
+
+
+@pytest.fixture(scope="module")
+def named_key(key_file: Path) -> str:
+    return add_key(key_file, "alice")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_folder: Path, key_file: Path, named_key: str) -> Iterator[RunningServer]:
+    options = [word for key in KEYS for word in ("--api-key", key)]
+    options += ["--api-key-file", str(key_file)]
     with start(tiny_folder, "--kv-memory", "4MB", *options) as server:
         yield server
 
@@ -62,7 +71,7 @@ def test_the_log_names_tenants_and_never_keys(server: RunningServer) -> None:
     server.wait_for(lambda: any(" 401 " in line for line in server.log))
     log = "\n".join(server.log)
     assert re.search(r"INFO POST /v1/completions 200 request_id=\w+ tenant=key-1 model=tiny", log)
-    assert "tenant=ann" in log
+    assert "tenant=key-3" in log
     assert re.search(r"POST /v1/completions 401 request_id=\w+ duration_seconds=\S+ error=inv", log)
     assert not any(key in log for key in (*KEYS, "guessed"))
 
@@ -86,7 +95,7 @@ def test_metrics_tell_tenants_apart(server: RunningServer) -> None:
     )
     before = {name: numbers(name) for name in names}
     refused = numbers("http_requests_total", status="401")
-    assert all(set(values) == {"key-1", "key-2", "ann"} for values in before.values())
+    assert all({"key-1", "key-2", "key-3", "alice"} <= set(values) for values in before.values())
     for number in range(2):
         body = {"prompt": f"{number} of the second", "max_tokens": 3, "ignore_eos": True}
         headers = {"authorization": "Bearer second key"}
@@ -105,6 +114,27 @@ def test_metrics_tell_tenants_apart(server: RunningServer) -> None:
         lambda: numbers("http_requests_total", status="401").get("") == refused.get("", 0) + 1
     )
     assert numbers("http_requests_total", status="200")["key-2"] >= 2
+
+
+def test_keys_of_a_file_come_and_go_while_the_server_runs(
+    server: RunningServer, key_file: Path, named_key: str
+) -> None:
+    def status(key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": "a", "max_tokens": 1}
+        return server.post("/v1/completions", body, headers=headers).status_code
+
+    assert status(named_key) == 200
+    new = add_key(key_file, "bob")
+    assert status(new) == 401
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for(lambda: status(new) == 200)
+    server.wait_for(lambda: "tenant=bob" in "\n".join(server.log))
+    key_file.write_text("nonsense\n")
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for(lambda: "the API keys stay as they were" in "\n".join(server.log))
+    assert status(named_key) == status(new) == status("first key") == 200
+    assert named_key not in "\n".join(server.log)
 
 
 def test_refusals_have_the_shape_of_the_path(server: RunningServer) -> None:
@@ -133,7 +163,7 @@ def test_each_key_has_its_own_cache(server: RunningServer) -> None:
 @pytest.mark.parametrize("key", ["", " ", "\t", " key", "key ", "two\nlines"])
 def test_keys_that_are_empty_or_cant_be_sent_are_refused(key: str) -> None:
     with pytest.raises(MidfillError, match="API key"):
-        ServeOptions(model="none", api_keys=named_keys(["good", key]))
+        ServeOptions(model="none", api_keys=("good", key))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +178,7 @@ def test_keys_that_are_empty_or_cant_be_sent_are_refused(key: str) -> None:
 def test_a_server_without_keys_that_others_can_reach_logs_a_warning(
     tmp_path: Path, host: str, keys: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ServeOptions(model="none", host=host, port=0, api_keys=named_keys(keys))
+    options = ServeOptions(model="none", host=host, port=0, api_keys=keys)
     with pytest.raises(MidfillError):  # there is no model, which is found after binding the address
         run_server(options, tmp_path / "none")
     assert ("needs no API key" in caplog.text) is warned

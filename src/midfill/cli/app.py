@@ -8,6 +8,7 @@ from midfill.cli.bench import app as bench
 from midfill.cli.complete import complete
 from midfill.cli.evaluation import app as evaluation
 from midfill.cli.generate import generate
+from midfill.cli.keys import app as keys
 from midfill.cli.lsp import lsp
 from midfill.cli.methods import app as methods
 from midfill.cli.pull import models, pull
@@ -46,6 +47,7 @@ for command in (serve, complete, lsp, top, generate, pull, models):
     app.command()(command)
 
 app.add_typer(methods, name="methods")
+app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
 app.add_typer(evaluation, name="eval")
 app.add_typer(training, name="train")

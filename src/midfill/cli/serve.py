@@ -26,7 +26,6 @@ from midfill.cli.options import (
 from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, DEFAULT_STEP_TIMEOUT, LogFormat, LogLevel
 
 if TYPE_CHECKING:
-    from midfill.config import ApiKey
     from midfill.engine.messages import EngineInfo
     from midfill.server.service import ModelService
 
@@ -57,11 +56,10 @@ ApiKeyOption = Annotated[
     ),
 ]
 ApiKeyFileOption = Annotated[
-    list[Path] | None,
+    Path | None,
     typer.Option(
         metavar="FILE",
-        help="File with a key per line, or the key's name and the key; may be repeated. Logs and"
-        " metrics show names. Keys of one name share a cache.",
+        help="Keys that clients must send, as 'midfill keys' writes them; read again on SIGHUP.",
     ),
 ]
 TokenBudgetOption = Annotated[
@@ -178,7 +176,8 @@ def serve(
         aliases=tuple(alias or ()),
         host=host,
         port=port,
-        api_keys=_api_keys(api_key, api_key_file),
+        api_keys=_api_keys(api_key),
+        api_key_file=api_key_file,
         fim_tokens=fim_tokens,
         window=window,
         max_queued_tokens=max_queued_tokens,
@@ -213,20 +212,19 @@ def serve(
         run_server(options, path, progress, ready)
 
 
-def _api_keys(given: list[str] | None, files: list[Path] | None) -> "tuple[ApiKey, ...]":
-    """Return the API keys of the command line and files; without --api-key of the environment.
+def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+    """Return the API keys of the command line or, without any, of the environment.
 
     Raises:
-        MidfillError: the variable is set but holds no key, or a file can't be used.
+        MidfillError: the variable is set but holds no key.
     """
     from midfill.errors import MidfillError
-    from midfill.server.api_keys import named_keys
 
     if not given and API_KEY_VARIABLE in os.environ:
         raise MidfillError(
             f"{API_KEY_VARIABLE} is set but empty; unset it to serve without API keys"
         )
-    return named_keys(given or (), files or ())
+    return tuple(given or ())
 
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:

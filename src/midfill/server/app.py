@@ -7,7 +7,6 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-from midfill.config import ApiKey
 from midfill.server import operations
 from midfill.server.auth import tenant_check
 from midfill.server.bodies import body_schemas
@@ -25,6 +24,7 @@ from midfill.server.dialects import (
 )
 from midfill.server.disconnects import CancelOnDisconnect
 from midfill.server.errors import ErrorBody, install_error_handlers
+from midfill.server.key_ring import KeyRing
 from midfill.server.pages import routes as pages
 from midfill.server.request_log import RequestLog, Traces
 from midfill.server.service import ModelService
@@ -44,18 +44,16 @@ DIALECTS = (
 )
 
 
-def create_app(
-    service: ModelService, api_keys: tuple[ApiKey, ...] = (), traces: Traces | None = None
-) -> ASGIApp:
+def create_app(service: ModelService, keys: KeyRing, traces: Traces | None = None) -> ASGIApp:
     """Return the ASGI application for a model, whose engine the caller starts and ends.
 
     Args:
         service: the model.
-        api_keys: keys that clients must send; none lets everyone in.
+        keys: who may send requests.
         traces: where requests' traces go; None makes none.
     """
     app = FastAPI(title="midfill", version=__version__)
-    tenant_of = tenant_check(api_keys)
+    tenant_of = tenant_check(keys)
     error_bodies: dict[str, ErrorBody] = {}
     for dialect in DIALECTS:
         router = dialect.routes(service, tenant_of)

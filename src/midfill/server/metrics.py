@@ -51,31 +51,34 @@ class Metrics:
 
     def __init__(self, model: str, engine: EngineNumbers, tenants: Sequence[str] = ("",)) -> None:
         self._registry = CollectorRegistry()
-        labels = tenant_labels(tenants)
-        self._registry.register(_EngineCollector(model, engine, labels))
-        self._labels = labels
-        families = _Families(self._registry)
-        self._responses = families.counter(
+        self._labels = TenantLabels(tenants)
+        self._registry.register(_EngineCollector(model, engine, self._labels))
+        self._families = _Families(self._registry)
+        self._responses = self._families.counter(
             "http_requests", "Requests by the HTTP status that they ended with.", "status"
         )
         self._model = model
         # All of them from the start: a time series should begin with 0.
-        self._tenants = {
-            label: TenantMetrics(families, model, label) for label in set(labels.values())
-        }
+        self._tenants = {label: self._new_tenant(label) for label in self._labels.values}
 
     def of_tenant(self, tenant: str) -> "TenantMetrics":
         """Return what counts a tenant's requests."""
-        return self._tenants[self._labels[tenant]]
+        label = self._labels.of(tenant)
+        if label not in self._tenants:
+            self._tenants[label] = self._new_tenant(label)
+        return self._tenants[label]
 
     def response_sent(self, tenant: str | None, status: int) -> None:
         """Count a finished HTTP request; its tenant is None if nobody asked for it."""
-        label = "" if tenant is None else self._labels[tenant]
+        label = "" if tenant is None else self._labels.of(tenant)
         self._responses.labels(self._model, label, str(status)).inc()
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def _new_tenant(self, label: str) -> "TenantMetrics":
+        return TenantMetrics(self._families, self._model, label)
 
 
 class TenantMetrics:
@@ -152,11 +155,26 @@ class TenantMetrics:
         self._decode.observe(decode)
 
 
-def tenant_labels(tenants: Sequence[str]) -> dict[str, str]:
-    """Return the label's value for each tenant."""
-    return {
-        tenant: tenant if place < MAX_TENANTS else OTHERS for place, tenant in enumerate(tenants)
-    }
+class TenantLabels:
+    """The label's value for each tenant: its name, for the first MAX_TENANTS that are seen."""
+
+    def __init__(self, tenants: Sequence[str]) -> None:
+        self._named: set[str] = set()
+        for tenant in tenants:
+            self.of(tenant)
+        self.is_single = tuple(tenants) == ("",)
+
+    def of(self, tenant: str) -> str:
+        """Return a tenant's value."""
+        if len(self._named) < MAX_TENANTS:
+            self._named.add(tenant)
+        return tenant if tenant in self._named else OTHERS
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """All values so far."""
+        others = (OTHERS,) if len(self._named) == MAX_TENANTS else ()
+        return (*sorted(self._named), *others)
 
 
 class _Families:
@@ -187,7 +205,7 @@ class _Families:
 class _EngineCollector(Collector):
     """The engine's gauges and counters. All counters but its restarts start again with it."""
 
-    def __init__(self, model: str, engine: EngineNumbers, labels: Mapping[str, str]) -> None:
+    def __init__(self, model: str, engine: EngineNumbers, labels: TenantLabels) -> None:
         self._model = model
         self._engine = engine
         self._labels = labels
@@ -226,15 +244,15 @@ class _EngineCollector(Collector):
 
     def _by_label(self) -> dict[str, list[TenantStats]]:
         """Return the numbers of the tenants that share each label."""
-        found: dict[str, list[TenantStats]] = {label: [] for label in self._labels.values()}
-        if len(self._labels) == 1:  # one tenant's numbers are the engine's, which are the newest
+        found: dict[str, list[TenantStats]] = {label: [] for label in self._labels.values}
+        if self._labels.is_single:  # one tenant's numbers are the engine's, which are the newest
             stats = self._engine.stats
             (only,) = found.values()
             fields = TenantStats.__struct_fields__
             only.append(TenantStats(**{name: getattr(stats, name) for name in fields}))
             return found
         for tenant, tenant_stats in self._engine.tenants.items():
-            found[self._labels[tenant]].append(tenant_stats)
+            found.setdefault(self._labels.of(tenant), []).append(tenant_stats)
         return found
 
     def _of_engine(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:

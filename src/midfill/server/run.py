@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -23,6 +23,7 @@ from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
+from midfill.server.key_ring import KeyRing
 from midfill.server.request_log import Traces
 from midfill.server.service import ModelService
 from midfill.system.extras import require
@@ -51,27 +52,37 @@ def run_server(
         MidfillError: the address can't be used, the model can't be loaded, or libraries that the
             options need are not installed.
     """
+    keys = KeyRing(options.api_keys, options.api_key_file)
     with (
         _bind(options.host, options.port) as listener,
         _open_traces(options.otlp_traces_endpoint) as traces,
     ):
-        if not options.api_keys and not _is_loopback(listener):
+        if not keys and not _is_loopback(listener):
             _log.warning(
                 "other machines can use the model: the server listens on %s and needs no API key;"
-                " set --api-key or MIDFILL_API_KEY, or listen on 127.0.0.1",
+                " set --api-key, --api-key-file or MIDFILL_API_KEY, or listen on 127.0.0.1",
                 options.host,
             )
         try:
-            asyncio.run(_serve(options, path, listener, traces, on_progress, on_ready))
+            asyncio.run(_serve(options, path, keys, listener, traces, on_progress, on_ready))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
 
 
 @contextlib.asynccontextmanager
 async def open_service(
-    options: ServeOptions, path: Path, on_progress: Progress | None = None
+    options: ServeOptions,
+    path: Path,
+    on_progress: Progress | None = None,
+    tenants: Sequence[str] = ("",),
 ) -> AsyncIterator[ModelService]:
     """Load a model and start its engine process; both end with the ``with`` block.
+
+    Args:
+        options: what to serve and how.
+        path: the checkpoint, already on disk.
+        on_progress: called with (stage, done, total) while the engine loads.
+        tenants: everybody who may send requests.
 
     Raises:
         MidfillError: the model can't be loaded.
@@ -106,7 +117,7 @@ async def open_service(
             methods=methods,
             idle_prefill=options.idle_prefill,
             stream_interval=options.stream_interval,
-            tenants=tuple(dict.fromkeys(key.name for key in options.api_keys)) or ("",),
+            tenants=tenants,
         )
         try:
             yield service
@@ -119,6 +130,7 @@ async def open_service(
 async def _serve(
     options: ServeOptions,
     path: Path,
+    keys: KeyRing,
     listener: socket.socket,
     traces: Traces | None,
     on_progress: Progress | None,
@@ -128,9 +140,9 @@ async def _serve(
     assert task is not None
     # Until uvicorn installs its own handler, so that SIGTERM while loading also ends the engine.
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    async with open_service(options, path, on_progress) as service:
+    async with open_service(options, path, on_progress, keys.tenants) as service:
         config = uvicorn.Config(
-            create_app(service, options.api_keys, traces),
+            create_app(service, keys, traces),
             log_config=None,
             access_log=False,
             server_header=False,
@@ -143,6 +155,8 @@ async def _serve(
         if on_ready is not None and service.engine.info is not None:
             on_ready(_url(listener), service.engine.info, service)
         loop.remove_signal_handler(signal.SIGTERM)
+        if options.api_key_file is not None and hasattr(signal, "SIGHUP"):  # not on Windows
+            loop.add_signal_handler(signal.SIGHUP, keys.reload)
         # uvicorn raises the signal that stopped it again when it is done.
         signal.signal(signal.SIGTERM, _exit)
         await uvicorn.Server(config).serve(sockets=[listener])
