@@ -352,12 +352,14 @@ class Engine:
             # An answer that started again may have other tokens than those that were computed.
             computed = min(first.computed, first.length - 1)
             _held(first).cache_prefix(first.tokens[:computed])
-        fits = True
+        fits, failure = True, ""
         if not first.decoding:  # where siblings fork, they share what stays
             try:
                 fits = self._compression.compress(first)
             except Exception as error:
-                return self._fail([first], _method_failure(error))
+                failure = _method_failure(error)
+                if len(group) > 1:
+                    return self._fail([first], failure)
         if len(group) > 1:
             self._queues.start_siblings([one.sequence for one in group])
         outputs = [self._commit_answer(one) for one in group]
@@ -365,7 +367,9 @@ class Engine:
             sequence = one.sequence
             if one.finish_reason is not None or sequence.kv is None:
                 continue
-            if fits:
+            if failure:  # the token that was sampled before counts, as it does while decoding
+                outputs += self._fail([sequence], failure)
+            elif fits:
                 self._compress(sequence, outputs)
             else:
                 self._preempt(sequence)
