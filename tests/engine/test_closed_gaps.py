@@ -4,6 +4,8 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from fake_keys import fake_keys
 from serving import Answer, build_engine, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
+from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.compression.method import SequenceKeys
 from midfill.compression.method_defaults import MethodDefaults
@@ -19,6 +22,7 @@ from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.forward.batch import ForwardBatch
 from midfill.methods.evict.lacache import LaCache
+from midfill.methods.evict.streaming_llm import StreamingLLM
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu_runner import CpuRunner
 
@@ -30,11 +34,18 @@ PROMPT = random.Random(0).choices(range(1, VOCAB), k=100)
 class RecordingRunner(CpuRunner):
     """Notes the positions of all rows."""
 
-    positions: list[int]
+    def __init__(self, checkpoint: Checkpoint, **options: Any) -> None:
+        self.positions: list[int] = []
+        super().__init__(checkpoint, **options)
 
     def forward(self, batch: ForwardBatch):  # type: ignore[no-untyped-def]
         self.positions += batch.positions.tolist()
         return super().forward(batch)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return open_checkpoint(write_variant("llama", tmp_path / "llama"))
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +139,29 @@ def test_keys_are_those_of_their_places_however_often_they_have_moved(
     runner.forward(ForwardBatch(kept, slots, slots, ends, ends, slots, slots[-1:]))
     expected, _ = runner.cells.read(slots)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", [LaCache(budget=BUDGET), StreamingLLM(budget=BUDGET)])
+def test_long_answers_hold_no_more_and_get_no_further_than_the_cache(
+    checkpoint: Checkpoint, method: LaCache | StreamingLLM
+) -> None:
+    """An answer of fifty times the cache's size."""
+    checkpoint.config = dataclasses.replace(checkpoint.config, context=4096)
+    runner = RecordingRunner(checkpoint, slots=2200, threads=1, weights="f32", kv_dtype="f16")
+    held: list[int] = []
+
+    def look(one: Engine) -> None:
+        stats = one.stats()
+        held.append(stats.slots_total - stats.slots_free - stats.slots_cached)
+
+    long = EngineSamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
+    found = serve(
+        build_engine(runner, method=method), [request("r", PROMPT, long)], after_step=look
+    )
+    assert len(found["r", 0].tokens) == 2000
+    assert max(held) < BUDGET + 2 + method.interval
+    assert max(runner.positions[len(PROMPT) :]) < BUDGET + 2 + method.interval
+    runner.close()
 
 
 def test_gaps_can_be_closed_only_where_heads_keep_equally_many() -> None:

@@ -1,9 +1,11 @@
 """CompressKV: who decides, what is measured once, and what layers keep against plain loops."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fake_keys import (
     CONFIG,
     DIM,
@@ -21,6 +23,7 @@ from midfill.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_a
 from midfill.checkpoints.opening import model_digest, open_checkpoint, open_model
 from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError, MidfillError
+from midfill.forward.batch import ForwardBatch
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Calibration
 from midfill.methods.calibration_store import read, shipped_path
@@ -32,6 +35,8 @@ from midfill.methods.evict.compresskv_search import (
     relative_errors,
 )
 from midfill.methods.needles import NeedleText, needle_text
+from midfill.runners.torch_decoder import Decoder, KVCache
+from midfill.runners.torch_weights import load_weights
 
 TOKENS, WINDOW = 60, 6
 EQUAL = (1.0,) * LAYERS
@@ -208,3 +213,55 @@ def test_the_default_model_comes_with_its_tables(name: str) -> None:
     assert shipped is not None, "calibrate it and ship the file: docs/methods.md"
     shipped.check(name, 1, model_digest(checkpoint))
     assert shipped.is_finished
+
+
+class MaskedDecoder(Decoder):
+    """A decoder some of whose query heads attend to nothing."""
+
+    masked: frozenset[tuple[int, int]] = frozenset()
+
+    def attend(self, index: int, *arguments: Any) -> torch.Tensor:
+        attended = super().attend(index, *arguments)
+        for layer, head in self.masked:
+            if layer == index:
+                attended[:, head] = 0
+        return attended
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_without_its_best_heads_the_default_model_finds_no_evidence() -> None:
+    """Ten heads of 270; without ten others it loses far less."""
+    checkpoint = open_model(REGISTERED[DEFAULT_MODEL].path, resolve_adapter(DEFAULT_MODEL, None))
+    shipped = read(shipped_path("compresskv", model_digest(checkpoint)))
+    assert shipped is not None
+    config, heads = checkpoint.config, shipped.tables["heads"]
+    weights = load_weights(checkpoint, torch.device("cpu"), torch.float32)
+    cache = KVCache.empty(config, 800, torch.device("cpu"), torch.float32)
+    decoder = MaskedDecoder(config, weights, cache)
+
+    def answer_logprob(numbers: list[int]) -> float:
+        """Mean log probability of answers to texts that the search has not seen."""
+        decoder.masked = frozenset(divmod(number, config.query_heads) for number in numbers)
+        found = []
+        for number in range(100, 106):
+            text = needle_text(checkpoint.tokenizer, 600, 8, number, seed=0)
+            ids = np.concatenate((text.token_ids, text.answer)).astype(np.int32)
+            places = np.arange(len(ids), dtype=np.int32)
+            ends = np.array([0, len(ids)], np.int32)
+            rows = places[len(text.token_ids) - 1 : -1]
+            batch = ForwardBatch(ids, places, places, ends, ends, places, rows)
+            with torch.inference_mode():
+                hidden = decoder.embed(batch)
+                hidden = decoder.run_layers(decoder.prepare(batch), hidden, 0, config.layers)
+                scores = decoder.compute_logits(batch, hidden).log_softmax(-1)
+            expected = torch.from_numpy(text.answer).long()
+            found.append(float(scores[torch.arange(len(rows)), expected].mean()))
+        return sum(found) / len(found)
+
+    whole = answer_logprob([])
+    best = np.argsort(-heads.reshape(-1))[:10].tolist()
+    loss = whole - answer_logprob(best)
+    for seed in range(3):
+        others = np.random.default_rng(seed).permutation(heads.size)[:10].tolist()
+        assert loss > 3 * (whole - answer_logprob(others))
