@@ -43,6 +43,8 @@ def plot_methods(report: MethodsReport, path: Path) -> None:
 
 def _draw(axes: Any, panel: _Panel, variants: list[Variant], result: ModelResult) -> None:
     """Draw one line per method through its budgets, and full KV's level."""
+    from matplotlib.ticker import LogLocator
+
     for number, method in enumerate(dict.fromkeys(one.method for one in variants)):
         points = []
         for variant in variants:
@@ -62,9 +64,9 @@ def _draw(axes: Any, panel: _Panel, variants: list[Variant], result: ModelResult
     level = panel.measure(result, FULL)
     if panel.logarithmic:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:.2g}")
-        axes.tick_params(axis="y", which="both", labelsize=8)
+        axes.yaxis.set_minor_formatter("")
     elif level is not None:
         axes.axhline(level, color="black", linewidth=0.8, linestyle="--", label="full KV")
     axes.set_title(panel.title, fontsize=10)
