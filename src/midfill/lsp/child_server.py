@@ -70,6 +70,14 @@ class ChildServer:
         """Whether the process has not ended."""
         return self._process.returncode is None
 
+    async def has_ended(self, seconds: float) -> bool:
+        """Return whether the process has ended, or ends within some seconds."""
+        try:
+            await asyncio.wait_for(self._process.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
     async def ready(self) -> str:
         """Wait until the model is loaded; return the server's URL.
 

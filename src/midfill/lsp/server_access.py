@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Loading = Callable[[str], AbstractAsyncContextManager[None]]
 
+_ENDING_SECONDS = 2.0  # from the end of a connection to its server
 _FIRST_PAUSE, _LAST_PAUSE = 5.0, 300.0  # seconds between attempts to start a server
 
 
@@ -107,7 +108,8 @@ class _OwnServer:
             try:
                 return await self._client.complete(query)
             except ServerUnreachableError:
-                if self._child is not None and self._child.running:
+                # Connections break a little before the end of a process is known.
+                if self._child is not None and not await self._child.has_ended(_ENDING_SECONDS):
                     raise
         self.start()
         if self._loading is None:

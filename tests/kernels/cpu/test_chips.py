@@ -84,6 +84,7 @@ def results() -> Iterator[Mapping[str, Future[dict[str, Any]]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # all kernels are compiled for two chips at a time
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_the_same_bits_with_other_instructions(
     results: Mapping[str, Future[dict[str, Any]]], name: str
