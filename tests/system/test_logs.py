@@ -3,6 +3,7 @@
 import contextvars
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ def loggers_as_before() -> Iterator[None]:
     root.handlers[:] = before[0]
     root.setLevel(before[1])
     own.setLevel(before[2])
+    logging.captureWarnings(False)
 
 
 def configure(
@@ -62,6 +64,16 @@ def test_json_has_an_object_per_line(capsys: pytest.CaptureFixture[str]) -> None
     }
     assert second["level"] == "ERROR"
     assert second["exception"].startswith("Traceback")
+
+
+def test_pythons_warnings_are_lines_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        configure("json")
+        warnings.warn("an old name", stacklevel=1)
+    (line,) = objects(capsys)
+    assert line["level"] == "WARNING"
+    assert "an old name" in line["message"]
 
 
 @pytest.mark.parametrize("format", ["text", "json"])

@@ -41,6 +41,7 @@ def configure_logs(options: LogOptions, *, process: str | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(level if level == logging.DEBUG else max(level, logging.WARNING))
     logging.getLogger(_OWN).setLevel(level)
+    logging.captureWarnings(True)  # Python's own, which libraries raise, are lines like all others
 
 
 def _add_context(record: logging.LogRecord) -> bool:

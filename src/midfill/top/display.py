@@ -12,6 +12,7 @@ from midfill.top.history import History
 
 _UNKNOWN = "-"
 _BAR = 24  # columns
+_LABEL_WIDTH = len("between tokens")
 _COLUMN_WIDTH = 9  # about, of the table of tenants
 
 
@@ -47,7 +48,7 @@ def display(history: History, url: str, width: int, notice: str | None = None) -
 def _overview(history: History, width: int) -> Table:
     last = history.last
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True, min_width=min(_LABEL_WIDTH, width // 2))
     table.add_column(no_wrap=True, overflow="ellipsis")  # so that every row is seen
     running, waiting = last.value("num_requests_running"), last.value("num_requests_waiting")
     table.add_row(

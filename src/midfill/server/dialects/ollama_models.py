@@ -33,12 +33,14 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     """Return the router of the endpoints."""
     router = APIRouter(dependencies=[Depends(tenant_of)])
 
-    @router.api_route("/api/version", methods=["GET", "HEAD"])
+    @router.get("/api/version")
+    @router.head("/api/version", include_in_schema=False)
     async def version() -> Response:
         """Tell the version of the API."""
         return json_response({"version": f"{_API_VERSION}+midfill.{__version__}"})
 
-    @router.api_route("/api/tags", methods=["GET", "HEAD"])
+    @router.get("/api/tags")
+    @router.head("/api/tags", include_in_schema=False)
     async def tags() -> Response:
         """List the model by each of its names."""
         return json_response({"models": [_card(service, name) for name in service.names]})

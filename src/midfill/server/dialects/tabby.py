@@ -128,7 +128,8 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     """Return the router of Tabby's other endpoints."""
     router = APIRouter(dependencies=[Depends(tenant_of)])
 
-    @router.api_route("/v1/health", methods=["GET", "POST"])
+    @router.get("/v1/health")
+    @router.post("/v1/health")
     async def health() -> Response:
         """Describe the server."""
         return json_response(_health(service))
