@@ -49,11 +49,11 @@ class TestReport:
     ) -> None:
         mix = report.sessions[0]
         assert set(mix.shown) == set(SHOWN)
-        assert mix.shown["1200/400"] < 0.7 * mix.tokens_computed["planner"]
-        assert len(mix.moves["whole"]) == len(mix.moves["1200/400"]) > 5
-        assert max(mix.moves["1200/400"]) <= (1.25 * 1200 + 400) / 2.5
+        assert mix.shown["2000/600"] < 0.7 * mix.tokens_computed["planner"]
+        assert len(mix.moves["whole"]) == len(mix.moves["2000/600"]) > 5
+        assert max(mix.moves["2000/600"]) <= (1.25 * 2000 + 600) / 2.5
         text = edits_markdown(report)
-        assert "shown 1200/400: / whole" in text
+        assert "shown 2000/600: / whole" in text
         assert "A caret that moves, median and most tokens: " in text
 
     def test_typing_and_accepting_cost_a_handful_of_tokens(self, report: EditsReport) -> None:

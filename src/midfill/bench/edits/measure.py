@@ -39,7 +39,7 @@ WINDOWS: Mapping[str, Mapping[str, int]] = {
     "60 lines": {"lines": 60},
 }
 SHOWN: Mapping[str, WindowRule] = {
-    f"{rule.before}/{rule.after}": rule for rule in (WindowRule(1200, 400), DEFAULT_WINDOW)
+    f"{rule.before}/{rule.after}": rule for rule in (WindowRule(2000, 600), DEFAULT_WINDOW)
 }
 """The planner's own windows, characters before/after the caret."""
 WHOLE = "whole"
