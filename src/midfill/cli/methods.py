@@ -48,7 +48,7 @@ def methods(context: typer.Context) -> None:
     calibrated = ", ".join(entry.name for entry in METHODS.values() if entry.calibrator)
     typer.echo("\nmidfill serve --method cake:budget=256 compresses the KV of every prompt.")
     typer.echo("A budget is tokens per layer, or a share of the prompt if below 1.")
-    typer.echo(f"For other models than the default one, {calibrated} need to be calibrated first:")
+    typer.echo(f"For other models than the default one, calibrate these first: {calibrated}.")
     typer.echo("midfill methods calibrate NAME --model MODEL")
 
 
