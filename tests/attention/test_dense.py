@@ -24,7 +24,8 @@ class Problem:
     values: torch.Tensor
 
 
-def problem(requests: list[tuple[int, int]], seed: int = 0) -> Problem:
+def problem(requests: list[tuple[int, int]], seed: int = 0, *, gathered: bool = False) -> Problem:
+    """gathered: rows are any of their request's, so that each sees as many slots as it happens."""
     generator = torch.Generator().manual_seed(seed)
     scattered = np.random.default_rng(seed)
     query_indptr = np.cumsum([0, *(rows for rows, _ in requests)])
@@ -32,6 +33,7 @@ def problem(requests: list[tuple[int, int]], seed: int = 0) -> Problem:
     slots = [scattered.permutation(SLOTS)[:length] for _, length in requests]
     rows = int(query_indptr[-1])
     empty = np.zeros(rows, np.int32)
+    visible = [np.sort(scattered.permutation(length)[:count]) + 1 for count, length in requests]
     batch = ForwardBatch(
         token_ids=empty,
         positions=empty,
@@ -40,6 +42,9 @@ def problem(requests: list[tuple[int, int]], seed: int = 0) -> Problem:
         kv_indptr=kv_indptr.astype(np.int32),
         kv_slots=np.concatenate([np.zeros(0), *slots]).astype(np.int32),
         logit_rows=empty,
+        visible_slots=np.concatenate([empty[:0], *visible]).astype(np.int32)
+        if gathered
+        else empty[:0],
     )
     return Problem(
         batch,
@@ -56,7 +61,8 @@ def naive(case: Problem, window: Window) -> torch.Tensor:
         first, end = batch.query_indptr[request : request + 2]
         slots = batch.kv_slots[batch.kv_indptr[request] : batch.kv_indptr[request + 1]]
         for row in range(first, end):
-            seen = slots[: len(slots) - (end - first) + (row - first) + 1]
+            count = len(slots) - (end - first) + (row - first) + 1
+            seen = slots[: batch.visible_slots[row] if len(batch.visible_slots) else count]
             seen = torch.from_numpy(seen if window is None else seen[-window:]).long()
             for head in range(KV_HEADS * GROUP):
                 scores = case.keys[seen, head // GROUP] @ case.queries[row, head] * SCALE
@@ -75,12 +81,17 @@ def request_shapes() -> st.SearchStrategy[tuple[int, int]]:
     return st.tuples(rows, st.integers(0, 40)).map(lambda shape: (shape[0], sum(shape)))
 
 
-@given(st.lists(request_shapes(), max_size=8), st.none() | st.integers(1, 50), st.integers(0, 9))
+@given(
+    st.lists(request_shapes(), max_size=8),
+    st.none() | st.integers(1, 50),
+    st.integers(0, 9),
+    st.booleans(),
+)
 @settings(deadline=None)
 def test_every_row_sees_the_keys_up_to_its_own_within_the_window(
-    requests: list[tuple[int, int]], window: Window, seed: int
+    requests: list[tuple[int, int]], window: Window, seed: int, gathered: bool
 ) -> None:
-    case = problem(requests, seed)
+    case = problem(requests, seed, gathered=gathered)
     torch.testing.assert_close(dense(case, window), naive(case, window), rtol=0, atol=1e-5)
 
 

@@ -25,13 +25,17 @@ def random_index(rng: np.random.Generator, *, terms: bool) -> RaggedIndex:
 
 
 def packed(
-    requests: list[tuple[int, int]], indices: tuple[RaggedIndex | None, ...]
+    requests: list[tuple[int, int]],
+    indices: tuple[RaggedIndex | None, ...],
+    *,
+    gathered: bool = False,
 ) -> ForwardBatch:
-    """requests: (new rows, slots that they see) each."""
+    """requests: (new rows, slots) each; gathered rows are any of them, not the last ones."""
     rng = np.random.default_rng(len(requests))
     rows = sum(count for count, _ in requests)
     empty = np.zeros(rows, np.int32)
     slots = [rng.permutation(SLOTS)[:length] for _, length in requests]
+    visible = [np.sort(rng.permutation(length)[:count]) + 1 for count, length in requests]
     return ForwardBatch(
         token_ids=empty,
         positions=empty,
@@ -41,6 +45,7 @@ def packed(
         kv_slots=np.concatenate(slots).astype(np.int32),
         logit_rows=empty,
         ragged=indices,
+        visible_slots=np.concatenate(visible).astype(np.int32) if gathered else empty[:0],
     )
 
 
@@ -57,7 +62,8 @@ def naive(
         first, end = batch.query_indptr[request : request + 2]
         slots = batch.kv_slots[batch.kv_indptr[request] : batch.kv_indptr[request + 1]]
         for row in range(first, end):
-            own = slots[: len(slots) - (end - row) + 1]
+            count = len(slots) - (end - row) + 1
+            own = slots[: batch.visible_slots[row] if len(batch.visible_slots) else count]
             for head in range(KV_HEADS * GROUP):
                 kv_head = head // GROUP
                 seen = (layer * KV_HEADS + kv_head) * SLOTS + own
@@ -107,14 +113,17 @@ request_kinds = st.tuples(st.integers(1, 6), st.integers(0, 20), st.sampled_from
     st.none() | st.integers(1, 12),
     st.integers(0, LAYERS - 1),
     st.integers(0, 99),
+    st.booleans(),
 )
 @settings(deadline=None)
 def test_each_head_sees_its_cells_and_then_the_slots(
-    kinds: list[tuple[int, int, str]], window: int | None, layer: int, seed: int
+    kinds: list[tuple[int, int, str]], window: int | None, layer: int, seed: int, gathered: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     indices = [None if kind == "-" else random_index(rng, terms=kind == "t") for *_, kind in kinds]
-    batch = packed([(rows, rows + before) for rows, before, _ in kinds], tuple(indices))
+    batch = packed(
+        [(rows, rows + before) for rows, before, _ in kinds], tuple(indices), gathered=gathered
+    )
     tensors = random_tensors(batch.rows, seed)
     actual = attended(batch, layer, window, tensors)
     torch.testing.assert_close(actual, naive(batch, layer, window, *tensors), rtol=0, atol=1e-5)

@@ -163,6 +163,28 @@ def test_rows_can_be_dropped_before_the_logits(runner: CpuRunner) -> None:
     np.testing.assert_array_equal(logits.numpy(), whole[29:])
 
 
+def test_gathered_rows_between_layers_give_the_logits_of_all_rows(runner: CpuRunner) -> None:
+    ids = token_ids(80, seed=12)
+    step = batch([(ids, 0, scattered())])
+    whole = runner.forward(step).numpy().copy()
+    hidden = runner.run_layers(step, runner.embed(step), 0, runner.config.layers - 1)
+    rows = np.array([0, 5, 6, 40, 78, 79], np.int32)
+    gathered = ForwardBatch(
+        token_ids=step.token_ids[rows],
+        positions=rows,
+        write_slots=step.write_slots[rows],
+        query_indptr=np.array([0, len(rows)], np.int32),
+        kv_indptr=step.kv_indptr,
+        kv_slots=step.kv_slots,
+        logit_rows=np.arange(len(rows), dtype=np.int32),
+        visible_slots=rows + np.int32(1),
+    )
+    # The last layer's KV of the rows that left is there from the whole pass.
+    kept = hidden[torch.from_numpy(rows)]
+    runner.run_layers(gathered, kept, runner.config.layers - 1, runner.config.layers)
+    np.testing.assert_array_equal(runner.compute_logits(gathered, kept).numpy(), whole[rows])
+
+
 def test_hidden_rows_that_do_not_fit_the_batch_are_refused(runner: CpuRunner) -> None:
     step = batch([(token_ids(5), 0, scattered())])
     width = runner.config.hidden

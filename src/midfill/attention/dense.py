@@ -73,9 +73,11 @@ def prepare_metadata(
         device: where the tensors go.
     """
     groups = []
+    slots_seen = batch.slots_seen()
     for members in _members(batch):
         rows = np.stack([_span(batch.query_indptr, request) for request in members])
-        views = {window: _key_view(batch, members, window, device) for window in windows}
+        seen = slots_seen[rows]
+        views = {window: _key_view(batch, members, seen, window, device) for window in windows}
         groups.append(AttentionGroup(_to_device(rows, device), views))
     return AttentionMetadata(tuple(groups))
 
@@ -137,7 +139,7 @@ def _members(batch: ForwardBatch) -> Iterator[list[int]]:
     The longest KV of a group's decodes is at most twice the shortest.
     """
     queries = np.diff(batch.query_indptr)
-    lengths = np.diff(batch.kv_indptr)
+    lengths = batch.slots_seen()[batch.query_indptr[1:] - 1] if batch.rows else queries
     if batch.ragged:
         queries[[index is not None for index in batch.ragged]] = 0
     yield from ([int(request)] for request in np.flatnonzero(queries > 1))
@@ -153,32 +155,36 @@ def _members(batch: ForwardBatch) -> Iterator[list[int]]:
 
 
 def _key_view(
-    batch: ForwardBatch, members: list[int], window: Window, device: torch.device
+    batch: ForwardBatch, members: list[int], seen: IntArray, window: Window, device: torch.device
 ) -> KeyView:
-    queries = int(np.diff(batch.query_indptr)[members[0]])
-    seen = [batch.kv_slots[_span(batch.kv_indptr, request)] for request in members]
+    """Return the keys of some requests; ``seen`` [requests, queries] of their slots."""
+    slots = [
+        batch.kv_slots[batch.kv_indptr[request] :][: counts[-1]]
+        for request, counts in zip(members, seen, strict=True)
+    ]
     if window is not None:
         # Keys that even the first query no longer sees are not read.
-        seen = [slots[max(0, len(slots) - queries - window + 1) :] for slots in seen]
-    lengths = np.array([len(slots) for slots in seen])
-    padded = np.zeros((len(members), lengths.max()), np.int64)
-    for row, slots in zip(padded, seen, strict=True):
-        row[: len(slots)] = slots
-    narrow = window is None or bool((lengths <= window).all())
-    every_key = queries == 1 and narrow and bool((lengths == lengths[0]).all())
-    causal = queries > 1 and len(members) == 1 and narrow and lengths[0] == queries
-    mask = None if every_key or causal else _mask(lengths, queries, window, device)
-    return KeyView(_to_device(padded, device), mask, bool(causal))
+        unseen = np.maximum(seen[:, 0] - window, 0)
+        slots = [keys[first:] for keys, first in zip(slots, unseen, strict=True)]
+        seen = seen - unseen[:, None]
+    queries, most = seen.shape[1], int(seen.max())
+    padded = np.zeros((len(members), most), np.int64)
+    for row, keys in zip(padded, slots, strict=True):
+        row[: len(keys)] = keys
+    narrow = window is None or most <= window
+    every_key = queries == 1 and narrow and bool((seen == most).all())
+    causal = queries > 1 and narrow and bool((seen == np.arange(1, queries + 1)).all())
+    mask = None if every_key or causal else _mask(seen, window, device)
+    return KeyView(_to_device(padded, device), mask, causal)
 
 
-def _mask(lengths: IntArray, queries: int, window: Window, device: torch.device) -> torch.Tensor:
-    """Return [requests, 1, queries, keys] bool; a request's queries are its last keys."""
-    key = torch.arange(int(lengths.max()), device=device)
-    first_query = _to_device(lengths - queries, device)
-    own = first_query[:, None] + torch.arange(queries, device=device)
-    mask = key <= own[:, :, None]
+def _mask(seen: IntArray, window: Window, device: torch.device) -> torch.Tensor:
+    """Return [requests, 1, queries, keys] bool, given how many keys each query sees."""
+    key = torch.arange(int(seen.max()), device=device)
+    ends = _to_device(seen, device)[:, :, None]
+    mask = key < ends
     if window is not None:
-        mask &= key > own[:, :, None] - window
+        mask &= key >= ends - window
     return mask[:, None]
 
 

@@ -19,7 +19,8 @@ class RaggedRequest:
 
     Attributes:
         rows: [queries] int64, rows of the packed batch.
-        own: [n] int64, the slots after the cells; they end with those of the rows.
+        own: [n] int64, the slots after the cells.
+        seen: [queries] int64, how many of these each row sees, its own the last of them.
         cells: [layers, kv_heads, most] int64, padded with cell 0.
         kept: [layers, kv_heads, 1] int64, how many are cells.
         terms: [3, layers, kv_heads, most] float32: score factors, score biases, value factors.
@@ -27,6 +28,7 @@ class RaggedRequest:
 
     rows: torch.Tensor
     own: torch.Tensor
+    seen: torch.Tensor
     cells: torch.Tensor
     kept: torch.Tensor
     terms: torch.Tensor
@@ -85,7 +87,7 @@ def attend_ragged(
     )
     scores = torch.einsum("rhgd,hkd->hgrk", q, k) * scale
     scores = scores * factor[:, None, None] + bias[:, None, None]
-    seen = _visible(rows, most, own, kept, window)
+    seen = _visible(request.seen, most, own, kept, window)
     weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     attended = torch.einsum("hgrk,hkd->rhgd", weights * weight[:, None, None], v)
     return attended.reshape(rows, heads, head_dim).to(queries.dtype)
@@ -113,7 +115,7 @@ def _padded(term: torch.Tensor, own: int, fill: float) -> torch.Tensor:
 
 
 def _visible(
-    rows: int, most: int, own: int, kept: torch.Tensor, window: int | None
+    slots_seen: torch.Tensor, most: int, own: int, kept: torch.Tensor, window: int | None
 ) -> torch.Tensor:
     """Return which keys each row sees, as bool [kv_heads, rows, keys]."""
     column = torch.arange(most + own, device=kept.device)
@@ -121,7 +123,7 @@ def _visible(
     # A head's keys are numbered without its padding.
     number = torch.where(is_cell, column, kept + column - most)
     exists = ~is_cell | (column < kept)
-    row = kept[:, None] + own - rows + torch.arange(rows, device=kept.device)[:, None]
+    row = kept[:, None] + slots_seen[:, None] - 1
     seen = exists[:, None] & (number[:, None] <= row)
     return seen if window is None else seen & (number[:, None] > row - window)
 
@@ -143,6 +145,7 @@ def _prepare(
     return RaggedRequest(
         rows=torch.from_numpy(rows).to(device, torch.int64),
         own=torch.from_numpy(own).to(device, torch.int64),
+        seen=torch.from_numpy(batch.slots_seen()[rows]).to(device, torch.int64),
         cells=torch.from_numpy(padded[0].reshape(shape)).to(device, torch.int64),
         kept=torch.from_numpy(counts.reshape(-1, kv_heads, 1)).to(device, torch.int64),
         terms=torch.from_numpy(np.stack(padded[1:]).reshape(3, *shape)).to(device),

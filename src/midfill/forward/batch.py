@@ -19,7 +19,8 @@ class ForwardBatch:
     Request b has the rows ``query_indptr[b]:query_indptr[b + 1]`` and attends to the KV in
     ``kv_slots[kv_indptr[b]:kv_indptr[b + 1]]``, which is in order of position and ends with the
     slots of its own new rows. Row i of its q rows (i from 0) attends to the first
-    ``kv_length - q + i + 1`` of them, and before these to the cells of ``ragged[b]``.
+    ``kv_length - q + i + 1`` of them, and before these to the cells of ``ragged[b]``. Where rows
+    don't follow one another, or others have KV after them, ``visible_slots`` says how many.
 
     Attributes:
         token_ids: [rows] int32.
@@ -31,6 +32,8 @@ class ForwardBatch:
         logit_rows: [outputs] int32, ascending, the rows whose logits are computed.
         ragged: one per request, None where it has no such cells; empty if none has.
         observed_rows: [n] int32, rows whose queries are kept for ``Runner.observed_queries``.
+        visible_slots: [rows] int32, how many of its request's slots each row attends to, its own
+            the last of them; ascending within a request. Empty where all rows are as above.
     """
 
     token_ids: Int32Array
@@ -42,6 +45,7 @@ class ForwardBatch:
     logit_rows: Int32Array
     ragged: tuple[RaggedIndex | None, ...] = ()
     observed_rows: Int32Array = field(default_factory=_no_rows)
+    visible_slots: Int32Array = field(default_factory=_no_rows)
 
     @property
     def rows(self) -> int:
@@ -52,3 +56,12 @@ class ForwardBatch:
     def requests(self) -> int:
         """Number of requests that the rows belong to."""
         return len(self.query_indptr) - 1
+
+    def slots_seen(self) -> Int32Array:
+        """Return how many of its request's slots each row attends to: [rows] int32."""
+        if len(self.visible_slots):
+            return self.visible_slots
+        queries, lengths = np.diff(self.query_indptr), np.diff(self.kv_indptr)
+        before = np.repeat(lengths - queries - self.query_indptr[:-1], queries)
+        seen: Int32Array = (before + np.arange(1, self.rows + 1)).astype(np.int32)
+        return seen

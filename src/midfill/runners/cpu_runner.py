@@ -228,12 +228,13 @@ class CpuRunner:
         tiles = np.zeros((batch.rows + 1, TILE_FIELDS), np.int32)
         ragged, most_cells = pack_ragged(batch.ragged)
         tile_count, partials = plan_attention(
-            batch.query_indptr, batch.kv_indptr, most_cells, group, self.config.kv_heads,
-            self.threads, tiles,
+            batch.query_indptr, batch.kv_indptr, batch.visible_slots, most_cells, group,
+            self.config.kv_heads, self.threads, tiles,
         )  # fmt: skip
         attention = AttentionMetadata(
-            batch.query_indptr, batch.kv_indptr, batch.kv_slots, tiles, tile_count, partials, ragged
-        )
+            batch.query_indptr, batch.kv_indptr, batch.kv_slots, batch.visible_slots, tiles,
+            tile_count, partials, ragged,
+        )  # fmt: skip
         return Batch(
             batch.token_ids, batch.positions, batch.write_slots, batch.logit_rows,
             batch.observed_rows, attention,

@@ -192,8 +192,9 @@ def attended() -> list[np.ndarray]:
         tiles = np.zeros((2, attention.TILE_FIELDS), np.int32)
         tiles[0] = 0, 0, 1, 0
         metadata = attention.AttentionMetadata(
-            np.array([0, 1], np.int32), np.array([0, slots], np.int32), order, tiles, 1, 0, ragged
-        )
+            np.array([0, 1], np.int32), np.array([0, slots], np.int32), order,
+            np.zeros(0, np.int32), tiles, 1, 0, ragged,
+        )  # fmt: skip
         out = np.zeros(rows * dim, np.float32)
         attention.attend(
             one_thread(), attention.Queries(normal(rows * dim), rows * dim),

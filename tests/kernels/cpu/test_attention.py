@@ -84,8 +84,12 @@ def attend(
     window: int = 0,
     split: bool = False,
     indices: Sequence[RaggedIndex | None] = (),
+    visible: Sequence[int] = (),
 ) -> np.ndarray:
-    """requests: (slots, queries [rows, heads, dim]) each; all in one batch."""
+    """requests: (slots, queries [rows, heads, dim]) each; all in one batch.
+
+    visible: how many slots each row sees, where that isn't all up to its own.
+    """
     rows = sum(len(queries) for _, queries in requests)
     qkv = np.zeros((rows, WIDTH), np.float32)
     qkv[:, : QUERY_HEADS * DIM] = np.concatenate([q for _, q in requests]).reshape(rows, -1)
@@ -95,10 +99,13 @@ def attend(
     tiles = np.zeros((rows + 1, attention.TILE_FIELDS), np.int32)
     threads = 10**6 if split else 1
     ragged, most_cells = pack_ragged(indices)
+    seen = np.array(visible, np.int32)
     planned = attention.plan_attention(
-        query_indptr, kv_indptr, most_cells, GROUP, KV_HEADS, threads, tiles
+        query_indptr, kv_indptr, seen, most_cells, GROUP, KV_HEADS, threads, tiles
     )
-    metadata = attention.AttentionMetadata(query_indptr, kv_indptr, slots, tiles, *planned, ragged)
+    metadata = attention.AttentionMetadata(
+        query_indptr, kv_indptr, slots, seen, tiles, *planned, ragged
+    )
     assert (metadata.partials > 0) == split
     merged = attention.partial_rows(max(1, metadata.partials), GROUP, KV_HEADS)
     partials = SoftmaxSums(np.empty(merged * 2, np.float32), np.empty(merged * DIM, np.float32))
@@ -124,15 +131,16 @@ def test_any_width_of_head_and_number_of_rows(dim: int, rows: int) -> None:
     none = np.zeros(0, np.float32)
     tiles = np.zeros((2, attention.TILE_FIELDS), np.int32)
     one, all_keys = np.array([0, 1], np.int32), np.array([0, 300], np.int32)
+    in_order = np.zeros(0, np.int32)
     ragged, most_cells = pack_ragged(())
-    planned = attention.plan_attention(one, all_keys, most_cells, rows, 1, 1, tiles)
+    planned = attention.plan_attention(one, all_keys, in_order, most_cells, rows, 1, 1, tiles)
     out = np.empty(rows * dim, np.float32)
     cache = KVCache(keys.reshape(-1), values.reshape(-1), none, none)
     attention.attend(
         one_thread(), attention.Queries(query.reshape(-1), rows * dim),
         LayerKV(cache, 300, 0), attention.AttentionHeads(rows, 1, rows, dim, 0.1, 0),
         attention.AttentionMetadata(
-            one, all_keys, np.arange(300, dtype=np.int32), tiles, *planned, ragged
+            one, all_keys, np.arange(300, dtype=np.int32), in_order, tiles, *planned, ragged
         ),
         Activations(out, NO_QUANTS), np.empty(attention.scratch_size(rows, dim), np.float32),
         CELLS, SoftmaxSums(none, none),
@@ -190,6 +198,42 @@ def test_the_same_bits_in_a_batch_and_for_any_placement_of_slots(kv_format: KVFo
 
     moved = Pool(1500, kv_format, pool, order[:500])
     np.testing.assert_array_equal(attend(moved, [(np.arange(500), long)]), apart[0])
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("pool", list(KVFormat), indirect=True)
+def test_gathered_rows_have_the_bits_that_they_have_among_all_rows(
+    pool: Pool, window: int, split: bool
+) -> None:
+    slots = np.random.default_rng(12).permutation(1200)[:700]
+    rows = queries(700, 13)
+    whole = attend(pool, [(slots, rows)], window=window)
+    rng = np.random.default_rng(14)
+    for count in (1, 2, 9, 70, 700):
+        chosen = np.sort(rng.permutation(700)[:count])
+        got = attend(pool, [(slots, rows[chosen])], window=window, split=split, visible=chosen + 1)
+        np.testing.assert_array_equal(got, whole[chosen])
+
+
+@pytest.mark.parametrize("pool", [KVFormat.F16], indirect=True)
+def test_gathered_rows_share_a_batch_with_others_and_see_cells(pool: Pool) -> None:
+    rng = np.random.default_rng(15)
+    index = ragged_index(pool, (30, 400), rng, terms=True)
+    slots = [rng.permutation(1200)[:count] for count in (50, 300, 12)]
+    rows = [queries(count, seed) for seed, count in enumerate((50, 300, 1))]
+    chosen = [np.arange(50), np.array([3, 4, 250, 299]), np.array([11])]
+    own = [rows[0], rows[1][chosen[1]], rows[2]]
+    together = attend(
+        pool, list(zip(slots, own, strict=True)), indices=[None, index, None],
+        visible=np.concatenate(chosen) + 1,
+    )  # fmt: skip
+    apart = [
+        attend(pool, [(slots[0], rows[0])]),
+        attend(pool, [(slots[1], rows[1])], indices=[index])[chosen[1]],
+        attend(pool, [(slots[2], rows[2])]),
+    ]
+    np.testing.assert_array_equal(together, np.concatenate(apart))
 
 
 def naive_ragged(

@@ -16,6 +16,8 @@ from midfill.kernels.cpu.segments import (
 SLOTS = 400
 ALL = 10**6
 """A limit beyond every key."""
+IN_ORDER = np.zeros(0, np.int32)
+"""Limits of rows that follow one another."""
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
@@ -39,7 +41,7 @@ def score(queries: np.ndarray, keys: KVSpan, group: int = 1, limit: int = ALL) -
     rows, dim = queries.shape
     scores = np.full(rows * SEGMENT, np.nan, np.float32)
     panel = np.empty(dim * 16, np.float32)
-    seen = SegmentRows(rows, group, limit, 0, dim)
+    seen = SegmentRows(rows, group, limit, 0, dim, IN_ORDER, 0, 0)
     score_segment(queries.reshape(-1), seen, keys, keys, panel, scores)
     return scores.reshape(rows, SEGMENT)[:, : keys.length]
 
@@ -53,7 +55,7 @@ def weigh(
     padded = np.full((rows, SEGMENT), np.nan, np.float32)
     padded[:, : values.length] = weights
     sums = np.full(rows * dim, np.nan, np.float32)
-    seen = SegmentRows(rows, group, limit, window, dim)
+    seen = SegmentRows(rows, group, limit, window, dim, IN_ORDER, 0, 0)
     weigh_segment(padded.reshape(-1), seen, values, values, sums, 0)
     return sums.reshape(rows, dim)
 

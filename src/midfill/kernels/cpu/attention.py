@@ -33,6 +33,7 @@ from midfill.kernels.cpu.ragged_cells import (
 from midfill.kernels.cpu.segments import (
     SEGMENT,
     SegmentRows,
+    keys_seen,
     multiply_scales,
     score_segment,
     weigh_segment,
@@ -59,7 +60,7 @@ class AttentionMetadata(NamedTuple):
     """Which query rows of a batch attend to which slots, and how the work is cut.
 
     Attributes:
-        query_indptr, kv_indptr, kv_slots: of the ForwardBatch, int32.
+        query_indptr, kv_indptr, kv_slots, visible_slots: of the ForwardBatch, int32.
         tiles: int32 [at least tile_count, 4], per query tile: request, first row of the batch,
             rows, and first partial.
         tile_count: tiles in use.
@@ -71,6 +72,7 @@ class AttentionMetadata(NamedTuple):
     query_indptr: Int32Array
     kv_indptr: Int32Array
     kv_slots: Int32Array
+    visible_slots: Int32Array
     tiles: Int32Array
     tile_count: int
     partials: int
@@ -156,13 +158,13 @@ class _Scratch(NamedTuple):
 
 @entry_point
 def plan_attention(
-    query_indptr: Int32Array, kv_indptr: Int32Array, most_cells: Int32Array, group: int,
-    kv_heads: int, threads: int, tiles: Int32Array,
+    query_indptr: Int32Array, kv_indptr: Int32Array, visible_slots: Int32Array,
+    most_cells: Int32Array, group: int, kv_heads: int, threads: int, tiles: Int32Array,
 ) -> tuple[int, int]:  # fmt: skip
     """Cut the batch's rows into query tiles and fill ``tiles``.
 
     Args:
-        query_indptr, kv_indptr: of the ForwardBatch.
+        query_indptr, kv_indptr, visible_slots: of the ForwardBatch.
         most_cells: int32 [requests], the most cells that a layer's head sees before the slots;
             empty if there are none.
         group: query heads per KV head.
@@ -178,16 +180,18 @@ def plan_attention(
     partials = 0
     for request in range(len(query_indptr) - 1):
         row, end = query_indptr[request], query_indptr[request + 1]
-        length = kv_indptr[request + 1] - kv_indptr[request]
-        if len(most_cells) > 0:
-            length += most_cells[request]
+        slots = kv_indptr[request + 1] - kv_indptr[request]
+        cells = most_cells[request] if len(most_cells) > 0 else 0
         while row < end:
             rows = min(widest, end - row)
             tiles[count, REQUEST] = request
             tiles[count, ROW] = row
             tiles[count, ROWS] = rows
             tiles[count, PARTIAL] = partials
-            keys = length - (end - row - rows)
+            seen = slots - (end - row - rows)
+            if len(visible_slots) > 0:
+                seen = visible_slots[row + rows - 1]
+            keys = cells + seen
             partials += (keys + SEGMENT - 1) // SEGMENT
             count += 1
             row += rows
@@ -243,6 +247,9 @@ def _find_tile(metadata: AttentionMetadata, kv: LayerKV, heads: AttentionHeads, 
     slots = metadata.kv_indptr[request + 1] - keys.slots_at
     length = keys.cells + slots - behind + count
     limit = length - count + 1
+    if len(metadata.visible_slots) > 0:
+        length = keys.cells + int(metadata.visible_slots[row + count - 1])
+        limit = keys.cells + int(metadata.visible_slots[row])
     first, end = 0, (length + SEGMENT - 1) // SEGMENT
     if heads.window > 0:
         first = max(0, limit - heads.window) // SEGMENT
@@ -297,18 +304,20 @@ def _attend_segment(
     keys = _span(kv.cache.keys, dim, metadata, tile, segment, scratch.cells, 0)
     values = KVSpan(kv.cache.values, keys.base, keys.slots, keys.first, keys.length)
     head_at = 0 if tile.keys.cells > 0 else tile.keys.base
-    limit = tile.limit - segment * SEGMENT
-    rows = SegmentRows(tile.rows, heads.group, limit, heads.window, dim)
+    start = segment * SEGMENT
+    rows = SegmentRows(
+        tile.rows, heads.group, tile.limit - start, heads.window, dim, metadata.visible_slots,
+        tile.row, start - tile.keys.cells,
+    )  # fmt: skip
     score_segment(scratch.queries, rows, keys, values, scratch.panel, scores)
     if is_quantized(kv.cache.keys):
         multiply_scales(kv.cache.key_scales, head_at, keys, scratch.scales, tile.rows, scores)
-    start = segment * SEGMENT
     if tile.keys.has_terms:
         change_scores(
             metadata.ragged, tile.keys, start, keys.length, scratch.scales, tile.rows, scores
         )
     for row in range(tile.rows):
-        end = limit + row // heads.group
+        end = keys_seen(rows, row)
         first = end - heads.window if heads.window > 0 else 0
         softmax_row(scores, row * SEGMENT, keys.length, first, end, out.states, first_row + row)
     if tile.keys.has_terms:

@@ -31,7 +31,7 @@ from midfill.kernels.cpu.kv_products import (
     weigh_values_5x64,
 )
 from midfill.kernels.cpu.kv_spans import KVSpan
-from midfill.kernels.cpu.memory import Float32Array
+from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.simd import LANES, load, multiply, store
 
 SEGMENT = 256
@@ -43,8 +43,8 @@ MAX_ROWS_IN_PLACE = 8
 class SegmentRows(NamedTuple):
     """The rows of a query tile, and which keys of a segment they see.
 
-    Row r sees keys up to limit + r // group (exclusive); with a window, only the last ``window``
-    of these. Keys are numbered from the segment's first.
+    Row r sees keys up to limit + r // group (exclusive), or up to ``limits`` where that says; with
+    a window, only the last ``window`` of these. Keys are numbered from the segment's first.
 
     Attributes:
         total: the tile's query rows times ``group``.
@@ -52,6 +52,10 @@ class SegmentRows(NamedTuple):
         limit: keys that the first row sees; beyond 0..SEGMENT if it sees none, or all.
         window: of sliding-window attention; 0 is none.
         head_dim: elements of a query, key or value.
+        limits: int32, of the batch's rows, ascending in the tile: row r sees keys up to
+            limits[first + r // group] - start. Empty where the rows follow one another.
+        first: the tile's first row in the batch.
+        start: number, as ``limits`` counts, of the segment's first key.
     """
 
     total: int
@@ -59,6 +63,29 @@ class SegmentRows(NamedTuple):
     limit: int
     window: int
     head_dim: int
+    limits: Int32Array
+    first: int
+    start: int
+
+
+@kernel
+def keys_seen(rows: SegmentRows, row: int) -> int:
+    """Return up to which key of the segment a row sees; beyond 0..SEGMENT if none, or all."""
+    query = row // rows.group
+    if len(rows.limits) == 0:
+        return rows.limit + query
+    return int(rows.limits[rows.first + query]) - rows.start
+
+
+@kernel
+def _blind_rows(rows: SegmentRows, key: int) -> int:
+    """Return how many rows, the first ones of the tile, don't see a key."""
+    if len(rows.limits) == 0:
+        return max(0, key - rows.limit + 1) * rows.group
+    row = 0
+    while row < rows.total and keys_seen(rows, row) <= key:
+        row += rows.group
+    return row
 
 
 @kernel
@@ -139,8 +166,8 @@ def score_segment(
         return
     for key in range(0, keys.length, LANES):
         transpose_keys(keys, key, rows.head_dim, ahead, panel)
-        blind = max(0, key - rows.limit + 1) * rows.group
-        _score_panel(queries, rows, min(blind, rows.total - 3), panel, scores, key)
+        blind = min(_blind_rows(rows, key), rows.total - 3)
+        _score_panel(queries, rows, blind, panel, scores, key)
 
 
 @kernel
@@ -218,8 +245,8 @@ def weigh_segment(
     row, dim, window = 0, rows.head_dim, rows.window
     while row < rows.total:
         n = _next_rows(rows.total - row)
-        first = max(0, rows.limit + row // rows.group - window) if window > 0 else 0
-        end = min(values.length, rows.limit + (row + n - 1) // rows.group)
+        first = max(0, keys_seen(rows, row) - window) if window > 0 else 0
+        end = min(values.length, keys_seen(rows, row + n - 1))
         d = 0
         while d < dim:
             from_row, to = row * SEGMENT, at + row * dim + d
