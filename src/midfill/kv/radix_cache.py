@@ -8,7 +8,7 @@ missing; and each tenant has a root of its own, so no tenant can observe another
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +78,18 @@ class Insertion:
     duplicates: Int32Array
 
 
+class CachedText(NamedTuple):
+    """Tokens from position 0 whose KV is cached.
+
+    Attributes:
+        tokens: [n] int32.
+        slots: [n] int32, the slots of their KV.
+    """
+
+    tokens: Int32Array
+    slots: Int32Array
+
+
 class CachedPrefix(NamedTuple):
     """How much of a token sequence is cached.
 
@@ -143,6 +155,42 @@ class RadixCache:
             matched += length
             evictable += 0 if node.locks else length
         return CachedPrefix(matched, evictable)
+
+    def recent_texts(self, tenant: str, max_tokens: int, min_new: int) -> list[CachedText]:
+        """Return what was cached last for a tenant, the latest first; changes nothing.
+
+        Args:
+            tenant: whose tree to look at.
+            max_tokens: of all texts together. The last one may exceed it.
+            min_new: texts are left out of which fewer tokens are in none of those before.
+        """
+        texts: list[CachedText] = []
+        seen: set[RadixNode] = set()
+        leaves = sorted(self._leaves(tenant), key=lambda leaf: leaf.last_used, reverse=True)
+        for leaf in leaves:
+            if max_tokens <= 0:
+                break
+            path, new = [leaf], 0 if leaf in seen else len(leaf.tokens)
+            while (parent := path[-1].parent) is not None and parent.parent is not None:
+                path.append(parent)
+                new += 0 if parent in seen else len(parent.tokens)
+            if new < min_new:
+                continue
+            seen.update(path)
+            tokens = np.concatenate([node.tokens for node in reversed(path)])
+            texts.append(CachedText(tokens, np.concatenate([each.slots for each in path[::-1]])))
+            max_tokens -= len(tokens)
+        return texts
+
+    def _leaves(self, tenant: str) -> Iterator[RadixNode]:
+        root = self._roots.get(tenant)
+        stack = [] if root is None else list(root.children.values())
+        while stack:
+            node = stack.pop()
+            if node.children:
+                stack += node.children.values()
+            else:
+                yield node
 
     def insert(
         self,

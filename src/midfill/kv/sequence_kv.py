@@ -4,6 +4,7 @@ import numpy as np
 
 from midfill.arrays import Int32Array
 from midfill.kv.compressed_prefix import CompressedPrefix
+from midfill.kv.joint_slots import JointSlots
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import RadixNode
 
@@ -18,10 +19,14 @@ class SequenceKV:
     slots are those of later tokens only, and none of them is cached: their KV depends on what was
     left out.
 
+    KV that was copied from elsewhere, or that attends to such KV, is kept private, too: it is not
+    what the tokens' own computation would give.
+
     Attributes:
         reserved: number of slots held, whether their KV has been computed or not.
-        shared: how many of them belong to the prefix cache.
+        shared: how many of them belong to the prefix cache, or to other answers as well.
         prefix: what stands for the first tokens; None if they have slots like all others.
+        is_private: whether nothing beyond what is shared now may go to the prefix cache.
     """
 
     def __init__(self, pool: KVPool, tenant: str, capacity: int) -> None:
@@ -36,10 +41,12 @@ class SequenceKV:
         self.reserved = 0
         self.shared = 0
         self.prefix: CompressedPrefix | None = None
+        self.is_private = False
         self._pool = pool
         self._tenant = tenant
         self._buffer: Int32Array = np.empty(capacity, dtype=np.int32)
         self._node: RadixNode | None = None
+        self._joint: JointSlots | None = None
 
     @property
     def slots(self) -> Int32Array:
@@ -64,7 +71,8 @@ class SequenceKV:
     @property
     def owned(self) -> int:
         """Number of slots that the sequence owns, that is, does not share."""
-        return self.reserved - self.shared + (0 if self.prefix is None else self.prefix.owned)
+        together = sum(one.owned for one in (self.prefix, self._joint) if one is not None)
+        return self.reserved - self.shared + together
 
     def match_prefix(self, tokens: Int32Array) -> int:
         """Lock and share the longest cached prefix of [n] int32 ``tokens``; return its length.
@@ -124,11 +132,11 @@ class SequenceKV:
         """Free the slots of all tokens after the first ``tokens``.
 
         Raises:
-            ValueError: some of them belong to the cache, or are compressed.
+            ValueError: some of them belong to the cache or to other answers, or are compressed.
         """
         count = tokens - self.first
         if count < self.shared:
-            raise ValueError(f"can't truncate to {count} slots: the cache holds {self.shared}")
+            raise ValueError(f"can't truncate to {count} slots: {self.shared} are shared")
         self._pool.slots.free(self._buffer[count : self.reserved])
         self.reserved = count
 
@@ -137,10 +145,11 @@ class SequenceKV:
 
         ``tokens`` are the sequence's from position 0, at most those whose KV has been computed.
         Where another sequence has cached a position in the meantime, the sequence frees its own
-        slot and uses the cached one. Nothing is cached once the KV is compressed.
+        slot and uses the cached one. Nothing is cached once the KV is compressed, or if it is
+        private.
         """
         count = len(tokens)
-        if count == self.shared or self.prefix is not None:
+        if count == self.shared or self.prefix is not None or self.is_private:
             return
         cache = self._pool.cache
         stored = cache.insert(self._tenant, tokens, self._buffer[:count], self._node)
@@ -155,12 +164,20 @@ class SequenceKV:
     def fork(self) -> "SequenceKV":
         """Return the KV of another sequence that shares all of this one's slots.
 
+        Private slots are owned by both from then on.
+
         Raises:
             ValueError: the sequence owns slots, which can't be shared.
         """
         if self.reserved > self.shared:
-            raise ValueError("only KV that the cache holds can be shared")
+            if not self.is_private or self._joint is not None:
+                raise ValueError("only KV that the cache holds can be shared")
+            own = self._buffer[self.shared : self.reserved].copy()
+            self._joint = JointSlots(own, self._pool.slots)
+            self.shared = self.reserved
         twin = SequenceKV(self._pool, self._tenant, len(self._buffer))
+        twin.is_private = self.is_private
+        twin._joint = None if self._joint is None else self._joint.share()
         twin._buffer[: self.shared] = self.slots
         twin.reserved = twin.shared = self.shared
         twin._node = self._node
@@ -177,7 +194,8 @@ class SequenceKV:
         """Release all slots; KV that is not in the cache yet is lost."""
         self._pool.slots.free(self._buffer[self.shared : self.reserved].copy())
         self._pool.cache.unlock(self._node)
-        if self.prefix is not None:
-            self.prefix.release()
-        self._node = self.prefix = None
+        for one in (self.prefix, self._joint):
+            if one is not None:
+                one.release()
+        self._node = self.prefix = self._joint = None
         self.reserved = self.shared = 0
