@@ -97,13 +97,18 @@ class NaiveCache:
 
 @dataclass
 class Holder:
-    """A sequence as the model sees it: ``shared`` of ``slots`` are the cache's, locked."""
+    """A sequence as the model sees it: ``shared`` of ``slots`` are the cache's, locked.
+
+    Once it is private, ``joint`` is a list of slots that its twins hold as well.
+    """
 
     tenant: str
     tokens: list[int]
     kv: SequenceKV
     shared: int
     slots: list[int]
+    private: bool = False
+    joint: list[int] = field(default_factory=list)
 
     @property
     def lock(self) -> tuple[str, Path]:
@@ -186,7 +191,7 @@ class KVMachine(RuleBasedStateMachine):
         assert holder.kv.slots.tolist() == holder.slots
 
     def model_cache_prefix(self, holder: Holder, count: int) -> None:
-        if count == holder.shared:
+        if count == holder.shared or holder.private:
             return
         tokens = holder.tokens[:count]
         self.free.update(self.model.insert(holder.tenant, tokens, holder.slots[:count]))
@@ -197,21 +202,31 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(target=holders, holder=holders)
     def fork(self, holder: Holder) -> object:
-        if holder.kv.owned:
+        own = holder.slots[holder.shared + len(holder.joint) :]
+        if own and (not holder.private or holder.joint):
+            with pytest.raises(ValueError, match="only KV that the cache holds"):
+                holder.kv.fork()
             return multiple()
+        holder.joint = holder.joint or own
         twin = Holder(
-            holder.tenant, list(holder.tokens), holder.kv.fork(), holder.shared, list(holder.slots)
-        )
+            holder.tenant, list(holder.tokens), holder.kv.fork(), holder.shared,
+            list(holder.slots), holder.private, holder.joint,
+        )  # fmt: skip
         self.model.locks.append(twin.lock)
         self.live.append(twin)
         return twin
+
+    @rule(holder=holders)
+    def keep_private(self, holder: Holder) -> None:
+        """From now on its KV is not what its tokens alone would give."""
+        holder.kv.is_private = holder.private = True
 
     @rule(holder=holders, count=st.integers(1, 4))
     def truncate(self, holder: Holder, count: int) -> None:
         """The last tokens are dropped; those that the cache holds can't be."""
         kept = len(holder.slots) - count
-        if kept < holder.shared:
-            with pytest.raises(ValueError, match="the cache holds"):
+        if kept < holder.shared + len(holder.joint):
+            with pytest.raises(ValueError, match="are shared"):
                 holder.kv.truncate(kept)
             return
         holder.kv.truncate(kept)
@@ -234,9 +249,29 @@ class KVMachine(RuleBasedStateMachine):
         self.forget(holder)
 
     def forget(self, holder: Holder) -> None:
-        self.free.update(holder.slots[holder.shared :])
-        self.model.locks.remove(holder.lock)
         self.live = [other for other in self.live if other is not holder]
+        owns_joint = not any(holder.joint and other.joint is holder.joint for other in self.live)
+        own_from = holder.shared + (0 if owns_joint else len(holder.joint))
+        self.free.update(holder.slots[own_from:])
+        self.model.locks.remove(holder.lock)
+
+    @rule(tenant=TENANTS, most=st.integers(0, 30), new=st.integers(1, 4))
+    def recent_texts(self, tenant: str, most: int, new: int) -> None:
+        """The latest leaves with what leads to them, unless most of it has been seen."""
+        paths = {path for owner, path in self.model.positions if owner == tenant}
+        leaves = [path for path in paths if not any(other[:-1] == path for other in paths)]
+        leaves.sort(key=lambda path: self.model.positions[tenant, path].last_used, reverse=True)
+        expected: list[Path] = []
+        seen: set[Path] = set()
+        for path in leaves:
+            parts = {path[: end + 1] for end in range(len(path))}
+            if sum(map(len, expected)) < most and len(parts - seen) >= new:
+                expected.append(path)
+                seen |= parts
+        found = self.pool.cache.recent_texts(tenant, most, new)
+        assert [tuple(text.tokens.tolist()) for text in found] == expected
+        for text in found:
+            assert text.slots.tolist() == self.model.slots(tenant, tuple(text.tokens.tolist()))
 
     @rule(count=st.integers(0, 12))
     def evict(self, count: int) -> None:
@@ -270,7 +305,15 @@ class KVMachine(RuleBasedStateMachine):
         assert cache.evictable_tokens == self.model.evictable()
         assert cache.tenants == len({tenant for tenant, _ in self.model.positions})
         assert self.pool.slots.free_slots == len(self.free)
-        owned = sum(holder.kv.owned for holder in self.live)
+        owned = sum(len(holder.slots) - holder.shared - len(holder.joint) for holder in self.live)
+        owned += sum(map(len, {id(holder.joint): holder.joint for holder in self.live}.values()))
+        alone = [
+            holder
+            for holder in self.live
+            if not any(other.joint is holder.joint for other in self.live if other is not holder)
+        ]
+        for holder in alone:
+            assert holder.kv.owned == len(holder.slots) - holder.shared
         assert len(self.free) + cache.cached_tokens + owned == self.pool.slots.total
 
     def teardown(self) -> None:

@@ -52,9 +52,7 @@ def test_finds_what_a_search_of_every_place_finds(
 
 
 @given(st.lists(TOKENS, min_size=1, max_size=40), st.lists(TOKENS, max_size=40))
-def test_windows_that_share_a_fingerprint_make_no_run(
-    tokens: list[int], source: list[int]
-) -> None:
+def test_windows_that_share_a_fingerprint_make_no_run(tokens: list[int], source: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             token_runs,

@@ -14,12 +14,12 @@ from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
-from midfill.methods.registry import METHODS
+from midfill.methods.registry import methods_of
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.torch_runner import TorchRunner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
-each_method = pytest.mark.parametrize("name", METHODS)
+each_method = pytest.mark.parametrize("name", methods_of("evict"))
 Alone = Callable[[str, tuple[int, ...]], Answer]
 
 

@@ -14,6 +14,7 @@ from midfill.arrays import Float32Array, Int32Array, Int64Array
 from midfill.compression.selection import Selection
 from midfill.forward.cells import CellStore
 from midfill.models.config import ModelConfig
+from midfill.reuse.method import ReuseMethod
 
 
 @dataclass(frozen=True)
@@ -168,10 +169,14 @@ class RecallingMethod(Protocol):
 class ModelSpecific(Protocol):
     """A method that doesn't suit every model, or that needs what was computed for this one."""
 
-    def for_model(self, model: ServedModel) -> CompressionMethod:
+    def for_model(self, model: ServedModel) -> "Method":
         """Return the method, ready to be used with a model.
 
         Raises:
             InvalidRequestError: they don't suit each other; the message says why, and what to do.
         """
         ...
+
+
+Method = CompressionMethod | ReuseMethod
+"""What a request can ask for."""

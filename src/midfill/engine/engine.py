@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from midfill.compression.method import CompressionMethod
+from midfill.compression.method import Method
 from midfill.engine.batching import ScheduledSequence, build_batch
+from midfill.engine.blending import Blending
 from midfill.engine.compression import Compression
 from midfill.engine.counters import EngineCounters
 from midfill.engine.drafting import Draft
@@ -39,6 +40,7 @@ from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
 from midfill.kv.sequence_kv import SequenceKV
+from midfill.reuse.method import ReuseMethod
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +75,8 @@ class Engine:
         policy: SchedulerPolicy,
         speculation: Speculation | None = None,
         token_bytes: Callable[[int], bytes] | None = None,
-        method: CompressionMethod | None = None,
-        find_method: Callable[[str], CompressionMethod | None] | None = None,
+        method: Method | None = None,
+        find_method: Callable[[str], Method | None] | None = None,
     ) -> None:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
@@ -87,8 +89,8 @@ class Engine:
                 without.
             token_bytes: returns a token's bytes, b"" for ids without text; None refuses requests
                 with ``begins_with``.
-            method: decides which of a prompt's keys stay, where the request names no method; None
-                keeps all.
+            method: decides which of a prompt's keys stay, or which are taken from elsewhere, where
+                the request names no method; None computes and keeps all.
             find_method: returns the method that a request names, or raises InvalidRequestError;
                 None refuses such requests.
         """
@@ -102,6 +104,7 @@ class Engine:
         self._max_length = min(self._context, runner.slots)
         self._queues = RequestQueues(runner.slots, options.max_running)
         self._compression = Compression(runner, self._queues.pool)
+        self._blending = Blending(runner, self._queues.pool)
         self._method = method
         self._find_method = find_method
         self._undelivered: list[EngineOutput] = []
@@ -128,7 +131,9 @@ class Engine:
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
         if not request.background:
             sequence.check_empty(request.empty_threshold, len(request.begins_with))
-            if method is not None:
+            if isinstance(method, ReuseMethod):
+                sequence.reuse = method
+            elif method is not None:
                 sequence.compress_with(method, self._compression.config)
         self._next_sequence_id += len(sequence.answer_indices)
         self._queues.add(sequence)
@@ -164,8 +169,8 @@ class Engine:
             plan, drafts = self._plan()
             for sequence_id in plan.drop:
                 outputs += self._finish(self._queues.sequences[sequence_id], "cancelled")
-            self._apply(plan)
-            scheduled = self._schedule(plan, drafts)
+            outputs += self._apply(plan)
+            scheduled = self._schedule(plan, drafts, outputs)
             if scheduled:
                 outputs += self._run(scheduled)
         self._counters.busy_seconds += time.perf_counter() - started
@@ -180,8 +185,8 @@ class Engine:
         """Return the numbers of every tenant that has or had a request, as of now."""
         return self._tenants.stats(self._queues.running, self._queues.waiting)
 
-    def _method_of(self, request: EngineRequest) -> CompressionMethod | None:
-        """Return the method that compresses a request's prompt; None keeps its KV.
+    def _method_of(self, request: EngineRequest) -> Method | None:
+        """Return the method for a request's prompt; None computes and keeps its KV.
 
         Raises:
             InvalidRequestError: the request names a method that can't be used.
@@ -202,8 +207,12 @@ class Engine:
             return plan, {}
         return self._speculation.plan(state, plan, self._queues.sequences)
 
-    def _apply(self, plan: StepPlan) -> None:
-        """Preempt and admit sequences, and allocate slots for everything that runs."""
+    def _apply(self, plan: StepPlan) -> list[EngineOutput]:
+        """Preempt and admit sequences, and allocate slots for everything that runs.
+
+        Returns:
+            The last outputs of sequences that couldn't be started.
+        """
         sequences, pool = self._queues.sequences, self._queues.pool
         for sequence_id in plan.preempt:
             self._preempt(sequences[sequence_id])
@@ -223,6 +232,14 @@ class Engine:
             _held(sequence).reserve(min(chunk.tokens, sequence.length - sequence.computed))
         for chunk in plan.drafts:
             _held(sequences[chunk.sequence_id]).reserve(chunk.tokens)
+        outputs: list[EngineOutput] = []
+        for sequence in admitted:  # once nothing is evicted any more in this step
+            if sequence.reuse is not None:
+                try:
+                    self._blending.start(sequence)
+                except Exception as error:
+                    outputs += self._fail([sequence], _blend_failure(error))
+        return outputs
 
     def _admit(self, sequence: Sequence) -> None:
         is_new = sequence.cached_tokens is None
@@ -233,14 +250,26 @@ class Engine:
             self._counters.cached_tokens += sequence.computed
             self._tenants.record_admission(sequence)
 
-    def _schedule(self, plan: StepPlan, drafts: Mapping[int, Draft]) -> list[ScheduledSequence]:
-        """Return what runs, in the batch's order: decodes, prefill chunks, background chunks."""
+    def _schedule(
+        self, plan: StepPlan, drafts: Mapping[int, Draft], outputs: list[EngineOutput]
+    ) -> list[ScheduledSequence]:
+        """Return what runs, in the batch's order: decodes, prefill chunks, background chunks.
+
+        A chunk of a prefill that is blended runs here, and what it leaves of its tokens is
+        scheduled. If it fails, the sequence's last outputs are added to ``outputs``.
+        """
         sequences = self._queues.sequences
         scheduled = [
             ScheduledSequence(sequences[sequence_id], 1, True) for sequence_id in plan.decodes
         ]
         for sequence_id, tokens in (*plan.chunks, *plan.admit, *plan.background):
+            if sequence_id not in sequences:
+                continue  # it has failed
             sequence = sequences[sequence_id]
+            if sequence.blend is not None:
+                tokens = self._blend(sequence, tokens, outputs)
+                if not tokens:
+                    continue
             remaining = sequence.length - sequence.computed
             sampled = tokens >= remaining and not sequence.background
             tokens = min(tokens, remaining, sequence.barrier - sequence.computed)
@@ -254,6 +283,19 @@ class Engine:
                     draft = drafts[sequence_id]
                     scheduled[place] = entry.with_draft(draft, drafted.get(sequence_id, 0))
         return scheduled
+
+    def _blend(self, sequence: Sequence, tokens: int, outputs: list[EngineOutput]) -> int:
+        """Run a chunk of a blended prefill; return how many of its tokens are left."""
+        started, before = time.perf_counter(), self._blending.computed_row_layers
+        try:
+            left = self._blending.advance(sequence, tokens)
+        except Exception as error:
+            outputs += self._fail([sequence], _blend_failure(error))
+            return 0
+        row_layers = self._blending.computed_row_layers - before
+        self._counters.computed_tokens += -(-row_layers // self._runner.config.layers)
+        self._counters.forward_seconds += time.perf_counter() - started
+        return left
 
     # --- the forward pass and its results ---
 
@@ -339,6 +381,7 @@ class Engine:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._counters.preemptions += 1
+        sequence.reuse = None  # computed in full from now on: that progress is kept
         self._queues.preempt(sequence)
 
     def _commit_sampled(self, group: list[Verification]) -> list[EngineOutput]:
@@ -408,6 +451,11 @@ class Engine:
 def _method_failure(error: Exception) -> str:
     _log.exception("a method of compression failed")
     return f"the method of compression failed: {error}"
+
+
+def _blend_failure(error: Exception) -> str:
+    _log.exception("a blended prefill failed")
+    return f"the method of reuse failed: {error}"
 
 
 def _held(sequence: Sequence) -> SequenceKV:

@@ -135,6 +135,7 @@ def _join(outputs: list[EngineOutput]) -> EngineOutput:
         logprobs=logprobs,
         finish_reason=last.finish_reason,
         cached_tokens=last.cached_tokens,
+        reused_tokens=last.reused_tokens,
         error=last.error,
         empty_probability=last.empty_probability,
         prompt_logprobs=outputs[0].prompt_logprobs,

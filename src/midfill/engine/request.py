@@ -82,8 +82,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             tokens after them are computed over what it keeps. 0 is the whole prompt.
         score_from: number of the first token that ``prompt_logprobs`` reports, at least 1. What
             comes before the token in front of it may be cached.
-        method: compresses the prompt's KV, see ``methods.registry``; "none" keeps all of it, None
-            leaves it to the engine.
+        method: compresses the prompt's KV or takes it from elsewhere, see ``methods.registry``;
+            "none" computes and keeps all of it, None leaves it to the engine.
     """
 
     request_id: str
@@ -122,6 +122,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: one entry per new token; None if not requested.
         finish_reason: why the answer ended; None while it continues.
         cached_tokens: prompt tokens whose KV was found in the cache when the prompt was admitted.
+        reused_tokens: further prompt tokens whose KV was copied from elsewhere, by a method of
+            reuse, and kept.
         error: what went wrong, if finish_reason is "error".
         empty_probability: how probable an empty answer was; an upper bound where that is not above
             the request's threshold. None if it was not asked for.
@@ -138,6 +140,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
+    reused_tokens: int = 0
     error: str | None = None
     empty_probability: float | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None

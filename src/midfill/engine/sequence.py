@@ -10,6 +10,7 @@ import numpy as np
 from midfill.arrays import Int32Array
 from midfill.compression.method import CompressionMethod
 from midfill.engine.acceptance import Calibration
+from midfill.engine.blend import Blend
 from midfill.engine.compression_state import CompressionState
 from midfill.engine.empty_answer import EmptyAnswerCheck
 from midfill.engine.request import (
@@ -21,6 +22,7 @@ from midfill.engine.request import (
 )
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.models.config import ModelConfig
+from midfill.reuse.method import ReuseMethod
 from midfill.tokens.healing import HealingConstraint
 
 
@@ -55,6 +57,9 @@ class Sequence:
         checked_tokens: how many tokens the check has followed, once it has decided.
         compress_after: how many of the prompt's tokens a method sees and compresses.
         compression: the method that decides which keys stay; None keeps all.
+        reuse: the method that repairs KV from elsewhere; None copies none.
+        blend: a prefill that is being blended; None before and after.
+        reused_tokens: of how many prompt tokens KV was copied from elsewhere, and kept.
         stop_token_ids: token ids that end generation, the model's end tokens included.
         prompt_logprobs: of the prompt's tokens, from ``score_from`` on, as far as they are
             computed; None if they are not asked for, or were sent.
@@ -69,6 +74,7 @@ class Sequence:
         "admitted",
         "answer_indices",
         "background",
+        "blend",
         "cached_tokens",
         "calibration",
         "checked_tokens",
@@ -87,6 +93,8 @@ class Sequence:
         "prompt_length",
         "prompt_logprobs",
         "request_id",
+        "reuse",
+        "reused_tokens",
         "score_from",
         "seed",
         "sequence_id",
@@ -130,6 +138,9 @@ class Sequence:
         self.checked_tokens = 0
         self.compress_after = request.compress_after or self.prompt_length
         self.compression: CompressionState | None = None
+        self.reuse: ReuseMethod | None = None
+        self.blend: Blend | None = None
+        self.reused_tokens = 0
         end_tokens = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = end_tokens.union(request.sampling.stop_token_ids)
         self.prompt_logprobs: list[TokenLogprobs] | None = None
@@ -222,7 +233,7 @@ class Sequence:
 
     def forget_kv(self) -> None:
         """Forget what was computed: the sequence holds no KV any more."""
-        self.kv = None
+        self.kv = self.blend = None
         self.computed = 0
         if self.compression is not None:
             self.compression.restart()
@@ -317,6 +328,7 @@ class Sequence:
                 token_ids=[],
                 finish_reason=reason,
                 cached_tokens=self.cached_tokens or 0,
+                reused_tokens=self.reused_tokens,
                 error=error,
             )
             for index in (self.answer_indices if indices is None else indices)

@@ -85,6 +85,9 @@ class Speculation:
             sequence = sequences[sequence_id]
             # Siblings that have not forked yet share the row that a draft would follow, and what
             # follows a point of compression is computed over fewer keys.
+            # A prefill that may be blended takes more steps than planned.
+            if sequence.reuse is not None and not sequence.decoding:
+                continue
             if len(sequence.answer_indices) == 1 and sequence.barrier > sequence.length:
                 draft = drafts[sequence_id] = propose_draft(sequence)
                 probabilities[sequence_id] = self._rates.acceptance_probabilities(

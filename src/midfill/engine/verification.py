@@ -77,6 +77,7 @@ class Verification:
             logprobs=None if sequence.params.logprobs is None else logprobs,
             finish_reason=self.finish_reason,
             cached_tokens=sequence.cached_tokens or 0,
+            reused_tokens=sequence.reused_tokens,
             empty_probability=sequence.empty_probability,
             prompt_logprobs=sequence.take_prompt_logprobs() if is_sent else None,
             prefill_seconds=sequence.take_prefill_seconds() if is_sent else None,

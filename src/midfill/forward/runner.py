@@ -54,6 +54,29 @@ class Runner(Protocol):
         """
         ...
 
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the tokens' embeddings: hidden rows [rows, hidden], the caller's own."""
+        ...
+
+    def run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """Run layers first <= i < end, which write K and V of the batch's rows.
+
+        Args:
+            batch: the rows.
+            hidden: [rows, hidden], contiguous, as layer ``first`` takes them; may be overwritten.
+            first, end: the layers.
+
+        Returns:
+            Hidden rows [rows, hidden] as the last of these layers leaves them.
+        """
+        ...
+
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [outputs, vocab] float32 of hidden rows that the last layer has left."""
+        ...
+
     def observed_queries(self, batch: ForwardBatch) -> Float32Array:
         """Return the rotated queries of the last batch's observed rows.
 

@@ -98,7 +98,8 @@ class _Index:
         if not len(self._sorted):
             return np.zeros(len(wanted), bool)
         found = np.searchsorted(self._sorted, wanted)
-        return self._sorted[np.minimum(found, len(self._sorted) - 1)] == wanted
+        holds: NDArray[np.bool_] = self._sorted[np.minimum(found, len(self._sorted) - 1)] == wanted
+        return holds
 
     def places(self, wanted: np.uint64) -> Int64Array:
         """Return the places of a fingerprint's windows, ascending."""

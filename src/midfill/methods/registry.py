@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from midfill.compression.method import CompressionMethod, ModelSpecific
+from midfill.compression.method import Method, ModelSpecific
 from midfill.errors import InvalidRequestError
 from midfill.methods.calibration import Calibrator
 
@@ -24,7 +24,7 @@ class MethodEntry:
 
     Attributes:
         name: on the command line.
-        kind: what it does: "evict".
+        kind: what it does: "evict" keys, or "reuse" KV from elsewhere.
         title: as its paper calls it.
         source: where it was published.
         module, factory: the dataclass of its hyper-parameters.
@@ -68,6 +68,7 @@ def defaults(factory: type[Any]) -> dict[str, object]:
 
 
 _EVICT = "midfill.methods.evict"
+_REUSE = "midfill.methods.reuse"
 
 METHODS = {
     entry.name: entry
@@ -112,11 +113,20 @@ METHODS = {
             f"{_EVICT}.duoattention", "DuoAttention",
             f"{_EVICT}.duoattention_gates:GateTraining",
         ),
+        MethodEntry(
+            "cacheblend", "reuse", "CacheBlend", "Yao et al., EuroSys 2025, arXiv 2405.16444",
+            f"{_REUSE}.cacheblend", "CacheBlend",
+        ),
     )
 }  # fmt: skip
 
 
-def resolve_method(specification: str) -> CompressionMethod | ModelSpecific | None:
+def methods_of(kind: str) -> list[str]:
+    """Return the names of the methods of a kind."""
+    return [entry.name for entry in METHODS.values() if entry.kind == kind]
+
+
+def resolve_method(specification: str) -> Method | ModelSpecific | None:
     """Return the method that "name" or "name:option=value,option=value" stands for.
 
     Args:
@@ -129,7 +139,7 @@ def resolve_method(specification: str) -> CompressionMethod | ModelSpecific | No
     if name in ("", OFF) and not listed:
         return None
     check_name(name)
-    method: CompressionMethod | ModelSpecific = _make(METHODS[name].load(), name, listed)
+    method: Method | ModelSpecific = _make(METHODS[name].load(), name, listed)
     return method
 
 

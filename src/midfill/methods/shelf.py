@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from midfill.compression.method import CompressionMethod, ModelSpecific, ServedModel
+from midfill.compression.method import Method, ModelSpecific, ServedModel
 from midfill.errors import InvalidRequestError
 from midfill.methods.registry import OFF, check_name, parse_name, resolve_method
 
@@ -73,11 +73,11 @@ class MethodShelf:
     def __init__(self, model: Callable[[], ServedModel], allowed: AllowedMethods) -> None:
         self._model = model
         self._allowed = allowed
-        self._found: dict[str, CompressionMethod | None] = {}
+        self._found: dict[str, Method | None] = {}
         self.default = self._prepared(allowed.default)
 
-    def find(self, specification: str) -> CompressionMethod | None:
-        """Return the method that a request names; None keeps all KV.
+    def find(self, specification: str) -> Method | None:
+        """Return the method that a request names; None computes and keeps all KV.
 
         Raises:
             InvalidRequestError: there is no such method or option, requests may not use it, or it
@@ -91,6 +91,6 @@ class MethodShelf:
             self._found[specification] = method
         return self._found[specification]
 
-    def _prepared(self, specification: str) -> CompressionMethod | None:
+    def _prepared(self, specification: str) -> Method | None:
         method = resolve_method(specification)
         return method.for_model(self._model()) if isinstance(method, ModelSpecific) else method

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import msgspec
 
 from midfill.errors import MidfillError
-from midfill.methods.registry import METHODS, OFF, check_name, parse_name, resolve_method
+from midfill.methods.registry import (
+    METHODS,
+    OFF,
+    check_name,
+    methods_of,
+    parse_name,
+    resolve_method,
+)
 
 FULL = OFF
 """Specification of full KV, beside which everything is measured."""
@@ -40,9 +47,9 @@ def choose_variants(methods: str | None, budgets: Sequence[float]) -> list[Varia
         InvalidRequestError: there is no such method or option, or a value doesn't fit.
         MidfillError: the list names nothing.
     """
-    specifications = list(METHODS) if methods is None else _split(methods)
+    specifications = methods_of("evict") if methods is None else _split(methods)
     if not specifications:
-        raise MidfillError(f"--methods names nothing; there are {', '.join(METHODS)}")
+        raise MidfillError(f"--methods names nothing; there are {', '.join(methods_of('evict'))}")
     variants = [
         variant for text in specifications for variant in _at_budgets(text, sorted(budgets)[::-1])
     ]

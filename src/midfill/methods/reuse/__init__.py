@@ -1,0 +1,1 @@
+"""Methods of KV reuse, one file each."""

@@ -1,0 +1,1 @@
+"""What a method of KV reuse may look at and decide."""

@@ -1,0 +1,55 @@
+"""ReuseMethod: the protocol of methods that repair KV which was computed in another context.
+
+The engine finds a prompt's tokens in cached text of the same tenant, copies their KV, moves the
+keys to their new positions, and computes every row through the first layers. At the check layer it
+has both: what was copied, and what the row has here. A method says which rows are computed on from
+there. All others keep what was copied in the layers above.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from midfill.arrays import Float32Array, Int64Array
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """K and V of some tokens in one layer.
+
+    Attributes:
+        keys, values: float32 [tokens, kv_heads, head_dim]; keys after the rotary embedding.
+    """
+
+    keys: Float32Array
+    values: Float32Array
+
+
+@runtime_checkable
+class ReuseMethod(Protocol):
+    """A method with its hyper-parameters; it has no state."""
+
+    @property
+    def check_layer(self) -> int:
+        """The last layer that every row is computed through, from 0."""
+        ...
+
+    @property
+    def min_run(self) -> int:
+        """The least number of consecutive tokens that are copied."""
+        ...
+
+    def recomputed(self, copied: int) -> int:
+        """Return how many of so many copied tokens ``select`` will choose."""
+        ...
+
+    def select(self, copied: LayerKV, computed: LayerKV) -> Int64Array:
+        """Return which tokens are computed in the layers above the check layer, too.
+
+        Args:
+            copied: their KV in the check layer as it was copied, at the new positions.
+            computed: the same as computed in this prompt.
+
+        Returns:
+            [n] int64, ascending.
+        """
+        ...

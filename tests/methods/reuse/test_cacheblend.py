@@ -1,0 +1,76 @@
+"""What CacheBlend computes again, against a loop over tokens."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midfill.compression.method import ServedModel
+from midfill.errors import InvalidRequestError
+from midfill.methods.registry import resolve_method
+from midfill.methods.reuse.cacheblend import CacheBlend
+from midfill.models.config import ModelConfig
+from midfill.reuse.method import LayerKV
+
+HEADS, DIM = 2, 4
+
+
+def layer_kv(tokens: int, seed: int) -> LayerKV:
+    keys, values = np.random.default_rng(seed).normal(size=(2, tokens, HEADS, DIM))
+    return LayerKV(keys.astype(np.float32), values.astype(np.float32))
+
+
+@given(st.integers(0, 40), st.sampled_from([0.0, 0.1, 0.15, 0.5, 1.0]), st.booleans())
+def test_the_tokens_that_deviate_most_are_chosen(tokens: int, ratio: float, keys: bool) -> None:
+    method = CacheBlend(ratio=ratio, compare="keys" if keys else "values")
+    copied, computed = layer_kv(tokens, 1), layer_kv(tokens, 2)
+    old, new = (one.keys if keys else one.values for one in (copied, computed))
+    deviation = [
+        sum(
+            (new[token, head, channel] - old[token, head, channel]) ** 2
+            for head in range(HEADS)
+            for channel in range(DIM)
+        )
+        for token in range(tokens)
+    ]
+    ranked = sorted(range(tokens), key=lambda token: -deviation[token])
+    count = method.recomputed(tokens)
+    assert method.select(copied, computed).tolist() == sorted(ranked[:count])
+
+
+def test_a_share_is_rounded_up() -> None:
+    method = CacheBlend(ratio=0.15)
+    assert [method.recomputed(count) for count in (0, 1, 7, 20, 100)] == [0, 1, 2, 3, 15]
+    assert CacheBlend(ratio=0.0).recomputed(100) == 0
+
+
+def test_of_equal_deviations_the_first_are_chosen() -> None:
+    same = layer_kv(10, 1)
+    assert CacheBlend(ratio=0.3).select(same, same).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("ratio=1.5", "ratio must be from 0 to 1, not 1.5"),
+        ("ratio=nan", "ratio must be from 0 to 1, not nan"),
+        ("check_layer=-1", "check_layer must be 0 or more, not -1"),
+        ("compare=queries", "compare must be values or keys, not 'queries'"),
+        ("min_run=0", "min_run must be at least 1, not 0"),
+        ("rate=1", "cacheblend has no option 'rate'; did you mean 'ratio'"),
+    ],
+)
+def test_bad_options_are_one_clear_line(options: str, message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        resolve_method(f"cacheblend:{options}")
+
+
+def test_a_model_needs_a_layer_above_the_check_layer() -> None:
+    config = ModelConfig(
+        family="llama", layers=3, hidden=8, query_heads=2, kv_heads=2, head_dim=4, ffn=8,
+        vocab=10, context=100,
+    )  # fmt: skip
+    model = ServedModel(config)
+    assert CacheBlend(check_layer=1).for_model(model) == CacheBlend(check_layer=1)
+    with pytest.raises(InvalidRequestError, match="check_layer must be below 2"):
+        CacheBlend(check_layer=2).for_model(model)
