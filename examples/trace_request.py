@@ -107,7 +107,7 @@ def main() -> None:
         TracedRunner(runner),
         tokenizer.eos_token_ids,
         EngineOptions(),
-        policy=TracedPolicy(scheduler_policy(options)),
+        policy=TracedPolicy(scheduler_policy(options, runner.config.layers)),
         speculation=speculation(options),
         token_bytes=tokenizer.token_bytes,
     )

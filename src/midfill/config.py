@@ -12,6 +12,7 @@ from midfill.errors import MidfillError
 Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
 KvDtype = Literal["auto", "f32", "f16", "i8"]
+SchedulerName = Literal["sarathi-serve", "layered-prefill"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -49,6 +50,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         kv_dtype: how the CPU kernels store KV: "auto" is float32 with float32 weights and float16
             otherwise; "i8" has one scale per token and head.
         token_budget: maximum tokens per step.
+        scheduler: how prompts longer than ``token_budget`` are computed beside running answers:
+            "sarathi-serve" in chunks of tokens, "layered-prefill" by groups of layers.
         max_running: maximum number of answers in progress; others wait.
         adapter: folder of the LoRA adapter that is merged into the model; None for none.
         speculation: verify drafts of an answer's next tokens, copied from its own text, where that
@@ -66,6 +69,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory: int | None = None
     kv_dtype: KvDtype = "auto"
     token_budget: int = 128
+    scheduler: SchedulerName = "sarathi-serve"
     max_running: int = 128
     adapter: str | None = None
     speculation: bool = True

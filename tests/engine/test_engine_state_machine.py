@@ -1,5 +1,6 @@
 """The engine under any order of arrivals, cancellations, preemptions and steps, in a pool that is
-too small, with and without speculation. Each request has its KV compressed in its own way, or not.
+too small, with and without speculation, prefilled in chunks or by layers. Each request has its KV
+compressed in its own way, or not.
 
 Every answer must be what the model alone would generate, or the beginning of it if it was
 cancelled or its method failed, and after every operation each slot has exactly one owner.
@@ -65,8 +66,9 @@ class EngineMachine(RuleBasedStateMachine):
         slots=st.integers(54, 120),
         budget=st.sampled_from([1, 5, 16, 64]),
         row_cost=st.sampled_from([None, 0.0, 0.01, 0.2]),
+        by_layers=st.booleans(),
     )
-    def start(self, slots: int, budget: int, row_cost: float | None) -> None:
+    def start(self, slots: int, budget: int, row_cost: float | None, by_layers: bool) -> None:
         self.engine = build_engine(
             ToyRunner(slots, positions=POSITIONS),
             token_budget=budget,
@@ -75,6 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_background=3,
             step_cost=None if row_cost is None else FixedCost(row_cost),
             methods=METHODS,
+            by_layers=by_layers,
         )
         self.prompts: dict[str, tuple[tuple[int, ...], int, str]] = {}
         self.answers: dict[tuple[str, int], Answer] = {}

@@ -12,14 +12,18 @@ from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine, scheduler_policy, speculation
 from midfill.engine.policies.idle_prefill import IdlePrefill
+from midfill.engine.policies.layered_prefill import LayeredPrefill
 from midfill.engine.policies.sarathi_serve import SarathiServe
 from midfill.forward.batch import ForwardBatch
 from midfill.runners.cpu_runner import CpuRunner
 
 
 def test_the_options_reach_the_policies() -> None:
+    chunked = SarathiServe(token_budget=7, max_running=3)
     options = ModelOptions(token_budget=7, max_running=3)
-    assert scheduler_policy(options) == IdlePrefill(SarathiServe(token_budget=7, max_running=3))
+    assert scheduler_policy(options, 30) == IdlePrefill(LayeredPrefill(chunked, 30, False))
+    layered = ModelOptions(token_budget=7, max_running=3, scheduler="layered-prefill")
+    assert scheduler_policy(layered, 30) == IdlePrefill(LayeredPrefill(chunked, 30, True))
     assert speculation(ModelOptions(speculation=False)) is None
 
 

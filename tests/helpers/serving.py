@@ -12,6 +12,7 @@ from midfill.compression.method import CompressionMethod
 from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.policies.idle_prefill import IdlePrefill
+from midfill.engine.policies.layered_prefill import LayeredPrefill
 from midfill.engine.policies.sarathi_serve import SarathiServe
 from midfill.engine.policies.smart_spec import SmartSpec
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams, TokenLogprobs
@@ -72,13 +73,15 @@ def build_engine(
     token_bytes: Callable[[int], bytes] | None = None,
     method: CompressionMethod | None = None,
     methods: Mapping[str, CompressionMethod | None] | None = None,
+    by_layers: bool = False,
 ) -> Engine:
     """Build an engine with the policies that are served, sized for the test.
 
     ``step_cost`` decides which drafts pay; None turns speculation off. Requests may name
-    ``methods``.
+    ``methods``. With ``by_layers``, prompts that exceed the budget are prefilled by layers.
     """
-    sarathi = SarathiServe(token_budget, max_running)
+    chunked = SarathiServe(token_budget, max_running)
+    policy = LayeredPrefill(chunked, runner.config.layers, every_prompt=by_layers)
     speculation = None
     if step_cost is not None:
         speculation = Speculation(SmartSpec(token_budget), AcceptanceRates(), step_cost)
@@ -86,7 +89,7 @@ def build_engine(
         runner,
         eos_token_ids,
         EngineOptions(max_running=max_running, context=context),
-        policy=IdlePrefill(sarathi, background_chunk, max_background),
+        policy=IdlePrefill(policy, background_chunk, max_background),
         speculation=speculation,
         token_bytes=token_bytes,
         method=method,

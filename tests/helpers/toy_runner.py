@@ -5,6 +5,8 @@ request reads through its slots: a wrong slot, a wrong position or KV that was n
 the answer; batching and chunking do not.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -16,14 +18,31 @@ from midfill.models.config import ModelConfig
 LAYERS, HIDDEN, VOCAB, CONTEXT = 2, 12, 40, 200
 
 
-class ToyRunner:
-    """A two-layer, single-head decoder with random weights; implements forward.runner.Runner."""
+class Part(NamedTuple):
+    """A call of ``run_layers``."""
 
-    def __init__(self, slots: int, context: int = CONTEXT, positions: float = 1.0) -> None:
+    batch: ForwardBatch
+    first: int
+    end: int
+
+
+class ToyRunner:
+    """A single-head decoder with random weights; implements forward.runner.Runner.
+
+    ``batches`` are those of whole passes, ``parts`` those of passes in parts.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        context: int = CONTEXT,
+        positions: float = 1.0,
+        layers: int = LAYERS,
+    ) -> None:
         """Create random weights; a small weight of ``positions`` makes greedy answers repeat."""
         self.config = ModelConfig(
             family="toy",
-            layers=LAYERS,
+            layers=layers,
             hidden=HIDDEN,
             query_heads=1,
             kv_heads=1,
@@ -36,11 +55,13 @@ class ToyRunner:
         options = {"generator": generator, "dtype": torch.float64}
         self._embed = torch.randn(VOCAB, HIDDEN, **options)
         self._positions = positions * torch.randn(context, HIDDEN, **options)
-        self._weights = torch.randn(LAYERS, 3, HIDDEN, HIDDEN, **options) / HIDDEN**0.5
+        self._weights = torch.randn(layers, 3, HIDDEN, HIDDEN, **options) / HIDDEN**0.5
         self._head = torch.randn(HIDDEN, VOCAB, **options)
         # NaN until written: reading a slot too early gives NaN logits.
-        self._kv = torch.full((LAYERS, 2, slots, HIDDEN), torch.nan, dtype=torch.float64)
+        self._kv = torch.full((layers, 2, slots, HIDDEN), torch.nan, dtype=torch.float64)
+        self._queries: list[torch.Tensor] = []
         self.batches: list[ForwardBatch] = []
+        self.parts: list[Part] = []
 
     @property
     def slots(self) -> int:
@@ -64,53 +85,82 @@ class ToyRunner:
 
     def observed_queries(self, batch: ForwardBatch) -> np.ndarray:
         rows = torch.from_numpy(batch.observed_rows).long()
-        return torch.stack([layer[rows] for layer in self._queries])[:, :, None].float().numpy()
+        observed = [layer[rows] for layer in self._queries if len(layer) == batch.rows]
+        missing = [torch.full_like(observed[0], torch.nan)] * (self.config.layers - len(observed))
+        first = next(i for i, layer in enumerate(self._queries) if len(layer) == batch.rows)
+        queries = [*missing[:first], *observed, *missing[first:]]
+        return torch.stack(queries)[:, :, None].float().numpy()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        _check(batch)
         self.batches.append(batch)
+        hidden = self._run_layers(batch, self.embed(batch), 0, self.config.layers)
+        return self.compute_logits(batch, hidden)
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        tokens, positions = (
+            torch.from_numpy(array).long() for array in (batch.token_ids, batch.positions)
+        )
+        return self._embed[tokens] + self._positions[positions]
+
+    def run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        assert 0 <= first < end <= self.config.layers
+        self.parts.append(Part(batch, first, end))
+        return self._run_layers(batch, hidden, first, end)
+
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        assert len(hidden) == batch.rows
+        return (hidden[torch.from_numpy(batch.logit_rows).long()] @ self._head).float()
+
+    def _run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        _check(batch)
+        assert hidden.shape == (batch.rows, HIDDEN)
+        self._queries = [torch.empty(0, HIDDEN)] * self.config.layers
+        counts = batch.slots_seen()
         outputs = []
-        self._queries: list[torch.Tensor] = [torch.empty(0, HIDDEN)] * LAYERS
         for index in range(batch.requests):
             rows = slice(batch.query_indptr[index], batch.query_indptr[index + 1])
             seen = batch.kv_slots[batch.kv_indptr[index] : batch.kv_indptr[index + 1]]
             outputs.append(
-                self._forward_one(
-                    torch.from_numpy(batch.token_ids[rows]).long(),
-                    torch.from_numpy(batch.positions[rows]).long(),
+                self._run_one(
+                    hidden[rows],
                     torch.from_numpy(batch.write_slots[rows]).long(),
-                    torch.from_numpy(seen).long(),
+                    torch.from_numpy(seen[: counts[rows][-1]]).long(),
+                    torch.from_numpy(counts[rows]),
                     batch.ragged[index] if batch.ragged else None,
+                    range(first, end),
                 )
             )
-        hidden = torch.cat(outputs)
-        return (hidden[torch.from_numpy(batch.logit_rows).long()] @ self._head).float()
+        return torch.cat(outputs)
 
-    def _forward_one(
+    def _run_one(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
+        hidden: torch.Tensor,
         write: torch.Tensor,
         seen: torch.Tensor,
+        counts: torch.Tensor,
         ragged: RaggedIndex | None,
+        layers: range,
     ) -> torch.Tensor:
-        hidden = self._embed[tokens] + self._positions[positions]
-        rows = len(tokens)
         flat = self._kv.transpose(0, 1).reshape(2, -1, HIDDEN)
-        for layer in range(LAYERS):
+        for layer in layers:
             query, key, value = (hidden @ weight for weight in self._weights[layer])
             self._queries[layer] = torch.cat((self._queries[layer], query))
             self._kv[layer, 0, write] = key
             self._kv[layer, 1, write] = value
             keys, values = self._kv[layer, :, seen]
             terms = torch.tensor([[1.0], [0.0], [1.0]]).repeat(1, len(keys))
+            cells = 0
             if ragged is not None:
                 own = slice(ragged.indptr[layer], ragged.indptr[layer + 1])
                 kept = flat[:, torch.from_numpy(ragged.cells[own]).long()]
                 keys, values = torch.cat((kept[0], keys)), torch.cat((kept[1], values))
                 terms = torch.cat((_terms(ragged)[:, own], terms), dim=1)
-            length = len(keys)
-            future = torch.arange(length) > torch.arange(length - rows, length)[:, None]
+                cells = kept.shape[1]
+            future = torch.arange(len(keys)) >= cells + counts[:, None]
             scores = query @ keys.T / HIDDEN**0.5 * terms[0] + terms[1]
             attention = scores.masked_fill(future, -torch.inf).softmax(-1) * terms[2]
             hidden = torch.tanh(hidden + attention @ values)
@@ -167,6 +217,10 @@ def _check(batch: ForwardBatch) -> None:
         count = rows.stop - rows.start
         assert count > 0
         assert len(set(seen.tolist())) == len(seen), "one slot holds two positions"
-        assert seen[-count:].tolist() == batch.write_slots[rows].tolist()
-        if not batch.ragged or batch.ragged[index] is None:
-            assert batch.positions[rows].tolist() == list(range(len(seen) - count, len(seen)))
+        counts = batch.slots_seen()[rows]
+        assert (np.diff(counts) > 0).all()
+        assert seen[counts - 1].tolist() == batch.write_slots[rows].tolist()
+        in_order = counts[-1] - counts[0] == count - 1
+        if in_order and (not batch.ragged or batch.ragged[index] is None):
+            first = int(counts[0]) - 1
+            assert batch.positions[rows].tolist() == list(range(first, first + count))

@@ -1,14 +1,31 @@
-"""From scheduled sequences to one ForwardBatch."""
+"""From a plan to scheduled sequences, and from these to one ForwardBatch."""
 
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from midfill.arrays import Int32Array
 from midfill.engine.drafting import NO_DRAFT, Draft
+from midfill.engine.layer_rows import LayerRows
+from midfill.engine.scheduler import StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.forward.batch import ForwardBatch
 from midfill.kv.ragged import RaggedIndex
+
+
+class LayerSpan(NamedTuple):
+    """Layers first <= i < end.
+
+    Attributes:
+        completes: whether ``end`` is the model's number of layers.
+    """
+
+    first: int
+    end: int
+    completes: bool
 
 
 class ScheduledSequence(NamedTuple):
@@ -20,6 +37,7 @@ class ScheduledSequence(NamedTuple):
         sampled: whether its last token is among them and a next token is sampled.
         draft: proposed next tokens.
         drafted: how many tokens of ``draft`` run after the last token.
+        span: the layers that its rows run through; None is all.
     """
 
     sequence: Sequence
@@ -27,6 +45,7 @@ class ScheduledSequence(NamedTuple):
     sampled: bool
     draft: Draft = NO_DRAFT
     drafted: int = 0
+    span: "LayerSpan | None" = None
 
     @property
     def rows(self) -> int:
@@ -38,7 +57,7 @@ class ScheduledSequence(NamedTuple):
         """Its rows, counted from its first one, whose logits score the prompt's next token."""
         sequence = self.sequence
         next_scored = sequence.next_scored
-        if next_scored is None:
+        if next_scored is None or not self.completes:
             return range(0)
         first = max(next_scored - 1 - sequence.computed, 0)
         end = min(self.tokens, sequence.prompt_length - 1 - sequence.computed)
@@ -49,9 +68,86 @@ class ScheduledSequence(NamedTuple):
         """Rows whose logits are computed."""
         return len(self.scored_rows) + (1 + self.drafted if self.sampled else 0)
 
+    @property
+    def completes(self) -> bool:
+        """Whether its rows leave the last layer, so that their KV is computed."""
+        return self.span is None or self.span.completes
+
+    def logit_rows(self) -> list[int]:
+        """Return the rows whose logits are computed, counted from its first one."""
+        sampled = range(self.rows - self.drafted - 1, self.rows) if self.sampled else ()
+        return [*self.scored_rows, *sampled]
+
+    def token_ids(self) -> Int32Array:
+        """Return the tokens of its rows: [rows] int32."""
+        known = self.sequence.uncomputed_tokens(self.tokens)
+        if not self.drafted:
+            return known
+        return np.concatenate((known, self.draft.tokens[: self.drafted]))
+
     def with_draft(self, draft: Draft, drafted: int) -> "ScheduledSequence":
         """Return the same share with a draft, of which ``drafted`` tokens run."""
-        return ScheduledSequence(self.sequence, self.tokens, self.sampled, draft, drafted)
+        return self._replace(draft=draft, drafted=drafted)
+
+
+def schedule(
+    plan: StepPlan, drafts: Mapping[int, Draft], sequences: Mapping[int, Sequence], layers: int
+) -> list[ScheduledSequence]:
+    """Return what runs, in the batch's order: decodes, prefills, background chunks.
+
+    Args:
+        plan: an applied plan, so that sequences hold the slots of what they run.
+        drafts: those that were proposed, by sequence id.
+        sequences: the engine's, by id; those that begin to prefill by layers get ``layer_rows``.
+        layers: of the model.
+    """
+    scheduled = [ScheduledSequence(sequences[one], 1, True) for one in plan.decodes]
+    for sequence_id, tokens in (*plan.chunks, *plan.admit, *plan.background):
+        if tokens:
+            scheduled.append(_next_tokens(sequences[sequence_id], tokens))
+    for chunk in plan.layer_chunks:
+        sequence = sequences[chunk.sequence_id]
+        span = LayerSpan(chunk.first, chunk.end, chunk.end == layers)
+        entry = _next_tokens(sequence, chunk.tokens)._replace(span=span)
+        if sequence.layer_rows is None:
+            sequence.layer_rows = LayerRows(sequence.computed, entry.token_ids().copy())
+        scheduled.append(entry._replace(sampled=entry.sampled and span.completes))
+    if drafts:
+        drafted = dict(plan.drafts)
+        for place, entry in enumerate(scheduled):
+            sequence_id = entry.sequence.sequence_id
+            if sequence_id in drafts:
+                draft = drafts[sequence_id]
+                scheduled[place] = entry.with_draft(draft, drafted.get(sequence_id, 0))
+    return scheduled
+
+
+def _next_tokens(sequence: Sequence, tokens: int) -> ScheduledSequence:
+    """Return at most ``tokens`` of what a sequence has to compute, up to its barrier."""
+    remaining = sequence.length - sequence.computed
+    allowed = min(tokens, remaining, sequence.barrier - sequence.computed)
+    return ScheduledSequence(sequence, allowed, allowed == remaining and not sequence.background)
+
+
+class BatchRows(NamedTuple):
+    """One request's share of a ForwardBatch, whose attributes are described there.
+
+    Attributes:
+        token_ids, positions, write_slots: [rows] int32.
+        kv_slots: [n] int32.
+        visible_slots: [rows] int32; None where the rows are those of the last slots.
+        logit_rows, observed_rows: counted from its first row.
+        ragged: the cells that it sees before its slots.
+    """
+
+    token_ids: Int32Array
+    positions: Int32Array
+    write_slots: Int32Array
+    kv_slots: Int32Array
+    visible_slots: Int32Array | None
+    logit_rows: Iterable[int]
+    observed_rows: Iterable[int]
+    ragged: RaggedIndex | None
 
 
 def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
@@ -60,37 +156,79 @@ def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
     Logits are computed, in the order of ``scheduled``, for each sequence's rows that score its
     prompt, for its last token if it samples, and for each of its drafted tokens.
     """
-    token_ids, positions, write_slots, kv_slots = [], [], [], []
+    return pack([_rows_of(entry) for entry in scheduled])
+
+
+def pack(parts: SequenceOf[BatchRows]) -> ForwardBatch:
+    """Pack the shares of some requests into one batch, in their order."""
     query_ends, kv_ends, logit_rows, observed = [0], [0], list[int](), list[int]()
-    for entry in scheduled:
-        sequence, rows = entry.sequence, entry.rows
-        assert sequence.kv is not None
-        start = sequence.computed
-        end = start + rows
-        first = sequence.kv.first
-        visible = sequence.kv.slots[: end - first]
-        token_ids.append(sequence.uncomputed_tokens(entry.tokens))
-        if entry.drafted:
-            token_ids.append(entry.draft.tokens[: entry.drafted])
-        positions.append(np.arange(start, end, dtype=np.int32) - np.int32(sequence.kv.shift))
-        write_slots.append(visible[start - first :])
-        kv_slots.append(visible)
-        observed += (query_ends[-1] + row for row in observed_rows(entry))
-        logit_rows += (query_ends[-1] + row for row in entry.scored_rows)
-        query_ends.append(query_ends[-1] + rows)
-        kv_ends.append(kv_ends[-1] + end - first)
-        if entry.sampled:
-            logit_rows += range(query_ends[-1] - entry.drafted - 1, query_ends[-1])
-    return ForwardBatch(
-        token_ids=np.concatenate(token_ids),
-        positions=np.concatenate(positions),
-        write_slots=np.concatenate(write_slots),
+    for part in parts:
+        start = query_ends[-1]
+        logit_rows += (start + row for row in part.logit_rows)
+        observed += (start + row for row in part.observed_rows)
+        query_ends.append(start + len(part.token_ids))
+        kv_ends.append(kv_ends[-1] + len(part.kv_slots))
+    batch = ForwardBatch(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        positions=np.concatenate([part.positions for part in parts]),
+        write_slots=np.concatenate([part.write_slots for part in parts]),
         query_indptr=np.array(query_ends, dtype=np.int32),
         kv_indptr=np.array(kv_ends, dtype=np.int32),
-        kv_slots=np.concatenate(kv_slots),
+        kv_slots=np.concatenate([part.kv_slots for part in parts]),
         logit_rows=np.array(logit_rows, dtype=np.int32),
-        ragged=_ragged(scheduled),
+        ragged=_ragged(parts),
         observed_rows=np.array(observed, dtype=np.int32),
+    )
+    if all(part.visible_slots is None for part in parts):
+        return batch
+    seen = np.split(batch.slots_seen(), query_ends[1:-1])
+    for place, part in enumerate(parts):
+        if part.visible_slots is not None:
+            seen[place] = part.visible_slots
+    return replace(batch, visible_slots=np.concatenate(seen))
+
+
+def _rows_of(entry: ScheduledSequence) -> BatchRows:
+    """Return the rows that a sequence runs through all layers."""
+    sequence, kv = entry.sequence, entry.sequence.kv
+    assert kv is not None
+    start, end = sequence.computed, sequence.computed + entry.rows
+    visible = kv.slots[: end - kv.first]
+    return BatchRows(
+        token_ids=entry.token_ids(),
+        positions=np.arange(start, end, dtype=np.int32) - np.int32(kv.shift),
+        write_slots=visible[start - kv.first :],
+        kv_slots=visible,
+        visible_slots=None,
+        logit_rows=entry.logit_rows(),
+        observed_rows=observed_rows(entry),
+        ragged=None if kv.prefix is None else kv.prefix.index,
+    )
+
+
+def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
+    """Return the rows that a sequence runs through some layers."""
+    sequence, kv = entry.sequence, entry.sequence.kv
+    assert kv is not None
+    in_order = rows.keys is None and int(rows.numbers[-1]) - int(rows.numbers[0]) < len(rows)
+    if rows.keys is None:
+        kv_slots = kv.slots[: int(rows.numbers[-1]) + 1 - kv.first]
+        visible = rows.numbers - np.int32(kv.first - 1)
+    else:
+        kv_slots = kv.slots[rows.keys - kv.first]
+        visible = np.searchsorted(rows.keys, rows.numbers, side="right").astype(np.int32)
+    wanted = np.array([*entry.logit_rows(), *observed_rows(entry)], np.int32)
+    places = rows.places(wanted + np.int32(sequence.computed)).tolist()
+    logits = len(places) - len(observed_rows(entry))
+    return BatchRows(
+        token_ids=rows.token_ids,
+        positions=rows.numbers - np.int32(kv.shift),
+        write_slots=kv.slots[rows.numbers - kv.first],
+        kv_slots=kv_slots,
+        visible_slots=None if in_order else visible,
+        logit_rows=places[:logits],
+        observed_rows=places[logits:],
+        ragged=None if kv.prefix is None else kv.prefix.index,
     )
 
 
@@ -102,9 +240,7 @@ def observed_rows(entry: ScheduledSequence) -> range:
     return sequence.compression.observed_rows(sequence.computed, entry.tokens, entry.drafted)
 
 
-def _ragged(scheduled: SequenceOf[ScheduledSequence]) -> tuple[RaggedIndex | None, ...]:
-    """Return the cells that each sequence sees before its slots; nothing if none sees any."""
-    prefixes = [None if one.sequence.kv is None else one.sequence.kv.prefix for one in scheduled]
-    if all(prefix is None for prefix in prefixes):
-        return ()
-    return tuple(None if prefix is None else prefix.index for prefix in prefixes)
+def _ragged(parts: SequenceOf[BatchRows]) -> tuple[RaggedIndex | None, ...]:
+    """Return the cells that each request sees before its slots; nothing if none sees any."""
+    indices = tuple(part.ragged for part in parts)
+    return () if all(index is None for index in indices) else indices

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from midfill.arrays import Int32Array, Int64Array
+from midfill.arrays import Float32Array, Int32Array, Int64Array
 from midfill.compression.full_layers import FullLayers
 from midfill.compression.method import SequenceKeys
 from midfill.compression.selection import AddedKeys, Selection
 from midfill.engine.batching import ScheduledSequence, observed_rows
 from midfill.engine.logprobs import one_thread
 from midfill.engine.sequence import Sequence
-from midfill.forward.batch import ForwardBatch
 from midfill.forward.runner import Runner
 from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
@@ -51,20 +50,22 @@ class Compression:
         """The model as methods see it."""
         return self._full_layers.config
 
-    def observe(self, batch: ForwardBatch, scheduled: SequenceOf[ScheduledSequence]) -> None:
-        """Hand the queries of a batch's observed rows to their sequences, after the step."""
-        if not len(batch.observed_rows):
-            return
-        queries = self._runner.observed_queries(batch)
-        at = 0
-        for entry in scheduled:
-            rows = observed_rows(entry)
+    def observe(
+        self,
+        scheduled: SequenceOf[ScheduledSequence],
+        queries: SequenceOf[Float32Array | None],
+    ) -> None:
+        """Hand the queries of observed rows to their sequences, after the step.
+
+        Args:
+            scheduled: what ran.
+            queries: see ``layered_step.StepOutputs``.
+        """
+        for entry, own in zip(scheduled, queries, strict=True):
             sequence = entry.sequence
-            if len(rows) and sequence.compression is not None:
-                first = sequence.computed + rows.start
-                own = self._full_layers.queries(queries[:, at : at + len(rows)])
-                sequence.compression.observe(first, own)
-            at += len(rows)
+            if own is not None and sequence.compression is not None:
+                first = sequence.computed + observed_rows(entry).start
+                sequence.compression.observe(first, self._full_layers.queries(own))
 
     def compress(self, sequence: Sequence) -> bool:
         """Have a sequence's method decide, if it has come to a point, and do what it decides.

@@ -54,6 +54,11 @@ class CompressionState:
         return max(self._first_point - self._method.observed_rows, self._recalled)
 
     @property
+    def observes_blocks(self) -> bool:
+        """Whether rows are observed block by block, since their queries had better not be kept."""
+        return self._method.block_rows > 0
+
+    @property
     def decides_again(self) -> bool:
         """Whether there is another point."""
         return not self.points or self._method.interval > 0

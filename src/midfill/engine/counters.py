@@ -1,10 +1,14 @@
 """EngineCounters: what an engine has done since its start."""
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from midfill.engine.request import EngineStats
 from midfill.engine.request_queues import RequestQueues
 from midfill.engine.speculation import DraftCounts
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -21,6 +25,18 @@ class EngineCounters:
     forward_seconds: float = 0.0
     sampling_seconds: float = 0.0
     background_tokens: int = 0
+    layered_prompts: int = 0
+    layered_fallbacks: int = 0
+
+    def record_too_large(self, request_ids: Iterable[str]) -> None:
+        """Count prompts that slots were too few for to be prefilled by layers, and log them."""
+        for request_id in request_ids:
+            self.layered_fallbacks += 1
+            _log.info(
+                "request %s prefills in chunks: too few KV slots for a prefill by layers beside"
+                " what decodes; --kv-memory gives more",
+                request_id,
+            )
 
     def stats(self, queues: RequestQueues, drafts: DraftCounts) -> EngineStats:
         """Return the counters, with the gauges of an engine's queues and pool as of now."""
@@ -43,6 +59,8 @@ class EngineCounters:
             sampling_seconds=self.sampling_seconds,
             background=len(queues.background),
             background_tokens=self.background_tokens,
+            layered_prompts=self.layered_prompts,
+            layered_fallbacks=self.layered_fallbacks,
             drafts=drafts.drafts,
             draft_tokens=drafts.tokens,
             accepted_tokens=drafts.accepted,

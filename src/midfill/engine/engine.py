@@ -13,14 +13,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from midfill.compression.method import Method
-from midfill.engine.batching import ScheduledSequence, build_batch
+from midfill.engine.batching import ScheduledSequence, schedule
 from midfill.engine.blending import Blending
 from midfill.engine.compression import Compression
 from midfill.engine.counters import EngineCounters
 from midfill.engine.drafting import Draft
+from midfill.engine.layered_step import run_step
 from midfill.engine.prompt_scores import record_scores
 from midfill.engine.request import (
     EngineOutput,
@@ -30,7 +31,7 @@ from midfill.engine.request import (
     TenantStats,
 )
 from midfill.engine.request_queues import RequestQueues
-from midfill.engine.scheduler import SchedulerPolicy, StepPlan
+from midfill.engine.scheduler import Chunk, SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.engine.speculation import DraftCounts, Speculation
 from midfill.engine.tenant_stats import TenantCounters
@@ -170,7 +171,8 @@ class Engine:
             for sequence_id in plan.drop:
                 outputs += self._finish(self._queues.sequences[sequence_id], "cancelled")
             outputs += self._apply(plan)
-            scheduled = self._schedule(plan, drafts, outputs)
+            plan = self._blend(plan, outputs)
+            scheduled = schedule(plan, drafts, self._queues.sequences, self._runner.config.layers)
             if scheduled:
                 outputs += self._run(scheduled)
         self._counters.busy_seconds += time.perf_counter() - started
@@ -218,8 +220,9 @@ class Engine:
             self._preempt(sequences[sequence_id])
         # Lock cached prefixes before any slot is allocated: allocation may evict.
         admitted = [sequences[chunk.sequence_id] for chunk in plan.admit]
-        for sequence in admitted:
-            self._admit(sequence)
+        for sequence, chunk in zip(admitted, plan.admit, strict=True):
+            self._admit(sequence, by_layers=chunk.tokens == 0)
+        self._counters.record_too_large(sequences[one].request_id for one in plan.too_large)
         for chunk in plan.background:
             self._queues.match_prefix(sequences[chunk.sequence_id])
         slots = pool.allocate(len(plan.decodes)).tolist()
@@ -241,54 +244,42 @@ class Engine:
                     outputs += self._fail([sequence], _blend_failure(error))
         return outputs
 
-    def _admit(self, sequence: Sequence) -> None:
+    def _admit(self, sequence: Sequence, *, by_layers: bool) -> None:
         is_new = sequence.cached_tokens is None
         self._queues.admit(sequence)
+        sequence.by_layers = by_layers
+        self._counters.layered_prompts += by_layers
         if is_new:
             sequence.admitted = time.perf_counter()
             self._counters.prompt_tokens += sequence.prompt_length
             self._counters.cached_tokens += sequence.computed
             self._tenants.record_admission(sequence)
 
-    def _schedule(
-        self, plan: StepPlan, drafts: Mapping[int, Draft], outputs: list[EngineOutput]
-    ) -> list[ScheduledSequence]:
-        """Return what runs, in the batch's order: decodes, prefill chunks, background chunks.
+    def _blend(self, plan: StepPlan, outputs: list[EngineOutput]) -> StepPlan:
+        """Run the chunks of prefills that are blended; return the plan with what they leave.
 
-        A chunk of a prefill that is blended runs here, and what it leaves of its tokens is
-        scheduled. If it fails, the sequence's last outputs are added to ``outputs``.
+        If one fails, the sequence's last outputs are added to ``outputs``.
         """
-        sequences = self._queues.sequences
-        scheduled = [
-            ScheduledSequence(sequences[sequence_id], 1, True) for sequence_id in plan.decodes
-        ]
-        for sequence_id, tokens in (*plan.chunks, *plan.admit, *plan.background):
-            if sequence_id not in sequences:
-                continue  # it has failed
-            sequence = sequences[sequence_id]
-            if sequence.blend is not None:
-                tokens = self._blend(sequence, tokens, outputs)
-                if not tokens:
-                    continue
-            remaining = sequence.length - sequence.computed
-            sampled = tokens >= remaining and not sequence.background
-            tokens = min(tokens, remaining, sequence.barrier - sequence.computed)
-            sampled = sampled and tokens == remaining
-            scheduled.append(ScheduledSequence(sequence, tokens, sampled))
-        if drafts:
-            drafted = dict(plan.drafts)
-            for place, entry in enumerate(scheduled):
-                sequence_id = entry.sequence.sequence_id
-                if sequence_id in drafts:
-                    draft = drafts[sequence_id]
-                    scheduled[place] = entry.with_draft(draft, drafted.get(sequence_id, 0))
-        return scheduled
 
-    def _blend(self, sequence: Sequence, tokens: int, outputs: list[EngineOutput]) -> int:
-        """Run a chunk of a blended prefill; return how many of its tokens are left."""
+        def left(chunks: SequenceOf[Chunk]) -> tuple[Chunk, ...]:
+            return tuple(
+                chunk._replace(tokens=self._blend_chunk(chunk, outputs)) for chunk in chunks
+            )
+
+        return replace(
+            plan, chunks=left(plan.chunks), admit=left(plan.admit), background=left(plan.background)
+        )
+
+    def _blend_chunk(self, chunk: Chunk, outputs: list[EngineOutput]) -> int:
+        """Run a chunk of a prefill if it is blended; return how many of its tokens are left."""
+        sequence = self._queues.sequences.get(chunk.sequence_id)
+        if sequence is None:
+            return 0  # it has failed
+        if sequence.blend is None:
+            return chunk.tokens
         started, before = time.perf_counter(), self._blending.computed_row_layers
         try:
-            left = self._blending.advance(sequence, tokens)
+            left = self._blending.advance(sequence, chunk.tokens)
         except Exception as error:
             outputs += self._fail([sequence], _blend_failure(error))
             return 0
@@ -303,9 +294,8 @@ class Engine:
         """Run one forward pass, sample, commit the results and return the outputs."""
         started = time.perf_counter()
         try:
-            batch = build_batch(scheduled)
-            logits = self._runner.forward(batch)
-            self._compression.observe(batch, scheduled)
+            logits, queries = run_step(self._runner, scheduled)
+            self._compression.observe(scheduled, queries)
             computed = time.perf_counter()
             groups = sibling_groups(scheduled)
             record_scores(logits, scheduled)
@@ -314,14 +304,15 @@ class Engine:
         except Exception as error:
             _log.exception("a forward pass over %d sequences failed", len(scheduled))
             return self._fail([entry.sequence for entry in scheduled], f"the model failed: {error}")
-        rows = sum(entry.rows for entry in scheduled)
+        rows = sum(entry.rows for entry in scheduled if entry.completes)
         self._counters.steps += 1
         self._counters.computed_tokens += rows
         self._counters.forward_seconds += computed - started
         self._counters.sampling_seconds += sampled - computed
         if self._speculation is not None:
-            keys = sum(entry.rows * (entry.sequence.computed + entry.rows) for entry in scheduled)
-            self._speculation.record_step(rows, keys / rows, sampled - started)
+            if all(entry.span is None for entry in scheduled):
+                keys = sum(one.rows * (one.sequence.computed + one.rows) for one in scheduled)
+                self._speculation.record_step(rows, keys / rows, sampled - started)
             for entry, group in groups:
                 self._speculation.record_verification(entry, group[0].verified_token_ids)
         outputs: list[EngineOutput] = []
@@ -334,6 +325,9 @@ class Engine:
     def _commit_computed(self, entry: ScheduledSequence) -> list[EngineOutput]:
         """Count the computed tokens; hand KV of chunks that sample nothing to the prefix cache."""
         sequence = entry.sequence
+        if not entry.completes:
+            return []
+        sequence.layer_rows = None
         sequence.computed += entry.tokens
         if sequence.background:
             self._counters.background_tokens += entry.tokens

@@ -12,6 +12,7 @@ from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.messages import EngineInfo
 from midfill.engine.policies.idle_prefill import IdlePrefill
+from midfill.engine.policies.layered_prefill import LayeredPrefill
 from midfill.engine.policies.sarathi_serve import SarathiServe
 from midfill.engine.policies.smart_spec import SmartSpec
 from midfill.engine.scheduler import SchedulerPolicy
@@ -54,7 +55,7 @@ def load_engine(
         runner if wrap is None else wrap(runner),
         checkpoint.tokenizer.eos_token_ids,
         EngineOptions(max_running=options.max_running, context=options.context),
-        policy=scheduler_policy(options),
+        policy=scheduler_policy(options, runner.config.layers),
         speculation=speculation(options),
         token_bytes=checkpoint.tokenizer.token_bytes,
         method=shelf.default,
@@ -74,9 +75,16 @@ def load_engine(
     return engine, runner, info
 
 
-def scheduler_policy(options: ModelOptions) -> SchedulerPolicy:
-    """Return the policy that decides what each step runs, drafts excepted."""
-    return IdlePrefill(SarathiServe(options.token_budget, options.max_running))
+def scheduler_policy(options: ModelOptions, layers: int) -> SchedulerPolicy:
+    """Return the policy that decides what each step runs, drafts excepted.
+
+    Args:
+        options: how the model is run.
+        layers: of the model.
+    """
+    chunked = SarathiServe(options.token_budget, options.max_running)
+    every_prompt = options.scheduler == "layered-prefill"
+    return IdlePrefill(LayeredPrefill(chunked, layers, every_prompt))
 
 
 def speculation(options: ModelOptions) -> Speculation | None:

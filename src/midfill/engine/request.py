@@ -169,6 +169,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         background: unfinished background requests. They count as neither running nor waiting, and
             their tokens only in computed_tokens and background_tokens.
         background_tokens: how many of computed_tokens belong to background requests.
+        layered_prompts: how often a prompt was admitted to be prefilled by layers.
+        layered_fallbacks: how often one was admitted to be prefilled in chunks instead, since slots
+            were too few.
         drafts: drafts that were verified.
         draft_tokens: their tokens, each of which is one of computed_tokens.
         accepted_tokens: how many of these were right; each is one of generated_tokens.
@@ -191,6 +194,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     sampling_seconds: float = 0.0
     background: int = 0
     background_tokens: int = 0
+    layered_prompts: int = 0
+    layered_fallbacks: int = 0
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0

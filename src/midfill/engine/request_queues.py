@@ -56,12 +56,7 @@ class RequestQueues:
     def state(self) -> ScheduleState:
         """Return what a policy may look at."""
         return ScheduleState(
-            running=tuple(
-                RunningSequence(
-                    sequence.sequence_id, sequence.length, sequence.computed, sequence.decoding
-                )
-                for sequence in self.running
-            ),
+            running=tuple(_running(sequence) for sequence in self.running),
             waiting=_queued(self.waiting),
             available_slots=self.pool.available,
             cache=self._cache_view,
@@ -186,5 +181,18 @@ def _arrival(sequence: Sequence) -> int:
     return sequence.sequence_id
 
 
+def _running(sequence: Sequence) -> RunningSequence:
+    rows = sequence.layer_rows
+    return RunningSequence(
+        sequence.sequence_id,
+        sequence.length,
+        sequence.computed,
+        sequence.decoding,
+        sequence.by_layers,
+        0 if rows is None else rows.tokens,
+        0 if rows is None else rows.next_layer,
+    )
+
+
 def _queued(sequences: Iterable[Sequence]) -> tuple[WaitingSequence, ...]:
-    return tuple(WaitingSequence(sequence.sequence_id, sequence.length) for sequence in sequences)
+    return tuple(WaitingSequence(one.sequence_id, one.length, one.prefill) for one in sequences)

@@ -6,7 +6,7 @@ published method per file, and are put together in ``engine/loading.py``.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from midfill.kv.radix_cache import CachedPrefix
 
@@ -21,12 +21,18 @@ class RunningSequence(NamedTuple):
         decoding: whether its prompt is computed. Then it has one token to run and needs one slot
             for it. Otherwise it is prefilling and has held slots for all its tokens since
             admission.
+        by_layers: whether its prompt is prefilled by layers; it was admitted so.
+        layer_tokens: how many tokens are on their way through the layers.
+        next_layer: how many layers these have gone through.
     """
 
     sequence_id: int
     length: int
     computed: int
     decoding: bool
+    by_layers: bool = False
+    layer_tokens: int = 0
+    next_layer: int = 0
 
     @property
     def remaining(self) -> int:
@@ -40,10 +46,13 @@ class WaitingSequence(NamedTuple):
     Attributes:
         sequence_id: ids grow in order of arrival.
         length: number of its tokens: the prompt and, if it was preempted, what it had generated.
+        prefill: how its tokens may be computed: all of them in one pass, layer by layer ("layers"),
+            in chunks only ("chunks"), or as the policy likes ("any").
     """
 
     sequence_id: int
     length: int
+    prefill: Literal["any", "layers", "chunks"] = "any"
 
 
 class CacheView(Protocol):
@@ -94,6 +103,19 @@ class Chunk(NamedTuple):
     tokens: int
 
 
+class LayerChunk(NamedTuple):
+    """The next ``tokens`` tokens of a sequence in layers first <= i < end.
+
+    The first chunk of these tokens begins with layer 0, each later one where the one before ended;
+    they count as computed after the last layer.
+    """
+
+    sequence_id: int
+    tokens: int
+    first: int
+    end: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """The work of one step, done in this order: drop, preempt, admit, then one forward pass.
@@ -104,7 +126,10 @@ class StepPlan:
         decodes: decoding sequences that run their one token.
         chunks: prefilling sequences and how many tokens each runs.
         admit: waiting sequences to start, with the tokens of their first chunk. Each is given
-            slots for all its tokens that are not cached.
+            slots for all its tokens that are not cached. With 0 tokens, it prefills by layers.
+        layer_chunks: sequences that prefill by layers, some of ``admit`` among them.
+        too_large: those of ``admit`` that prefill in chunks only because slots are too few for a
+            prefill by layers beside the decodes.
         drop: background sequences to end unfinished.
         background: background sequences and how many uncached tokens each runs. Each holds slots
             for these during the pass; afterwards they belong to the cache.
@@ -119,21 +144,27 @@ class StepPlan:
     drop: tuple[int, ...] = ()
     background: tuple[Chunk, ...] = ()
     drafts: tuple[Chunk, ...] = ()
+    layer_chunks: tuple[LayerChunk, ...] = ()
+    too_large: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
-        """Tokens that go through the model."""
+        """Tokens that go through the model, through all of its layers or some."""
         return (
             len(self.decodes)
             + sum(chunk.tokens for chunk in self.chunks)
             + sum(chunk.tokens for chunk in self.admit)
             + sum(chunk.tokens for chunk in self.background)
             + sum(chunk.tokens for chunk in self.drafts)
+            + sum(chunk.tokens for chunk in self.layer_chunks)
         )
 
 
 def sampled_sequences(state: ScheduleState, plan: StepPlan) -> Iterator[int]:
-    """Yield the sequences whose last token runs in ``plan``, so that a next one is sampled."""
+    """Yield the sequences whose last token runs in ``plan``, so that a next one is sampled.
+
+    Those that prefill by layers are left out: no draft runs with them.
+    """
     yield from plan.decodes
     if plan.chunks:
         remaining = {sequence.sequence_id: sequence.remaining for sequence in state.running}

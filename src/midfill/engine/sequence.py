@@ -4,6 +4,7 @@ import copy
 import secrets
 import time
 from collections.abc import Collection
+from typing import Literal
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from midfill.engine.acceptance import Calibration
 from midfill.engine.blend import Blend
 from midfill.engine.compression_state import CompressionState
 from midfill.engine.empty_answer import EmptyAnswerCheck
+from midfill.engine.layer_rows import LayerRows
 from midfill.engine.request import (
     EngineOutput,
     EngineRequest,
@@ -47,6 +49,10 @@ class Sequence:
         admitted: time of the first admission (``time.perf_counter``); None before it, once an
             output has told it, and for all answers of a request but the first.
         kv: the sequence's slots; None while it waits.
+        by_layers: whether its tokens are prefilled by layers since the last admission.
+        layer_rows: tokens that have gone through some layers only.
+        interrupted: whether it was preempted between two layers, which lost what was computed; it
+            is prefilled in chunks from then on.
         background: whether the prompt is only to be cached; such a sequence holds slots during a
             step only.
         constraint: what the next tokens have to spell; None if they are free.
@@ -75,6 +81,7 @@ class Sequence:
         "answer_indices",
         "background",
         "blend",
+        "by_layers",
         "cached_tokens",
         "calibration",
         "checked_tokens",
@@ -85,7 +92,9 @@ class Sequence:
         "decoding",
         "empty_check",
         "empty_probability",
+        "interrupted",
         "kv",
+        "layer_rows",
         "length",
         "max_length",
         "not_empty",
@@ -131,6 +140,9 @@ class Sequence:
         self.cached_tokens: int | None = None
         self.admitted: float | None = None
         self.kv: SequenceKV | None = None
+        self.by_layers = False
+        self.layer_rows: LayerRows | None = None
+        self.interrupted = False
         self.constraint: HealingConstraint | None = None
         self.empty_check: EmptyAnswerCheck | None = None
         self.empty_probability: float | None = None
@@ -218,6 +230,13 @@ class Sequence:
         return number if number < self.prompt_length else None
 
     @property
+    def prefill(self) -> Literal["any", "layers", "chunks"]:
+        """How its tokens may be computed, see ``scheduler.WaitingSequence``."""
+        in_blocks = self.compression is not None and self.compression.observes_blocks
+        cut = self.background or self.interrupted or in_blocks or self.reuse is not None
+        return "chunks" if cut else "any"
+
+    @property
     def index(self) -> int:
         """Index of the answer, or of the first answer that the sequence stands for."""
         return self.answer_indices[0]
@@ -233,7 +252,9 @@ class Sequence:
 
     def forget_kv(self) -> None:
         """Forget what was computed: the sequence holds no KV any more."""
-        self.kv = self.blend = None
+        self.interrupted = self.interrupted or self.layer_rows is not None
+        self.kv = self.blend = self.layer_rows = None
+        self.by_layers = False
         self.computed = 0
         if self.compression is not None:
             self.compression.restart()

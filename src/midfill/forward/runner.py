@@ -55,7 +55,13 @@ class Runner(Protocol):
         ...
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the tokens' embeddings: hidden rows [rows, hidden], the caller's own."""
+        """Return the tokens' embeddings: new hidden rows [rows, hidden], the caller's own.
+
+        With ``run_layers`` and ``compute_logits``, a step runs in parts: ``forward`` is ``embed``,
+        all layers, and ``compute_logits``. Between two parts the caller may run other batches, and
+        drop, join or reorder rows, if the next part's batch says what the rows then are
+        (``ForwardBatch.visible_slots`` where they don't follow one another).
+        """
         ...
 
     def run_layers(
@@ -65,23 +71,26 @@ class Runner(Protocol):
 
         Args:
             batch: the rows.
-            hidden: [rows, hidden], contiguous, as layer ``first`` takes them; may be overwritten.
+            hidden: [rows, hidden], contiguous, as layer first - 1 left them; may be overwritten.
             first, end: the layers.
 
         Returns:
-            Hidden rows [rows, hidden] as the last of these layers leaves them.
+            The hidden rows, as layer end - 1 leaves them.
         """
         ...
 
     def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [outputs, vocab] float32 of hidden rows that the last layer has left."""
+        """Return the logits [outputs, vocab] float32 of hidden rows that left the last layer.
+
+        The next call may overwrite the returned tensor.
+        """
         ...
 
     def observed_queries(self, batch: ForwardBatch) -> Float32Array:
         """Return the rotated queries of the last batch's observed rows.
 
         Args:
-            batch: the last one.
+            batch: the last one; after ``run_layers``, only the layers that it ran are defined.
 
         Returns:
             float32 [layers, observed rows, query_heads, head_dim], the caller's own.

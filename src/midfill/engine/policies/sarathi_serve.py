@@ -77,7 +77,7 @@ class SarathiServe:
 
     def plan(self, state: ScheduleState) -> StepPlan:
         """Return the plan of one step: decodes, then prompts already started, then new ones."""
-        decodes, victims, available = self._place_decodes(state)
+        decodes, victims, available = self.place_decodes(state)
         rows = len(decodes)
         chunks: list[Chunk] = []
         prefilling: list[int] = []
@@ -91,10 +91,10 @@ class SarathiServe:
                 rows += tokens
         # After a preemption the queue's head is a victim. It can't fit: the missing slots were
         # taken from it.
-        admit = [] if victims else self._admit(state, prefilling, rows, available)
+        admit = [] if victims else self.admit(state, prefilling, rows, available)
         return StepPlan(tuple(victims), tuple(decodes), tuple(chunks), tuple(admit))
 
-    def _place_decodes(self, state: ScheduleState) -> tuple[list[int], list[int], int]:
+    def place_decodes(self, state: ScheduleState) -> tuple[list[int], list[int], int]:
         """Assign a slot to every decoding sequence; preempt the latest arrivals where none is left.
 
         Returns:
@@ -121,7 +121,7 @@ class SarathiServe:
                 position += 1
         return decodes, victims, available
 
-    def _admit(
+    def admit(
         self, state: ScheduleState, prefilling: Iterable[int], rows: int, available: int
     ) -> list[Chunk]:
         """Return the sequences to start, from the queue's head, while slots and budget last."""
@@ -137,14 +137,14 @@ class SarathiServe:
             tokens = self._chunk(sequence.length - cached.tokens, cached.tokens, rows)
             if available < 0 or not tokens:
                 break
-            if self._should_wait(state, sequence, cached.tokens, in_prefill):
+            if self.should_wait(state, sequence, cached.tokens, in_prefill):
                 break
             admitted.append(Chunk(sequence.sequence_id, tokens))
             in_prefill.append(sequence.sequence_id)
             rows += tokens
         return admitted
 
-    def _should_wait(
+    def should_wait(
         self, state: ScheduleState, sequence: WaitingSequence, cached: int, in_prefill: list[int]
     ) -> bool:
         """Whether a prompt in prefill is about to cache a long part of this one, or its rest."""
