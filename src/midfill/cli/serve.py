@@ -23,7 +23,13 @@ from midfill.cli.options import (
     WeightsFormatOption,
     WindowOption,
 )
-from midfill.config import DEFAULT_MAX_QUEUED_TOKENS, DEFAULT_STEP_TIMEOUT, LogFormat, LogLevel
+from midfill.config import (
+    DEFAULT_MAX_QUEUED_TOKENS,
+    DEFAULT_STEP_TIMEOUT,
+    LogFormat,
+    LogLevel,
+    SchedulerName,
+)
 
 if TYPE_CHECKING:
     from midfill.engine.messages import EngineInfo
@@ -67,6 +73,15 @@ TokenBudgetOption = Annotated[
     typer.Option(
         min=1,
         help="Maximum tokens per step. Lower: steadier streams; higher: faster prompts.",
+    ),
+]
+SchedulerOption = Annotated[
+    SchedulerName,
+    typer.Option(
+        metavar="NAME",
+        help="How prompts longer than the token budget are computed beside running answers:"
+        " sarathi-serve in chunks of tokens, layered-prefill by groups of layers. Answers are the"
+        " same.",
     ),
 ]
 MaxQueuedTokensOption = Annotated[
@@ -148,6 +163,7 @@ def serve(
     fim_tokens: FimTokensOption = None,
     window: WindowOption = None,
     token_budget: TokenBudgetOption = 128,
+    scheduler: SchedulerOption = "sarathi-serve",
     max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
     step_timeout: StepTimeoutOption = DEFAULT_STEP_TIMEOUT,
     idle_prefill: IdlePrefillOption = True,
@@ -195,6 +211,7 @@ def serve(
             kv_memory=kv_memory,
             kv_dtype=kv_cache_dtype,
             token_budget=token_budget,
+            scheduler=scheduler,
             adapter=None if folder is None else str(folder),
             speculation=speculation,
             method=method,

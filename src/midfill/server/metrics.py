@@ -286,6 +286,11 @@ class _EngineCollector(Collector):
                 "Of these, tokens of prompts computed in idle time.",
                 stats.background_tokens,
             ),
+            "layered_prompts": ("Prompts that prefilled by layers.", stats.layered_prompts),
+            "layered_fallbacks": (
+                "Prompts that prefilled in chunks instead, for lack of KV slots.",
+                stats.layered_fallbacks,
+            ),
             "spec_decode_num_drafts": ("Verified drafts.", stats.drafts),
             "spec_decode_num_draft_tokens": ("Tokens of drafts.", stats.draft_tokens),
             "spec_decode_num_accepted_tokens": (

@@ -224,7 +224,13 @@ class _LogitsTap:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See ``Runner.forward``."""
-        logits = self._runner.forward(batch)
+        return self._kept(self._runner.forward(batch))
+
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Runner.compute_logits``."""
+        return self._kept(self._runner.compute_logits(batch, hidden))
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
         if self.rows is not None and len(logits):
             self.rows.append(logits.float().log_softmax(dim=-1).cpu())
         return logits
