@@ -202,7 +202,51 @@ def test_what_was_copied_is_reported(runner: CpuRunner) -> None:
     assert {one.cached_tokens for one in outputs} == {1 + len(HEAD)}
 
 
-def test_blended_kv_is_found_by_nobody(runner: CpuRunner) -> None:
+def test_the_next_keystroke_continues_on_blended_kv(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    answer = ask(engine, JUMP)
+    before = engine.stats().computed_tokens
+    typed = JUMP + answer.tokens[:3]
+    engine.add(asked("r", typed))
+    outputs = engine.step()
+    assert outputs[0].token_ids == answer.tokens[3:4]
+    assert outputs[0].logprobs == answer.logprobs[3:4]
+    assert engine.stats().computed_tokens - before == 1
+    assert outputs[0].cached_tokens == 1 + len(HEAD)
+    assert outputs[0].reused_tokens == len(typed) - 1 - 1 - len(HEAD)
+    found = serve(engine)
+    assert found["r", 0].tokens[: len(answer.tokens) - 4] == answer.tokens[4:]
+
+
+def test_once_a_prompt_is_cached_the_next_keystroke_is_exact(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    ask(engine, JUMP)
+    typed = [*JUMP, 7, 8]
+    found = ask(after(engine, JUMP), typed)
+    assert found.cached_tokens == len(JUMP)
+    assert same(found, exact(runner, typed))
+
+
+def test_a_branch_goes_with_the_exact_prefix_that_it_continues(llama: Checkpoint) -> None:
+    runner = CpuRunner(llama, slots=700, threads=1, weights="f32", kv_dtype="f32")
+    engine = after(engine_of(runner, replace(BLEND, ratio=0.0)), FIRST)
+    ask(engine, JUMP)
+    after(engine, *([seed, *text(330, seed)] for seed in (21, 22)))  # evicts all of it
+    found = ask(engine, [*JUMP, 7])
+    assert found.cached_tokens == 0
+    assert same(found, exact(runner, [*JUMP, 7]))
+    runner.close()
+
+
+def test_another_tenant_finds_no_branch(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    ask(engine, JUMP)
+    found = ask(engine, [*JUMP, 7], tenant="bob")
+    assert found.cached_tokens == 0
+    assert same(found, exact(runner, [*JUMP, 7]))
+
+
+def test_blended_kv_is_found_by_no_request_that_expects_exact_kv(runner: CpuRunner) -> None:
     engine = after(engine_of(runner), FIRST)
     ask(engine, JUMP)
     again = ask(engine, JUMP, "none")

@@ -5,7 +5,7 @@ is slow and obvious. Pool and cache must agree with it after every operation: th
 same order of eviction, no leak, no double free.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,9 @@ from hypothesis.stateful import (
 )
 
 from midfill.arrays import Int32Array
+from midfill.kv.branches import Branches
 from midfill.kv.pool import KVPool
+from midfill.kv.radix_cache import BranchRoot, CacheRoot
 from midfill.kv.sequence_kv import SequenceKV
 
 Path = tuple[int, ...]
@@ -52,25 +54,25 @@ class Position:
 class NaiveCache:
     """What is cached: (tenant, path) -> position; what is locked: a list of such paths."""
 
-    positions: dict[tuple[str, Path], Position] = field(default_factory=dict)
-    locks: list[tuple[str, Path]] = field(default_factory=list)
+    positions: dict[tuple[CacheRoot, Path], Position] = field(default_factory=dict)
+    locks: list[tuple[CacheRoot, Path]] = field(default_factory=list)
     clock: int = 0
 
-    def longest(self, tenant: str, tokens: list[int]) -> Path:
+    def longest(self, tenant: CacheRoot, tokens: list[int]) -> Path:
         length = 0
         while length < len(tokens) and (tenant, tuple(tokens[: length + 1])) in self.positions:
             length += 1
         return tuple(tokens[:length])
 
-    def slots(self, tenant: str, path: Path) -> list[int]:
+    def slots(self, tenant: CacheRoot, path: Path) -> list[int]:
         return [self.positions[tenant, path[:end]].slot for end in range(1, len(path) + 1)]
 
-    def touch(self, tenant: str, path: Path) -> None:
+    def touch(self, tenant: CacheRoot, path: Path) -> None:
         self.clock += 1
         for end in range(1, len(path) + 1):
             self.positions[tenant, path[:end]].last_used = self.clock
 
-    def locked(self, tenant: str, path: Path) -> bool:
+    def locked(self, tenant: CacheRoot, path: Path) -> bool:
         return any(
             owner == tenant and held[: len(path)] == path and path for owner, held in self.locks
         )
@@ -84,7 +86,7 @@ class NaiveCache:
         oldest = min(leaves, key=lambda key: self.positions[key].last_used)
         return self.positions.pop(oldest).slot
 
-    def insert(self, tenant: str, tokens: list[int], slots: list[int]) -> list[int]:
+    def insert(self, tenant: CacheRoot, tokens: list[int], slots: list[int]) -> list[int]:
         """Return the offered slots that are duplicates."""
         known = len(self.longest(tenant, tokens))
         self.touch(tenant, tuple(tokens[:known]))
@@ -99,7 +101,7 @@ class NaiveCache:
 class Holder:
     """A sequence as the model sees it: ``shared`` of ``slots`` are the cache's, locked.
 
-    Once it is private, ``joint`` is a list of slots that its twins hold as well.
+    The first ``base`` of them are in the tenant's tree, the others in that of ``root``.
     """
 
     tenant: str
@@ -107,12 +109,16 @@ class Holder:
     kv: SequenceKV
     shared: int
     slots: list[int]
-    private: bool = False
-    joint: list[int] = field(default_factory=list)
+    base: int = 0
+    root: CacheRoot = ""
 
     @property
-    def lock(self) -> tuple[str, Path]:
-        return self.tenant, tuple(self.tokens[: self.shared])
+    def lock(self) -> tuple[CacheRoot, Path]:
+        return self.root or self.tenant, tuple(self.tokens[self.base : self.shared])
+
+    @property
+    def base_lock(self) -> tuple[CacheRoot, Path]:
+        return self.tenant, tuple(self.tokens[: self.base])
 
 
 class KVMachine(RuleBasedStateMachine):
@@ -126,6 +132,8 @@ class KVMachine(RuleBasedStateMachine):
         self.model = NaiveCache()
         self.free = set(range(slots))
         self.live: list[Holder] = []
+        self.branches = Branches(self.pool.cache)
+        self.bases: dict[BranchRoot, Path] = {}
 
     def take(self, count: int) -> None:
         """Evict what an allocation needs from the model."""
@@ -167,6 +175,7 @@ class KVMachine(RuleBasedStateMachine):
         assert slots[:cached] == self.model.slots(tenant, path)
         self.claim(slots[cached:])
         holder = Holder(tenant, list(tokens), kv, cached, slots)
+        self.model.locks.append(holder.base_lock)
         self.live.append(holder)
         return holder
 
@@ -191,42 +200,89 @@ class KVMachine(RuleBasedStateMachine):
         assert holder.kv.slots.tolist() == holder.slots
 
     def model_cache_prefix(self, holder: Holder, count: int) -> None:
-        if count == holder.shared or holder.private:
+        if count == holder.shared:
             return
-        tokens = holder.tokens[:count]
-        self.free.update(self.model.insert(holder.tenant, tokens, holder.slots[:count]))
+        root, own = holder.root or holder.tenant, slice(holder.base, count)
+        tokens = holder.tokens[own]
+        self.free.update(self.model.insert(root, tokens, holder.slots[own]))
         self.model.locks.remove(holder.lock)
         holder.shared = count
         self.model.locks.append(holder.lock)
-        holder.slots[:count] = self.model.slots(holder.tenant, tuple(tokens))
+        holder.slots[own] = self.model.slots(root, tuple(tokens))
 
     @rule(target=holders, holder=holders)
     def fork(self, holder: Holder) -> object:
-        own = holder.slots[holder.shared + len(holder.joint) :]
-        if own and (not holder.private or holder.joint):
+        if holder.kv.owned:
             with pytest.raises(ValueError, match="only KV that the cache holds"):
                 holder.kv.fork()
             return multiple()
-        holder.joint = holder.joint or own
-        twin = Holder(
-            holder.tenant, list(holder.tokens), holder.kv.fork(), holder.shared,
-            list(holder.slots), holder.private, holder.joint,
-        )  # fmt: skip
+        twin = replace(
+            holder, tokens=list(holder.tokens), kv=holder.kv.fork(), slots=list(holder.slots)
+        )
+        self.model.locks.append(twin.base_lock)
         self.model.locks.append(twin.lock)
         self.live.append(twin)
         return twin
 
     @rule(holder=holders)
-    def keep_private(self, holder: Holder) -> None:
-        """From now on its KV is not what its tokens alone would give."""
-        holder.kv.is_private = holder.private = True
+    def start_branch(self, holder: Holder) -> None:
+        """From now on its KV is not what its tokens give by themselves."""
+        if holder.root:
+            return
+        base = tuple(holder.tokens[: holder.shared])
+        branch = self.branches.start(holder.tenant, int32(base))
+        self.bases[branch.root] = base
+        holder.kv.start_branch(branch)
+        self.model.locks.remove(holder.lock)
+        self.model.locks.remove(holder.base_lock)
+        holder.base, holder.root = holder.shared, branch.root
+        self.model.locks += [holder.base_lock, holder.lock]
+
+    @rule(target=holders, tenant=TENANTS, tokens=TOKENS)
+    def match_branch(self, tenant: str, tokens: list[int]) -> object:
+        """Admit a sequence that continues a branch, if that leaves it little to compute."""
+        wanted = int32(tokens[:-1])
+        exact = self.pool.cache.peek(tenant, wanted)
+        path = self.model.longest(tenant, tokens[:-1])
+        reach = max(
+            (
+                len(base) + len(more)
+                for root, base in self.bases.items()
+                if root.tenant == tenant and path[: len(base)] == base
+                if (more := self.model.longest(root, tokens[len(base) : -1]))
+            ),
+            default=0,
+        )
+        found = self.branches.find(tenant, wanted, exact)
+        left = len(wanted) - exact.tokens
+        if found is None:
+            assert reach <= exact.tokens + 3 * left // 4
+            return multiple()
+        branch, cached = found
+        assert cached.tokens == reach > exact.tokens
+        if self.pool.available < cached.evictable + len(tokens) - reach:
+            return multiple()
+        kv = SequenceKV(self.pool, tenant, capacity=32)
+        assert kv.match_branch(wanted, branch) == reach
+        base = len(branch.base)
+        self.model.touch(tenant, tuple(tokens[:base]))
+        self.model.touch(branch.root, tuple(tokens[base:reach]))
+        holder = Holder(tenant, list(tokens), kv, reach, [], base, branch.root)
+        self.model.locks += [holder.base_lock, holder.lock]
+        self.take(len(tokens) - reach)
+        kv.reserve(len(tokens) - reach)
+        holder.slots = kv.slots.tolist()
+        self.claim(holder.slots[reach:])
+        assert holder.slots[:base] == self.model.slots(tenant, tuple(tokens[:base]))
+        self.live.append(holder)
+        return holder
 
     @rule(holder=holders, count=st.integers(1, 4))
     def truncate(self, holder: Holder, count: int) -> None:
         """The last tokens are dropped; those that the cache holds can't be."""
         kept = len(holder.slots) - count
-        if kept < holder.shared + len(holder.joint):
-            with pytest.raises(ValueError, match="are shared"):
+        if kept < holder.shared:
+            with pytest.raises(ValueError, match="the cache holds"):
                 holder.kv.truncate(kept)
             return
         holder.kv.truncate(kept)
@@ -250,9 +306,8 @@ class KVMachine(RuleBasedStateMachine):
 
     def forget(self, holder: Holder) -> None:
         self.live = [other for other in self.live if other is not holder]
-        owns_joint = not any(holder.joint and other.joint is holder.joint for other in self.live)
-        own_from = holder.shared + (0 if owns_joint else len(holder.joint))
-        self.free.update(holder.slots[own_from:])
+        self.free.update(holder.slots[holder.shared :])
+        self.model.locks.remove(holder.base_lock)
         self.model.locks.remove(holder.lock)
 
     @rule(tenant=TENANTS, most=st.integers(0, 30), new=st.integers(1, 4))
@@ -287,11 +342,14 @@ class KVMachine(RuleBasedStateMachine):
         """The predicted release of victims equals releasing them in the model."""
         victims = data.draw(st.lists(st.sampled_from(range(len(self.live))), unique=True))
         chosen = [self.live[index] for index in victims]
-        predicted = self.pool.cache.released_by(holder.kv.node for holder in chosen)
+        predicted = self.pool.cache.released_by(
+            node for holder in chosen for node in holder.kv.nodes
+        )
         before = self.model.evictable()
         remaining = list(self.model.locks)
         for holder in chosen:
             remaining.remove(holder.lock)
+            remaining.remove(holder.base_lock)
         kept, self.model.locks = self.model.locks, remaining
         assert predicted == self.model.evictable() - before
         self.model.locks = kept
@@ -303,17 +361,11 @@ class KVMachine(RuleBasedStateMachine):
         cache = self.pool.cache
         assert cache.cached_tokens == len(self.model.positions)
         assert cache.evictable_tokens == self.model.evictable()
-        assert cache.tenants == len({tenant for tenant, _ in self.model.positions})
+        assert cache.tenants == len(
+            {root if isinstance(root, str) else root.tenant for root, _ in self.model.positions}
+        )
         assert self.pool.slots.free_slots == len(self.free)
-        owned = sum(len(holder.slots) - holder.shared - len(holder.joint) for holder in self.live)
-        owned += sum(map(len, {id(holder.joint): holder.joint for holder in self.live}.values()))
-        alone = [
-            holder
-            for holder in self.live
-            if not any(other.joint is holder.joint for other in self.live if other is not holder)
-        ]
-        for holder in alone:
-            assert holder.kv.owned == len(holder.slots) - holder.shared
+        owned = sum(holder.kv.owned for holder in self.live)
         assert len(self.free) + cache.cached_tokens + owned == self.pool.slots.total
 
     def teardown(self) -> None:

@@ -13,7 +13,8 @@ What follows is ordinary prefill, so the last token always runs through all laye
 knows nothing of this. The work is cut into steps like any prefill's: ``advance`` gets a number of
 tokens that would take as long through all layers.
 
-KV that has been blended is never put into the prefix cache, nor is what is computed over it. A
+KV that has been blended goes to a branch of the cache (``kv.branches``), and so does what is
+computed over it: the next keystroke continues there, until the exact KV of the prompt is cached. A
 source is copied in the step that admits the sequence, so it need not be locked: what has been
 evicted by then is not found. Which texts are cached decides what an answer attends to, so unlike
 all others these answers can depend on what was asked before.
@@ -61,11 +62,13 @@ class Blending:
     def start(self, sequence: Sequence) -> None:
         """Copy KV for a sequence that was just admitted, if it saves enough.
 
+        ``sequence.blend`` is set then, and from now on its KV is not exact.
+
         It holds slots for all its tokens. Prompts whose tokens are scored are computed in full, and
         so are answers that begin again behind their first token.
         """
         method, kv = sequence.reuse, sequence.kv
-        if method is None or kv is None or sequence.next_scored is not None:
+        if method is None or kv is None or not kv.is_exact or sequence.next_scored is not None:
             return
         first, last = sequence.computed, sequence.length - 1
         if sequence.length > sequence.prompt_length or last - first < method.min_run:
@@ -78,7 +81,6 @@ class Blending:
         kept_layers = (copied - method.recomputed(copied)) * (layers - method.check_layer - 1)
         if not runs or kept_layers < _MIN_SAVED_ROWS * layers:
             return
-        kv.is_private = True
         with one_thread():
             reference = self._copy(kv, runs, texts, method.check_layer)
         numbers = np.concatenate([np.arange(run.start, run.end) for run in runs])

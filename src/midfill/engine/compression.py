@@ -118,7 +118,7 @@ class Compression:
         layout = _Layout.of(selection)
         terms = layout.terms(selection.terms or _kept_terms(kv, selection), selection.added)
         slots_needed = -(-layout.count // keys.heads)
-        released = self._pool.cache.released_by([kv.node]) + kv.owned
+        released = self._pool.cache.released_by(kv.nodes) + kv.owned
         if self._pool.available + released < slots_needed:
             return False
         store, total = self._runner.cells, self._runner.slots

@@ -240,6 +240,8 @@ class Engine:
             if sequence.reuse is not None:
                 try:
                     self._blending.start(sequence)
+                    if sequence.blend is not None:
+                        self._queues.start_branch(sequence)
                 except Exception as error:
                     outputs += self._fail([sequence], _blend_failure(error))
         return outputs

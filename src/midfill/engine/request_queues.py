@@ -1,14 +1,17 @@
 """RequestQueues: which sequences run, wait or are background work, and the KV slots they hold."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from midfill.engine.scheduler import RunningSequence, ScheduleState, WaitingSequence
 from midfill.engine.sequence import Sequence
+from midfill.kv.branches import Branch, Branches
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import CachedPrefix
 from midfill.kv.sequence_kv import SequenceKV
+
+_FindBranch = Callable[[Sequence, CachedPrefix], tuple[Branch, CachedPrefix] | None]
 
 
 class RequestQueues:
@@ -39,7 +42,8 @@ class RequestQueues:
         self.background: deque[Sequence] = deque()
         self._max_running = max_running
         self._sequence_ids: dict[str, set[int]] = {}
-        self._cache_view = _QueueCacheView(self.pool, self.sequences)
+        self._branches = Branches(self.pool.cache)
+        self._cache_view = _QueueCacheView(self.pool, self.sequences, self._find_branch)
 
     def __bool__(self) -> bool:
         """Whether any sequence is running, waiting or background work."""
@@ -78,10 +82,31 @@ class RequestQueues:
 
     def match_prefix(self, sequence: Sequence) -> None:
         """Let a sequence that holds no slots share its longest cached prefix."""
-        sequence.kv = SequenceKV(self.pool, sequence.tenant, sequence.max_length)
-        sequence.computed = sequence.kv.match_prefix(sequence.matchable_tokens)
+        tokens = sequence.matchable_tokens
+        kv = sequence.kv = SequenceKV(self.pool, sequence.tenant, sequence.max_length)
+        found = self._find_branch(sequence, self.pool.cache.peek(sequence.tenant, tokens))
+        sequence.reused_tokens = 0
+        if found is None:
+            sequence.computed = kv.match_prefix(tokens)
+        else:
+            sequence.computed = kv.match_branch(tokens, found[0])
+            sequence.reused_tokens = sequence.computed - kv.base
         if sequence.cached_tokens is None:
-            sequence.cached_tokens = sequence.computed
+            sequence.cached_tokens = sequence.computed - sequence.reused_tokens
+
+    def start_branch(self, sequence: Sequence) -> None:
+        """Keep what a sequence computes from now on from all that expect exact KV."""
+        assert sequence.kv is not None
+        branch = self._branches.start(sequence.tenant, sequence.tokens[: sequence.kv.shared])
+        sequence.kv.start_branch(branch)
+
+    def _find_branch(
+        self, sequence: Sequence, exact: CachedPrefix
+    ) -> tuple[Branch, CachedPrefix] | None:
+        """Return the branch that a sequence continues, and what is cached of it; mostly None."""
+        if sequence.reuse is None:
+            return None
+        return self._branches.find(sequence.tenant, sequence.matchable_tokens, exact)
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the head of the queue and release its slots."""
@@ -151,14 +176,19 @@ class RequestQueues:
 class _QueueCacheView:
     """Implements ``scheduler.CacheView`` for the sequences in the queues; changes nothing."""
 
-    def __init__(self, pool: KVPool, sequences: Mapping[int, Sequence]) -> None:
+    def __init__(
+        self, pool: KVPool, sequences: Mapping[int, Sequence], find_branch: _FindBranch
+    ) -> None:
         self._pool = pool
         self._sequences = sequences
+        self._find_branch = find_branch
 
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
         """See ``CacheView.cached_prefix``."""
         sequence = self._sequences[sequence_id]
-        return self._pool.cache.peek(sequence.tenant, sequence.matchable_tokens)
+        exact = self._pool.cache.peek(sequence.tenant, sequence.matchable_tokens)
+        found = self._find_branch(sequence, exact)
+        return exact if found is None else found[1]
 
     def common_prefix(self, first: int, second: int) -> int:
         """See ``CacheView.common_prefix``."""
@@ -174,7 +204,7 @@ class _QueueCacheView:
         """See ``CacheView.released_by``."""
         held = [kv for victim in victims if (kv := self._sequences[victim].kv) is not None]
         owned = sum(kv.owned for kv in held)
-        return owned + self._pool.cache.released_by(kv.node for kv in held)
+        return owned + self._pool.cache.released_by(node for kv in held for node in kv.nodes)
 
 
 def _arrival(sequence: Sequence) -> int:

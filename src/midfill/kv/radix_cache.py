@@ -3,7 +3,8 @@
 A token-granular radix tree per tenant, after SGLang's RadixAttention (Zheng et al., "SGLang:
 Efficient Execution of Structured Language Model Programs", 2024, arXiv 2312.07104). It differs in
 two ways: nodes split and shrink at any token, so eviction frees exactly as many slots as are
-missing; and each tenant has a root of its own, so no tenant can observe another's cache.
+missing; and each tenant has a root of its own, so no tenant can observe another's cache. KV that
+is not exact has further roots (``kv.branches``).
 """
 
 import heapq
@@ -19,6 +20,22 @@ from midfill.arrays import Int32Array
 _EMPTY: Int32Array = np.empty(0, dtype=np.int32)
 
 
+class BranchRoot(NamedTuple):
+    """Names a tree beside a tenant's own, see ``kv.branches``.
+
+    Attributes:
+        tenant: whose it is.
+        number: tells a tenant's branches apart.
+    """
+
+    tenant: str
+    number: int
+
+
+CacheRoot = str | BranchRoot
+"""Names a tree: a tenant's own by the tenant."""
+
+
 class RadixNode:
     """A run of tokens with the slots of their KV; opaque to users of the cache.
 
@@ -26,12 +43,12 @@ class RadixNode:
     the existing object becomes the lower part, so handles stay valid.
     """
 
-    __slots__ = ("children", "last_used", "locks", "parent", "queued", "slots", "tenant", "tokens")
+    __slots__ = ("children", "last_used", "locks", "parent", "queued", "root", "slots", "tokens")
 
     def __init__(
-        self, tenant: str, parent: "RadixNode | None", tokens: Int32Array, slots: Int32Array
+        self, root: CacheRoot, parent: "RadixNode | None", tokens: Int32Array, slots: Int32Array
     ) -> None:
-        self.tenant = tenant
+        self.root = root
         self.parent = parent
         self.tokens = tokens
         self.slots = slots
@@ -120,7 +137,7 @@ class RadixCache:
         self.cached_tokens = 0
         self.evictable_tokens = 0
         self.evicted_tokens = 0
-        self._roots: dict[str, RadixNode] = {}
+        self._roots: dict[CacheRoot, RadixNode] = {}
         self._clock = 0
         # Heap of (last use, push number, node) for evictable leaves. Entries may be stale, which
         # ``evict`` checks. A node has at most one entry (``queued``), so the heap is no larger
@@ -131,11 +148,11 @@ class RadixCache:
     @property
     def tenants(self) -> int:
         """Number of tenants with cached tokens."""
-        return len(self._roots)
+        return len({_tenant_of(root) for root in self._roots})
 
-    def match(self, tenant: str, tokens: Int32Array) -> PrefixMatch:
+    def match(self, root: CacheRoot, tokens: Int32Array) -> PrefixMatch:
         """Find the longest cached prefix of [n] int32 ``tokens`` and mark it as just used."""
-        path, common = self._descend(tenant, tokens)
+        path, common = self._descend(root, tokens)
         if not path:
             return PrefixMatch(_EMPTY, None)
         node = path[-1]
@@ -146,9 +163,9 @@ class RadixCache:
             visited.last_used = self._clock
         return PrefixMatch(np.concatenate([visited.slots for visited in path]), node)
 
-    def peek(self, tenant: str, tokens: Int32Array) -> CachedPrefix:
+    def peek(self, root: CacheRoot, tokens: Int32Array) -> CachedPrefix:
         """Return how much ``match`` would find; changes nothing, not even the order of use."""
-        path, common = self._descend(tenant, tokens)
+        path, common = self._descend(root, tokens)
         matched = evictable = 0
         for node in path:
             length = common if node is path[-1] else len(node.tokens)
@@ -194,7 +211,7 @@ class RadixCache:
 
     def insert(
         self,
-        tenant: str,
+        root: CacheRoot,
         tokens: Int32Array,
         slots: Int32Array,
         held: RadixNode | None = None,
@@ -206,14 +223,14 @@ class RadixCache:
         caller that continues to use the path has to lock the returned node.
 
         Args:
-            tenant: whose tree to use.
+            root: which tree to use.
             tokens: the sequence's tokens from position 0.
             slots: the slot of each token's KV.
             held: the path that the caller has locked. If nobody else has, and it ends at a leaf,
                 the leaf grows in place instead of getting a child, so a prompt that is inserted
                 chunk by chunk stays one node. The caller's lock then covers the new tokens too.
         """
-        found = self.match(tenant, tokens)
+        found = self.match(root, tokens)
         known = len(found)
         offered = slots[:known]
         duplicates = offered[offered != found.slots]
@@ -228,7 +245,7 @@ class RadixCache:
             parent.slots = np.concatenate((parent.slots, tail_slots))
             node = parent
         else:
-            node = self._add_child(tenant, parent, tail, tail_slots)
+            node = self._add_child(root, parent, tail, tail_slots)
             self.evictable_tokens += len(tail)
         return Insertion(np.concatenate((found.slots, tail_slots)), node, duplicates)
 
@@ -295,10 +312,10 @@ class RadixCache:
                 self._remove(node)
         return np.concatenate(taken) if taken else _EMPTY
 
-    def _descend(self, tenant: str, tokens: Int32Array) -> tuple[list[RadixNode], int]:
+    def _descend(self, root: CacheRoot, tokens: Int32Array) -> tuple[list[RadixNode], int]:
         """Return the nodes on the path of ``tokens`` and how much of the last one matches."""
         path: list[RadixNode] = []
-        node = self._roots.get(tenant)
+        node = self._roots.get(root)
         done, common = 0, 0
         while node is not None and done < len(tokens):
             node = node.children.get(int(tokens[done]))
@@ -319,7 +336,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         tokens, slots = node.tokens, node.slots
-        upper = RadixNode(node.tenant, parent, tokens[:length].copy(), slots[:length].copy())
+        upper = RadixNode(node.root, parent, tokens[:length].copy(), slots[:length].copy())
         upper.locks = node.locks
         parent.children[int(upper.tokens[0])] = upper
         node.tokens, node.slots = tokens[length:].copy(), slots[length:].copy()
@@ -328,13 +345,13 @@ class RadixCache:
         return upper
 
     def _add_child(
-        self, tenant: str, parent: RadixNode | None, tokens: Int32Array, slots: Int32Array
+        self, root: CacheRoot, parent: RadixNode | None, tokens: Int32Array, slots: Int32Array
     ) -> RadixNode:
         if parent is None:
-            parent = self._roots.get(tenant)
+            parent = self._roots.get(root)
         if parent is None:
-            parent = self._roots[tenant] = RadixNode(tenant, None, _EMPTY, _EMPTY)
-        node = RadixNode(tenant, parent, tokens, slots)
+            parent = self._roots[root] = RadixNode(root, None, _EMPTY, _EMPTY)
+        node = RadixNode(root, parent, tokens, slots)
         self._clock += 1
         node.last_used = self._clock
         parent.children[int(tokens[0])] = node
@@ -346,7 +363,7 @@ class RadixCache:
         assert parent is not None
         del parent.children[int(node.tokens[0])]
         if parent.parent is None and not parent.children:
-            del self._roots[parent.tenant]
+            del self._roots[parent.root]
         else:
             self._enqueue(parent)
 
@@ -356,6 +373,10 @@ class RadixCache:
             node.queued = True
             self._pushes += 1
             heapq.heappush(self._queue, (node.last_used, self._pushes, node))
+
+
+def _tenant_of(root: CacheRoot) -> str:
+    return root if isinstance(root, str) else root.tenant
 
 
 def _head(array: Int32Array, length: int) -> Int32Array:

@@ -3,10 +3,10 @@
 import numpy as np
 
 from midfill.arrays import Int32Array
+from midfill.kv.branches import Branch
 from midfill.kv.compressed_prefix import CompressedPrefix
-from midfill.kv.joint_slots import JointSlots
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_cache import RadixNode
+from midfill.kv.radix_cache import CacheRoot, RadixNode
 
 
 class SequenceKV:
@@ -19,14 +19,14 @@ class SequenceKV:
     slots are those of later tokens only, and none of them is cached: their KV depends on what was
     left out.
 
-    KV that was copied from elsewhere, or that attends to such KV, is kept private, too: it is not
-    what the tokens' own computation would give.
+    KV that was copied from elsewhere, or that attends to such KV, is not what its tokens give by
+    themselves. It goes to a ``Branch`` of the cache, which begins after ``base`` exact tokens.
 
     Attributes:
         reserved: number of slots held, whether their KV has been computed or not.
-        shared: how many of them belong to the prefix cache, or to other answers as well.
+        shared: how many of them belong to the prefix cache.
+        base: how many of these are in the tenant's own tree.
         prefix: what stands for the first tokens; None if they have slots like all others.
-        is_private: whether nothing beyond what is shared now may go to the prefix cache.
     """
 
     def __init__(self, pool: KVPool, tenant: str, capacity: int) -> None:
@@ -40,13 +40,13 @@ class SequenceKV:
         """
         self.reserved = 0
         self.shared = 0
+        self.base = 0
         self.prefix: CompressedPrefix | None = None
-        self.is_private = False
         self._pool = pool
-        self._tenant = tenant
+        self._root: CacheRoot = tenant
         self._buffer: Int32Array = np.empty(capacity, dtype=np.int32)
+        self._base_node: RadixNode | None = None
         self._node: RadixNode | None = None
-        self._joint: JointSlots | None = None
 
     @property
     def slots(self) -> Int32Array:
@@ -54,9 +54,14 @@ class SequenceKV:
         return self._buffer[: self.reserved]
 
     @property
-    def node(self) -> RadixNode | None:
-        """The end of the cached path that this sequence has locked; None if it shares nothing."""
-        return self._node
+    def nodes(self) -> tuple[RadixNode | None, RadixNode | None]:
+        """The ends of the cached paths that this sequence has locked; None where there is none."""
+        return self._base_node, self._node
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its KV is what its tokens give by themselves."""
+        return isinstance(self._root, str)
 
     @property
     def first(self) -> int:
@@ -71,20 +76,45 @@ class SequenceKV:
     @property
     def owned(self) -> int:
         """Number of slots that the sequence owns, that is, does not share."""
-        together = sum(one.owned for one in (self.prefix, self._joint) if one is not None)
-        return self.reserved - self.shared + together
+        return self.reserved - self.shared + (0 if self.prefix is None else self.prefix.owned)
 
     def match_prefix(self, tokens: Int32Array) -> int:
         """Lock and share the longest cached prefix of [n] int32 ``tokens``; return its length.
 
         May be called once, while no slots are held.
         """
-        found = self._pool.cache.match(self._tenant, tokens)
-        self._pool.cache.lock(found.node)
-        self._node = found.node
-        self.reserved = self.shared = len(found)
-        self._buffer[: self.shared] = found.slots
+        self._node = self._share(tokens)
         return self.shared
+
+    def match_branch(self, tokens: Int32Array, branch: Branch) -> int:
+        """Lock and share a branch and what it begins after, as far as [n] int32 ``tokens`` go.
+
+        May be called once, while no slots are held, with a branch that ``Branches.find`` returned.
+        """
+        self._node = self._share(tokens[: len(branch.base)])
+        self.start_branch(branch)
+        self._node = self._share(tokens[self.base :])
+        return self.shared
+
+    def start_branch(self, branch: Branch) -> None:
+        """Have KV that is computed from now on go to a branch, which begins after what is shared.
+
+        Raises:
+            ValueError: the branch begins elsewhere.
+        """
+        if len(branch.base) != self.shared or self._base_node is not None:
+            raise ValueError("a branch begins after all exact tokens")
+        self.base, self._base_node = self.shared, self._node
+        self._root, self._node = branch.root, None
+
+    def _share(self, tokens: Int32Array) -> RadixNode | None:
+        """Lock the longest cached prefix of ``tokens`` in the root, and share its slots."""
+        found = self._pool.cache.match(self._root, tokens)
+        self._pool.cache.lock(found.node)
+        self._buffer[self.shared : self.shared + len(found)] = found.slots
+        self.shared += len(found)
+        self.reserved = self.shared
+        return found.node
 
     def reserve(self, count: int) -> None:
         """Allocate ``count`` slots after the last one, evicting cached prefixes when needed.
@@ -120,9 +150,8 @@ class SequenceKV:
         if self.prefix is not None:
             own = np.concatenate((self.prefix.take_over(), own))
         self._pool.slots.free(own[count:])
-        self._pool.cache.unlock(self._node)
-        self._node = self.prefix = None
-        self.reserved = self.shared = 0
+        self._unlock()
+        self.prefix = None
         missing = count - len(own)
         if missing <= 0:
             return own[:count]
@@ -132,11 +161,11 @@ class SequenceKV:
         """Free the slots of all tokens after the first ``tokens``.
 
         Raises:
-            ValueError: some of them belong to the cache or to other answers, or are compressed.
+            ValueError: some of them belong to the cache, or are compressed.
         """
         count = tokens - self.first
         if count < self.shared:
-            raise ValueError(f"can't truncate to {count} slots: {self.shared} are shared")
+            raise ValueError(f"can't truncate to {count} slots: the cache holds {self.shared}")
         self._pool.slots.free(self._buffer[count : self.reserved])
         self.reserved = count
 
@@ -145,44 +174,38 @@ class SequenceKV:
 
         ``tokens`` are the sequence's from position 0, at most those whose KV has been computed.
         Where another sequence has cached a position in the meantime, the sequence frees its own
-        slot and uses the cached one. Nothing is cached once the KV is compressed, or if it is
-        private.
+        slot and uses the cached one. Nothing is cached once the KV is compressed.
         """
         count = len(tokens)
-        if count == self.shared or self.prefix is not None or self.is_private:
+        if count == self.shared or self.prefix is not None:
             return
         cache = self._pool.cache
-        stored = cache.insert(self._tenant, tokens, self._buffer[:count], self._node)
+        own = slice(self.base, count)
+        stored = cache.insert(self._root, tokens[own], self._buffer[own], self._node)
         if stored.node is not self._node:
             cache.lock(stored.node)
             cache.unlock(self._node)
             self._node = stored.node
         self._pool.slots.free(stored.duplicates)
-        self._buffer[:count] = stored.slots
+        self._buffer[own] = stored.slots
         self.shared = count
 
     def fork(self) -> "SequenceKV":
         """Return the KV of another sequence that shares all of this one's slots.
 
-        Private slots are owned by both from then on.
-
         Raises:
             ValueError: the sequence owns slots, which can't be shared.
         """
         if self.reserved > self.shared:
-            if not self.is_private or self._joint is not None:
-                raise ValueError("only KV that the cache holds can be shared")
-            own = self._buffer[self.shared : self.reserved].copy()
-            self._joint = JointSlots(own, self._pool.slots)
-            self.shared = self.reserved
-        twin = SequenceKV(self._pool, self._tenant, len(self._buffer))
-        twin.is_private = self.is_private
-        twin._joint = None if self._joint is None else self._joint.share()
+            raise ValueError("only KV that the cache holds can be shared")
+        twin = SequenceKV(self._pool, "", len(self._buffer))
+        twin._root, twin.base = self._root, self.base
         twin._buffer[: self.shared] = self.slots
         twin.reserved = twin.shared = self.shared
-        twin._node = self._node
+        twin._base_node, twin._node = self.nodes
         twin.prefix = None if self.prefix is None else self.prefix.share()
-        self._pool.cache.lock(self._node)
+        for node in self.nodes:
+            self._pool.cache.lock(node)
         return twin
 
     def release(self, tokens: Int32Array) -> None:
@@ -193,9 +216,14 @@ class SequenceKV:
     def discard(self) -> None:
         """Release all slots; KV that is not in the cache yet is lost."""
         self._pool.slots.free(self._buffer[self.shared : self.reserved].copy())
-        self._pool.cache.unlock(self._node)
-        for one in (self.prefix, self._joint):
-            if one is not None:
-                one.release()
-        self._node = self.prefix = self._joint = None
-        self.reserved = self.shared = 0
+        if self.prefix is not None:
+            self.prefix.release()
+        self.prefix = None
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Share nothing any more."""
+        for node in self.nodes:
+            self._pool.cache.unlock(node)
+        self._base_node = self._node = None
+        self.reserved = self.shared = self.base = 0
