@@ -140,7 +140,7 @@ def test_streamingllms_window_rolls_while_the_answer_grows(interval: int) -> Non
         selection = window.fork().select(keys, fake_queries(0))
         window.select(keys, fake_queries(0))
         assert selection is not None
-        assert selection.close_gaps, "positions are within the cache"
+        assert selection.close_gaps, "distances are within the cache"
         tokens = [tokens[key] for key in kept_of(selection, 0, 0)]
         newest = tokens[-1] + 1
         assert tokens == [0, 1, 2, 3, *range(newest - 6, newest)]

@@ -57,7 +57,7 @@ def advance(one: LadderCache, held: np.ndarray) -> np.ndarray:
     selection = one.select(keys, fake_queries(0))
     if selection is None:
         return held
-    assert selection.close_gaps, "positions are within the cache"
+    assert selection.close_gaps, "distances are within the cache"
     kept = selection.kept.reshape(len(held), -1)
     return np.take_along_axis(held, kept, axis=1)
 

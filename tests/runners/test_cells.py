@@ -173,3 +173,38 @@ def test_queries_of_observed_rows_are_kept(llama: Checkpoint, cpu: CpuRunner) ->
     config = cpu.config
     assert found.shape == (config.layers, 3, config.query_heads, config.head_dim)
     np.testing.assert_allclose(found, other, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "i8"])
+@pytest.mark.parametrize("reach", [2, 4000], ids=["close", "far apart"])
+def test_moved_keys_are_the_naive_rotation_rounded_once(
+    llama: Checkpoint, kv_dtype: KvDtype, reach: int
+) -> None:
+    """Element by element: (a, b) turns by shift x frequency."""
+    runner = CpuRunner(llama, slots=SLOTS, threads=2, weights="f32", kv_dtype=kv_dtype)
+    slots = scattered(LENGTH)
+    runner.forward(step(ids(LENGTH), 0, slots))
+    cells = all_cells(runner, slots).reshape(-1)
+    shift = np.random.default_rng(3).integers(-reach, reach, len(cells)).astype(np.int32)
+    keys, values = runner.cells.read(cells)
+    expected = naive_rotation(keys, shift, runner.config.rope_theta)
+    runner.cells.put(cells, runner.cells.take(cells, shift))
+    moved, same = runner.cells.read(cells)
+    runner.cells.write(cells, expected, values)
+    angles = 1e-6 * reach  # which are float32
+    rounding = {"f32": 1e-5, "f16": 2e-3, "i8": 1.01 * np.abs(expected).max() / 127}[kv_dtype]
+    np.testing.assert_allclose(moved, runner.cells.read(cells)[0], atol=rounding + angles)
+    np.testing.assert_array_equal(same, values)
+    runner.close()
+
+
+def naive_rotation(keys: np.ndarray, shift: np.ndarray, theta: float) -> np.ndarray:
+    half = keys.shape[1] // 2
+    moved = np.empty_like(keys)
+    for one, (key, places) in enumerate(zip(keys, shift, strict=True)):
+        for d in range(half):
+            angle = places * theta ** (-d / half)
+            a, b = key[d], key[half + d]
+            moved[one, d] = a * np.cos(angle) - b * np.sin(angle)
+            moved[one, half + d] = b * np.cos(angle) + a * np.sin(angle)
+    return moved

@@ -40,10 +40,11 @@ class Selection:
         kept: [n] int32.
         indptr: [layers * kv_heads + 1] int32.
         terms: of the keys that stay; None keeps the terms that they have.
-        close_gaps: move the keys that stay together: each head's first one to position 0, the next
-            to 1, and so on. All heads have to keep equally many, and the next token's position is
-            their number. A sequence whose gaps were closed once closes them always. Otherwise keys
-            keep their positions.
+        close_gaps: move the keys that stay towards the next token, which keeps its position, until
+            they lie side by side. All heads have to keep equally many. Only distances count, so
+            that is the same as numbering the keys within the cache, and moves fewer of them: where
+            a window rolls on, the sinks. A sequence whose gaps were closed once closes them always.
+            Otherwise keys keep their positions.
         added: keys that come to those that stay; None adds none. Gaps can't be closed then.
     """
 
@@ -61,12 +62,17 @@ class Selection:
         chosen, indptr = np.concatenate(ordered).astype(np.int32), ends.astype(np.int32)
         return cls(chosen, indptr, added=added)
 
-    @property
-    def shift(self) -> Int32Array:
-        """By how many positions each key moves if gaps are closed: [n] int32."""
-        count = int(self.indptr[1])
-        place = np.tile(np.arange(count, dtype=np.int32), len(self.indptr) - 1)
-        return place - self.kept
+    def shift(self, counts: Int32Array) -> Int32Array:
+        """Return by how many positions each key moves: [n] int32, 0 unless gaps are closed.
+
+        Args:
+            counts: [layers * kv_heads] int32, keys that each head holds now.
+        """
+        if not self.close_gaps:
+            return np.zeros_like(self.kept)
+        sizes = np.diff(self.indptr)
+        number = np.arange(len(self.kept), dtype=np.int32) - np.repeat(self.indptr[:-1], sizes)
+        return number - self.kept + np.repeat(counts - sizes, sizes)
 
     @classmethod
     def of_tokens(cls, kept: Int32Array, heads: int) -> "Selection":

@@ -196,7 +196,7 @@ def _rows_of(entry: ScheduledSequence) -> BatchRows:
     visible = kv.slots[: end - kv.first]
     return BatchRows(
         token_ids=entry.token_ids(),
-        positions=np.arange(start, end, dtype=np.int32) - np.int32(kv.shift),
+        positions=np.arange(start, end, dtype=np.int32),
         write_slots=visible[start - kv.first :],
         kv_slots=visible,
         visible_slots=None,
@@ -222,7 +222,7 @@ def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
     logits = len(places) - len(observed_rows(entry))
     return BatchRows(
         token_ids=rows.token_ids,
-        positions=rows.numbers - np.int32(kv.shift),
+        positions=rows.numbers,
         write_slots=kv.slots[rows.numbers - kv.first],
         kv_slots=kv_slots,
         visible_slots=None if in_order else visible,

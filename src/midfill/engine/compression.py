@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from midfill.arrays import Float32Array, Int32Array, Int64Array
+from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 from midfill.compression.full_layers import FullLayers
 from midfill.compression.method import SequenceKeys
 from midfill.compression.selection import AddedKeys, Selection
@@ -94,8 +94,8 @@ class Compression:
             return True
         selection.check(seen.counts)
         selection = self._full_layers.complete(selection, keys.counts)
-        if kv.shift and not selection.close_gaps:
-            raise ValueError("gaps were closed before and have to be closed again")
+        if kv.prefix is not None and kv.prefix.gapless != selection.close_gaps:
+            raise ValueError("gaps have to be closed every time or never")
         return self._replace(kv, keys, selection, point)
 
     def _keys(self, kv: SequenceKV, tokens: int) -> SequenceKeys:
@@ -121,30 +121,53 @@ class Compression:
         released = self._pool.cache.released_by(kv.nodes) + kv.owned
         if self._pool.available + released < slots_needed:
             return False
-        store, total = self._runner.cells, self._runner.slots
-        stays = np.isin(kept % total, kv.own_slots()[:slots_needed])
-        shift = selection.shift if selection.close_gaps else np.zeros_like(kept)
+        store = self._runner.cells
+        stays, taken = self._standing(kept, kv.own_slots()[:slots_needed], slots_needed)
+        shift = selection.shift(keys.counts)
         moving, turning = np.flatnonzero(~stays & (shift == 0)), np.flatnonzero(shift)
         moved = store.take(kept[moving])
         turned = store.take(kept[turning], shift[turning] if len(turning) else None)
         slots = kv.exchange(slots_needed)
         # Any cell of the slots will do: a head's cells may lie in other heads' part of a slot.
-        free = np.setdiff1d(cells_of_slots(slots, keys.heads, total), kept[stays])
+        free = cells_of_slots(slots, keys.heads, self._runner.slots)[~taken]
         places = kept.copy()
         packed = np.count_nonzero(~stays)
         places[~stays] = free[:packed]
         written = free[packed : packed + len(layout.added)]
-        next_position = int(selection.indptr[1]) if selection.close_gaps else None
         cells = np.empty(layout.count, np.int32)
         cells[layout.kept], cells[layout.added] = places, written
         index = RaggedIndex(cells, layout.indptr, terms)
         # The slots have an owner before anything can fail.
-        kv.prefix = CompressedPrefix(tokens, index, slots, self._pool.slots, next_position)
+        gapless = selection.close_gaps
+        kv.prefix = CompressedPrefix(tokens, index, slots, self._pool.slots, gapless)
         store.put(places[moving], moved)
         store.put(places[turning], turned)
         if selection.added is not None:
             store.write(written, selection.added.keys, selection.added.values)
         return True
+
+    def _standing(
+        self, kept: Int32Array, own: Int32Array, slots: int
+    ) -> tuple[BoolArray, BoolArray]:
+        """Find the cells that can stay where they are: those in the sequence's own slots.
+
+        Args:
+            kept: [n] int32, the cells to keep.
+            own: the first of the slots that will hold them.
+            slots: how many slots that will be.
+
+        Returns:
+            bool [n], and bool [layers * kv_heads, slots]: which cells of the slots they are.
+        """
+        config, total = self._runner.config, self._runner.slots
+        numbers = np.full(total, -1, np.int32)
+        numbers[own] = np.arange(len(own), dtype=np.int32)
+        head, slot = np.divmod(kept, np.int32(total))
+        number = numbers[slot]
+        stays: BoolArray = number >= 0
+        taken = np.zeros((config.layers * config.kv_heads, slots), bool)
+        taken[head[stays], number[stays]] = True
+        return stays, taken
 
 
 @dataclass(frozen=True)

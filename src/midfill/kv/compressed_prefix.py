@@ -13,8 +13,7 @@ class CompressedPrefix:
 
     Attributes:
         tokens: how many leading tokens it stands for.
-        next_position: position of the token after these. It is ``tokens`` where keys keep their
-            positions, and less where they have moved together.
+        gapless: whether its keys were moved together, so that they lie side by side.
         index: its cells.
         slots: [n] int32, the slots that the cells fill.
     """
@@ -25,16 +24,16 @@ class CompressedPrefix:
         index: RaggedIndex,
         slots: Int32Array,
         allocator: SlotAllocator,
-        next_position: int | None = None,
+        gapless: bool = False,
     ) -> None:
         """Own ``slots`` for one sequence; they return to ``allocator``.
 
         Args:
-            tokens, index, slots, next_position: see above; None is ``tokens``.
+            tokens, index, slots, gapless: see above.
             allocator: where the slots come from.
         """
         self.tokens = tokens
-        self.next_position = tokens if next_position is None else next_position
+        self.gapless = gapless
         self.index = index
         self.slots = slots
         self._allocator = allocator

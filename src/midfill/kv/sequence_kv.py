@@ -69,11 +69,6 @@ class SequenceKV:
         return 0 if self.prefix is None else self.prefix.tokens
 
     @property
-    def shift(self) -> int:
-        """By how much a later token's position is less than its number."""
-        return 0 if self.prefix is None else self.prefix.tokens - self.prefix.next_position
-
-    @property
     def owned(self) -> int:
         """Number of slots that the sequence owns, that is, does not share."""
         return self.reserved - self.shared + (0 if self.prefix is None else self.prefix.owned)

@@ -4,8 +4,11 @@ import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.forward.cells import StoredCells
+from midfill.kernels.cpu.cell_rotation import rotate_cells
 from midfill.kernels.cpu.kv_cache import KVArray, KVCache
-from midfill.runners.key_rotation import shift_keys
+from midfill.kernels.cpu.memory import aligned_zeros
+from midfill.kernels.cpu.thread_pool import ThreadPool
+from midfill.runners.key_rotation import rotations
 
 _LARGEST_HALF = np.float32(65504.0)
 _STEPS = np.float32(127.0)
@@ -18,13 +21,19 @@ class CpuCells:
         cache: the KV cache.
         head_dim: elements of a key or value.
         frequencies: float32 [layers, head_dim / 2], radians per position.
+        pool: threads that rotate keys.
     """
 
-    def __init__(self, cache: KVCache, head_dim: int, frequencies: Float32Array) -> None:
+    def __init__(
+        self, cache: KVCache, head_dim: int, frequencies: Float32Array, pool: ThreadPool
+    ) -> None:
         self._keys = cache.keys.reshape(-1, head_dim)
         self._values = cache.values.reshape(-1, head_dim)
         self._key_scales, self._value_scales = cache.key_scales, cache.value_scales
+        self._has_scales = len(cache.key_scales) > 0
         self._frequencies = frequencies
+        self._pool = pool
+        self._scratch = aligned_zeros((pool.threads, head_dim), np.float32).reshape(-1)
 
     def read(self, cells: Int32Array) -> tuple[Float32Array, Float32Array]:
         """See ``CellStore.read``."""
@@ -45,20 +54,36 @@ class CpuCells:
         layers: Int32Array | None = None,
     ) -> StoredCells:
         """See ``CellStore.take``."""
-        keys, values = self._keys[cells], self._values[cells]
-        scales = [each[cells] for each in (self._key_scales, self._value_scales) if len(each)]
-        if shift is not None:
-            frequencies = self._frequencies[0 if layers is None else layers]
-            exact = _decode(self._keys, self._key_scales, cells)
-            every = np.arange(len(cells), dtype=np.int32)
-            moved = shift_keys(exact, shift, frequencies)
-            _encode(moved, keys, scales[0] if scales else self._key_scales, every)
-        return StoredCells((keys, values, *scales))
+        values = self._values[cells]
+        if shift is None:
+            keys, key_scales = self._keys[cells], self._scales_of(self._key_scales, cells)
+        else:
+            keys, key_scales = self._rotated(cells, shift, layers)
+        if not self._has_scales:
+            return StoredCells((keys, values))
+        return StoredCells((keys, values, key_scales, self._scales_of(self._value_scales, cells)))
 
     def put(self, cells: Int32Array, stored: StoredCells) -> None:
         """See ``CellStore.put``."""
         for array, taken in zip(self._arrays(), stored.arrays, strict=True):
             array[cells] = taken
+
+    def _scales_of(self, scales: Float32Array, cells: Int32Array) -> Float32Array:
+        return scales[cells] if self._has_scales else scales
+
+    def _rotated(
+        self, cells: Int32Array, shift: Int32Array, layers: Int32Array | None
+    ) -> tuple[KVArray, Float32Array]:
+        """Return the keys of cells, moved: entries [n, head_dim], and scales [n] if there are."""
+        count, head_dim = len(cells), self._keys.shape[1]
+        cos, sin, turns = rotations(shift, self._frequencies, layers)
+        keys = np.empty((count, head_dim), self._keys.dtype)
+        scales = np.empty(count if self._has_scales else 0, np.float32)
+        self._pool.run(
+            rotate_cells, cells, turns, cos.reshape(-1), sin.reshape(-1), head_dim,
+            self._keys.reshape(-1), self._key_scales, keys.reshape(-1), scales, self._scratch,
+        )  # fmt: skip
+        return keys, scales
 
     def _arrays(self) -> list[KVArray]:
         arrays = (self._keys, self._values, self._key_scales, self._value_scales)

@@ -101,6 +101,8 @@ class CpuRunner:
         entries = self.config.layers * self.config.kv_heads * slots
         self._kv_cache = KVCache.allocate(self.kv_format, entries, self.config.head_dim)
         self._slots = slots
+        frequencies = layer_frequencies(self.config)
+        self._cells = CpuCells(self._kv_cache, self.config.head_dim, frequencies, self._pool)
         self._clock = np.zeros((self._pool.threads, CLOCK_WIDTH), np.int64)
         self._tile_rows = default_tile_rows(self.model)
         self._rows, self._outputs, self._partials, self._observed = MAX_SOLO_ROWS, 1, 1, 0
@@ -129,7 +131,7 @@ class CpuRunner:
     @property
     def cells(self) -> CpuCells:
         """The KV cache, cell by cell."""
-        return CpuCells(self._kv_cache, self.config.head_dim, layer_frequencies(self.config))
+        return self._cells
 
     @property
     def description(self) -> str:

@@ -39,8 +39,7 @@ class TorchCells:
         place = self._place(cells)
         keys, values = self._keys[place], self._values[place]
         if shift is not None:
-            frequencies = self._frequencies[0 if layers is None else layers]
-            moved = shift_keys(keys.float().cpu().numpy(), shift, frequencies)
+            moved = shift_keys(keys.float().cpu().numpy(), shift, self._frequencies, layers)
             keys = torch.from_numpy(moved).to(keys.device, keys.dtype)
         return StoredCells((keys, values))
 
