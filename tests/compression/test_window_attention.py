@@ -9,6 +9,7 @@ from midfill.compression.window_attention import (
     average_pool,
     group_mean,
     head_attention,
+    max_pool,
     received_attention,
     top_keys,
     window_attention,
@@ -27,6 +28,11 @@ def test_rows_see_the_keys_up_to_their_own() -> None:
 def test_pooling_counts_zeros_beyond_the_ends() -> None:
     pooled = average_pool(np.array([[1, 2, 3, 4]], np.float32), 3)
     np.testing.assert_allclose(pooled, [[1, 2, 3, 7 / 3]])
+
+
+def test_the_largest_neighbour_counts() -> None:
+    pooled = max_pool(np.array([[3, 1, 1, 1, 2]], np.float32), 3)
+    assert pooled.tolist() == [[3, 3, 1, 2, 2]]
 
 
 def test_query_heads_of_a_kv_head_vote_together() -> None:

@@ -30,6 +30,9 @@ class ArrayCells:
     def read(self, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.keys[cells], self.values[cells]
 
+    def read_keys(self, cells: np.ndarray) -> np.ndarray:
+        return self.keys[cells]
+
     def write(self, cells: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
         self.keys[cells], self.values[cells] = keys, values
 

@@ -22,7 +22,7 @@ from midfill.compression.method import SequenceKeys
 from midfill.errors import InvalidRequestError
 from midfill.methods.calibrate import calibrate
 from midfill.methods.calibration_store import read
-from midfill.methods.evict.uncomp import GroupedHeads, UNComp, high_heads, max_pool
+from midfill.methods.evict.uncomp import GroupedHeads, UNComp, high_heads
 from midfill.methods.evict.uncomp_entropy import layer_entropy, matrix_entropy, upper_half
 
 HEADS = LAYERS * KV_HEADS
@@ -160,11 +160,6 @@ def test_heads_hold_equally_many_keys_at_every_token_of_the_answer() -> None:
             held[head] = [*kept, count]
             see(head, count)
         first = count
-
-
-def test_pooling_takes_the_largest_neighbour() -> None:
-    pooled = max_pool(np.array([[3, 1, 1, 1, 2]], np.float32), 3)
-    assert pooled.tolist() == [[3, 3, 1, 2, 2]]
 
 
 @pytest.mark.parametrize(

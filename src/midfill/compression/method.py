@@ -80,6 +80,10 @@ class SequenceKeys:
         cells = self._cells[head]
         return self._store.read(cells if numbers is None else cells[numbers])
 
+    def read_keys(self, head: int) -> Float32Array:
+        """Return all keys of head ``layer * kv_heads + head``: float32 [n, head_dim]."""
+        return self._store.read_keys(self._cells[head])
+
 
 class SequenceCompressor(Protocol):
     """A method at work on one sequence; it may hold state.

@@ -63,7 +63,7 @@ def _weights(keys: SequenceKeys, queries: Float32Array, head: int) -> torch.Tens
     group = config.query_heads // config.kv_heads
     layer, kv_head = divmod(head, config.kv_heads)
     rows, window = queries.shape[1], config.window_of(layer)
-    found, _ = keys.read(head)
+    found = keys.read_keys(head)
     own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
     scaled = torch.from_numpy(own.reshape(group * rows, -1) * np.float32(config.score_scale))
     scores = (scaled @ torch.from_numpy(found).T).view(group, rows, -1)
@@ -83,11 +83,18 @@ def average_pool(scores: Float32Array, kernel: int) -> Float32Array:
 
     Beyond the ends there are zeros, which count.
     """
-    side = kernel // 2
-    padded = np.pad(scores, [(0, 0)] * (scores.ndim - 1) + [(side, side)])
-    windows = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
-    pooled: Float32Array = windows.mean(axis=-1, dtype=np.float32)
-    return pooled
+    rows = torch.from_numpy(scores.reshape(-1, scores.shape[-1]))
+    pooled = torch.nn.functional.avg_pool1d(rows, kernel, stride=1, padding=kernel // 2)
+    mean: Float32Array = pooled.numpy().reshape(scores.shape)
+    return mean
+
+
+def max_pool(scores: Float32Array, kernel: int) -> Float32Array:
+    """Return the largest of each score [..., n] and its neighbours: ``kernel`` in all, odd."""
+    rows = torch.from_numpy(scores.reshape(-1, scores.shape[-1]))
+    pooled = torch.nn.functional.max_pool1d(rows, kernel, stride=1, padding=kernel // 2)
+    largest: Float32Array = pooled.numpy().reshape(scores.shape)
+    return largest
 
 
 def group_mean(scores: Float32Array, kv_heads: int) -> Float32Array:

@@ -31,6 +31,10 @@ class CellStore(Protocol):
         """
         ...
 
+    def read_keys(self, cells: Int32Array) -> Float32Array:
+        """Return what ``read`` returns of K alone."""
+        ...
+
     def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
         """Store K and V, rounded as a forward pass rounds them.
 

@@ -1,6 +1,7 @@
 """CpuCells: the CPU kernels' KV cache, cell by cell."""
 
 import numpy as np
+import torch
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.forward.cells import StoredCells
@@ -37,10 +38,11 @@ class CpuCells:
 
     def read(self, cells: Int32Array) -> tuple[Float32Array, Float32Array]:
         """See ``CellStore.read``."""
-        return (
-            _decode(self._keys, self._key_scales, cells),
-            _decode(self._values, self._value_scales, cells),
-        )
+        return self.read_keys(cells), _decode(self._values, self._value_scales, cells)
+
+    def read_keys(self, cells: Int32Array) -> Float32Array:
+        """See ``CellStore.read_keys``."""
+        return _decode(self._keys, self._key_scales, cells)
 
     def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
         """See ``CellStore.write``."""
@@ -93,7 +95,9 @@ class CpuCells:
 def _decode(entries: KVArray, scales: Float32Array, cells: Int32Array) -> Float32Array:
     found = entries[cells]
     if found.dtype == np.uint16:
-        return found.view(np.float16).astype(np.float32)
+        # torch converts with vector instructions, NumPy number by number.
+        exact: Float32Array = torch.from_numpy(found.view(np.float16)).float().numpy()
+        return exact
     numbers = found.astype(np.float32)
     return numbers * scales[cells][:, None] if len(scales) else numbers
 

@@ -21,7 +21,11 @@ class TorchCells:
 
     def read(self, cells: Int32Array) -> tuple[Float32Array, Float32Array]:
         """See ``CellStore.read``."""
-        return self._read(self._keys, cells), self._read(self._values, cells)
+        return self.read_keys(cells), self._read(self._values, cells)
+
+    def read_keys(self, cells: Int32Array) -> Float32Array:
+        """See ``CellStore.read_keys``."""
+        return self._read(self._keys, cells)
 
     def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
         """See ``CellStore.write``."""

@@ -2,8 +2,8 @@
 
 Source: Shi et al., "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of Large
 Language Models", ICML 2025, arXiv 2507.14204, sections 3.2 (ladder) and 3.3 (iterative compaction).
-Which tokens stay depends on positions alone, so no query is observed. Keys have positions within
-the cache, see ``Selection.close_gaps``.
+Which tokens stay depends on positions alone, so no query is observed. Keys have the distances that
+they have within the cache, see ``Selection.close_gaps``.
 
 Old tokens are compacted block by block: of each block of tokens, every layer keeps a few that lie
 side by side, and deeper layers keep later ones. A cursor goes over the cache and begins again at

@@ -1,8 +1,8 @@
 """StreamingLLM: keep the first tokens, which attention falls back on, and the last ones.
 
 Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024,
-arXiv 2309.17453, section 3.2. Keys have positions within the cache: the first token that stays has
-0, the next 1, and so on, so that positions never exceed the budget by more than the interval.
+arXiv 2309.17453, section 3.2. The paper numbers keys within the cache: the first one that stays has
+position 0, the next 1, and so on. Here they have the same distances, see ``Selection.close_gaps``.
 
 The paper's prompts go through the rolling cache, too. Here a prompt is computed exactly, as its KV
 is what the next request finds, and cut once it is.

@@ -23,7 +23,7 @@ from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 from midfill.compression.method import CompressionMethod, SequenceKeys, ServedModel
 from midfill.compression.method_defaults import MethodDefaults
 from midfill.compression.selection import Selection
-from midfill.compression.window_attention import head_attention, top_keys
+from midfill.compression.window_attention import head_attention, max_pool, top_keys
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import budget_tokens, check_budget, check_interval, check_observation
 from midfill.methods.calibration import Tables
@@ -213,13 +213,3 @@ class WindowScores:
         scores = max_pool(rows[:, :, :-window].sum(axis=1), self.method.kernel).mean(axis=0)
         recent = np.arange(count - window, count, dtype=np.int32)
         return np.concatenate((np.sort(top_keys(scores, budget - window)), recent))
-
-
-def max_pool(scores: Float32Array, kernel: int) -> Float32Array:
-    """Return the largest of each score [..., n] and its neighbours: ``kernel`` in all."""
-    side = kernel // 2
-    padding = [(0, 0)] * (scores.ndim - 1) + [(side, side)]
-    padded = np.pad(scores, padding, constant_values=-np.inf)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=-1)
-    pooled: Float32Array = windows.max(axis=-1)
-    return pooled
