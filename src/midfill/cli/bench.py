@@ -250,6 +250,34 @@ def profile(
 
 
 @app.command()
+def schedulers(
+    model: ModelArgument = None,
+    prompt: Annotated[int, typer.Option(min=256, help="Tokens of the prompt.")] = 2000,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, whose medians are shown.")] = 7,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Compare prefill by chunks and by layers, beside running answers and alone.
+
+    Also shows what it costs to stop a prefill after each layer.
+    """
+    from midfill.bench.schedulers import measure_schedulers, scheduler_table
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+
+    with show_steps("loading") as progress:
+        report = measure_schedulers(
+            model or DEFAULT_MODEL,
+            prompt=prompt,
+            repeats=repeats,
+            threads=threads,
+            progress=progress,
+        )
+    table = scheduler_table(report)
+    publish(report, table.drawn(), table.markdown(), section="schedulers", json=json, docs=docs)
+
+
+@app.command()
 def precision(
     model: ModelArgument = None,
     tokens: Annotated[int, typer.Option(min=100, help="How many to compare, about.")] = 20_000,

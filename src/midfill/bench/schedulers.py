@@ -1,0 +1,329 @@
+"""Prefill by chunks and by layers beside running answers: times, and the work that is done."""
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+
+from midfill.checkpoints.model_store import resolve, resolve_adapter
+from midfill.checkpoints.opening import open_model
+from midfill.config import ModelOptions, SchedulerName
+from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.loading import scheduler_policy
+from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.forward.batch import ForwardBatch
+from midfill.forward.runner import Runner
+from midfill.reporting.result_table import ResultTable
+from midfill.runners.cpu_runner import CpuRunner
+from midfill.runners.loading import load_runner
+from midfill.system.machine import Machine, describe_machine
+
+STREAMS = (0, 8)
+_STREAM_TOKENS = 64
+_LAYER_MATRICES = ("qkv", "o", "gate", "up", "down")
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to prefill a prompt.
+
+    Attributes:
+        name: shown in tables.
+        scheduler: by chunks or by layers.
+        token_budget: maximum tokens of a chunk; groups of layers are as much work.
+    """
+
+    name: str
+    scheduler: SchedulerName
+    token_budget: int
+
+
+class Work(msgspec.Struct, kw_only=True):
+    """What forward passes did, counted.
+
+    Attributes:
+        weight_bytes: weights read: those of a layer, or the head, once per call that runs it.
+        row_layers: rows times the layers that they ran through.
+        keys_read: keys that a request's rows attend to, once per call and layer.
+        key_pairs: pairs of a row and a key that it attends to, per layer.
+    """
+
+    weight_bytes: int = 0
+    row_layers: int = 0
+    keys_read: int = 0
+    key_pairs: int = 0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What prefilling one prompt took, the median over repeats.
+
+    Attributes:
+        case: how it was prefilled.
+        streams: answers that were being decoded.
+        ttft: seconds to the prompt's first token.
+        longest_gap: seconds, the longest between two tokens of a stream meanwhile; 0 without.
+        mean_gap: seconds, the mean.
+        steps: forward passes.
+        work: what they did, the decodes' part included.
+    """
+
+    case: Case
+    streams: int
+    ttft: float
+    longest_gap: float
+    mean_gap: float
+    steps: int
+    work: Work
+
+
+class Stops(msgspec.Struct, frozen=True, kw_only=True):
+    """What it costs to stop after each layer.
+
+    Attributes:
+        rows: of the prefill.
+        stops: number of stops.
+        ratio: time with stops over time in one call, the median over pairs.
+    """
+
+    rows: int
+    stops: int
+    ratio: float
+
+
+class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one call measured."""
+
+    model: str
+    machine: Machine
+    load: float
+    prompt: int
+    repeats: int
+    outcomes: list[Outcome]
+    stops: Stops
+
+
+class CountingRunner:
+    """A runner that counts what its forward passes do.
+
+    Attributes:
+        work: what they have done.
+    """
+
+    def __init__(self, runner: CpuRunner) -> None:
+        self._runner = runner
+        self.work = Work()
+        matrices = runner.model.matrices
+        stored = {name: matrix.packed.nbytes for name, matrix in matrices.items()}
+        layers = sum(stored[name] for name in _LAYER_MATRICES if name in stored)
+        self._layer_bytes = layers // runner.config.layers
+        self._head_bytes = stored["head"]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See ``Runner.forward``."""
+        self._count(batch, self._runner.config.layers)
+        self.work.weight_bytes += self._head_bytes
+        return self._runner.forward(batch)
+
+    def run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """See ``Runner.run_layers``."""
+        self._count(batch, end - first)
+        return self._runner.run_layers(batch, hidden, first, end)
+
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Runner.compute_logits``."""
+        self.work.weight_bytes += self._head_bytes
+        return self._runner.compute_logits(batch, hidden)
+
+    def _count(self, batch: ForwardBatch, layers: int) -> None:
+        seen = batch.slots_seen()
+        self.work.weight_bytes += self._layer_bytes * layers
+        self.work.row_layers += batch.rows * layers
+        self.work.key_pairs += int(seen.sum()) * layers
+        self.work.keys_read += int(seen[batch.query_indptr[1:] - 1].sum()) * layers
+
+
+def measure_schedulers(
+    model: str,
+    *,
+    prompt: int = 2000,
+    repeats: int = 7,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> SchedulerReport:
+    """Load ``model`` on the CPU kernels and prefill prompts in each way, in turn.
+
+    Raises:
+        MidfillError: the model can't be found, loaded, or run by the CPU kernels.
+    """
+    progress(f"loading {model}")
+    options = ModelOptions(backend="cpu", threads=threads)
+    checkpoint = open_model(resolve(model), resolve_adapter(model, None), options.weights)
+    runner = load_runner(checkpoint, options)
+    assert isinstance(runner, CpuRunner)
+    before = os.getloadavg()[0]
+    bench = _Bench(runner, prompt)
+    cases = _cases(prompt, options.token_budget)
+    rounds: dict[tuple[str, int], list[Outcome]] = {}
+    for repeat in range(repeats + 1):
+        for streams in STREAMS:
+            for case in cases:
+                progress(f"repeat {repeat} of {repeats}: {case.name}, {streams} streams")
+                outcome = bench.prefill(case, streams)
+                if repeat:  # the first one warms up
+                    rounds.setdefault((case.name, streams), []).append(outcome)
+    progress("stops after each layer")
+    stops = measure_stops(runner, rows=min(1024, prompt), pairs=2 * repeats)
+    runner.close()
+    return SchedulerReport(
+        model=model,
+        machine=describe_machine(),
+        load=max(before, os.getloadavg()[0]),
+        prompt=prompt,
+        repeats=repeats,
+        outcomes=[_median(outcomes) for outcomes in rounds.values()],
+        stops=stops,
+    )
+
+
+def _cases(prompt: int, budget: int) -> list[Case]:
+    return [
+        Case(name="by chunks", scheduler="sarathi-serve", token_budget=budget),
+        Case(name="by layers", scheduler="layered-prefill", token_budget=budget),
+        Case(name="in one step", scheduler="sarathi-serve", token_budget=prompt + max(STREAMS)),
+    ]
+
+
+@dataclass
+class _Bench:
+    """Prefills prompts of random tokens, new ones each time, so that none is cached."""
+
+    runner: CpuRunner
+    prompt: int
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(0)
+
+    def prefill(self, case: Case, streams: int) -> Outcome:
+        """Prefill one prompt beside streams that decode."""
+        counting = CountingRunner(self.runner)
+        options = ModelOptions(scheduler=case.scheduler, token_budget=case.token_budget)
+        policy = scheduler_policy(options, self.runner.config.layers)
+        engine = Engine(cast(Runner, counting), (), EngineOptions(), policy=policy)
+        for number in range(streams):
+            self._ask(engine, f"stream {number}", _STREAM_TOKENS, 10_000)
+        while streams and len(engine.step()) < streams:
+            pass
+        engine.step()
+        counting.work, before = Work(), engine.stats().steps
+        started = last = time.perf_counter()
+        self._ask(engine, "prompt", self.prompt, 1)
+        gaps = []
+        while "prompt" not in {output.request_id for output in engine.step()}:
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+        ended = time.perf_counter()
+        gaps.append(ended - last)
+        return Outcome(
+            case=case,
+            streams=streams,
+            ttft=ended - started,
+            longest_gap=max(gaps) if streams else 0.0,
+            mean_gap=sum(gaps) / len(gaps) if streams else 0.0,
+            steps=engine.stats().steps - before,
+            work=counting.work,
+        )
+
+    def _ask(self, engine: Engine, name: str, length: int, tokens: int) -> None:
+        vocab = self.runner.config.vocab
+        prompt = [self._random.randrange(vocab // 2, vocab) for _ in range(length)]
+        sampling = EngineSamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        engine.add(EngineRequest(request_id=name, token_ids=prompt, sampling=sampling))
+
+
+def measure_stops(runner: CpuRunner, *, rows: int, pairs: int) -> Stops:
+    """Compare a prefill in one call with one that stops after each layer, in turn.
+
+    The runner's first slots are overwritten.
+    """
+    numbers = np.arange(rows, dtype=np.int32)
+    ends = np.array([0, rows], np.int32)
+    last = numbers[-1:]
+    batch = ForwardBatch(numbers, numbers, numbers, ends, ends, numbers, last)
+    layers = runner.config.layers
+
+    def in_one_call() -> None:
+        runner.forward(batch)
+
+    def layer_by_layer() -> None:
+        hidden = runner.embed(batch)
+        for layer in range(layers):
+            runner.run_layers(batch, hidden, layer, layer + 1)
+        runner.compute_logits(batch, hidden)
+
+    ratios = []
+    for pair in range(pairs + 1):
+        times = {}
+        order = (in_one_call, layer_by_layer) if pair % 2 else (layer_by_layer, in_one_call)
+        for run in order:
+            started = time.perf_counter()
+            run()
+            times[run] = time.perf_counter() - started
+        if pair:  # the first one warms up
+            ratios.append(times[layer_by_layer] / times[in_one_call])
+    return Stops(rows=rows, stops=layers + 1, ratio=median(ratios))
+
+
+def _median(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the medians of the times; the work is the same in each repeat."""
+    times = {
+        name: median(getattr(one, name) for one in outcomes)
+        for name in ("ttft", "longest_gap", "mean_gap")
+    }
+    return msgspec.structs.replace(outcomes[-1], **times)
+
+
+def scheduler_table(report: SchedulerReport) -> ResultTable:
+    """Return the table of a report, with what it says about stops below."""
+    stops = report.stops
+    return ResultTable(
+        rows=[_cells(one) for one in report.outcomes],
+        labels=2,
+        caption=(
+            f"{report.model}: a prompt of {report.prompt:,} tokens, none of them cached, beside"
+            f" answers that are being decoded, without speculation; medians of {report.repeats}"
+            " runs, in turn. Weights: of a layer, or the head, once per call that runs it. Rows:"
+            " times the layers that they run through. Keys: once per request, call and layer."
+            f" A prefill of {stops.rows:,} rows that stops {stops.stops} times takes"
+            f" {stops.ratio:.3f} times as long as one without stops (median of pairs)."
+            f" {report.machine}; load {report.load:.1f}."
+        ),
+    )
+
+
+def _cells(outcome: Outcome) -> dict[str, str]:
+    work = outcome.work
+    gap = outcome.streams > 0
+    return {
+        "prefill": outcome.case.name,
+        "decoding": str(outcome.streams),
+        "TTFT ms": f"{outcome.ttft * 1e3:,.0f}",
+        "longest gap ms": f"{outcome.longest_gap * 1e3:,.0f}" if gap else "",
+        "mean gap ms": f"{outcome.mean_gap * 1e3:,.0f}" if gap else "",
+        "steps": str(outcome.steps),
+        "weights GB": f"{work.weight_bytes / 1e9:.2f}",
+        "rows x layers": f"{work.row_layers:,}",
+        "keys read": f"{work.keys_read:,}",
+        "row-key pairs": f"{work.key_pairs:,}",
+    }
