@@ -223,7 +223,6 @@ def _check(batch: ForwardBatch) -> None:
         counts = batch.slots_seen()[rows]
         assert (np.diff(counts) > 0).all()
         assert seen[counts - 1].tolist() == batch.write_slots[rows].tolist()
-        in_order = counts[-1] - counts[0] == count - 1
-        if in_order and (not batch.ragged or batch.ragged[index] is None):
+        if not len(batch.visible_slots) and (not batch.ragged or batch.ragged[index] is None):
             first = int(counts[0]) - 1
             assert batch.positions[rows].tolist() == list(range(first, first + count))

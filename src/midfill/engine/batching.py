@@ -102,6 +102,9 @@ def schedule(
         layers: of the model.
     """
     scheduled = [ScheduledSequence(sequences[one], 1, True) for one in plan.decodes]
+    for entry in scheduled:
+        if entry.sequence.pruning is not None:
+            entry.sequence.layer_rows = _layer_rows(entry)
     for sequence_id, tokens in (*plan.chunks, *plan.admit, *plan.background):
         if tokens:
             scheduled.append(_next_tokens(sequences[sequence_id], tokens))
@@ -110,7 +113,7 @@ def schedule(
         span = LayerSpan(chunk.first, chunk.end, chunk.end == layers)
         entry = _next_tokens(sequence, chunk.tokens)._replace(span=span)
         if sequence.layer_rows is None:
-            sequence.layer_rows = LayerRows(sequence.computed, entry.token_ids().copy())
+            sequence.layer_rows = _layer_rows(entry)
         scheduled.append(entry._replace(sampled=entry.sampled and span.completes))
     if drafts:
         drafted = dict(plan.drafts)
@@ -120,6 +123,19 @@ def schedule(
                 draft = drafts[sequence_id]
                 scheduled[place] = entry.with_draft(draft, drafted.get(sequence_id, 0))
     return scheduled
+
+
+def _layer_rows(entry: ScheduledSequence) -> LayerRows:
+    """Return what a sequence runs, before the first layer."""
+    sequence, pruning = entry.sequence, entry.sequence.pruning
+    rows = LayerRows(sequence.computed, entry.token_ids().copy(), pruning)
+    if pruning is not None:
+        assert sequence.kv is not None
+        checked = rows.first < sequence.prompt_length + sequence.checked_tokens
+        decodes = rows.first >= sequence.prompt_length
+        fixed = decodes and (checked or sequence.empty_check is not None)
+        pruning.begin(sequence.kv.slots[: rows.end].copy(), fixed=fixed)
+    return rows
 
 
 def _next_tokens(sequence: Sequence, tokens: int) -> ScheduledSequence:
@@ -235,6 +251,8 @@ def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
 def observed_rows(entry: ScheduledSequence) -> range:
     """Return which of a sequence's rows in a step have their queries observed."""
     sequence = entry.sequence
+    if sequence.pruning is not None:
+        return range(max(entry.rows - sequence.pruning.method.scoring_rows, 0), entry.rows)
     if sequence.compression is None:
         return range(0)
     return sequence.compression.observed_rows(sequence.computed, entry.tokens, entry.drafted)

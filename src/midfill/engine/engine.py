@@ -31,16 +31,18 @@ from midfill.engine.request import (
     TenantStats,
 )
 from midfill.engine.request_queues import RequestQueues
+from midfill.engine.row_pruning import RowPruning
 from midfill.engine.scheduler import Chunk, SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.engine.speculation import DraftCounts, Speculation
 from midfill.engine.tenant_stats import TenantCounters
-from midfill.engine.validation import validate
+from midfill.engine.validation import check_prunable, validate
 from midfill.engine.verification import Verification, sibling_groups, verify
 from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
 from midfill.kv.sequence_kv import SequenceKV
+from midfill.pruning.method import PruningMethod
 from midfill.reuse.method import ReuseMethod
 
 _log = logging.getLogger(__name__)
@@ -134,6 +136,11 @@ class Engine:
             sequence.check_empty(request.empty_threshold, len(request.begins_with))
             if isinstance(method, ReuseMethod):
                 sequence.reuse = method
+            elif isinstance(method, PruningMethod):
+                check_prunable(request)
+                sequence.pruning = RowPruning(
+                    method, self._runner, sequence.prompt_length, sequence.max_length
+                )
             elif method is not None:
                 sequence.compress_with(method, self._compression.config)
         self._next_sequence_id += len(sequence.answer_indices)

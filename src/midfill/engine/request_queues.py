@@ -85,6 +85,7 @@ class RequestQueues:
         tokens = sequence.matchable_tokens
         kv = sequence.kv = SequenceKV(self.pool, sequence.tenant, sequence.max_length)
         found = self._find_branch(sequence, self.pool.cache.peek(sequence.tenant, tokens))
+        kv.is_private = sequence.pruning is not None
         sequence.reused_tokens = 0
         if found is None:
             sequence.computed = kv.match_prefix(tokens)
@@ -219,6 +220,7 @@ def _running(sequence: Sequence) -> RunningSequence:
         sequence.computed,
         sequence.decoding,
         sequence.by_layers,
+        sequence.prefill == "layers",
         0 if rows is None else rows.tokens,
         0 if rows is None else rows.next_layer,
     )

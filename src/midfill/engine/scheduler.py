@@ -22,6 +22,7 @@ class RunningSequence(NamedTuple):
             for it. Otherwise it is prefilling and has held slots for all its tokens since
             admission.
         by_layers: whether its prompt is prefilled by layers; it was admitted so.
+        whole: whether all of its tokens then have to run in one pass.
         layer_tokens: how many tokens are on their way through the layers.
         next_layer: how many layers these have gone through.
     """
@@ -31,6 +32,7 @@ class RunningSequence(NamedTuple):
     computed: int
     decoding: bool
     by_layers: bool = False
+    whole: bool = False
     layer_tokens: int = 0
     next_layer: int = 0
 

@@ -22,6 +22,7 @@ from midfill.engine.request import (
     FinishReason,
     TokenLogprobs,
 )
+from midfill.engine.row_pruning import RowPruning
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.models.config import ModelConfig
 from midfill.reuse.method import ReuseMethod
@@ -63,6 +64,7 @@ class Sequence:
         checked_tokens: how many tokens the check has followed, once it has decided.
         compress_after: how many of the prompt's tokens a method sees and compresses.
         compression: the method that decides which keys stay; None keeps all.
+        pruning: the method that drops rows between layers; None drops none.
         reuse: the method that repairs KV from elsewhere; None copies none.
         blend: a prefill that is being blended; None before and after.
         reused_tokens: of how many prompt tokens KV was copied from elsewhere, and kept.
@@ -101,6 +103,7 @@ class Sequence:
         "params",
         "prompt_length",
         "prompt_logprobs",
+        "pruning",
         "request_id",
         "reuse",
         "reused_tokens",
@@ -150,6 +153,7 @@ class Sequence:
         self.checked_tokens = 0
         self.compress_after = request.compress_after or self.prompt_length
         self.compression: CompressionState | None = None
+        self.pruning: RowPruning | None = None
         self.reuse: ReuseMethod | None = None
         self.blend: Blend | None = None
         self.reused_tokens = 0
@@ -184,10 +188,13 @@ class Sequence:
 
         The last one has to run, since its logits are needed, and so have those whose logits score
         the prompt and are missing, or whose queries a compressor observes. Nothing after the prompt
-        may come from the cache if it attends to compressed KV. (A background prompt needs no
+        may come from the cache if it attends to compressed KV. Where rows are dropped, all run, so
+        that an answer doesn't depend on what is cached. (A background prompt needs no
         logits; there one more row does no harm.)
         """
         limit = self.length - 1
+        if self.pruning is not None:
+            limit = 0
         if self.compression is not None:
             # At least one row before the first point runs: compression follows a step.
             limit = min(limit, self.compression.first_observed, self.compress_after - 1)
@@ -215,7 +222,12 @@ class Sequence:
 
     @property
     def barrier(self) -> int:
-        """Number of tokens that a step must not go beyond: KV is compressed there."""
+        """Number of tokens that a step must not go beyond: KV is compressed there.
+
+        Where rows are dropped, the prompt runs as a whole, and then each token by itself.
+        """
+        if self.pruning is not None:
+            return max(self.computed + 1, self.prompt_length)
         point = self.compression_point
         if point is None and self.compression is not None and self.compression.decides_again:
             return self.length
@@ -232,6 +244,8 @@ class Sequence:
     @property
     def prefill(self) -> Literal["any", "layers", "chunks"]:
         """How its tokens may be computed, see ``scheduler.WaitingSequence``."""
+        if self.pruning is not None:
+            return "layers"
         in_blocks = self.compression is not None and self.compression.observes_blocks
         cut = self.background or self.interrupted or in_blocks or self.reuse is not None
         return "chunks" if cut else "any"
@@ -256,6 +270,8 @@ class Sequence:
         self.kv = self.blend = self.layer_rows = None
         self.by_layers = False
         self.computed = 0
+        if self.pruning is not None:
+            self.pruning.restart()
         if self.compression is not None:
             self.compression.restart()
 

@@ -88,6 +88,8 @@ class Speculation:
             # A prefill that may be blended takes more steps than planned.
             if sequence.reuse is not None and not sequence.decoding:
                 continue
+            if sequence.pruning is not None:  # each token chooses anew what it attends to
+                continue
             if len(sequence.answer_indices) == 1 and sequence.barrier > sequence.length:
                 draft = drafts[sequence_id] = propose_draft(sequence)
                 probabilities[sequence_id] = self._rates.acceptance_probabilities(

@@ -171,6 +171,24 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
     check_sampling_ranges(request.sampling, vocab, max_logprobs=vocab)
 
 
+def check_prunable(request: EngineRequest) -> None:
+    """Refuse a request that can't have rows of its prompt dropped.
+
+    Raises:
+        InvalidRequestError: it wants several answers, or scores of its prompt.
+    """
+    if request.sampling.n > 1:
+        raise InvalidRequestError(
+            "a method that drops rows of the prompt takes n = 1: each answer revives its own",
+            param="n",
+        )
+    if request.sampling.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "a method that drops rows of the prompt leaves no log probabilities of its tokens",
+            param="prompt_logprobs",
+        )
+
+
 def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

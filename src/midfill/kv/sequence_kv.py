@@ -26,6 +26,7 @@ class SequenceKV:
         reserved: number of slots held, whether their KV has been computed or not.
         shared: how many of them belong to the prefix cache.
         base: how many of these are in the tenant's own tree.
+        is_private: whether nothing of it may go to the cache, since layers lack tokens.
         prefix: what stands for the first tokens; None if they have slots like all others.
     """
 
@@ -43,6 +44,7 @@ class SequenceKV:
         self.base = 0
         self.prefix: CompressedPrefix | None = None
         self._pool = pool
+        self.is_private = False
         self._root: CacheRoot = tenant
         self._buffer: Int32Array = np.empty(capacity, dtype=np.int32)
         self._base_node: RadixNode | None = None
@@ -169,10 +171,11 @@ class SequenceKV:
 
         ``tokens`` are the sequence's from position 0, at most those whose KV has been computed.
         Where another sequence has cached a position in the meantime, the sequence frees its own
-        slot and uses the cached one. Nothing is cached once the KV is compressed.
+        slot and uses the cached one. Nothing is cached once the KV is compressed, or if it is
+        private.
         """
         count = len(tokens)
-        if count == self.shared or self.prefix is not None:
+        if count == self.shared or self.prefix is not None or self.is_private:
             return
         cache = self._pool.cache
         own = slice(self.base, count)

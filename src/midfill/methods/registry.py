@@ -24,7 +24,7 @@ class MethodEntry:
 
     Attributes:
         name: on the command line.
-        kind: what it does: "evict" keys, or "reuse" KV from elsewhere.
+        kind: what it does: "evict" keys, "reuse" KV from elsewhere, or drop "rows" between layers.
         title: as its paper calls it.
         source: where it was published.
         module, factory: the dataclass of its hyper-parameters.
@@ -69,6 +69,7 @@ def defaults(factory: type[Any]) -> dict[str, object]:
 
 _EVICT = "midfill.methods.evict"
 _REUSE = "midfill.methods.reuse"
+_ROWS = "midfill.methods.rows"
 
 METHODS = {
     entry.name: entry
@@ -116,6 +117,10 @@ METHODS = {
         MethodEntry(
             "cacheblend", "reuse", "CacheBlend", "Yao et al., EuroSys 2025, arXiv 2405.16444",
             f"{_REUSE}.cacheblend", "CacheBlend",
+        ),
+        MethodEntry(
+            "lazyllm", "rows", "LazyLLM", "Fu et al., 2024, arXiv 2407.14057",
+            f"{_ROWS}.lazyllm", "LazyLLM",
         ),
     )
 }  # fmt: skip

@@ -72,7 +72,12 @@ class TorchRunner:
 
     def observed_queries(self, batch: ForwardBatch) -> Float32Array:
         """See ``Runner.observed_queries``."""
-        queries: Float32Array = torch.stack(self.decoder.observed).float().cpu().numpy()
+        shape = (len(batch.observed_rows), self.config.query_heads, self.config.head_dim)
+        observed = [
+            found.float().cpu() if found.shape == shape else torch.zeros(shape)
+            for found in self.decoder.observed
+        ]
+        queries: Float32Array = torch.stack(observed).numpy()
         return queries
 
     @torch.inference_mode()

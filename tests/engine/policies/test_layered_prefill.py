@@ -39,7 +39,7 @@ def plan(
 
 
 def in_flight(sequence_id: int, tokens: int, next_layer: int, length: int = 0) -> RunningSequence:
-    return RunningSequence(sequence_id, length or tokens, 0, False, True, tokens, next_layer)
+    return RunningSequence(sequence_id, length or tokens, 0, False, True, False, tokens, next_layer)
 
 
 class TestGroups:

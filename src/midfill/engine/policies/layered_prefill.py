@@ -32,7 +32,8 @@ class LayeredPrefill:
 
     Prompts prefill in batches, one at a time: several that arrive together are merged as long as
     they don't exceed ``max_tokens``. A longer prompt runs in passes of that many tokens, each
-    through all layers. Prompts that fit the token budget together run as chunks.
+    through all layers, unless it has to run as a whole. Prompts that fit the token budget together
+    run as chunks.
 
     All slots of a prompt are taken at its admission, as for chunks, but a preemption between two
     layers would lose all that it has computed. So it is prefilled in chunks unless the slots last
@@ -94,8 +95,9 @@ class LayeredPrefill:
         """Run the prompts in flight through their next group, or begin their next pass."""
         started = [one for one in in_flight if one.layer_tokens]
         if not started:
-            tokens = [(one.sequence_id, one.remaining) for one in in_flight[:1]]
-            return self._with_group(plan, tokens, 0)
+            head = in_flight[0]
+            tokens = head.remaining if head.whole else min(head.remaining, self.max_tokens)
+            return self._with_group(plan, [(head.sequence_id, tokens)], 0)
         first = started[0].next_layer
         batch = [(one.sequence_id, one.layer_tokens) for one in started if one.next_layer == first]
         return self._with_group(plan, batch, first)
@@ -105,10 +107,9 @@ class LayeredPrefill:
 
         Args:
             plan: a plan without.
-            prompts: (sequence id, tokens left) each; a single one may have more than fit a pass.
+            prompts: (sequence id, tokens of the pass) each.
             first: the first layer.
         """
-        prompts = [(sequence_id, min(tokens, self.max_tokens)) for sequence_id, tokens in prompts]
         groups = self.groups(sum(tokens for _, tokens in prompts))
         end = next(end for _, end in groups if end > first)
         chunks = tuple(LayerChunk(one, tokens, first, end) for one, tokens in prompts)
@@ -157,7 +158,8 @@ class LayeredPrefill:
             spare = decodes * (self._steps(total + tokens) - 1)
             if available < (0 if sequence.prefill == "layers" else spare):
                 break
-            merged.append((sequence.sequence_id, tokens))
+            whole = sequence.prefill == "layers"
+            merged.append((sequence.sequence_id, tokens if whole else min(tokens, self.max_tokens)))
             total += tokens
         return merged
 

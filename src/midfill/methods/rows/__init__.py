@@ -1,0 +1,1 @@
+"""Methods that drop rows of a prompt between layers."""
