@@ -25,8 +25,8 @@ from midfill.checkpoints.checkpoint import (
     OPENS_LINES_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
-    Checkpoint,
 )
+from midfill.checkpoints.described_model import DescribedModel
 from midfill.errors import CheckpointError, MidfillError
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
@@ -95,7 +95,7 @@ def read_end_bias(path: Path, record: Mapping[str, object]) -> float | None:
     return _checked_number(end["logit_bias"], path, "end.logit_bias", *_BIASES)
 
 
-def end_bias_of(checkpoint: Checkpoint) -> float:
+def end_bias_of(checkpoint: DescribedModel) -> float:
     """Return what is added to a model's end tokens' logits; 0 where its metadata says nothing.
 
     Raises:
@@ -121,7 +121,7 @@ def read_empty_threshold(path: Path, record: Mapping[str, object]) -> float | No
     return _checked_number(empty["threshold"], path, "empty.threshold", 0.0, 1.0)
 
 
-def empty_threshold_of(checkpoint: Checkpoint) -> float:
+def empty_threshold_of(checkpoint: DescribedModel) -> float:
     """Return how probable a model's empty answer must be; 0 where its metadata says nothing.
 
     Raises:
@@ -149,7 +149,7 @@ def read_opens_lines(path: Path, record: Mapping[str, object]) -> bool | None:
     return _checked_bool(section["opens_line"], path, "line_start.opens_line")
 
 
-def opens_lines_of(checkpoint: Checkpoint) -> bool:
+def opens_lines_of(checkpoint: DescribedModel) -> bool:
     """Return whether carets at line starts are answered as on an empty line; false by default.
 
     Raises:
@@ -191,7 +191,7 @@ def read_needs(path: Path, record: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in needs.items() if value is not None}
 
 
-def cut_rule_of(checkpoint: Checkpoint) -> CutRule:
+def cut_rule_of(checkpoint: DescribedModel) -> CutRule:
     """Return the cut rule of a model; the default where its metadata says nothing.
 
     Raises:
@@ -203,7 +203,7 @@ def cut_rule_of(checkpoint: Checkpoint) -> CutRule:
     return CutRule(_checked(found, checkpoint.path, LEAST_INCREMENT_KEY))
 
 
-def window_rule_of(checkpoint: Checkpoint) -> WindowRule:
+def window_rule_of(checkpoint: DescribedModel) -> WindowRule:
     """Return how much of a long document a model should see; the default where it doesn't say.
 
     Raises:

@@ -84,6 +84,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             comes before the token in front of it may be cached.
         method: compresses the prompt's KV or takes it from elsewhere, see ``methods.registry``;
             "none" computes and keeps all of it, None leaves it to the engine.
+        document: the planner's id of the document; "" if there is none. An engine of several
+            machines keeps a document's KV in one place.
     """
 
     request_id: str
@@ -98,6 +100,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     compress_after: int = 0
     score_from: int = 1
     method: str | None = None
+    document: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -132,6 +135,10 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
             requested.
         prefill_seconds: time from the prompt's admission, when it left the queue, to this output;
             in the first output of the first answer, None elsewhere.
+        token_bytes: what each new token stands for, from an engine that answers in text; it may not
+            know ids, and writes -1 in their place. None leaves it to the tokenizer.
+        prompt_tokens, completion_tokens: how many tokens there are, over all answers, as counted
+            by an engine that tokenises for itself; None leaves it to whoever reads the outputs.
     """
 
     request_id: str
@@ -145,6 +152,9 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     empty_probability: float | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     prefill_seconds: float | None = None
+    token_bytes: list[bytes] | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError
 
@@ -131,12 +129,7 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
-    try:
-        ids = np.array(request.token_ids, dtype=np.int64)
-        in_range = int(ids.min()) >= 0 and int(ids.max()) < vocab
-    except OverflowError:
-        in_range = False
-    if not in_range:
+    if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
         raise InvalidRequestError(
             f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt"
         )

@@ -149,10 +149,10 @@ class Answer:
             return self._delta("", "", "length")
         self._watch_time()
         text = trimmed = ""
-        for position, token_id in enumerate(output.token_ids):
+        for position, (token_id, written) in enumerate(self._tokens_of(output)):
             self._unreported.append(token_id)
             healed = self._detokenizer.skip
-            shown = healed == 0 or len(self._tokenizer.token_bytes(token_id)) > healed
+            shown = healed == 0 or len(written) > healed
             self.tokens += shown
             if shown and output.logprobs is not None:
                 self._logprob += output.logprobs[position].logprob
@@ -162,7 +162,7 @@ class Answer:
                 break
             if shown and output.logprobs is not None:
                 self._pending.append(self._report(token_id, output.logprobs[position], healed))
-            decoded = self._detokenizer.push([token_id])
+            decoded = self._detokenizer.push_bytes(written)
             self._decoded += len(decoded)
             text += self._scanner.push(decoded)
             if self._scanner.stopped is not None:
@@ -181,6 +181,13 @@ class Answer:
         """End the answer where it is, for a reason of the caller's; return its last delta."""
         self.finished = True
         return AnswerDelta(self.index, "", tuple(self._unreported), (), reason)
+
+    def _tokens_of(self, output: EngineOutput) -> list[tuple[int, bytes]]:
+        """Return an output's tokens, and what each stands for."""
+        written = output.token_bytes
+        if written is None:
+            written = [self._tokenizer.token_bytes(token_id) for token_id in output.token_ids]
+        return list(zip(output.token_ids, written, strict=True))
 
     def _watch_time(self) -> None:
         """Let the answer end with its line once its time is over."""

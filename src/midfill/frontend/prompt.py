@@ -117,6 +117,7 @@ class Prompt:
             stream_interval=stream_interval,
             stop_bytes=sampling.stop_bytes,
             method=self.method,
+            document="" if self.report is None else self.report.document or "",
         )
 
 

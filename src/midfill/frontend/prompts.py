@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
+from midfill.checkpoints.described_model import DescribedModel
 from midfill.checkpoints.model_record import (
     cut_rule_of,
     empty_threshold_of,
@@ -57,7 +58,7 @@ class PromptEncoder:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: DescribedModel,
         format: FimFormat | None,
         context: int,
         window: WindowRule | None = None,
@@ -82,7 +83,7 @@ class PromptEncoder:
         self._layouts = LayoutEncoder(checkpoint.tokenizer)
         self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
         self._chat = _chat_template(checkpoint.tokenizer)
-        self._longest_token = _longest_token(checkpoint.tokenizer)
+        self._longest_token = checkpoint.tokenizer.longest_token()
         self._fitting = FittingContext(context, self._count_shown)
 
     @property
@@ -400,11 +401,3 @@ def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
         if token_id is not None
     }
     return ChatTemplate(tokenizer.chat_template, tokenizer, variables)
-
-
-def _longest_token(tokenizer: Tokenizer) -> int:
-    """Return the bytes of the longest token; a token stands for at most as many characters."""
-    return max(
-        max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)),
-        max((len(text) for text in tokenizer.special_tokens), default=1),
-    )

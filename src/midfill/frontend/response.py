@@ -69,6 +69,8 @@ class Response:
             for index in range(sampling.n)
         ]
         self._cached_tokens = 0
+        self._counted_prompt: int | None = None
+        self._counted_completion: int | None = None
         self._empty_probability: float | None = None
 
     @property
@@ -79,8 +81,12 @@ class Response:
     @property
     def usage(self) -> Usage:
         """The cost so far; final once ``finished``."""
-        generated = sum(answer.tokens for answer in self._answers)
-        return Usage(len(self.prompt.token_ids), generated, self._cached_tokens)
+        prompt, generated = self._counted_prompt, self._counted_completion
+        if prompt is None:
+            prompt = len(self.prompt.token_ids)
+        if generated is None:
+            generated = sum(answer.tokens for answer in self._answers)
+        return Usage(prompt, generated, self._cached_tokens)
 
     @property
     def empty_probability(self) -> float | None:
@@ -108,6 +114,10 @@ class Response:
             GenerationError: the engine failed on the request.
         """
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        if output.prompt_tokens is not None:
+            self._counted_prompt = output.prompt_tokens
+        if output.completion_tokens is not None:
+            self._counted_completion = output.completion_tokens
         if output.empty_probability is not None:
             self._empty_probability = output.empty_probability
         if output.prompt_logprobs is not None:

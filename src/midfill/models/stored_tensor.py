@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGMLQuantizationType
-from gguf.quants import dequantize
 
 
 @dataclass(frozen=True)
@@ -35,5 +33,9 @@ class StoredTensor:
             return self.data.astype(np.float32)
         if self.kind == "bf16":
             return (self.data.astype(np.uint32) << 16).view(np.float32)
+        # Here, since whoever only describes a model needs no GGUF.
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
         values = dequantize(self.data, GGMLQuantizationType[self.kind.upper()])
         return np.asarray(values, np.float32).reshape(self.shape)

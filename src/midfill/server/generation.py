@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from midfill.engine.client import EngineClient
 from midfill.engine.output_stream import OutputStream
 from midfill.engine.request import EngineOutput
 from midfill.errors import InvalidRequestError
@@ -19,6 +18,7 @@ from midfill.frontend.prompt import Prompt
 from midfill.frontend.response import Response, Usage
 from midfill.frontend.sampling import SamplingParams
 from midfill.server.metrics import TenantMetrics
+from midfill.server.served_engine import ServedEngine
 from midfill.tokens.tokenizer import Tokenizer
 
 MAX_ANSWERS_PER_REQUEST = 1024
@@ -75,7 +75,7 @@ class Generation:
 
     def __init__(
         self,
-        engine: EngineClient,
+        engine: ServedEngine,
         metrics: TenantMetrics,
         tokenizer: Tokenizer,
         prompts: Sequence[Prompt],

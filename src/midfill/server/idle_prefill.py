@@ -11,12 +11,12 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from midfill.engine.client import EngineClient
 from midfill.engine.request import EngineRequest
 from midfill.frontend.prompt import ExpectedPrompt, Prompt
 from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
+from midfill.server.served_engine import ServedEngine
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class IdlePrefill:
         encode: reaches the PromptEncoder.
     """
 
-    def __init__(self, engine: EngineClient, encode: Encode) -> None:
+    def __init__(self, engine: ServedEngine, encode: Encode) -> None:
         self._engine = engine
         self._encode = encode
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by document, or by tenant

@@ -2,36 +2,32 @@
 
 import asyncio
 import contextlib
-import ipaddress
-import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
-
-import uvicorn
 
 from midfill.checkpoints.opening import open_model
 from midfill.config import ServeOptions
 from midfill.engine.client import EngineClient
 from midfill.engine.messages import EngineInfo
-from midfill.errors import MidfillError
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
 from midfill.server.key_ring import KeyRing
+from midfill.server.listening import (
+    answer_until_stopped,
+    bind,
+    cancel_on_termination,
+    open_traces,
+    url_of,
+    warn_if_open,
+)
 from midfill.server.request_log import Traces
 from midfill.server.service import ModelService
-from midfill.system.extras import require
 from midfill.system.progress import Progress
-
-_log = logging.getLogger(__name__)
-
-_SHUTDOWN_SECONDS = 3  # for answers in progress; then they are cut off
 
 
 def run_server(
@@ -54,15 +50,10 @@ def run_server(
     """
     keys = KeyRing(options.api_keys, options.api_key_file)
     with (
-        _bind(options.host, options.port) as listener,
-        _open_traces(options.otlp_traces_endpoint) as traces,
+        bind(options.host, options.port) as listener,
+        open_traces(options.otlp_traces_endpoint) as traces,
     ):
-        if not keys and not _is_loopback(listener):
-            _log.warning(
-                "other machines can use the model: the server listens on %s and needs no API key;"
-                " set --api-key, --api-key-file or MIDFILL_API_KEY, or listen on 127.0.0.1",
-                options.host,
-            )
+        warn_if_open(listener, options.host, keys)
         try:
             asyncio.run(_serve(options, path, keys, listener, traces, on_progress, on_ready))
         except asyncio.CancelledError:
@@ -136,51 +127,17 @@ async def _serve(
     on_progress: Progress | None,
     on_ready: Callable[[str, EngineInfo, ModelService], None] | None,
 ) -> None:
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    # Until uvicorn installs its own handler, so that SIGTERM while loading also ends the engine.
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    # So that SIGTERM while loading also ends the engine.
+    cancel_on_termination()
     async with open_service(options, path, on_progress, keys.tenants) as service:
-        config = uvicorn.Config(
-            create_app(service, keys, traces),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        )
-        # From here on connections wait in the backlog until uvicorn accepts them, so that clients
-        # can connect as soon as on_ready is called.
-        listener.listen(config.backlog)
-        if on_ready is not None and service.engine.info is not None:
-            on_ready(_url(listener), service.engine.info, service)
-        loop.remove_signal_handler(signal.SIGTERM)
-        if options.api_key_file is not None and hasattr(signal, "SIGHUP"):  # not on Windows
-            loop.add_signal_handler(signal.SIGHUP, keys.reload)
-        # uvicorn raises the signal that stopped it again when it is done.
-        signal.signal(signal.SIGTERM, _exit)
-        await uvicorn.Server(config).serve(sockets=[listener])
 
+        def listening() -> None:
+            if on_ready is not None and service.engine.info is not None:
+                on_ready(url_of(listener), service.engine.info, service)
 
-@contextlib.contextmanager
-def _open_traces(endpoint: str | None) -> Iterator[Traces | None]:
-    """Yield where traces go, if they go anywhere; what is left is sent at the end."""
-    if endpoint is None:
-        yield None
-        return
-    libraries = ["opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"]
-    require("--otlp-traces-endpoint", libraries, extra="otel")
-    from midfill.server.tracing import RequestTraces
-
-    traces = RequestTraces(endpoint)
-    try:
-        yield traces
-    finally:
-        traces.close()
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    sys.exit(0)
+        app = create_app(service, keys, traces)
+        reload = None if options.api_key_file is None else keys.reload
+        await answer_until_stopped(app, listener, listening, reload)
 
 
 def _short_name(model: str) -> str:
@@ -190,36 +147,3 @@ def _short_name(model: str) -> str:
         return model
     path = path.resolve()
     return path.stem if path.is_file() else path.name
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address; it listens once the model is loaded."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise MidfillError(
-            f"can't listen on {host}:{port} ({reason}); choose another --host or --port"
-        ) from error
-    return listener
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can connect."""
-    host = listener.getsockname()[0].partition("%")[0]  # without an IPv6 zone
-    return ipaddress.ip_address(host).is_loopback
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"

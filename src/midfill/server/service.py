@@ -6,7 +6,7 @@ The way of a request:
 2. It calls ``encode``: the prompts are planned and tokenised on the encoding thread.
 3. It calls ``generate``: a Generation holds one engine request and one Response per prompt.
 4. It iterates over ``Generation.deltas``: the requests go to the engine process through
-   ``EngineClient.submit``, tokens come back, and the Responses turn them into text.
+   ``ServedEngine.submit``, tokens come back, and the Responses turn them into text.
 5. It sends the deltas in its own format, as a stream or as one body.
 6. Once all answers are complete, IdlePrefill has the engine compute what the documents of the
    prompts will probably need next, as soon as the engine is idle.
@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
-from midfill.engine.client import EngineClient
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams
@@ -35,6 +34,7 @@ from midfill.server.generation import Generation
 from midfill.server.idle_prefill import IdlePrefill
 from midfill.server.metrics import Metrics
 from midfill.server.request_record import current_request
+from midfill.server.served_engine import ServedEngine
 from midfill.server.superseding import Superseding
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class ModelService:
     def __init__(
         self,
         name: str,
-        engine: EngineClient,
+        engine: ServedEngine,
         tokenizer: Tokenizer,
         prompts: PromptEncoder,
         max_body_bytes: int,

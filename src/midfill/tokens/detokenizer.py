@@ -28,7 +28,10 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add tokens, and return the text that they complete; it may be empty."""
-        written = b"".join(map(self._tokenizer.token_bytes, token_ids))
+        return self.push_bytes(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+
+    def push_bytes(self, written: bytes) -> str:
+        """Add what tokens stand for, and return the text that it completes."""
         shown = written[self.skip :]
         self.skip -= len(written) - len(shown)
         return self._decoder.decode(shown)

@@ -162,6 +162,13 @@ class Tokenizer:
             self._bytes[token_id] = known
         return known
 
+    def longest_token(self) -> int:
+        """Return the bytes of the longest token; a token stands for at most as many characters."""
+        return max(
+            max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size)),
+            max((len(text) for text in self.special_tokens), default=1),
+        )
+
     def token_text(self, token_id: int) -> str:
         """Return a token in readable form: added tokens by name, lone bytes as ``\\xNN``."""
         if token_id not in self._control_ids:
