@@ -79,5 +79,9 @@ class EngineDeadError(UnavailableError):
     """The engine process ended or is not ready (HTTP 503)."""
 
 
+class UpstreamError(UnavailableError):
+    """No server behind a gateway could answer (HTTP 502, or 503 if trying again makes sense)."""
+
+
 class QueueFullError(UnavailableError):
     """Too many tokens are queued (HTTP 429)."""

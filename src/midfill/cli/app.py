@@ -7,6 +7,7 @@ import typer
 from midfill.cli.bench import app as bench
 from midfill.cli.complete import complete
 from midfill.cli.evaluation import app as evaluation
+from midfill.cli.gateway import gateway
 from midfill.cli.generate import generate
 from midfill.cli.keys import app as keys
 from midfill.cli.lsp import lsp
@@ -43,7 +44,7 @@ def _root(
     """Options of midfill itself."""
 
 
-for command in (serve, complete, lsp, top, generate, pull, models):
+for command in (serve, gateway, complete, lsp, top, generate, pull, models):
     app.command()(command)
 
 app.add_typer(methods, name="methods")

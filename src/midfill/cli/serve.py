@@ -192,7 +192,7 @@ def serve(
         aliases=tuple(alias or ()),
         host=host,
         port=port,
-        api_keys=_api_keys(api_key),
+        api_keys=given_api_keys(api_key),
         api_key_file=api_key_file,
         fim_tokens=fim_tokens,
         window=window,
@@ -229,7 +229,7 @@ def serve(
         run_server(options, path, progress, ready)
 
 
-def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+def given_api_keys(given: list[str] | None) -> tuple[str, ...]:
     """Return the API keys of the command line or, without any, of the environment.
 
     Raises:

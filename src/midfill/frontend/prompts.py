@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 from collections.abc import Collection, Sequence
-from functools import cached_property
 
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
 from midfill.checkpoints.described_model import DescribedModel
@@ -26,7 +25,6 @@ from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import read_template
 from midfill.infill.window import WindowRule
-from midfill.tokens.healing import TokenTrie
 from midfill.tokens.layout_encoder import LayoutEncoder
 from midfill.tokens.token_boundary import keeps_tokens_of
 from midfill.tokens.tokenizer import Tokenizer
@@ -227,7 +225,7 @@ class PromptEncoder:
         if not last:
             return prompt
         ids = prompt.token_ids
-        healing = self._trie.back_off(ids, max(1, len(ids) - last))
+        healing = self._tokenizer.back_off(ids, max(1, len(ids) - last))
         kept = len(ids) - healing.removed
         if not set(stop_token_ids).isdisjoint(ids[kept:]):
             return prompt
@@ -235,11 +233,6 @@ class PromptEncoder:
         return dataclasses.replace(
             prompt, token_ids=ids[:kept], begins_with=healing.required, report=report
         )
-
-    @cached_property
-    def _trie(self) -> TokenTrie:
-        token_bytes = self._tokenizer.token_bytes
-        return TokenTrie([token_bytes(token_id) for token_id in range(self._tokenizer.vocab_size)])
 
     def expected_prompt(self, document: str) -> ExpectedPrompt | None:
         """Return the prompt to compute in idle time after a document's last one, if any.
@@ -293,14 +286,7 @@ class PromptEncoder:
             InvalidRequestError: there are too many or none, or the model doesn't have one of them.
         """
         self._check_length(len(token_ids))
-        vocab = self._tokenizer.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab:
-                raise InvalidRequestError(
-                    f"prompt holds token id {str(token_id)[:24]}; "
-                    f"this model's ids go from 0 to {vocab - 1}",
-                    param="prompt",
-                )
+        self._tokenizer.check_ids(token_ids)
         text = self._tokenizer.decode(token_ids)
         return Prompt(list(token_ids), text, prefix=text)
 

@@ -1,5 +1,6 @@
 """create_app: all dialects around one served model."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,6 +23,7 @@ from midfill.server.dialects import (
     openai_models,
     tabby,
 )
+from midfill.server.dialects.dialect import Dialect
 from midfill.server.disconnects import CancelOnDisconnect
 from midfill.server.errors import ErrorBody, install_error_handlers
 from midfill.server.key_ring import KeyRing
@@ -45,7 +47,10 @@ DIALECTS = (
 
 
 def create_app(
-    service: ModelService, keys: KeyRing | None = None, traces: Traces | None = None
+    service: ModelService,
+    keys: KeyRing | None = None,
+    traces: Traces | None = None,
+    dialects: Sequence[Dialect] = DIALECTS,
 ) -> ASGIApp:
     """Return the ASGI application for a model, whose engine the caller starts and ends.
 
@@ -53,11 +58,12 @@ def create_app(
         service: the model.
         keys: who may send requests; None lets everyone in.
         traces: where requests' traces go; None makes none.
+        dialects: the client APIs that are spoken.
     """
     app = FastAPI(title="midfill", version=__version__)
     tenant_of = tenant_check(keys or KeyRing())
     error_bodies: dict[str, ErrorBody] = {}
-    for dialect in DIALECTS:
+    for dialect in dialects:
         router = dialect.routes(service, tenant_of)
         for route in router.routes:
             if isinstance(route, APIRoute):
@@ -67,7 +73,7 @@ def create_app(
     app.include_router(pages.routes())
     install_error_handlers(app, error_bodies)
     app.add_middleware(CancelOnDisconnect)
-    bodies = [body for dialect in DIALECTS for body in dialect.bodies]
+    bodies = [body for dialect in dialects for body in dialect.bodies]
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -15,6 +15,7 @@ from midfill.errors import (
     MidfillError,
     QueueFullError,
     UnavailableError,
+    UpstreamError,
 )
 from midfill.server.request_record import current_request
 
@@ -75,6 +76,9 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         code = "engine_dead" if error.retry_after is None else "engine_restarting"
         return ApiError(503, str(error), code=code, headers=retry_header(error))
+    if isinstance(error, UpstreamError):
+        status = 502 if error.retry_after is None else 503
+        return ApiError(status, str(error), code="upstream_error", headers=retry_header(error))
     if isinstance(error, MidfillError):
         return ApiError(500, str(error))
     if isinstance(error, HTTPException):

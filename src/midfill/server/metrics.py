@@ -73,6 +73,10 @@ class Metrics:
         label = "" if tenant is None else self._labels.of(tenant)
         self._responses.labels(self._model, label, str(status)).inc()
 
+    def add(self, collector: Collector) -> None:
+        """Render further metrics, too."""
+        self._registry.register(collector)
+
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -7,6 +7,7 @@ request, the exact bytes of every token, and errors that a client can act on.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -15,9 +16,10 @@ from typing import Any
 import tokenizers
 
 from midfill.errors import InvalidRequestError
+from midfill.tokens.healing import Healing, TokenTrie
 from midfill.tokens.token_bytes import piece_decoder
 
-_END_TOKENS = (
+END_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "<|im_end|>",
@@ -88,7 +90,7 @@ class Tokenizer:
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_token_id = bos_token_id
         self.add_bos = add_bos and bos_token_id is not None
-        ends = [self.special_tokens[text] for text in _END_TOKENS if text in self.special_tokens]
+        ends = [self.special_tokens[text] for text in END_TOKENS if text in self.special_tokens]
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *ends]))
         self.chat_template = chat_template
 
@@ -168,6 +170,37 @@ class Tokenizer:
             max(len(self.token_bytes(token_id)) for token_id in range(self.vocab_size)),
             max((len(text) for text in self.special_tokens), default=1),
         )
+
+    def back_off(self, token_ids: Sequence[int], fixed: int = 0) -> Healing:
+        """Return the tokens at a prompt's end to be written again; see ``TokenTrie.back_off``."""
+        return self._trie.back_off(token_ids, fixed)
+
+    def spell(self, text: bytes) -> list[int]:
+        """Return tokens that stand for some bytes, the longest first, where there are any."""
+        ids: list[int] = []
+        while text:
+            length = next((n for n in range(len(text), 0, -1) if self._trie.spelling(text[:n])), 0)
+            ids += self._trie.spelling(text[:length])[:1]
+            text = text[length or 1 :]
+        return ids
+
+    @cached_property
+    def _trie(self) -> TokenTrie:
+        return TokenTrie([self.token_bytes(token_id) for token_id in range(self.vocab_size)])
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """Check that a client's token ids can be a prompt.
+
+        Raises:
+            InvalidRequestError: the model doesn't have one of them.
+        """
+        for token_id in token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise InvalidRequestError(
+                    f"prompt holds token id {str(token_id)[:24]}; "
+                    f"this model's ids go from 0 to {self.vocab_size - 1}",
+                    param="prompt",
+                )
 
     def token_text(self, token_id: int) -> str:
         """Return a token in readable form: added tokens by name, lone bytes as ``\\xNN``."""

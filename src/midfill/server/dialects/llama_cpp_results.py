@@ -66,7 +66,7 @@ class Results:
                 yield {
                     "index": number,
                     "content": delta.text,
-                    "tokens": delta.token_ids,
+                    "tokens": _known(delta.token_ids),
                     "stop": False,
                     "id_slot": _SLOT,
                     "tokens_predicted": sum(len(one.token_ids) for one in written[number]),
@@ -98,7 +98,7 @@ class Results:
         result: dict[str, Any] = {
             "index": number,
             "content": "" if self._body.stream else answer.text,
-            "tokens": answer.token_ids if self._body.return_tokens else (),
+            "tokens": _known(answer.token_ids) if self._body.return_tokens else (),
             "id_slot": _SLOT,
             "stop": True,
             "model": self._service.name,
@@ -140,6 +140,11 @@ class Results:
             "stream": bool(self._body.stream),
             "samplers": sorted(self._body.active_samplers),
         }
+
+
+def _known(token_ids: Sequence[int]) -> list[int]:
+    """Return the ids that the engine knows; see ``EngineOutput.token_bytes``."""
+    return [token_id for token_id in token_ids if token_id >= 0]
 
 
 def _timings(usage: Usage, generated: int, timings: Timings) -> dict[str, float]:

@@ -1,0 +1,186 @@
+"""``midfill gateway``: the planner in front of other servers."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midfill.cli.options import FimTokensOption, WindowOption
+from midfill.cli.serve import (
+    AliasOption,
+    ApiKeyFileOption,
+    ApiKeyOption,
+    HostOption,
+    LogFormatOption,
+    LogLevelOption,
+    OtlpTracesOption,
+    PortOption,
+    ServedNameOption,
+    given_api_keys,
+)
+
+if TYPE_CHECKING:
+    from midfill.gateway.run import Gateway
+
+UpstreamOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL", help="A server to stand in front of; may be repeated, for replicas of one."
+    ),
+]
+UpstreamFileOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Further servers, a URL per line; read again on SIGHUP."),
+]
+UpstreamApiOption = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|vllm|sglang|llama.cpp|midfill|openai",
+        help="Which servers they are; by default each is asked.",
+    ),
+]
+UpstreamKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MIDFILL_UPSTREAM_KEY", metavar="KEY", help="API key that the servers want."
+    ),
+]
+UpstreamTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=0.1,
+        metavar="SECONDS",
+        help="A server that sends nothing for so long has failed.",
+    ),
+]
+WaitOption = Annotated[
+    float,
+    typer.Option(min=0, metavar="SECONDS", help="How long to wait at the start for a server."),
+]
+UpstreamModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model", "-m", metavar="NAME", help="The servers' model to use, where they have several."
+    ),
+]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder of the model's tokenizer.json. Prompts are then sent as token ids.",
+    ),
+]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(min=2, help="Maximum tokens of a prompt and its answer; by default the servers'."),
+]
+IdlePrefillOption = Annotated[
+    bool,
+    typer.Option(
+        help="While a server has no other request of the gateway, have it compute the prompts that"
+        " documents will probably need next."
+    ),
+]
+
+
+def gateway(
+    upstream: UpstreamOption = None,
+    upstream_file: UpstreamFileOption = None,
+    upstream_api: UpstreamApiOption = "auto",
+    upstream_key: UpstreamKeyOption = None,
+    upstream_timeout: UpstreamTimeoutOption = 120,
+    wait: WaitOption = 30,
+    model: UpstreamModelOption = None,
+    tokenizer: TokenizerOption = None,
+    context: ContextOption = None,
+    fim_tokens: FimTokensOption = None,
+    window: WindowOption = None,
+    idle_prefill: IdlePrefillOption = False,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8080,
+    served_name: ServedNameOption = None,
+    alias: AliasOption = None,
+    api_key: ApiKeyOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    log_format: LogFormatOption = "text",
+    log_level: LogLevelOption = "info",
+    otlp_traces_endpoint: OtlpTracesOption = None,
+) -> None:
+    """Stand in front of vLLM, SGLang or llama.cpp, and lay out prompts so that their caches hit."""
+    from typing import get_args
+
+    from midfill.config import LogOptions
+    from midfill.system.extras import require
+    from midfill.system.logs import configure_logs
+
+    require("midfill gateway", ["aiohttp"], extra="gateway")
+    from midfill.gateway.options import GatewayOptions
+    from midfill.gateway.run import run_gateway
+    from midfill.gateway.upstream import ApiName
+
+    api = next((name for name in get_args(ApiName) if name == upstream_api), None)
+    if api is None:
+        raise typer.BadParameter(f"{upstream_api!r} is none of {', '.join(get_args(ApiName))}")
+    logs = LogOptions(format=log_format, level=log_level)
+    configure_logs(logs)
+    options = GatewayOptions(
+        upstreams=tuple(upstream or ()),
+        upstream_file=upstream_file,
+        upstream_api=api,
+        upstream_key=upstream_key,
+        upstream_timeout=upstream_timeout,
+        wait=wait,
+        model=model,
+        tokenizer=tokenizer,
+        context=context,
+        served_name=served_name,
+        aliases=tuple(alias or ()),
+        host=host,
+        port=port,
+        api_keys=given_api_keys(api_key),
+        api_key_file=api_key_file,
+        fim_tokens=fim_tokens,
+        window=window,
+        idle_prefill=idle_prefill,
+        logs=logs,
+        otlp_traces_endpoint=otlp_traces_endpoint,
+    )
+    run_gateway(options, lambda url, running: typer.echo(banner(url, running)))
+
+
+def banner(url: str, gateway: "Gateway") -> str:
+    """Return what is shown when the gateway is ready: what it stands before and how to try it."""
+    from midfill.version import __version__
+
+    service, model = gateway.service, gateway.model
+    if (format := service.fim_format) is not None:
+        sentinels = [each.text for each in (format.prefix, format.suffix, format.middle) if each]
+        infill = f"FIM tokens {' '.join(sentinels)}"
+    else:
+        infill = "no FIM tokens known: the model sees the prefix alone (--fim-tokens names some)"
+    if model.has_tokenizer:
+        prompts, context = f"token ids, by {model.path}", f"{service.context} tokens"
+    else:
+        prompts, context = "text, tokenised by the servers", f"{service.context} characters"
+    servers = "\n".join(
+        f"  server   {each.address} ({each.kind}{_blocks(each.block_tokens)})"
+        if each.fault is None
+        else f"  server   {each.address} {each.fault}"
+        for each in gateway.pool.upstreams
+    )
+    body = {"prompt": "def mean(values):\n    return ", "suffix": "\n", "max_tokens": 16}
+    return f"""midfill {__version__} stands in front of {service.name}
+{servers}
+  prompts  {prompts}; context {context}
+  infill   {infill}
+  listens  on {url} (Ctrl-C stops it)
+
+Try it:
+  curl {url}/v1/completions -H 'Content-Type: application/json' \\
+    -d '{json.dumps(body)}'
+"""
+
+
+def _blocks(tokens: int | None) -> str:
+    return "" if tokens is None else f", cache blocks of {tokens} tokens"

@@ -1,0 +1,1 @@
+"""The planner in front of other servers: vLLM, SGLang, llama.cpp, or another midfill."""

@@ -1,0 +1,217 @@
+"""run_gateway: from GatewayOptions to a running gateway: bind, find the servers, listen."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import aiohttp
+
+from midfill.errors import MidfillError
+from midfill.frontend.prompts import PromptEncoder
+from midfill.gateway.calls import UpstreamFailedError
+from midfill.gateway.character_tokenizer import CHARACTERS_PER_TOKEN
+from midfill.gateway.described_upstream import DescribedUpstream, describe
+from midfill.gateway.discovery import ServedModel, discover
+from midfill.gateway.engine import GatewayEngine
+from midfill.gateway.metrics import UpstreamCollector
+from midfill.gateway.options import GatewayOptions
+from midfill.gateway.pool import UpstreamPool
+from midfill.gateway.prompt_text import UpstreamPrompts
+from midfill.gateway.spelled_tokens import SpelledTokens
+from midfill.gateway.upstream import Upstream
+from midfill.infill.window import WindowRule
+from midfill.server.app import create_app
+from midfill.server.key_ring import KeyRing
+from midfill.server.listening import (
+    answer_until_stopped,
+    bind,
+    cancel_on_termination,
+    open_traces,
+    url_of,
+    warn_if_open,
+)
+from midfill.server.request_log import Traces
+from midfill.server.service import ModelService
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_CONTEXT = 8192  # tokens, where no server says
+_RETRY_SECONDS = 0.5
+
+OnReady = Callable[[str, "Gateway"], None]
+
+
+class Gateway:
+    """A running gateway.
+
+    Attributes:
+        service: what its dialects call.
+        pool: its upstreams.
+        model: how prompts for them are made.
+    """
+
+    def __init__(self, service: ModelService, pool: UpstreamPool, model: DescribedUpstream) -> None:
+        self.service = service
+        self.pool = pool
+        self.model = model
+
+
+def run_gateway(options: GatewayOptions, on_ready: OnReady | None = None) -> None:
+    """Serve until interrupted.
+
+    Args:
+        options: what stands behind it, and how it is served.
+        on_ready: called with the URL and the gateway once clients can connect.
+
+    Raises:
+        MidfillError: the address can't be used, no server answers, or they don't fit together.
+    """
+    keys = KeyRing(options.api_keys, options.api_key_file)
+    with (
+        bind(options.host, options.port) as listener,
+        open_traces(options.otlp_traces_endpoint) as traces,
+    ):
+        warn_if_open(listener, options.host, keys)
+        try:
+            asyncio.run(_serve(options, keys, listener, traces, on_ready))
+        except asyncio.CancelledError:
+            sys.exit(128 + signal.SIGTERM)
+
+
+@contextlib.asynccontextmanager
+async def open_gateway(
+    options: GatewayOptions, tenants: Sequence[str] = ("",)
+) -> AsyncIterator[Gateway]:
+    """Find the servers and stand in front of them until the ``with`` block ends.
+
+    Args:
+        options: what stands behind it.
+        tenants: everybody who may send requests.
+
+    Raises:
+        MidfillError: no server answers, or they don't fit together.
+    """
+    headers = {"authorization": f"Bearer {options.upstream_key}"} if options.upstream_key else {}
+    async with aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        read_bufsize=2**18,
+        trust_env=False,
+    ) as session:
+        upstreams = _upstreams(options, session)
+        found = await _wait_for_models(upstreams, options)
+        asked, served = next(iter(found.items()))
+        model = await describe(asked, served, options)
+        pool = UpstreamPool(upstreams)
+        service = _service(options, served, model, pool, tenants)
+        watch = asyncio.create_task(pool.watch(), name="health checks")
+        try:
+            yield Gateway(service, pool, model)
+        finally:
+            watch.cancel()
+            service.close()
+            assert isinstance(service.engine, GatewayEngine)
+            await service.engine.close()
+
+
+def _service(
+    options: GatewayOptions,
+    served: ServedModel,
+    model: DescribedUpstream,
+    pool: UpstreamPool,
+    tenants: Sequence[str],
+) -> ModelService:
+    context = options.context or served.context or _DEFAULT_CONTEXT
+    if not model.has_tokenizer:
+        context = int(context * CHARACTERS_PER_TOKEN)
+    prompts = UpstreamPrompts(
+        model.tokenizer, SpelledTokens(tuple(options.fim_tokens or ())), model.tokenizes
+    )
+    salts = secrets.token_bytes(32) if tuple(tenants) != ("",) else b""
+    engine = GatewayEngine(pool, model.tokenizer, prompts, context, salts)
+    window = None if options.window is None else WindowRule(*options.window)
+    service = ModelService(
+        options.served_name or served.name,
+        engine,
+        model.tokenizer,
+        PromptEncoder(model, model.format, context, window),
+        options.max_body_bytes,
+        aliases=options.aliases,
+        idle_prefill=options.idle_prefill,
+        tenants=tenants,
+    )
+    service.metrics.add(UpstreamCollector(pool, engine))
+    return service
+
+
+async def _serve(
+    options: GatewayOptions,
+    keys: KeyRing,
+    listener: socket.socket,
+    traces: Traces | None,
+    on_ready: OnReady | None,
+) -> None:
+    cancel_on_termination()
+    async with open_gateway(options, keys.tenants) as gateway:
+
+        def listening() -> None:
+            if on_ready is not None:
+                on_ready(url_of(listener), gateway)
+
+        app = create_app(gateway.service, keys, traces)
+        await answer_until_stopped(app, listener, listening, keys.reload)
+
+
+def _upstreams(options: GatewayOptions, session: aiohttp.ClientSession) -> list[Upstream]:
+    return [Upstream(each, session, options.upstream_timeout) for each in options.addresses()]
+
+
+async def _wait_for_models(
+    upstreams: Sequence[Upstream], options: GatewayOptions
+) -> dict[Upstream, ServedModel]:
+    """Return the model of each server that answers; the others have a fault from now on.
+
+    Raises:
+        MidfillError: none answers, or they serve different models.
+    """
+    end = time.monotonic() + options.wait
+    while True:
+        found = await _find_models(upstreams, options)
+        if found or time.monotonic() >= end:
+            break
+        await asyncio.sleep(_RETRY_SECONDS)
+    if not found:
+        faults = "; ".join(f"{each.address} {each.fault}" for each in upstreams)
+        raise MidfillError(f"no server to stand in front of: {faults}")
+    for each in upstreams:
+        if each not in found:
+            _log.warning("%s %s; it gets no requests", each.address, each.fault)
+    names = {model.name: upstream.address for upstream, model in found.items()}
+    if len(names) > 1:
+        listed = ", ".join(f"{name} ({address})" for name, address in names.items())
+        raise MidfillError(
+            f"all servers behind a gateway serve one model, not {listed}; choose one with --model"
+        )
+    return found
+
+
+async def _find_models(
+    upstreams: Sequence[Upstream], options: GatewayOptions
+) -> dict[Upstream, ServedModel]:
+    found: dict[Upstream, ServedModel] = {}
+
+    async def find(upstream: Upstream) -> None:
+        try:
+            found[upstream] = await discover(upstream, options.upstream_api, options.model)
+            upstream.fault = None
+        except UpstreamFailedError as failure:
+            upstream.fault = str(failure)
+
+    await asyncio.gather(*map(find, upstreams))
+    return {each: found[each] for each in upstreams if each in found}

@@ -1,0 +1,220 @@
+"""Upstream: one server behind the gateway, its load and its health."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from midfill.errors import InvalidRequestError
+from midfill.gateway.breaker import Breaker
+from midfill.gateway.calls import Call, Piece, UpstreamApi, UpstreamFailedError
+from midfill.gateway.event_stream import read_events
+from midfill.gateway.llama_cpp_api import LlamaCppApi
+from midfill.gateway.openai_api import CompletionsApi, error_text
+
+ApiName = Literal["auto", "vllm", "sglang", "llama.cpp", "midfill", "openai"]
+Kind = Literal["vllm", "sglang", "llama.cpp", "midfill", "openai"]
+
+DEFAULT_SLOTS = 8
+_MAX_ERROR_BYTES = 65_536
+_JSON = {"content-type": "application/json"}
+_HEALTH = dict.fromkeys(("vllm", "sglang", "llama.cpp", "midfill"), "/health")
+_TOO_LONG = ("context length", "context size", "maximum context", "context_length", "too long")
+
+
+class Upstream:
+    """One server.
+
+    Args:
+        address: its URL, without a path such as /v1.
+        session: sends requests.
+        timeout: seconds without a byte after which it counts as failed.
+
+    Attributes:
+        address: the same.
+        running: requests in progress.
+        slots: as many requests run at once without much harm.
+        breaker: whether it may be tried.
+        kind: which server it is.
+        model: its name of the model.
+        fault: why health checks rule it out; None if they don't.
+        draining: whether it gets no new requests.
+        failures, requests: counters.
+        block_tokens: its cache's granularity in tokens; None if unknown.
+    """
+
+    def __init__(self, address: str, session: aiohttp.ClientSession, timeout: float) -> None:
+        self.address = address
+        self.running = 0
+        self.slots = DEFAULT_SLOTS
+        self.breaker = Breaker()
+        self.kind: Kind = "openai"
+        self.model = ""
+        self.fault: str | None = None
+        self.draining = False
+        self.failures = 0
+        self.requests = 0
+        self.block_tokens: int | None = None
+        self._session = session
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=min(timeout, 10), sock_read=timeout
+        )
+        self._limits = aiohttp.ClientTimeout(total=min(timeout, 10))
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may be sent now."""
+        return self.fault is None and not self.draining and self.breaker.allows
+
+    @property
+    def api(self) -> UpstreamApi:
+        """How it is asked."""
+        return LlamaCppApi() if self.kind == "llama.cpp" else CompletionsApi(self.kind)
+
+    async def pieces(self, call: Call) -> AsyncGenerator[Piece, None]:
+        """Send a call; yield what its answers consist of. Closing the generator cancels it.
+
+        Raises:
+            UpstreamFailedError: it can't be reached, or doesn't answer as it should.
+            InvalidRequestError: it refuses what the client has asked for.
+        """
+        api = self.api
+        self.running += 1
+        self.requests += 1
+        self.breaker.record_sent()
+        try:
+            async with self._post(api.path, api.body(call)) as response:
+                kind = response.content_type
+                if kind != "text/event-stream":
+                    raise UpstreamFailedError(
+                        f"answers {api.path} with {kind} instead of a stream of events; does it"
+                        " speak this API? (--upstream-api)"
+                    )
+                async for event in read_events(response.content.iter_any()):
+                    for piece in api.pieces(event):
+                        yield piece
+            self.breaker.record_success()
+        except UpstreamFailedError as failure:
+            self.record_failure(failure)
+            raise
+        except InvalidRequestError:
+            self.breaker.record_success()
+            raise
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            broken = UpstreamFailedError(self._reason(error))
+            self.record_failure(broken)
+            raise broken from None
+        finally:
+            self.running -= 1
+            self.breaker.record_given_up()
+
+    async def get(self, path: str) -> Any:
+        """Return the JSON that it has at a path; None if there is nothing.
+
+        Raises:
+            UpstreamFailedError: it can't be reached, refuses the key, or sends no JSON.
+        """
+        return await self._json("GET", path, None)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return its JSON answer; None if there is nothing. Raises what ``get`` does."""
+        return await self._json("POST", path, body)
+
+    async def text(self, path: str) -> str:
+        """Return the text that it has at a path; "" if there is none."""
+        try:
+            async with self._session.get(self.address + path, timeout=self._limits) as response:
+                return await response.text(errors="replace") if response.status == 200 else ""
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return ""
+
+    async def check_health(self) -> None:
+        """Ask whether it is well, and record it.
+
+        Raises:
+            UpstreamFailedError: it is not.
+        """
+        path = _HEALTH.get(self.kind, "/v1/models")
+        try:
+            async with self._session.get(self.address + path, timeout=self._limits) as response:
+                if response.status >= 400:
+                    raise UpstreamFailedError(f"answers {path} with status {response.status}")
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise UpstreamFailedError(self._reason(error)) from None
+
+    @contextlib.asynccontextmanager
+    async def _post(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        async with self._session.post(
+            self.address + path,
+            data=msgspec.json.encode(body),
+            headers=_JSON,
+            timeout=self._timeout,
+        ) as response:
+            if response.status != 200:
+                raise await _refusal(response, path)
+            yield response
+
+    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with self._session.request(
+                method, self.address + path, data=data, headers=_JSON, timeout=self._limits
+            ) as response:
+                if response.status in (401, 403):
+                    raise await _refusal(response, path)
+                if response.status >= 500:
+                    raise UpstreamFailedError(f"answers {path} with status {response.status}")
+                if response.status != 200:
+                    return None
+                return msgspec.json.decode(await response.content.read(16_000_000))
+        except msgspec.DecodeError:
+            raise UpstreamFailedError(f"answers {path} with what is no JSON") from None
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise UpstreamFailedError(self._reason(error)) from None
+
+    def record_failure(self, failure: UpstreamFailedError) -> None:
+        """Record that it has failed."""
+        if not failure.busy:
+            self.failures += 1
+            self.breaker.record_failure()
+
+    def _reason(self, error: Exception) -> str:
+        """Return what went wrong on the way to it, on one line."""
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return f"can't be reached ({error.os_error.strerror or error.os_error})"
+        if isinstance(error, TimeoutError | asyncio.TimeoutError):
+            return f"has sent nothing for {self._timeout.sock_read:g} s"
+        if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
+            return "closed the connection early"
+        text = " ".join(str(error).split())[:200]
+        return f"doesn't speak HTTP as it should ({text or type(error).__name__})"
+
+
+async def _refusal(response: aiohttp.ClientResponse, path: str) -> Exception:
+    """Return the error that a status other than 200 means."""
+    data = await response.content.read(_MAX_ERROR_BYTES)
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        body = data.decode(errors="replace")
+    said = error_text(body.get("error", body) if isinstance(body, dict) else body)
+    status = response.status
+    if status in (400, 413, 422):
+        too_long = any(words in said.lower() for words in _TOO_LONG)
+        return InvalidRequestError(
+            f"the server behind the gateway refuses the request: {said}",
+            param="prompt" if too_long else None,
+            code="context_length_exceeded" if too_long else None,
+        )
+    if status in (401, 403):
+        return UpstreamFailedError("refuses the gateway's API key (--upstream-key)")
+    if status == 404:
+        return UpstreamFailedError(f"has no {path}, or no such model: {said}")
+    if status in (429, 503):
+        return UpstreamFailedError(f"is overloaded (status {status}): {said}", busy=True)
+    return UpstreamFailedError(f"answers {path} with status {status}: {said}")
