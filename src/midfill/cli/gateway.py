@@ -111,13 +111,10 @@ def gateway(
     from typing import get_args
 
     from midfill.config import LogOptions
-    from midfill.system.extras import require
-    from midfill.system.logs import configure_logs
-
-    require("midfill gateway", ["aiohttp"], extra="gateway")
     from midfill.gateway.options import GatewayOptions
     from midfill.gateway.run import run_gateway
     from midfill.gateway.upstream import ApiName
+    from midfill.system.logs import configure_logs
 
     api = next((name for name in get_args(ApiName) if name == upstream_api), None)
     if api is None:

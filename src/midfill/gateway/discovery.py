@@ -77,6 +77,7 @@ async def discover(upstream: Upstream, api: ApiName, model: str | None) -> Serve
         raise UpstreamFailedError(f"serves {names or 'no model'}, not {model}")
     chosen = found[0]
     upstream.model = chosen.name
+    upstream.known = True
     upstream.kind = _OWNERS.get(chosen.owner, "openai") if api == "auto" else api
     if upstream.kind == "llama.cpp":
         chosen = await _read_props(upstream, chosen)

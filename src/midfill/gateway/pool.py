@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from midfill.errors import QueueFullError, UpstreamError
 from midfill.gateway.calls import UpstreamFailedError
-from midfill.gateway.discovery import find_models
+from midfill.gateway.discovery import discover, find_models
 from midfill.gateway.routing import choose
-from midfill.gateway.upstream import Upstream
+from midfill.gateway.upstream import ApiName, Upstream
 
 _log = logging.getLogger(__name__)
 
@@ -21,13 +21,19 @@ class UpstreamPool:
 
     Args:
         upstreams: as they were discovered.
+        api: which servers later ones are.
+        model: the model that all serve.
 
     Attributes:
         upstreams: those in use, and those that are draining.
     """
 
-    def __init__(self, upstreams: Sequence[Upstream]) -> None:
+    def __init__(
+        self, upstreams: Sequence[Upstream], api: ApiName = "auto", model: str | None = None
+    ) -> None:
         self.upstreams = list(upstreams)
+        self._api: ApiName = api
+        self._model = model
         self._known = {each.address: each.fault for each in upstreams}
 
     @property
@@ -100,6 +106,8 @@ class UpstreamPool:
     async def _check(self, upstream: Upstream) -> None:
         try:
             await upstream.check_health()
+            if not upstream.known:
+                await discover(upstream, self._api, self._model)
             names = [model.name for model in await find_models(upstream)]
             if upstream.model not in names:
                 raise UpstreamFailedError(

@@ -56,10 +56,46 @@ class Gateway:
         model: how prompts for them are made.
     """
 
-    def __init__(self, service: ModelService, pool: UpstreamPool, model: DescribedUpstream) -> None:
+    def __init__(
+        self,
+        service: ModelService,
+        pool: UpstreamPool,
+        model: DescribedUpstream,
+        options: GatewayOptions,
+        session: aiohttp.ClientSession,
+    ) -> None:
         self.service = service
         self.pool = pool
         self.model = model
+        self._options = options
+        self._session = session
+        self._reloading: asyncio.Task[None] | None = None
+
+    def start_reload(self) -> None:
+        """Start to read the file of upstreams again."""
+        self._reloading = asyncio.create_task(self.reload(), name="reading upstreams again")
+
+    async def reload(self) -> None:
+        """Read the file of upstreams again; requests in progress go on.
+
+        If it can't be used, all stays as it was, and a line in the log says so.
+        """
+        if self._options.upstream_file is None:
+            return
+        try:
+            addresses = self._options.addresses()
+        except MidfillError as error:
+            _log.error("the servers stay as they were: %s", error)
+            return
+        known = {each.address: each for each in self.pool.upstreams}
+        for each in known.values():
+            each.draining = False
+        timeout = self._options.upstream_timeout
+        self.pool.replace(
+            [known.get(each) or Upstream(each, self._session, timeout) for each in addresses]
+        )
+        await self.pool.check()
+        _log.warning("servers behind the gateway: %s", ", ".join(addresses))
 
 
 def run_gateway(options: GatewayOptions, on_ready: OnReady | None = None) -> None:
@@ -108,11 +144,11 @@ async def open_gateway(
         found = await _wait_for_models(upstreams, options)
         asked, served = next(iter(found.items()))
         model = await describe(asked, served, options)
-        pool = UpstreamPool(upstreams)
+        pool = UpstreamPool(upstreams, options.upstream_api, served.name)
         service = _service(options, served, model, pool, tenants)
         watch = asyncio.create_task(pool.watch(), name="health checks")
         try:
-            yield Gateway(service, pool, model)
+            yield Gateway(service, pool, model, options, session)
         finally:
             watch.cancel()
             service.close()
@@ -165,7 +201,12 @@ async def _serve(
                 on_ready(url_of(listener), gateway)
 
         app = create_app(gateway.service, keys, traces)
-        await answer_until_stopped(app, listener, listening, keys.reload)
+
+        def reload() -> None:
+            keys.reload()
+            gateway.start_reload()
+
+        await answer_until_stopped(app, listener, listening, reload)
 
 
 def _upstreams(options: GatewayOptions, session: aiohttp.ClientSession) -> list[Upstream]:

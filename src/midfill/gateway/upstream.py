@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ class Upstream:
         running: requests in progress.
         slots: as many requests run at once without much harm.
         breaker: whether it may be tried.
+        known: whether it has said what it is.
         kind: which server it is.
         model: its name of the model.
         fault: why health checks rule it out; None if they don't.
@@ -51,9 +53,10 @@ class Upstream:
         self.running = 0
         self.slots = DEFAULT_SLOTS
         self.breaker = Breaker()
+        self.known = False
         self.kind: Kind = "openai"
         self.model = ""
-        self.fault: str | None = None
+        self.fault: str | None = "has not answered yet"
         self.draining = False
         self.failures = 0
         self.requests = 0
@@ -186,7 +189,9 @@ class Upstream:
     def _reason(self, error: Exception) -> str:
         """Return what went wrong on the way to it, on one line."""
         if isinstance(error, aiohttp.ClientConnectorError):
-            return f"can't be reached ({error.os_error.strerror or error.os_error})"
+            number = error.os_error.errno
+            reason = os.strerror(number) if number is not None and number > 0 else error.os_error
+            return f"can't be reached ({reason})"
         if isinstance(error, TimeoutError | asyncio.TimeoutError):
             return f"has sent nothing for {self._timeout.sock_read:g} s"
         if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):

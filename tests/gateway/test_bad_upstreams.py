@@ -1,0 +1,148 @@
+"""Servers behind a gateway that are down, slow, wrong or full: one clear line, nothing hangs."""
+
+import asyncio
+import re
+
+import pytest
+from gateway_serving import run, serve
+from stub_upstream import Behaviour, StubModel, StubUpstream
+
+from midfill.errors import MidfillError
+
+REQUEST = {"prompt": "a =", "suffix": "\n"}
+
+
+async def assert_refused(message: str, *urls: str, **options: str) -> None:
+    """Assert that no gateway can be opened, and that the message says why."""
+    with pytest.raises(MidfillError, match=re.escape(message)):
+        await serve(*urls, **options).__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "status", "message"),
+    [
+        ("silent", 503, "has sent nothing for 0.3 s"),
+        ("garbage", 503, "sent an event that is no JSON"),
+        ("html", 503, "answers /v1/completions with text/html instead of a stream of events"),
+        ("closes", 503, "closed the connection early"),
+        ("error-event", 503, "failed on the request: CUDA is out of luck"),
+        ("endless-line", 503, "sent an endless line"),
+        ("fails", 503, "answers /v1/completions with status 500: no"),
+        ("unauthorised", 503, "refuses the gateway's API key (--upstream-key)"),
+        ("unknown-model", 503, "no such model: The model does not exist."),
+        ("busy", 429, "is overloaded (status 429): no"),
+        ("refuses", 400, "maximum context length is 16 tokens"),
+    ],
+)
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_client_is_told_or_another_server_answers(
+    behaviour: Behaviour, status: int, message: str, others: int
+) -> None:
+    async def test() -> None:
+        with StubUpstream() as bad, StubUpstream() as good:
+            urls = [bad.url, good.url] if others else [bad.url]
+            async with serve(*urls, upstream_timeout=0.3) as gateway:
+                bad.behaviour = behaviour
+                for number in range(12):  # so many documents that each server has one
+                    named = {"midfill": {"document": f"{number}"}}
+                    response = await gateway.client.post(
+                        "/v1/completions", json={**REQUEST, **named}
+                    )
+                    if others and behaviour != "refuses":
+                        assert response.status_code == 200, response.text
+                        assert response.json()["choices"][0]["text"] == " x + 1"
+                    elif bad.received and not others and number == 0:
+                        error = response.json()["error"]
+                        assert response.status_code == status, response.text
+                        assert message in error["message"]
+                        assert "\n" not in error["message"]
+                assert bad.received
+                if others and behaviour not in ("refuses", "busy"):
+                    assert len(bad.received) <= 3  # then its breaker is open
+
+    run(test())
+
+
+def test_a_server_that_breaks_off_midway_is_not_replaced_by_another() -> None:
+    async def test() -> None:
+        with StubUpstream() as first, StubUpstream() as second:
+            first.behaviour = second.behaviour = "closes-midway"
+            async with serve(first.url, second.url) as gateway:
+                events = await gateway.stream(**REQUEST)
+            assert events[0]["choices"][0]["text"] == " x"
+            assert "closed the connection early" in events[-1]["error"]["message"]
+            assert len(first.received) + len(second.received) == 1
+
+    run(test())
+
+
+def test_one_that_goes_down_and_comes_back() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                upstream.stop()
+                await gateway.gateway.pool.check()
+                health = await gateway.client.get("/health")
+                assert (health.status_code, health.json()) == (503, {"status": "restarting"})
+                status, message = await gateway.refused(**REQUEST)
+                assert status == 503
+                assert f"{upstream.url} can't be reached (Connection refused)" in message
+                upstream.start()
+                await gateway.gateway.pool.check()
+                assert (await gateway.client.get("/health")).status_code == 200
+                await gateway.complete(**REQUEST)
+
+    run(test())
+
+
+def test_one_that_changes_its_model_gets_no_requests() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                upstream.model.name = "another"
+                await gateway.gateway.pool.check()
+                _, message = await gateway.refused(**REQUEST)
+                assert "serves another now instead of stub-coder" in message
+                assert upstream.received == []
+
+    run(test())
+
+
+def test_two_gateways_share_one_server() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as one, serve(upstream.url) as other:
+                answers = await asyncio.gather(*(each.complete(**REQUEST) for each in (one, other)))
+            assert [each["choices"][0]["text"] for each in answers] == [" x + 1"] * 2
+            # Without keys everybody shares the server's cache, as without a gateway.
+            assert max(each["midfill"]["cached_tokens"] for each in answers) > 0
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://127.0.0.1:9", "can't be reached (Connection refused)"),
+        ("127.0.0.1:9", "--upstream takes a URL"),
+        ("http://user:key@127.0.0.1:9", "keys belong in --upstream-key"),
+    ],
+)
+def test_an_address_without_a_server_is_one_line(url: str, message: str) -> None:
+    run(assert_refused(message, url))
+
+
+def test_servers_of_different_models_are_refused() -> None:
+    async def test() -> None:
+        with StubUpstream(StubModel(name="a")) as one, StubUpstream(StubModel(name="b")) as other:
+            await assert_refused("all servers behind a gateway serve one model", one.url, other.url)
+
+    run(test())
+
+
+def test_a_model_that_no_server_has_is_refused() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            await assert_refused("serves stub-coder, not other", upstream.url, model="other")
+
+    run(test())

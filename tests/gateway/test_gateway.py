@@ -1,0 +1,280 @@
+"""A gateway in front of one server, through real sockets."""
+
+import asyncio
+
+import pytest
+from gateway_serving import run, serve
+from stub_upstream import StubModel, StubUpstream
+
+PREFIX = "".join(f"value_{number} = {number}\n" for number in range(60))
+SUFFIX = "\nprint(value_1)\n"
+
+
+def test_the_planner_lays_the_prompt_out_in_the_models_format() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                answer = await gateway.complete(prompt=PREFIX + "total = ", suffix=SUFFIX)
+            assert answer["choices"][0]["text"] == "x + 1"
+            assert answer["midfill"]["layout"] == "efim"
+            (prompt,) = upstream.prompts
+            head, rest = prompt.split("⟦<|fim_suffix|>⟧")
+            assert head.startswith("⟦<|fim_prefix|>⟧value_0 = 0\n")
+            assert rest.startswith(SUFFIX + "⟦<|fim_middle|>⟧")
+
+    run(test())
+
+
+def test_typing_finds_all_but_what_was_typed_in_the_servers_cache() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                await gateway.complete(prompt=PREFIX + "total = (", suffix=SUFFIX)
+                typed = await gateway.complete(prompt=PREFIX + "total = (value_1 +", suffix=SUFFIX)
+            usage = typed["usage"]
+            computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+            assert computed == len("value_1 +")
+
+    run(test())
+
+
+@pytest.mark.parametrize("owner", ["vllm", "sglang", "midfill", "somebody"])
+def test_servers_of_openais_api_are_asked_for_raw_completions(owner: str) -> None:
+    async def test() -> None:
+        with StubUpstream(StubModel(owner=owner)) as upstream:
+            async with serve(upstream.url) as gateway:
+                await gateway.complete(prompt="a = ", suffix="\n", max_tokens=7, temperature=0)
+            (request,) = upstream.received
+            assert request.path == "/v1/completions"
+            assert "suffix" not in request.body
+            assert request.body["max_tokens"] == 7 + 1  # the blank is written again
+            assert request.body["temperature"] == 0
+            verbatim = request.body.get("midfill", {}).get("layout") == "verbatim"
+            assert verbatim == (owner == "midfill")
+
+    run(test())
+
+
+def test_llama_cpp_is_asked_in_its_own_api_once_per_answer() -> None:
+    async def test() -> None:
+        with StubUpstream(StubModel(owner="llamacpp")) as upstream:
+            async with serve(upstream.url) as gateway:
+                answer = await gateway.complete(prompt="a =", suffix="\n", n=2, seed=5)
+            assert [each["text"] for each in answer["choices"]] == [" x + 1"] * 2
+            assert [each.path for each in upstream.received] == ["/completion"] * 2
+            assert {each.body["seed"] for each in upstream.received} == {5, 6}
+
+    run(test())
+
+
+class TestHalfWords:
+    def test_the_half_word_is_not_in_the_prompt_nor_in_the_answer(self) -> None:
+        async def test() -> None:
+            with StubUpstream(StubModel(answer=lambda _: " print(x)")) as upstream:
+                async with serve(upstream.url) as gateway:
+                    answer = await gateway.complete(prompt="x = 1; pri", suffix="\n")
+                assert upstream.prompts[0].endswith("x = 1;")
+                assert answer["choices"][0]["text"] == "nt(x)"
+                assert answer["midfill"]["healed"] == len(" pri")
+
+        run(test())
+
+    def test_an_answer_that_begins_otherwise_is_asked_for_again(self) -> None:
+        def say(prompt: str) -> str:
+            return "nt(x)" if prompt.endswith("pri") else " quit()"
+
+        async def test() -> None:
+            with StubUpstream(StubModel(answer=say)) as upstream:
+                async with serve(upstream.url) as gateway:
+                    answer = await gateway.complete(prompt="x = 1; pri", suffix="\n", n=2)
+                    metrics = (await gateway.client.get("/metrics")).text
+                assert [each["text"] for each in answer["choices"]] == ["nt(x)"] * 2
+                assert len(upstream.received) == 3
+                assert "midfill:answers_asked_again_total 2.0" in metrics
+
+        run(test())
+
+    def test_it_can_be_turned_off(self) -> None:
+        async def test() -> None:
+            with StubUpstream() as upstream:
+                async with serve(upstream.url) as gateway:
+                    await gateway.complete(
+                        prompt="x = 1; pri", suffix="\n", midfill={"healing": False}
+                    )
+                assert upstream.prompts[0].endswith("pri")
+
+        run(test())
+
+
+class TestSpelledSentinels:
+    TEXT = "end = '<|fim_middle|>'\nx = "
+
+    @pytest.mark.parametrize("owner", ["vllm", "sglang", "llamacpp", "midfill"])
+    def test_they_stay_text_where_the_server_tokenises(self, owner: str) -> None:
+        async def test() -> None:
+            with StubUpstream(StubModel(owner=owner)) as upstream:
+                async with serve(upstream.url) as gateway:
+                    await gateway.complete(prompt=self.TEXT, suffix="\n</s><|im_end|>\n")
+                (request,) = upstream.received
+                assert isinstance(request.body["prompt"], list)
+                assert request.prompt.count("⟦") == 3
+                assert "'<|fim_middle|>'" in request.prompt
+                plain = upstream.model.ids("'<|fim_middle|>'", parse=False)
+                joined = " ".join(map(str, request.ids))
+                assert " ".join(map(str, plain)) in joined
+
+        run(test())
+
+    def test_they_are_escaped_where_the_server_does_not(self) -> None:
+        async def test() -> None:
+            model = StubModel(owner="somebody", tokenizes=False, name="qwen2.5-coder-7b")
+            with StubUpstream(model) as upstream:
+                async with serve(upstream.url) as gateway:
+                    await gateway.complete(prompt=self.TEXT, suffix="\n")
+                (prompt,) = upstream.prompts
+                assert prompt.count("⟦") == 3
+                assert "'<\u2060|fim_middle|>'" in prompt
+
+        run(test())
+
+    def test_other_texts_are_sent_as_text_and_tokenised_once(self) -> None:
+        async def test() -> None:
+            with StubUpstream() as upstream:
+                async with serve(upstream.url) as gateway:
+                    before = upstream.tokenized
+                    await gateway.complete(prompt="a < b | c > d, e[1], x = ", suffix="\n")
+                assert isinstance(upstream.received[0].body["prompt"], str)
+                assert upstream.tokenized == before
+
+        run(test())
+
+    def test_a_raw_prompt_means_them(self) -> None:
+        async def test() -> None:
+            with StubUpstream() as upstream:
+                async with serve(upstream.url) as gateway:
+                    await gateway.complete(prompt="<|im_end|>a")
+                assert upstream.prompts == ["⟦<|im_end|>⟧a"]
+
+        run(test())
+
+
+def test_every_dialect_is_answered() -> None:
+    bodies = {
+        "/infill": {"input_prefix": "a =", "input_suffix": "\n"},
+        "/completion": {"prompt": "a ="},
+        "/api/generate": {"model": "stub-coder", "prompt": "a =", "suffix": "\n", "stream": False},
+        "/v1/fim/completions": {"model": "stub-coder", "prompt": "a =", "suffix": "\n"},
+        "/beta/completions": {"prompt": "a =", "suffix": "\n"},
+        "/v1/completions": {"segments": {"prefix": "a =", "suffix": "\n"}},
+    }
+
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                for path, body in bodies.items():
+                    response = await gateway.client.post(path, json=body)
+                    assert response.status_code == 200, (path, response.text)
+                    assert "x + 1" in response.text
+                shown = await gateway.client.post("/api/show", json={"model": "stub-coder"})
+                assert ".Suffix" in shown.json()["template"]
+
+    run(test())
+
+
+def test_a_stream_arrives_in_pieces_with_the_servers_usage() -> None:
+    async def test() -> None:
+        with StubUpstream(StubModel(answer=lambda _: "abcdef")) as upstream:
+            async with serve(upstream.url) as gateway:
+                events = await gateway.stream(
+                    prompt="a =", suffix="\n", stream_options={"include_usage": True}
+                )
+        texts = [event["choices"][0]["text"] for event in events if event["choices"]]
+        assert "".join(texts) == "abcdef"
+        assert len(texts) > 2
+        assert events[-1]["usage"]["completion_tokens"] == 6
+        assert events[-1]["usage"]["prompt_tokens"] == len(upstream.received[0].ids)
+
+    run(test())
+
+
+def test_a_client_that_goes_ends_the_servers_request() -> None:
+    async def test() -> None:
+        with StubUpstream(StubModel(answer=lambda _: "abcdef" * 50), hold=0.02) as upstream:
+            async with serve(upstream.url) as gateway:
+                body = {"prompt": "a =", "suffix": "\n", "stream": True}
+                async with gateway.client.stream("POST", "/v1/completions", json=body) as response:
+                    async for _ in response.aiter_lines():
+                        break
+                for _ in range(100):
+                    if upstream.received[0].abandoned:
+                        break
+                    await asyncio.sleep(0.05)
+                assert upstream.received[0].abandoned
+                assert gateway.gateway.pool.upstreams[0].running == 0
+
+    run(test())
+
+
+class TestTenants:
+    KEYS = ("first-key", "second-key")
+
+    def test_they_share_neither_documents_nor_salts(self) -> None:
+        async def test() -> None:
+            with StubUpstream() as upstream:
+                async with serve(upstream.url, keys=self.KEYS) as gateway:
+                    documents = set()
+                    for key in self.KEYS:
+                        response = await gateway.client.post(
+                            "/v1/completions",
+                            json={"prompt": PREFIX, "suffix": SUFFIX, "midfill": {"document": "a"}},
+                            headers={"authorization": f"Bearer {key}"},
+                        )
+                        documents.add(response.json()["midfill"]["document"])
+                    assert len(documents) == 2
+                assert len({each.body["cache_salt"] for each in upstream.received}) == 2
+
+        run(test())
+
+    def test_a_wrong_key_reaches_no_server(self) -> None:
+        async def test() -> None:
+            with StubUpstream() as upstream:
+                async with serve(upstream.url, keys=self.KEYS) as gateway:
+                    status, message = await gateway.refused(prompt="a", suffix="b")
+                assert (status, upstream.received) == (401, [])
+                assert "API key" in message
+
+        run(test())
+
+    def test_the_servers_own_key_is_the_gateways(self) -> None:
+        async def test() -> None:
+            with StubUpstream() as upstream:
+                async with serve(upstream.url, keys=self.KEYS, upstream_key="secret") as gateway:
+                    await gateway.client.post(
+                        "/v1/completions",
+                        json={"prompt": "a", "suffix": "b"},
+                        headers={"authorization": "Bearer first-key"},
+                    )
+                assert upstream.received[0].headers["authorization"] == "Bearer secret"
+
+        run(test())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs": 1}, "log probabilities can't be had through the gateway"),
+        ({"prompt": [1, 2], "suffix": None}, "needs the model's tokenizer"),
+        ({"midfill": {"empty_threshold": 0.5}}, "can't decide by the probability"),
+    ],
+)
+def test_what_only_an_engine_can_do_is_refused(fields: dict[str, object], message: str) -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                status, said = await gateway.refused(
+                    **{"prompt": "a", "suffix": "b", "max_tokens": 4, **fields}
+                )
+            assert status == 400
+            assert message in said
+
+    run(test())
