@@ -109,6 +109,8 @@ class ServeOptions:
         fim_tokens: the model's FIM sentinels, if midfill doesn't know them.
         window: how much of a long document to show the model; None takes what the model or its
             adapter says.
+        snippets: how many characters to show of the snippets of other text that editor plugins send
+            by themselves; None takes what the model or its adapter says.
         max_body_bytes: maximum size of a request body.
         max_queued_tokens: maximum number of prompt tokens whose requests wait for their first
             token; requests beyond it are refused with status 429.
@@ -137,6 +139,7 @@ class ServeOptions:
     api_key_file: Path | None = None
     fim_tokens: FimTokens | None = None
     window: WindowSize | None = None
+    snippets: int | None = None
     max_body_bytes: int = 16 * 1024 * 1024
     max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS
     step_timeout: float = DEFAULT_STEP_TIMEOUT

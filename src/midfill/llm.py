@@ -43,6 +43,7 @@ class InfillOptions(TypedDict, total=False):
     document: str | None
     window: WindowMode | WindowRule
     context: Sequence[ContextFile]
+    context_characters: int | None
     open_line: bool | None
     path: str
     repository: str
@@ -253,6 +254,7 @@ class LLM:
             document=options.get("document"),
             window=options.get("window", "stable"),
             context=tuple(options.get("context", ())),
+            context_characters=options.get("context_characters"),
             open_line=options.get("open_line"),
             path=options.get("path", ""),
             repository=options.get("repository", ""),

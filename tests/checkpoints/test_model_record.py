@@ -19,9 +19,11 @@ from midfill.checkpoints.model_record import (
     cut_rule_of,
     empty_threshold_of,
     end_bias_of,
+    snippet_characters_of,
     window_rule_of,
     write_cut,
     write_empty,
+    write_snippets,
     write_window,
 )
 from midfill.checkpoints.opening import open_checkpoint
@@ -30,6 +32,7 @@ from midfill.frontend.prompts import PromptEncoder, fim_format, fingerprint_of
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.request import InfillRequest
+from midfill.infill.snippets import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 
 NONSENSE = [-1, 100_001, 10**40, "400", 4.5, True, None, [400], {}]
@@ -99,6 +102,37 @@ def test_an_adapters_record_is_read_and_checked(folder: Path, tmp_path: Path) ->
     path.write_text(json.dumps({"format": 1, "cut": {"least_increment": -5}}))
     with pytest.raises(CheckpointError, match=r"'cut\.least_increment' must be"):
         read_record(path, base)
+
+
+class TestSnippets:
+    def test_a_model_that_says_nothing_gets_the_default(self, folder: Path) -> None:
+        assert snippet_characters_of(open_checkpoint(folder)) == DEFAULT_SNIPPET_CHARACTERS
+
+    def test_a_models_own_number_reaches_the_encoder(self, folder: Path) -> None:
+        write(folder, {"snippets": {"characters": 0}})
+        checkpoint = open_checkpoint(folder)
+        assert PromptEncoder(checkpoint, None, 512).snippet_characters == 0
+        asked = PromptEncoder(checkpoint, None, 512, snippet_characters=90)
+        assert asked.snippet_characters == 90
+
+    @pytest.mark.parametrize("value", [-1, 4_000_001, "400", 4.5, True, None])
+    def test_nonsense_is_one_error_that_names_file_and_field(
+        self, folder: Path, value: object
+    ) -> None:
+        write(folder, {"snippets": {"characters": value}})
+        match = r"midfill\.json: 'snippets\.characters' must be"
+        with pytest.raises(CheckpointError, match=match):
+            open_checkpoint(folder)
+
+    @pytest.mark.parametrize("section", [400, None, []])
+    def test_a_section_of_the_wrong_kind_is_an_error(self, folder: Path, section: object) -> None:
+        write(folder, {"snippets": section})
+        with pytest.raises(CheckpointError, match=r"'snippets' must be an object"):
+            open_checkpoint(folder)
+
+    def test_what_is_written_is_read(self, folder: Path) -> None:
+        write_snippets(folder, 900, {"date": "2026-01-01"})
+        assert snippet_characters_of(open_checkpoint(folder)) == 900
 
 
 class TestWindow:

@@ -372,7 +372,7 @@ def test_the_oldest_files_are_dropped_where_the_client_allows_it(
     names = "abcdefgh"
     context = tuple(ContextFile(f"{name} = 1\n", f"{name}.py") for name in names)
     each = len(checkpoint.tokenizer.encode("# a.py\na = 1\n")) + 1  # a separator is allowed for
-    request = InfillRequest(prefix="p = ", suffix="\n", context=context, drop_context=True)
+    request = InfillRequest(prefix="p = ", suffix="\n", context=context, snippets=True)
     prompt = prompts.infill(request, healing=False)
     shown = checkpoint.tokenizer.decode(prompt.token_ids)
     kept = [name for name in names if f"{name} = 1" in shown]
@@ -385,7 +385,7 @@ def test_a_long_document_leaves_room_for_files_that_may_be_dropped(
 ) -> None:
     context = tuple(ContextFile(f"{name} = 1\n", f"{name}.py") for name in "abc")
     prefix = "".join(f"x{number} = {number}\n" for number in range(400))
-    prompt = prompts.infill(InfillRequest(prefix=prefix, context=context, drop_context=True))
+    prompt = prompts.infill(InfillRequest(prefix=prefix, context=context, snippets=True))
     assert CONTEXT // 2 < len(prompt.token_ids) < CONTEXT
     assert prompt.report is not None
     assert prompt.report.window is not None
@@ -395,6 +395,6 @@ def test_a_long_document_leaves_room_for_files_that_may_be_dropped(
 def test_a_file_that_never_fits_is_dropped(prompts: PromptEncoder) -> None:
     for text in ("ab" * CONTEXT, "x" * 3_000_000):
         alone = prompts.infill(
-            InfillRequest(prefix="p = ", context=(ContextFile(text),), drop_context=True)
+            InfillRequest(prefix="p = ", context=(ContextFile(text),), snippets=True)
         )
         assert alone.token_ids == prompts.infill(InfillRequest(prefix="p = ")).token_ids

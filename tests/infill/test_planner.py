@@ -138,24 +138,56 @@ class TestSessions:
         pieces = [s.text for s in layout.segments if getattr(s, "role", "") == "increment"]
         assert pieces[-3:] == ["pri", "nt(", "x"]
 
-    def test_announced_context_is_prepared_with_the_document_edited_last(self) -> None:
+    ONE, TWO = (
+        ContextFile("".join(f"{name}_{n} = {n}\n" for n in range(150)), f"{name}.py")
+        for name in ("one", "two")
+    )
+
+    def test_snippets_of_a_plugin_stay_while_their_document_is_cached(self) -> None:
         session = Session(Planner(PSM))
-        one, two = ContextFile("one = 1\n" * 9, "a.py"), ContextFile("two = 2\n" * 9, "a.py")
-        session.ask(TEXT[:3000], TEXT[3000:4000], context=(one,))
-        announced = InfillRequest(prefix="", context=(one, two))
-        expected = session.planner.expected_with_context(announced)
-        assert expected.planned_prefix == TEXT[:3000]
-        assert spelled(expected).index("two = 2") > spelled(expected).index("one = 1")
+        session.ask(TEXT[:3000], TEXT[3000:4000], context=(self.ONE,), snippets=True)
+        typed = TEXT[:3000] + "ty"
+        for offered in ((self.TWO, self.ONE), (self.TWO,), (), (self.ONE,)):
+            assert session.ask(typed, TEXT[3000:4000], context=offered, snippets=True) <= 2
+            assert session.layout.text_of("context").startswith("# one.py\none_0 = 0\n")
+        assert session.ask(typed, TEXT[3000:4000], context=(self.TWO,)) > 4000  # a user's own file
+        assert session.layout.text_of("context").startswith("# two.py\n")
+
+    def test_a_document_that_was_not_cached_shows_the_newest_snippets(self) -> None:
+        session, other = Session(Planner(PSM)), TEXT.replace("value", "other")
+        for number in range(40):  # what snippets may cost is a share of this
+            session.ask(TEXT[: 9000 - 200 * number], TEXT[-4000:], snippets=True)
+        session.ask(other, "", context=(self.ONE,), snippets=True)
+        assert session.layout.text_of("context").startswith("# one.py\n")
+        third = TEXT.replace("value", "third")
+        session.ask(third, "", context=(self.TWO,), snippets=True)
+        assert session.layout.text_of("context").startswith("# two.py\n")
+
+    def test_announced_snippets_are_prepared_with_the_document_edited_last(self) -> None:
+        session, options = Session(Planner(PSM)), {"snippets": True}
+        for number in range(40):
+            session.ask(TEXT[: 9000 - 200 * number], TEXT[-4000:], **options)
+        prefix, suffix = TEXT[:2000], TEXT[3000:3500]
+        session.ask(prefix, suffix, context=(self.ONE,), **options)
+        announced = InfillRequest(prefix="", context=(self.ONE, self.TWO), snippets=True)
+        expected = session.planner.expected_with_snippets(announced)
+        assert expected is not None
+        assert expected.planned_prefix == prefix
+        assert spelled(expected).index("two_0 = 0") > spelled(expected).index("one_0 = 0")
         session.planner.record_computed(expected)
         session.prompts.append(spelled(expected))
-        assert session.ask(f"{TEXT[:3000]}ty", TEXT[3000:4000], context=(one, two)) == 2
+        assert session.planner.expected_with_snippets(announced) is None
+        assert session.ask(f"{prefix}ty", suffix, context=announced.context, **options) == 2
+        assert "two_0 = 0" in spelled(session.layout)
 
-    def test_announced_context_stands_alone_without_a_document(self) -> None:
+    def test_announced_snippets_stand_alone_without_a_document(self) -> None:
         planner = Planner(PSM)
-        other = InfillRequest(prefix=TEXT, tenant="other")
-        planner.plan_and_record(other)
-        announced = InfillRequest(prefix="", context=(ContextFile("one = 1\n", "a.py"),))
-        expected = planner.expected_with_context(announced)
+        planner.plan_and_record(InfillRequest(prefix=TEXT, tenant="other"))
+        announced = InfillRequest(
+            prefix="", context=(ContextFile("one = 1\n", "a.py"),), snippets=True
+        )
+        expected = planner.expected_with_snippets(announced)
+        assert expected is not None
         assert spelled(expected) == "\1# a.py\none = 1\n\2\3"
         planner.record_computed(expected)  # no document's state changes
 

@@ -232,9 +232,10 @@ class TestFiles:
             request = InfillRequest(prefix=f"{sent}<F>c.py\n<P>a<S><M>", raw=True)
             return planner.plan_and_record(request).text_of("context")
 
-        assert ask(ONE, TWO) == ask(TWO, ONE)
+        first = ask(ONE, TWO)
+        assert ask(TWO, ONE) == first
         changed = ContextFile("import sys\n", ONE.path)
-        assert ask(changed, TWO).startswith("two.py")
+        assert ask(changed, TWO) == first  # files in a template are hints, see ``snippets``
 
     def test_files_of_the_request_join_those_of_the_template(self) -> None:
         request = InfillRequest(

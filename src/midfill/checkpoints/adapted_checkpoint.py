@@ -22,6 +22,7 @@ from midfill.checkpoints.checkpoint import (
     FRAGMENTS_KEY,
     LEAST_INCREMENT_KEY,
     OPENS_LINES_KEY,
+    SNIPPETS_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
     Checkpoint,
@@ -147,6 +148,7 @@ def _quantised(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredT
 def _without_needs(metadata: Mapping[str, object]) -> dict[str, object]:
     """Return a base's metadata without its rules of prompts and ends: its adapter changed them."""
     needs = (
+        SNIPPETS_KEY,
         EMPTY_THRESHOLD_KEY,
         END_BIAS_KEY,
         LEAST_INCREMENT_KEY,

@@ -44,6 +44,9 @@ LEAST_INCREMENT_KEY = "midfill.least_increment"
 WINDOW_BEFORE_KEY, WINDOW_AFTER_KEY = "midfill.window.before", "midfill.window.after"
 """Metadata keys: characters of a long document around the caret that a model should see."""
 
+SNIPPETS_KEY = "midfill.snippets.characters"
+"""Metadata key: characters of an editor's snippets of other text that a model should see."""
+
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _TENSOR_SAMPLES = 16

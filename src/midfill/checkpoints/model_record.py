@@ -2,15 +2,16 @@
 
     "cut": {"least_increment": 400, "measured": {...}}
     "window": {"before": 1200, "after": 400, "measured": {...}}
+    "snippets": {"characters": 2000, "measured": {...}}
     "end": {"logit_bias": 2.0, "measured": {...}}
     "empty": {"threshold": 0.15, "measured": {...}}
     "line_start": {"opens_line": true, "measured": {...}}
 
 It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF file may have the keys
 ``midfill.least_increment``, ``midfill.window.before``, ``midfill.window.after``,
-``midfill.end_logit_bias``, ``midfill.empty_threshold`` and ``midfill.opens_lines`` instead.
-``infill/prefix_cut.py``, ``infill/window.py``, ``engine/empty_answer.py`` and
-``infill/opened_line.py`` explain them.
+``midfill.snippets.characters``, ``midfill.end_logit_bias``, ``midfill.empty_threshold`` and
+``midfill.opens_lines`` instead. ``infill/prefix_cut.py``, ``infill/window.py``,
+``infill/snippets.py``, ``engine/empty_answer.py`` and ``infill/opened_line.py`` explain them.
 """
 
 import json
@@ -23,12 +24,14 @@ from midfill.checkpoints.checkpoint import (
     END_BIAS_KEY,
     LEAST_INCREMENT_KEY,
     OPENS_LINES_KEY,
+    SNIPPETS_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
 )
 from midfill.checkpoints.described_model import DescribedModel
 from midfill.errors import CheckpointError, MidfillError
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
+from midfill.infill.snippets import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 from midfill.system.atomic import write_file
 from midfill.tokens.huggingface_tokenizer import read_json
@@ -40,6 +43,7 @@ MAX_LEAST_INCREMENT = 100_000
 """Characters. A model that asks for so many always gets the whole prefix after the suffix."""
 
 _MAX_WINDOW = 4_000_000  # characters, on either side; more are never accepted
+_MAX_SNIPPETS = 4_000_000  # characters
 _BIASES = -100.0, 100.0
 
 _FOLDERS = ("adapter_config.json", "config.json")
@@ -76,6 +80,32 @@ def read_window(path: Path, record: Mapping[str, object]) -> WindowRule | None:
         _checked(window["before"], path, "window.before", 1, _MAX_WINDOW),
         _checked(window["after"], path, "window.after", 0, _MAX_WINDOW),
     )
+
+
+def read_snippets(path: Path, record: Mapping[str, object]) -> int | None:
+    """Return how many characters of snippets a midfill.json asks for, None where it says nothing.
+
+    Raises:
+        CheckpointError: it is no sensible number.
+    """
+    if "snippets" not in record:
+        return None
+    section = record["snippets"]
+    if not isinstance(section, Mapping) or "characters" not in section:
+        raise CheckpointError(f"{path}: 'snippets' must be an object with 'characters'")
+    return _checked(section["characters"], path, "snippets.characters", 0, _MAX_SNIPPETS)
+
+
+def snippet_characters_of(checkpoint: Checkpoint) -> int:
+    """Return how many characters of snippets to show; the default where a model doesn't say.
+
+    Raises:
+        CheckpointError: its metadata holds nonsense.
+    """
+    if SNIPPETS_KEY not in checkpoint.metadata:
+        return DEFAULT_SNIPPET_CHARACTERS
+    found = checkpoint.metadata[SNIPPETS_KEY]
+    return _checked(found, checkpoint.path, SNIPPETS_KEY, 0, _MAX_SNIPPETS)
 
 
 def read_end_bias(path: Path, record: Mapping[str, object]) -> float | None:
@@ -182,6 +212,7 @@ def read_needs(path: Path, record: Mapping[str, object]) -> dict[str, object]:
     """
     needs: dict[str, object | None] = {
         LEAST_INCREMENT_KEY: read_least_increment(path, record),
+        SNIPPETS_KEY: read_snippets(path, record),
         END_BIAS_KEY: read_end_bias(path, record),
         EMPTY_THRESHOLD_KEY: read_empty_threshold(path, record),
         OPENS_LINES_KEY: read_opens_lines(path, record),
@@ -260,6 +291,12 @@ def write_window(folder: Path, window: WindowRule, measured: Mapping[str, object
     section = {"before": window.before, "after": window.after, "measured": dict(measured)}
     keys = f"{WINDOW_BEFORE_KEY} and {WINDOW_AFTER_KEY}"
     return _write_section(folder, "window", section, keys)
+
+
+def write_snippets(folder: Path, characters: int, measured: Mapping[str, object]) -> Path:
+    """Write how much of snippets to show into a folder's midfill.json, see ``write_cut``."""
+    section = {"characters": characters, "measured": dict(measured)}
+    return _write_section(folder, "snippets", section, SNIPPETS_KEY)
 
 
 def write_empty(folder: Path, threshold: float, measured: Mapping[str, object]) -> Path:

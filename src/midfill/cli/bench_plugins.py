@@ -5,7 +5,13 @@ from typing import Annotated
 import typer
 
 from midfill.cli.bench_options import JsonOption
-from midfill.cli.options import AdapterOption, FimTokensOption, ModelArgument, WindowOption
+from midfill.cli.options import (
+    AdapterOption,
+    FimTokensOption,
+    ModelArgument,
+    SnippetsOption,
+    WindowOption,
+)
 from midfill.cli.outputs import DocsOption, SectionOption
 from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
@@ -26,6 +32,7 @@ def plugins(
     adapter: AdapterOption = None,
     fim_tokens: FimTokensOption = None,
     window: WindowOption = None,
+    snippets: SnippetsOption = None,
     only: OnlyOption = None,
     sessions: SessionsOption = 3,
     rounds: RoundsOption = 600,
@@ -56,7 +63,9 @@ def plugins(
     for one in only or ():
         if one not in known:
             raise MidfillError(f"--only {one}: there are {', '.join(known)}")
-    options = PluginsOptions(sessions=sessions, rounds=rounds, window=window, seed=seed)
+    options = PluginsOptions(
+        sessions=sessions, rounds=rounds, window=window, snippets=snippets, seed=seed
+    )
     with show_steps("preparing") as progress:
         report = measure_plugins(
             checkpoint, name, options, names=only, fim_tokens=fim_tokens, progress=progress

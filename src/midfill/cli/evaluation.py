@@ -27,6 +27,7 @@ from midfill.cli.evaluation_options import (
 )
 from midfill.cli.evaluation_page import page
 from midfill.cli.evaluation_run import Outputs, ResultsFile
+from midfill.cli.evaluation_snippets import snippets
 from midfill.cli.evaluation_values import (
     choose_tasks,
     parse_context,
@@ -63,6 +64,7 @@ def _eval() -> None:
 
 app.command()(cuts)
 app.command()(windows)
+app.command()(snippets)
 app.command()(empty)
 app.command()(page)
 

@@ -79,6 +79,16 @@ WindowOption = Annotated[
         " caret, at most AFTER after it; by default what the model or its adapter names.",
     ),
 ]
+SnippetsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--snippets",
+        metavar="CHARACTERS",
+        min=0,
+        help="How much to show of the snippets of other text that editor plugins send by"
+        " themselves; by default what the model or its adapter names.",
+    ),
+]
 SpeculationOption = Annotated[
     bool,
     typer.Option(

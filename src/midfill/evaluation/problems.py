@@ -9,6 +9,7 @@ import msgspec
 
 from midfill.errors import MidfillError
 from midfill.evaluation.sandbox.pool import Program
+from midfill.infill.context import ContextFile
 
 PublicTask = Literal["single-line", "multi-line", "random-span"]
 FileTask = Literal["line", "subtoken", "block", "span", "nothing", "word-top", "word-deep"]
@@ -64,6 +65,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         prefix, hole, suffix: the complete text.
         word_rest: in ``WORD_TASKS``, the rest of the caret's word.
         test: for a HumanEval problem.
+        snippets: other text that the user has seen, the oldest first; often none.
     """
 
     id: str
@@ -74,11 +76,13 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     suffix: str
     word_rest: str = ""
     test: ProblemTest | None = None
+    snippets: tuple[ContextFile, ...] = ()
 
     @property
     def digest(self) -> str:
         """Digest of the text, to check that two runs mean the same problem by an id."""
-        text = "\0".join((self.prefix, self.hole, self.suffix))
+        snippets = (part for one in self.snippets for part in (one.path, one.text))
+        text = "\0".join((self.prefix, self.hole, self.suffix, *snippets))
         return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def program(self, answer: str) -> Program:

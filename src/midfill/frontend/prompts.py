@@ -4,13 +4,14 @@ import dataclasses
 import hashlib
 from collections.abc import Collection, Sequence
 
-from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
+from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, SNIPPETS_KEY, Checkpoint
 from midfill.checkpoints.described_model import DescribedModel
 from midfill.checkpoints.model_record import (
     cut_rule_of,
     empty_threshold_of,
     end_bias_of,
     opens_lines_of,
+    snippet_characters_of,
     window_rule_of,
 )
 from midfill.errors import InvalidRequestError
@@ -47,11 +48,14 @@ class PromptEncoder:
         format: the model's FIM format, or None.
         context: maximum number of tokens of a prompt and its answer.
         window: how much of a long document to show the model; None takes what the checkpoint says.
+        snippet_characters: how much to show of the snippets that plugins send by themselves; None
+            takes what the checkpoint says.
 
     Attributes:
         context: the same.
         format: the same.
         window: the rule for requests that bring none.
+        snippet_characters: likewise.
     """
 
     def __init__(
@@ -60,10 +64,14 @@ class PromptEncoder:
         format: FimFormat | None,
         context: int,
         window: WindowRule | None = None,
+        snippet_characters: int | None = None,
     ) -> None:
         self.context = context
         self.format = format
         self.window = self._limited(window or window_rule_of(checkpoint))
+        if snippet_characters is None:
+            snippet_characters = snippet_characters_of(checkpoint)
+        self.snippet_characters = snippet_characters
         self._end_bias = end_bias_of(checkpoint)
         self._empty_threshold = empty_threshold_of(checkpoint)
         self._tokenizer = checkpoint.tokenizer
@@ -75,6 +83,7 @@ class PromptEncoder:
                 cut_rule=cut_rule_of(checkpoint),
                 keeps_tokens=keeps_tokens_of(checkpoint.tokenizer),
                 window=self.window,
+                snippet_characters=snippet_characters,
                 opens_lines=opens_lines_of(checkpoint),
             ),
         )
@@ -110,9 +119,8 @@ class PromptEncoder:
         """
         sent = request.prefix
         request = read_template(request, self.format)
-        if request.drop_context:
-            files = self._fitting.choose_and_record(request.context, request.tenant)
-            request = dataclasses.replace(request, context=files)
+        if request.snippets:
+            request = self._with_fitting(request)
         self._refuse_oversized(
             sum(len(file.path) + len(file.text) for file in request.context), "context"
         )
@@ -164,7 +172,7 @@ class PromptEncoder:
             parts = self._layouts.encode_parts(layout)
             context = _context_tokens(layout, parts)
             tokens = sum(map(len, parts)) - context
-            room = self.context - (context if request.drop_context else 0)
+            room = self.context - (context if request.snippets else 0)
             most = room - int(_ANSWER_SHARE * room)
             if tokens < most or layout.layout == "verbatim" or request.window == "as-sent":
                 break
@@ -242,15 +250,19 @@ class PromptEncoder:
         """
         return self._expected(self._planner.expected_layout(document))
 
-    def expected_with_context(self, request: InfillRequest) -> ExpectedPrompt | None:
-        """Return the prompt to compute in idle time when a client announces other files.
+    def expected_with_snippets(self, request: InfillRequest) -> ExpectedPrompt | None:
+        """Return the prompt to compute in idle time when a client announces other snippets, if any.
 
         Args:
-            request: its tenant and context count; its texts are empty.
+            request: its tenant and its snippets count; its texts are empty.
         """
-        files = self._fitting.choose_and_record(request.context, request.tenant)
-        request = dataclasses.replace(request, context=files)
-        return self._expected(self._planner.expected_with_context(request))
+        return self._expected(self._planner.expected_with_snippets(self._with_fitting(request)))
+
+    def _with_fitting(self, request: InfillRequest) -> InfillRequest:
+        """Return the request with as many of its snippets as are shown and fit."""
+        files = self._planner.newest_context(request)
+        files = self._fitting.choose_and_record(files, request.tenant)
+        return dataclasses.replace(request, context=files)
 
     def _expected(self, layout: PromptLayout | None) -> ExpectedPrompt | None:
         ids = [] if layout is None else self._layouts.encode(layout)
@@ -365,6 +377,8 @@ def fingerprint_of(checkpoint: Checkpoint) -> str:
         text += f" {threshold}"
     if opens_lines_of(checkpoint):
         text += " opens lines"
+    if SNIPPETS_KEY in checkpoint.metadata:
+        text += f" snippets {snippet_characters_of(checkpoint)}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -21,6 +21,7 @@ from zlib import crc32
 
 from midfill.infill.layout import Segment
 from midfill.infill.prefix_cut import CutHistory
+from midfill.infill.snippets import DocumentSnippets
 from midfill.infill.view import Overlap, View, find_overlap
 from midfill.infill.window_history import WindowHistory
 
@@ -42,6 +43,15 @@ _TEXT_BYTES = 16
 _KEY_BYTES = 400
 
 
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What prompts of a document say of it; see ``InfillRequest``."""
+
+    bos: str = ""
+    path: str = ""
+    repository: str = ""
+
+
 @dataclass(slots=True)
 class Document:
     """What is remembered of one document. The planner updates it with every request.
@@ -54,6 +64,8 @@ class Document:
         cuts: how its prompts were cut.
         fixed_head: text before the suffix in the fixed layout "efim"; None before its first use.
         context: the segments its last prompt began with.
+        snippets: those it shows, and those it was last sent with.
+        heading: BOS, path and repository of its last request.
         windows: which parts of it were shown.
     """
 
@@ -64,6 +76,8 @@ class Document:
     cuts: CutHistory
     fixed_head: str | None = None
     context: tuple[Segment, ...] = ()
+    snippets: DocumentSnippets = field(default_factory=DocumentSnippets)
+    heading: Heading = field(default_factory=Heading)
     windows: WindowHistory = field(default_factory=WindowHistory)
 
     @property
@@ -73,6 +87,8 @@ class Document:
         texts += self.cuts.texts()
         texts += self.windows.texts()
         texts += (segment.text for segment in self.context)
+        files = self.snippets.files()
+        texts += (text for file in files for text in (file.text, file.path))
         distinct = {id(text): getsizeof(text) for text in texts}
         fragments = sum(len(prompt.fragments) for prompt in self.cuts.prompts)
         return (
@@ -81,7 +97,7 @@ class Document:
             + _TEXT_BYTES * len(distinct)
             + _PROMPT_BYTES * len(self.cuts.prompts)
             + _FRAGMENT_BYTES * fragments
-            + _SEGMENT_BYTES * len(self.context)
+            + _SEGMENT_BYTES * (len(self.context) + len(files))
             + _START_BYTES * len(self.windows)
         )
 

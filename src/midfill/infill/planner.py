@@ -4,13 +4,10 @@ Unlike scheduling policies, a planner has state. Methods that change it are name
 ``..._and_record``.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from midfill.errors import InvalidRequestError
-from midfill.infill.context import ContextFile, ContextOrder, context_segments
+from midfill.infill.context_planner import ContextPlanner
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.document_store import Document, DocumentStore
 from midfill.infill.formats import FimFormat
@@ -25,15 +22,11 @@ from midfill.infill.prefix_cut import (
     first_cut,
 )
 from midfill.infill.request import InfillRequest
-from midfill.infill.shortened_files import ShortenedFiles
+from midfill.infill.snippets import DEFAULT_SNIPPET_CHARACTERS, Snippets
 from midfill.infill.template import read_template
 from midfill.infill.view import View, updated_view
 from midfill.infill.window import WindowRule
 from midfill.infill.window_history import ShownText
-
-T = TypeVar("T")
-
-_MAX_TENANTS = 4096  # whose context is remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +44,7 @@ class PlannerOptions:
         cut_rule: what the model needs of its cuts.
         keeps_tokens: where its tokenizer allows a cut.
         window: how much of a long text to show the model; None shows all that is sent.
+        snippet_characters: how much to show of the snippets that plugins send by themselves.
         opens_lines: answer carets at the start of a line that has text as on an empty line above
             it, see ``opened_line``.
     """
@@ -62,6 +56,7 @@ class PlannerOptions:
     cut_rule: CutRule = DEFAULT_RULE
     keeps_tokens: KeepsTokens = keeps_any_tokens
     window: WindowRule | None = None
+    snippet_characters: int = DEFAULT_SNIPPET_CHARACTERS
     opens_lines: bool = False
 
 
@@ -79,8 +74,7 @@ class Planner:
         self._format = format
         self._options = options or PlannerOptions()
         self._documents = DocumentStore(self._options.max_document_bytes)
-        self._contexts: OrderedDict[str, ContextOrder] = OrderedDict()
-        self._shortened: OrderedDict[str, ShortenedFiles] = OrderedDict()
+        self._contexts = ContextPlanner(format, self._options.snippet_characters)
 
     def plan_and_record(
         self, request: InfillRequest, window_limit: int | None = None
@@ -101,8 +95,7 @@ class Planner:
         if request.raw or request.layout == "verbatim":
             segments = (TextSegment(request.prefix, "raw"),) if request.prefix else ()
             return PromptLayout(segments=segments, layout="verbatim")
-        bos = (TextSegment(request.bos, "raw"),) if request.bos else ()
-        layout = self._plan(request, (*bos, *self._order_context(request)), window_limit)
+        layout = self._plan(request, window_limit)
         return replace(layout, template=request.template)
 
     def expected_layout(self, document: str) -> PromptLayout | None:
@@ -120,6 +113,15 @@ class Planner:
         found = self._documents.get(document)
         if found is None:
             return None
+        expected = self._expected_prompt(found)
+        prompt = expected or self._cut_anew(found)
+        context = None if prompt is None else self._contexts.prepare(found, prompt)
+        if prompt is None or (expected is None and context is None):
+            return None
+        return self._laid_out(prompt, found.id, found.context if context is None else context)
+
+    def _expected_prompt(self, found: Document) -> CachedPrompt | None:
+        """Return the prompt that a document will need soon, None if its last one will do."""
         if (shown := found.windows.expected(found.view)) is not None:
             prefix, suffix, cut = shown.prefix, shown.suffix, len(shown.prefix)
             if self._cuts_matter:
@@ -130,36 +132,52 @@ class Planner:
             prefix, suffix, cut = last.head + last.increment, last.suffix, better
         else:
             return None
-        expected = CachedPrompt(prefix[:cut], suffix, extend_fragments((), prefix[cut:]))
-        return self._laid_out(expected, found.id, found.context)
+        return CachedPrompt(prefix[:cut], suffix, extend_fragments((), prefix[cut:]))
 
-    def expected_with_context(self, request: InfillRequest) -> PromptLayout:
-        """Return the layout that the tenant will probably need next, with other files than so far.
+    def _cut_anew(self, found: Document) -> CachedPrompt | None:
+        """Return a document's last prompt, cut as if it were the first; None if there is none."""
+        if not found.cuts.prompts:
+            return None
+        last, options = found.cuts.prompts[-1], self._options
+        prefix = last.head + last.increment
+        cut = first_cut(prefix, options.cut_rule, options.keeps_tokens)
+        return CachedPrompt(prefix[:cut], last.suffix, extend_fragments((), prefix[cut:]))
 
-        It is that of the last document, or of the other files alone if there is none.
+    def expected_with_snippets(self, request: InfillRequest) -> PromptLayout | None:
+        """Return the layout that a tenant will probably need next, now that other snippets come.
+
+        It is that of the last document with these if they are worth their price, or of the snippets
+        alone if there is no document.
 
         Args:
-            request: its tenant and context count; its texts are empty.
+            request: its tenant and its snippets count; its texts are empty.
+
+        Returns:
+            The layout; None if the last one will do.
 
         Raises:
             InvalidRequestError: see ``plan_and_record``.
         """
         self._check(request)
-        context = self._order_context(request)
+        offered = self._contexts.newest(request)
         found = self._documents.last(request.tenant)
-        if found is None or not found.cuts.prompts or found.context == context:
-            return self._laid_out(CachedPrompt("", ""), None, context)
-        last, options = found.cuts.prompts[-1], self._options
-        prefix = last.head + last.increment
-        cut = first_cut(prefix, options.cut_rule, options.keeps_tokens)
-        prompt = CachedPrompt(prefix[:cut], last.suffix, extend_fragments((), prefix[cut:]))
-        return self._laid_out(prompt, found.id, context)
+        if found is not None:
+            found.snippets.offered = offered
+            self._documents.record(found)
+            return self.expected_layout(found.id)
+        context = self._contexts.prepare_alone(request.tenant, offered)
+        return None if context is None else self._laid_out(CachedPrompt("", ""), None, context)
+
+    def newest_context(self, request: InfillRequest) -> Snippets:
+        """Return as much of a request's other files as may be shown of them."""
+        return self._contexts.newest(request)
 
     def record_computed(self, layout: PromptLayout) -> None:
         """Record that an expected layout is in the engine's cache now."""
         found = self._documents.get(layout.document) if layout.document is not None else None
         if found is not None:
             prefix = layout.planned_prefix
+            self._contexts.record_computed(found, layout)
             self._record_context(found, layout.context)
             found.cuts.record_prompt(prefix, layout.planned_suffix, layout.cut)
             found.windows.record_computed(found.view, prefix)
@@ -169,9 +187,7 @@ class Planner:
     def _cuts_matter(self) -> bool:
         return self._format is not None and self._format.order == "psm"
 
-    def _plan(
-        self, request: InfillRequest, context: tuple[Segment, ...], window_limit: int | None
-    ) -> PromptLayout:
+    def _plan(self, request: InfillRequest, window_limit: int | None) -> PromptLayout:
         """Lay out a caret's prompt, its line opened where that helps."""
         opens = self._options.opens_lines if request.open_line is None else request.open_line
         line_break = ""
@@ -179,12 +195,10 @@ class Planner:
             line_break = opened_line_break(request.prefix, request.suffix)
         if line_break:
             request = replace(request, suffix=line_break + request.suffix)
-        layout = self._plan_around(request, context, window_limit)
+        layout = self._plan_around(request, window_limit)
         return replace(layout, line_break=line_break) if line_break else layout
 
-    def _plan_around(
-        self, request: InfillRequest, context: tuple[Segment, ...], window_limit: int | None
-    ) -> PromptLayout:
+    def _plan_around(self, request: InfillRequest, window_limit: int | None) -> PromptLayout:
         rule = self._window_rule(request)
         if request.layout in ("psm", "spm"):
             prefix, suffix = request.prefix, request.suffix
@@ -192,6 +206,7 @@ class Planner:
                 text, caret = prefix + suffix, len(prefix)
                 start, end = _limited(rule, window_limit).place(text, caret)
                 prefix, suffix = text[start:caret], text[caret:end]
+            context = self._contexts.order_and_record(request)
             if request.layout == "psm":
                 return self._laid_out(CachedPrompt(prefix, suffix), None, context)
             prompt = CachedPrompt("", suffix, extend_fragments((), prefix))
@@ -199,6 +214,7 @@ class Planner:
         document = self._record_text(request)
         shown = self._show(document, rule, window_limit)
         prefix, suffix = shown.prefix, shown.suffix
+        context = self._contexts.choose_and_record(document, request, shown)
         self._record_context(document, context)
         if request.layout == "efim":
             head = document.fixed_head
@@ -208,6 +224,8 @@ class Planner:
         elif self._cuts_matter:
             prompt = document.cuts.choose_and_record(prefix, suffix)
         else:
+            if self._format is not None:  # the suffix comes first
+                document.cuts.record_prompt(prefix, suffix, cut=0)
             prompt = CachedPrompt(prefix, suffix)
         self._documents.record(document)
         return self._laid_out(prompt, document.id, context)
@@ -250,18 +268,6 @@ class Planner:
         if document.context != context:
             document.context = context
             document.cuts.prompts.clear()
-
-    def _order_context(self, request: InfillRequest) -> tuple[Segment, ...]:
-        if self._format is None or not (request.context or request.path):
-            return ()
-        files: Sequence[ContextFile] = request.context
-        if request.template is not None:  # only there clients don't know whose context it is
-            shortened = _of_tenant(self._shortened, request.tenant, ShortenedFiles)
-            files = shortened.keep_and_record(files)
-        files = _of_tenant(self._contexts, request.tenant, ContextOrder).order_and_record(files)
-        return context_segments(
-            self._format, files, path=request.path, repository=request.repository
-        )
 
     def _laid_out(
         self, prompt: CachedPrompt, document: str | None, context: tuple[Segment, ...]
@@ -315,15 +321,6 @@ class Planner:
                     f"holds half a surrogate pair at character {error.start}; "
                     "send whole Unicode characters",
                 ) from None
-
-
-def _of_tenant(kept: OrderedDict[str, T], tenant: str, new: Callable[[], T]) -> T:
-    """Return what is kept for a tenant, the most recently used last; new if there is nothing."""
-    found = kept.setdefault(tenant, new())
-    kept.move_to_end(tenant)
-    if len(kept) > _MAX_TENANTS:
-        kept.popitem(last=False)
-    return found
 
 
 def _limited(rule: WindowRule, limit: int | None) -> WindowRule:

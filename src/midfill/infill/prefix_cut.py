@@ -211,6 +211,14 @@ class CutHistory:
         gap = choose_gap(len(suffix), depth, misses, self._rule)
         return place_cut(prefix, gap, self._keeps_tokens)
 
+    def cached_characters(self, prefix: str, suffix: str) -> int:
+        """Return how many characters of a text some recorded prompt begins with.
+
+        The prompt is cut where that leaves most to the cache.
+        """
+        matches = (_match(prompt, prefix, suffix) for prompt in self.prompts)
+        return max((max(match.whole, match.head) for match in matches), default=0)
+
     def better_cut(self) -> int | None:
         """Return a better cut for the last prompt's text, worth preparing in idle time.
 

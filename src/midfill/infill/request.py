@@ -29,9 +29,12 @@ class InfillRequest:
         window: how much of a long text to show the model. "stable" takes the planner's own rule; a
             rule takes its place. Edges stay where they were while the caret is near, also with
             text that the same tenant sent before. "as-sent" shows exactly what was sent.
-        context: other files or snippets to show the model; the planner orders them.
-        drop_context: leave out the first ones of the context as long as all of them would take
-            more than about half of the model's context, instead of refusing the request.
+        context: other files to show the model; the planner orders them.
+        snippets: whether the context is what the client's program has chosen by itself: hints, of
+            which as much is shown as the model profits from, and which may be shown later or not
+            at all, see ``snippets``. Otherwise all of it is shown now, or the request refused.
+        context_characters: at most so many characters of the context are shown, the last ones;
+            None leaves that to the planner if they are snippets.
         open_line: answer a caret at the start of a line that has text as on an empty line above it,
             see ``opened_line``; None does what the model needs.
         path: the document's path, shown to the model in the family's own format if it has one.
@@ -49,7 +52,8 @@ class InfillRequest:
     tenant: str = ""
     window: WindowMode | WindowRule = "stable"
     context: tuple[ContextFile, ...] = ()
-    drop_context: bool = False
+    snippets: bool = False
+    context_characters: int | None = None
     open_line: bool | None = None
     path: str = ""
     repository: str = ""

@@ -84,7 +84,8 @@ class FilledTemplate:
 def read_template(request: InfillRequest, format: FimFormat | None) -> InfillRequest:
     """Return the request that a raw prompt stands for if it is a template; itself otherwise.
 
-    Files in a template that don't fit are left out: its client knows another model's context.
+    Files in a template are snippets, unless the request names files, too: the client has chosen
+    them by itself, for another model's context.
     """
     if not request.raw or request.layout == "verbatim":
         return request
@@ -97,7 +98,7 @@ def read_template(request: InfillRequest, format: FimFormat | None) -> InfillReq
         suffix=filled.suffix,
         raw=False,
         context=(*request.context, *filled.context),
-        drop_context=True,
+        snippets=not request.context,
         path=request.path or filled.path,
         repository=request.repository or filled.repository,
         template=filled.sentinel,

@@ -61,7 +61,7 @@ class IdlePrefill:
 
     def start_context(self, request: InfillRequest) -> None:
         """Start to prefill what a client will probably need next with the request's context."""
-        tenant, find = request.tenant, PromptEncoder.expected_with_context
+        tenant, find = request.tenant, PromptEncoder.expected_with_snippets
         self._start(f"tenant-{tenant}", lambda: self._prefill(find, request, tenant))
 
     def start_prompt(self, prompt: Prompt, tenant: str) -> None:

@@ -96,7 +96,9 @@ async def open_service(
             asyncio.to_thread(fim_format, checkpoint, options.fim_tokens), engine.start()
         )
         window = None if options.window is None else WindowRule(*options.window)
-        prompts = await asyncio.to_thread(PromptEncoder, checkpoint, format, info.context, window)
+        prompts = await asyncio.to_thread(
+            PromptEncoder, checkpoint, format, info.context, window, options.snippets
+        )
         name = options.served_name or _short_name(options.model)
         service = ModelService(
             name,

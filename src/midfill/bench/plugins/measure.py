@@ -47,6 +47,7 @@ class PluginsOptions(msgspec.Struct, frozen=True, kw_only=True):
         rounds: requests of each.
         shortest, longest: characters of the files that are edited.
         window: characters before and after the caret to show; None takes the model's own rule.
+        snippets: characters of snippets to show; likewise.
         seed: all chance follows from it.
     """
 
@@ -55,6 +56,7 @@ class PluginsOptions(msgspec.Struct, frozen=True, kw_only=True):
     shortest: int = 15_000
     longest: int = 60_000
     window: tuple[int, int] | None = None
+    snippets: int | None = None
     seed: int = 0
 
 
@@ -65,12 +67,14 @@ class PluginsReport(msgspec.Struct, frozen=True, kw_only=True):
         counts: by plugin, over all sessions.
         model: whose tokenizer and rules were used.
         window: characters before and after the caret that the model was shown.
+        snippets: characters of snippets that it was shown, at most.
         options: what was replayed.
     """
 
     counts: dict[str, Counts]
     model: str
     window: tuple[int, int]
+    snippets: int
     options: PluginsOptions
 
 
@@ -134,18 +138,21 @@ def measure_plugins(
     if format is None:
         raise MidfillError(f"{model} has no FIM tokens that are known: name them (--fim-tokens)")
     counts: dict[str, Counts] = {}
-    new_encoder = partial(PromptEncoder, checkpoint, format, checkpoint.config.context, rule)
+    new_encoder = partial(
+        PromptEncoder, checkpoint, format, checkpoint.config.context, rule, options.snippets
+    )
     for name in names or plugins:
         progress(name)
         total = counts[name] = Counts()
         for session in sessions:
             encoder = new_encoder()
             _add(total, asyncio.run(_replay(plugins[name](), session, checkpoint, encoder)))
-    window = new_encoder().window
+    encoder = new_encoder()
     return PluginsReport(
         counts=counts,
         model=model,
-        window=(window.before, window.after),
+        window=(encoder.window.before, encoder.window.after),
+        snippets=encoder.snippet_characters,
         options=options,
     )
 
@@ -231,7 +238,8 @@ def plugins_table(report: PluginsReport) -> ResultTable:
         rows=[_cells(name, counts, whole) for name, counts in report.counts.items()],
         caption=f"{options.sessions} sessions of {options.rounds} states, files of"
         f" {options.shortest:,} to {options.longest:,} characters; tokens of {report.model}, which"
-        f" is shown about {before} characters before the caret and at most {after} after it."
+        f" is shown about {before} characters before the caret and at most {after} after it,"
+        f" and at most {report.snippets} of snippets."
         f" Seed {options.seed}.",
     )
 

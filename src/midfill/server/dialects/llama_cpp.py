@@ -58,7 +58,7 @@ class InfillBody(LlamaCppFields, kw_only=True):
             suffix=self.input_suffix,
             tenant=tenant,
             context=tuple(ContextFile(one.text, one.filename or "") for one in extra),
-            drop_context=True,
+            snippets=True,
         )
 
     def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:

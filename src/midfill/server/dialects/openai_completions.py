@@ -89,6 +89,8 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         open_line: answer a caret at the start of a line that has text as on an empty line above it;
             the answer then ends with a line break. null does what the model needs.
         context: other files to show the model; those that change least come first.
+        context_characters: at most so many characters of other files are shown, the last ones; null
+            shows all of ``context``, and what the model profits from of files in a template.
         path, repository: where the document is, shown in the model family's own format.
         trim: end the answer where it begins to repeat the suffix; null does so if there is one.
         lines: "single" ends the answer at its first line break, "block" where the block around
@@ -107,6 +109,7 @@ class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     empty_threshold: float | None = None
     open_line: bool | None = None
     context: list[ContextEntry] | None = None
+    context_characters: int | None = None
     path: str | None = None
     repository: str | None = None
     trim: bool | None = None
@@ -328,6 +331,7 @@ def _encode_text(
         tenant=tenant,
         window=window.rule(encoder.window) if isinstance(window, WindowFields) else window,
         context=body.context(),
+        context_characters=_checked_characters(fields.context_characters),
         open_line=fields.open_line,
         path=fields.path or "",
         repository=fields.repository or "",
@@ -337,6 +341,20 @@ def _encode_text(
         healing=fields.healing is not False,
         stop_token_ids=body.stop_token_ids or (),
     )
+
+
+def _checked_characters(characters: int | None) -> int | None:
+    """Return the number.
+
+    Raises:
+        InvalidRequestError: it is negative.
+    """
+    if characters is not None and characters < 0:
+        raise InvalidRequestError(
+            f"midfill.context_characters must be at least 0, not {characters}",
+            param="midfill.context_characters",
+        )
+    return characters
 
 
 def _field_names(body: CompletionRequest) -> dict[str, str]:

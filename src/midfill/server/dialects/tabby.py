@@ -79,7 +79,7 @@ class Segments(msgspec.Struct, kw_only=True):
             tenant=tenant,
             document=self.filepath,
             context=tuple(self.snippets()),
-            drop_context=True,
+            snippets=True,
             path=(self.filepath or "") if shown else "",
             repository=_repository_name(self.git_url or "") if shown else "",
         )

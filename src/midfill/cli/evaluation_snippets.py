@@ -1,0 +1,159 @@
+"""The command ``midfill eval snippets``."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midfill.cli.evaluation_cuts import MarginOption, ScoreOption
+from midfill.cli.evaluation_options import (
+    ContextOption,
+    FilesOption,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    ProcessesOption,
+    ResumeOption,
+    SeedOption,
+    SuffixesOption,
+)
+from midfill.cli.evaluation_run import Outputs, ResultsFile
+from midfill.cli.evaluation_values import (
+    check_target,
+    parse_context,
+    parse_suffixes,
+    results_console,
+)
+from midfill.cli.options import (
+    AdapterOption,
+    BackendOption,
+    DeviceOption,
+    FimTokensOption,
+    ModelOption,
+    ThreadsOption,
+    WeightsFormatOption,
+)
+from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+
+if TYPE_CHECKING:
+    from midfill.evaluation.choice import Choice
+    from midfill.evaluation.run import InfillingReport
+
+SnippetsOption = Annotated[
+    str,
+    typer.Option(
+        help="Characters of chunks, separated by commas. /alike takes those most like the text"
+        " around the caret, /old those that left the ring, /answer those most like what is missing;"
+        " /behind puts them after the suffix."
+    ),
+]
+SnippetTasksOption = Annotated[
+    str,
+    typer.Option(help="Kinds of holes in files, separated by commas: line, subtoken, block, span."),
+]
+WriteOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Write the characters into the midfill.json of this adapter's or Hugging Face model's"
+        " folder.",
+    ),
+]
+
+
+def snippets(
+    files: FilesOption = None,
+    suffixes: SuffixesOption = ".py",
+    model: ModelOption = None,
+    adapter: AdapterOption = None,
+    fim_tokens: FimTokensOption = None,
+    tasks: SnippetTasksOption = "line,subtoken",
+    snippets: SnippetsOption = "0,500,1000,2000,4000,8000,2000/alike,2000/old,2000/answer",
+    context_characters: ContextOption = "2000,600",
+    score: ScoreOption = "similarity",
+    margin: MarginOption = 2.0,
+    limit: LimitOption = 100,
+    seed: SeedOption = 0,
+    max_tokens: MaxTokensOption = None,
+    weights: WeightsFormatOption = "auto",
+    backend: BackendOption = "auto",
+    device: DeviceOption = None,
+    threads: ThreadsOption = None,
+    processes: ProcessesOption = 1,
+    json: JsonOption = None,
+    resume: ResumeOption = False,
+    plot: PlotOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "snippets",
+    write: WriteOption = None,
+) -> None:
+    """Measure what chunks of other text are worth, and choose how many characters to show.
+
+    Every hole is asked with chunks that an editor plugin would send there, of the same file and of
+    the nearest others. Half of the files choose the fewest characters that are as good as the best;
+    the other half shows what they are worth.
+    """
+    from midfill.checkpoints.checkpoint import SNIPPETS_KEY
+    from midfill.checkpoints.model_record import write_snippets
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.errors import MidfillError
+    from midfill.evaluation.choice import check_score
+    from midfill.evaluation.model_choice import ModelChoice
+    from midfill.evaluation.model_pool import load_model
+    from midfill.evaluation.problems import parse_tasks
+    from midfill.evaluation.run import RunOptions, load_problems
+    from midfill.evaluation.snippet_choice import check_tasks, choose_snippets, snippet_conditions
+    from midfill.evaluation.snippet_report import snippet_measurement
+    from midfill.evaluation.snippets import parse_snippets, with_snippets
+    from midfill.evaluation.source_files import read_files
+
+    shown = parse_snippets(snippets)
+    check_score(score)
+    results = ResultsFile(json, resume)
+    if not files:
+        raise MidfillError("nothing to ask: name held-out source files with --files")
+    if write is not None:
+        check_target(write, model or DEFAULT_MODEL, adapter, SNIPPETS_KEY)
+    before, after = parse_context(context_characters)
+    options = RunOptions(
+        tasks=parse_tasks(tasks),
+        limit=limit,
+        seed=seed,
+        before=before,
+        after=after,
+        max_tokens=max_tokens,
+        suffixes=parse_suffixes(suffixes),
+    )
+    check_tasks(options.tasks)
+    problems = load_problems(options, None, files)
+    problems = with_snippets(problems, read_files(files, options.suffixes), seed)
+    asked = ModelChoice(
+        model=model or DEFAULT_MODEL,
+        adapter=adapter,
+        weights=weights,
+        backend=backend,
+        device=device,
+        threads=threads,
+        fim_tokens=fim_tokens,
+        processes=processes,
+    )
+    report = results.run(
+        partial(load_model, asked), problems, lambda model: snippet_conditions(shown), options
+    )
+    choice = choose_snippets(report, score=score, margin=margin / 100)
+    _show(report, choice, Outputs(plot, docs, section))
+    if write is not None:
+        measured = snippet_measurement(report, choice)
+        path = write_snippets(write, int(choice.recommended), measured)
+        results_console().print(f"written to {path}", markup=False, highlight=False)
+
+
+def _show(report: "InfillingReport", choice: "Choice", outputs: Outputs) -> None:
+    from midfill.evaluation.snippet_report import plot_snippets, snippet_markdown, snippet_tables
+
+    outputs.show(
+        snippet_tables(report, choice),
+        lambda path: plot_snippets(report, choice, path),
+        lambda: snippet_markdown(report, choice),
+    )

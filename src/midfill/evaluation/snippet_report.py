@@ -1,0 +1,95 @@
+"""Results of ``eval snippets`` as tables, Markdown, plots, and what is noted beside a model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.table import Table
+
+from midfill.evaluation.bootstrap import Estimate, estimate_difference
+from midfill.evaluation.choice import Choice
+from midfill.evaluation.choice_report import (
+    ChoiceWords,
+    choice_caption,
+    choice_measurement,
+    choice_result_tables,
+    plot_choice,
+)
+from midfill.evaluation.report import estimate_cell, rich_table, titled_markdown
+from midfill.evaluation.run import InfillingReport
+from midfill.evaluation.snippets import ShownSnippets, is_plain, parse_snippets
+from midfill.evaluation.summary import SCORES
+from midfill.reporting.result_table import ResultTable
+
+
+def snippet_tables(report: InfillingReport, choice: Choice) -> list[Table]:
+    """Return tables for the terminal: scores by amount of chunks, the choice, other chunks."""
+    tables = [rich_table(table) for table in _tables(report, choice)]
+    tables[-1].caption = choice_caption(report, choice, _words(report))
+    return tables
+
+
+def snippet_markdown(report: InfillingReport, choice: Choice) -> str:
+    """Return the tables for a document."""
+    found = map(titled_markdown, _tables(report, choice))
+    return "\n\n".join([*found, choice_caption(report, choice, _words(report))])
+
+
+def plot_snippets(report: InfillingReport, choice: Choice, path: Path) -> None:
+    """Plot the score against the amount, on either half; the file's suffix chooses the format."""
+    plot_choice(report, choice, _words(report), path)
+
+
+def snippet_measurement(report: InfillingReport, choice: Choice) -> dict[str, object]:
+    """Return how an amount was measured, to be noted beside the model; plain values."""
+    return {
+        **choice_measurement(report, choice),
+        "characters_around_the_caret": [report.options.before, report.options.after],
+    }
+
+
+def _tables(report: InfillingReport, choice: Choice) -> Iterator[ResultTable]:
+    yield from choice_result_tables(report, choice, _words(report))
+    if effects := list(_effects(report)):
+        yield ResultTable(title="Chunks, minus others, all tasks and holes", rows=effects)
+
+
+def _effects(report: InfillingReport) -> Iterator[dict[str, str]]:
+    """Yield what chunks change: any, and others than the newest in front, on all holes."""
+    shown = parse_snippets(",".join(report.outcomes))
+    plain = [one for one in shown if is_plain(one)]
+    for one in shown:
+        other = plain[0] if is_plain(one) else ShownSnippets(one.characters)
+        if other == one or other not in plain:
+            continue
+        yield {
+            "characters": one.name,
+            "minus": other.name,
+            **{
+                SCORES[score]: estimate_cell(_difference(report, other, one, score), signed=True)
+                for score in SCORES
+                if all(score in outcome.scores for outcome in report.outcomes[one.name])
+            },
+        }
+
+
+def _difference(
+    report: InfillingReport, first: ShownSnippets, second: ShownSnippets, score: str
+) -> Estimate:
+    groups = [problem.group for problem in report.problems]
+    one, two = (
+        [outcome.scores[score] for outcome in report.outcomes[shown.name]]
+        for shown in (first, second)
+    )
+    return estimate_difference(one, two, groups)
+
+
+def _words(report: InfillingReport) -> ChoiceWords:
+    options = report.options
+    return ChoiceWords(
+        one="characters",
+        axis="characters of chunks",
+        recommendation="Snippets",
+        cheapest="the fewest characters",
+        prompts=f"at most {options.before} characters before and {options.after} after the caret,"
+        " behind chunks of the same file and of three others",
+    )
