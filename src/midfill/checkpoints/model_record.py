@@ -96,7 +96,7 @@ def read_snippets(path: Path, record: Mapping[str, object]) -> int | None:
     return _checked(section["characters"], path, "snippets.characters", 0, _MAX_SNIPPETS)
 
 
-def snippet_characters_of(checkpoint: Checkpoint) -> int:
+def snippet_characters_of(checkpoint: DescribedModel) -> int:
     """Return how many characters of snippets to show; the default where a model doesn't say.
 
     Raises:
