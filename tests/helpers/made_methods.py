@@ -2,15 +2,16 @@
 
 import numpy as np
 
-from midfill.compression.method import CompressionMethod, ModelSpecific, ServedModel
+from midfill.compression.method import Method, ModelSpecific, ServedModel
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Calibration
 from midfill.methods.evict import compresskv, duoattention, razorattention, uncomp
+from midfill.methods.prefill import minference
 from midfill.methods.registry import resolve_method
 from midfill.models.config import ModelConfig
 
 
-def make_method(specification: str, config: ModelConfig) -> CompressionMethod:
+def make_method(specification: str, config: ModelConfig) -> Method:
     """Return a method that is ready for a model; tables it needs are random."""
     method = resolve_method(specification)
     assert method is not None
@@ -33,7 +34,12 @@ def made_up_calibrations(digest: str, config: ModelConfig) -> list[Calibration]:
         "marks": rng.integers(0, 9, (config.layers, config.kv_heads)).astype(np.float64),
         "entropy": rng.random((config.layers, config.kv_heads)),
     }
+    patterns = {
+        "pattern": rng.integers(0, len(minference.CANDIDATES), scores[0].shape).astype(np.float64),
+        "size": np.ones_like(scores[0]),
+    }
     made = (
+        (minference, patterns),
         (razorattention, heads),
         (duoattention, gates),
         (compresskv, evidence),
@@ -48,15 +54,25 @@ def made_up_calibrations(digest: str, config: ModelConfig) -> list[Calibration]:
 _SMALL = {
     "razorattention": "sinks=4,recent=32,share=0,interval=16",
     "duoattention": "sinks=4,recent=32,interval=16",
+    "minference": "chunk=64,dense=64",
+    "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
 }
-_WHOLE = {"razorattention": "recent=200", "duoattention": "recent=200"}
+_WHOLE = {
+    "razorattention": "recent=200",
+    "duoattention": "recent=200",
+    "minference": "chunk=64,dense=0,scale=100",
+    "flexprefill": "chunk=64,dense=0,least=64,gamma=1",
+}
 
 
-def small_method(name: str, config: ModelConfig) -> CompressionMethod:
-    """Return a method that drops keys of a prompt of 100 tokens, and none of one of 36."""
+def small_method(name: str, config: ModelConfig) -> Method:
+    """Return a method that drops keys of a prompt of 100 tokens, and none of one of 36.
+
+    One of sparse prefill lists only some of those of a prompt of 400, and all of one of 64.
+    """
     return make_method(f"{name}:{_SMALL.get(name, 'budget=48')}", config)
 
 
-def whole_method(name: str, config: ModelConfig) -> CompressionMethod:
-    """Return a method that drops nothing of 200 tokens."""
+def whole_method(name: str, config: ModelConfig) -> Method:
+    """Return a method that drops nothing of 200 tokens, or lists all keys."""
     return make_method(f"{name}:{_WHOLE.get(name, 'budget=200')}", config)

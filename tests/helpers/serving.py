@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from midfill.compression.method import CompressionMethod
+from midfill.compression.method import Method
 from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.policies.idle_prefill import IdlePrefill
@@ -71,8 +71,8 @@ def build_engine(
     max_background: int = 64,
     step_cost: StepCost | None = None,
     token_bytes: Callable[[int], bytes] | None = None,
-    method: CompressionMethod | None = None,
-    methods: Mapping[str, CompressionMethod | None] | None = None,
+    method: Method | None = None,
+    methods: Mapping[str, Method | None] | None = None,
     by_layers: bool = False,
 ) -> Engine:
     """Build an engine with the policies that are served, sized for the test.

@@ -12,7 +12,8 @@ from midfill.methods.registry import METHODS, resolve_method
 def test_every_method_is_made_with_its_defaults(name: str) -> None:
     method = resolve_method(name)
     assert method == METHODS[name].load()(**METHODS[name].options())
-    assert isinstance(method, ModelSpecific) or method.observed_rows >= 0
+    if METHODS[name].kind == "evict":
+        assert isinstance(method, ModelSpecific) or method.observed_rows >= 0
 
 
 def test_options_follow_the_name() -> None:

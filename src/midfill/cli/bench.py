@@ -19,6 +19,7 @@ from midfill.cli.bench_options import (
 )
 from midfill.cli.bench_peers import peers
 from midfill.cli.bench_plugins import plugins
+from midfill.cli.bench_prefill import prefill
 from midfill.cli.options import MethodOption, ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
@@ -45,6 +46,7 @@ def _bench() -> None:
 
 app.command()(peers)
 app.command()(methods)
+app.command()(prefill)
 app.command()(plugins)
 
 

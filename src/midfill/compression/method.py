@@ -14,6 +14,7 @@ from midfill.arrays import Float32Array, Int32Array, Int64Array
 from midfill.compression.selection import Selection
 from midfill.forward.cells import CellStore
 from midfill.models.config import ModelConfig
+from midfill.prefill.method import PrefillMethod
 from midfill.pruning.method import PruningMethod
 from midfill.reuse.method import ReuseMethod
 
@@ -183,5 +184,5 @@ class ModelSpecific(Protocol):
         ...
 
 
-Method = CompressionMethod | ReuseMethod | PruningMethod
+Method = CompressionMethod | PrefillMethod | PruningMethod | ReuseMethod
 """What a request can ask for."""

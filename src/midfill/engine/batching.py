@@ -13,6 +13,7 @@ from midfill.engine.layer_rows import LayerRows
 from midfill.engine.scheduler import StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.forward.batch import ForwardBatch
+from midfill.forward.sparse import SparsePlanner
 from midfill.kv.ragged import RaggedIndex
 
 
@@ -139,9 +140,13 @@ def _layer_rows(entry: ScheduledSequence) -> LayerRows:
 
 
 def _next_tokens(sequence: Sequence, tokens: int) -> ScheduledSequence:
-    """Return at most ``tokens`` of what a sequence has to compute, up to its barrier."""
+    """Return at most ``tokens`` of what a sequence has to compute, up to its barrier.
+
+    What runs as a whole or not at all does, even where that is more.
+    """
     remaining = sequence.length - sequence.computed
     allowed = min(tokens, remaining, sequence.barrier - sequence.computed)
+    allowed = max(allowed, sequence.listed_chunk)
     return ScheduledSequence(sequence, allowed, allowed == remaining and not sequence.background)
 
 
@@ -154,6 +159,7 @@ class BatchRows(NamedTuple):
         visible_slots: [rows] int32; None where the rows are those of the last slots.
         logit_rows, observed_rows: counted from its first row.
         ragged: the cells that it sees before its slots.
+        planner: lists the keys that its rows attend to; None where that is all.
     """
 
     token_ids: Int32Array
@@ -164,6 +170,7 @@ class BatchRows(NamedTuple):
     logit_rows: Iterable[int]
     observed_rows: Iterable[int]
     ragged: RaggedIndex | None
+    planner: SparsePlanner | None = None
 
 
 def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
@@ -194,6 +201,7 @@ def pack(parts: SequenceOf[BatchRows]) -> ForwardBatch:
         logit_rows=np.array(logit_rows, dtype=np.int32),
         ragged=_ragged(parts),
         observed_rows=np.array(observed, dtype=np.int32),
+        sparse=_planners(parts),
     )
     if all(part.visible_slots is None for part in parts):
         return batch
@@ -219,6 +227,7 @@ def _rows_of(entry: ScheduledSequence) -> BatchRows:
         logit_rows=entry.logit_rows(),
         observed_rows=observed_rows(entry),
         ragged=None if kv.prefix is None else kv.prefix.index,
+        planner=_planner(entry),
     )
 
 
@@ -245,6 +254,7 @@ def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
         logit_rows=places[:logits],
         observed_rows=places[logits:],
         ragged=None if kv.prefix is None else kv.prefix.index,
+        planner=_planner(entry),
     )
 
 
@@ -256,6 +266,18 @@ def observed_rows(entry: ScheduledSequence) -> range:
     if sequence.compression is None:
         return range(0)
     return sequence.compression.observed_rows(sequence.computed, entry.tokens, entry.drafted)
+
+
+def _planner(entry: ScheduledSequence) -> SparsePlanner | None:
+    """Return what lists the keys of a sequence's rows; None where they attend to everything."""
+    sparse = entry.sequence.sparse_prefill
+    return None if sparse is None else sparse.planner(entry.sequence.computed, entry.rows)
+
+
+def _planners(parts: SequenceOf[BatchRows]) -> tuple[SparsePlanner | None, ...]:
+    """Return each request's planner; nothing if none has any."""
+    planners = tuple(part.planner for part in parts)
+    return () if all(planner is None for planner in planners) else planners
 
 
 def _ragged(parts: SequenceOf[BatchRows]) -> tuple[RaggedIndex | None, ...]:

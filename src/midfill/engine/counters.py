@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from midfill.engine.request import EngineStats
 from midfill.engine.request_queues import RequestQueues
+from midfill.engine.sparse_prefill import KeyPairs
 from midfill.engine.speculation import DraftCounts
 
 _log = logging.getLogger(__name__)
@@ -38,9 +39,10 @@ class EngineCounters:
                 request_id,
             )
 
-    def stats(self, queues: RequestQueues, drafts: DraftCounts) -> EngineStats:
+    def stats(self, queues: RequestQueues, drafts: DraftCounts, pairs: KeyPairs) -> EngineStats:
         """Return the counters, with the gauges of an engine's queues and pool as of now."""
         pool = queues.pool
+        listed, causal = pairs.totals
         return EngineStats(
             running=len(queues.running),
             waiting=len(queues.waiting),
@@ -64,4 +66,6 @@ class EngineCounters:
             drafts=drafts.drafts,
             draft_tokens=drafts.tokens,
             accepted_tokens=drafts.accepted,
+            listed_pairs=listed,
+            causal_pairs=causal,
         )

@@ -34,6 +34,7 @@ from midfill.engine.request_queues import RequestQueues
 from midfill.engine.row_pruning import RowPruning
 from midfill.engine.scheduler import Chunk, SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
+from midfill.engine.sparse_prefill import ChunkNumbers, KeyPairs, SparsePrefill
 from midfill.engine.speculation import DraftCounts, Speculation
 from midfill.engine.tenant_stats import TenantCounters
 from midfill.engine.validation import check_prunable, validate
@@ -42,6 +43,7 @@ from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
 from midfill.kv.sequence_kv import SequenceKV
+from midfill.prefill.method import PrefillMethod
 from midfill.pruning.method import PruningMethod
 from midfill.reuse.method import ReuseMethod
 
@@ -92,8 +94,8 @@ class Engine:
                 without.
             token_bytes: returns a token's bytes, b"" for ids without text; None refuses requests
                 with ``begins_with``.
-            method: decides which of a prompt's keys stay, or which are taken from elsewhere, where
-                the request names no method; None computes and keeps all.
+            method: decides which of a prompt's keys stay, which are taken from elsewhere, or which
+                its rows attend to, where the request names no method; None computes and keeps all.
             find_method: returns the method that a request names, or raises InvalidRequestError;
                 None refuses such requests.
         """
@@ -113,6 +115,8 @@ class Engine:
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
         self._counters = EngineCounters()
+        self._chunk_numbers = ChunkNumbers()
+        self.key_pairs = KeyPairs(runner.config)
         self._tenants = TenantCounters()
 
     def add(self, request: EngineRequest) -> None:
@@ -140,6 +144,11 @@ class Engine:
                 check_prunable(request)
                 sequence.pruning = RowPruning(
                     method, self._runner, sequence.prompt_length, sequence.max_length
+                )
+            elif isinstance(method, PrefillMethod):
+                tokens = sequence.tokens[: sequence.compress_after]
+                sequence.sparse_prefill = SparsePrefill(
+                    method, tokens, self._chunk_numbers, self.key_pairs
                 )
             elif method is not None:
                 sequence.compress_with(method, self._compression.config)
@@ -188,11 +197,21 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         drafts = DraftCounts() if self._speculation is None else self._speculation.counts
-        return self._counters.stats(self._queues, drafts)
+        return self._counters.stats(self._queues, drafts, self.key_pairs)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return the numbers of every tenant that has or had a request, as of now."""
         return self._tenants.stats(self._queues.running, self._queues.waiting)
+
+    def find_method(self, specification: str) -> Method | None:
+        """Return the method that a request may name; None computes everything and keeps it.
+
+        Raises:
+            InvalidRequestError: it can't be used.
+        """
+        if self._find_method is None:
+            raise InvalidRequestError("requests can't choose a method here", param="method")
+        return self._find_method(specification)
 
     def _method_of(self, request: EngineRequest) -> Method | None:
         """Return the method for a request's prompt; None computes and keeps its KV.
@@ -200,11 +219,7 @@ class Engine:
         Raises:
             InvalidRequestError: the request names a method that can't be used.
         """
-        if request.method is None:
-            return self._method
-        if self._find_method is None:
-            raise InvalidRequestError("requests can't choose a method here", param="method")
-        return self._find_method(request.method)
+        return self._method if request.method is None else self.find_method(request.method)
 
     # --- planning and applying the plan ---
 
@@ -344,7 +359,7 @@ class Engine:
             self._queues.release(sequence)
             return self._finish(sequence, "stop") if finished else []
         if not entry.sampled:
-            _held(sequence).cache_prefix(sequence.computed_tokens)
+            _held(sequence).cache_prefix(sequence.cache_keys(sequence.computed))
             if sequence.compression is not None:
                 return self._compress_prefilling(sequence)
         return []
@@ -397,7 +412,7 @@ class Engine:
         if not first.decoding:
             # An answer that started again may have other tokens than those that were computed.
             computed = min(first.computed, first.length - 1)
-            _held(first).cache_prefix(first.tokens[:computed])
+            _held(first).cache_prefix(first.cache_keys(computed))
         fits, failure = True, ""
         if not first.decoding:  # where siblings fork, they share what stays
             try:

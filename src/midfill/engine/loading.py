@@ -1,12 +1,12 @@
 """load_engine: from a checkpoint to an engine that is ready for requests."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from midfill.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.checkpoints.model_store import command_options
 from midfill.checkpoints.opening import model_digest
-from midfill.compression.method import ServedModel
+from midfill.compression.method import Method, ServedModel
 from midfill.config import ModelOptions
 from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
@@ -31,6 +31,7 @@ def load_engine(
     progress: Progress | None = None,
     started: float | None = None,
     wrap: Callable[[Runner], Runner] | None = None,
+    extra_methods: Mapping[str, Method] | None = None,
 ) -> tuple[Engine, Runner, EngineInfo]:
     """Load the model, choose the policies and build the engine.
 
@@ -40,6 +41,7 @@ def load_engine(
         progress: called with (stage, done, total) while the model loads.
         started: ``time.perf_counter()`` when loading began; None means now.
         wrap: returns what the engine steps in the runner's place, such as one that looks at logits.
+        extra_methods: by the names under which requests may ask for them, beside the shelf's.
 
     Returns:
         (engine, runner, info): the engine, the runner it steps, and a description of both.
@@ -48,6 +50,7 @@ def load_engine(
         MidfillError: the checkpoint or the options can't be used.
     """
     started = time.perf_counter() if started is None else started
+    extra = {} if extra_methods is None else extra_methods
     allowed = AllowedMethods(options.allow_methods, options.method)
     runner = load_runner(checkpoint, options, progress)
     shelf = MethodShelf(lambda: _served_model(checkpoint, runner, options), allowed)
@@ -59,7 +62,7 @@ def load_engine(
         speculation=speculation(options),
         token_bytes=checkpoint.tokenizer.token_bytes,
         method=shelf.default,
-        find_method=shelf.find,
+        find_method=lambda name: extra[name] if name in extra else shelf.find(name),
     )
     info = EngineInfo(
         backend=runner.description,

@@ -185,6 +185,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         drafts: drafts that were verified.
         draft_tokens: their tokens, each of which is one of computed_tokens.
         accepted_tokens: how many of these were right; each is one of generated_tokens.
+        listed_pairs: products of a query with a key in chunks of prompts whose keys a method of
+            sparse prefill lists, in all layers and query heads.
+        causal_pairs: how many dense attention has for the same chunks.
     """
 
     running: int = 0
@@ -209,6 +212,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    listed_pairs: int = 0
+    causal_pairs: int = 0
 
 
 class TenantStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
+from midfill.arrays import Int32Array
 from midfill.engine.scheduler import RunningSequence, ScheduleState, WaitingSequence
 from midfill.engine.sequence import Sequence
 from midfill.kv.branches import Branch, Branches
@@ -61,10 +62,10 @@ class RequestQueues:
         """Return what a policy may look at."""
         return ScheduleState(
             running=tuple(_running(sequence) for sequence in self.running),
-            waiting=_queued(self.waiting),
+            waiting=self._queued(self.waiting),
             available_slots=self.pool.available,
             cache=self._cache_view,
-            background=_queued(self.background),
+            background=self._queued(self.background),
         )
 
     def add(self, sequence: Sequence) -> None:
@@ -82,10 +83,10 @@ class RequestQueues:
 
     def match_prefix(self, sequence: Sequence) -> None:
         """Let a sequence that holds no slots share its longest cached prefix."""
-        tokens = sequence.matchable_tokens
-        kv = sequence.kv = SequenceKV(self.pool, sequence.tenant, sequence.max_length)
-        found = self._find_branch(sequence, self.pool.cache.peek(sequence.tenant, tokens))
+        tokens, root = cached_tokens(sequence, self.pool), sequence.cache_root
+        kv = sequence.kv = SequenceKV(self.pool, root, sequence.max_length)
         kv.is_private = sequence.pruning is not None
+        found = self._find_branch(sequence, self.pool.cache.peek(root, tokens))
         sequence.reused_tokens = 0
         if found is None:
             sequence.computed = kv.match_prefix(tokens)
@@ -118,7 +119,7 @@ class RequestQueues:
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's slots; the KV it has computed stays cached."""
         if sequence.kv is not None:
-            sequence.kv.release(sequence.computed_tokens)
+            sequence.kv.release(sequence.cache_keys(sequence.computed))
         sequence.forget_kv()
 
     def finish(self, sequence: Sequence) -> None:
@@ -136,7 +137,8 @@ class RequestQueues:
     def start_siblings(self, siblings: SequenceOf[Sequence]) -> None:
         """Start a request's other answers on the KV of the first.
 
-        Those beyond the maximum of running sequences go to the head of the queue.
+        Those beyond the maximum of running sequences go to the head of the queue, and so do all
+        after sparse prefill: they compute the prompt's last part again, which isn't shared.
 
         Args:
             siblings: the result of ``Sequence.fork``.
@@ -145,6 +147,8 @@ class RequestQueues:
         assert first.kv is not None
         first.answer_indices = first.answer_indices[:1]
         places = max(self._max_running - len(self.running), 0)
+        if first.sparse_prefill is not None:
+            places = 0
         for other in others:
             self._register(other)
         for other in others[:places]:
@@ -154,6 +158,17 @@ class RequestQueues:
             self.running.append(other)
         self.running.sort(key=_arrival)
         self.waiting.extendleft(reversed(others[places:]))
+
+    def _queued(self, sequences: Iterable[Sequence]) -> tuple[WaitingSequence, ...]:
+        return tuple(
+            WaitingSequence(one.sequence_id, one.length, one.prefill, self._next_chunk(one))
+            for one in sequences
+        )
+
+    def _next_chunk(self, sequence: Sequence) -> int:
+        """Return how many tokens a queued sequence runs first in one step; 0: any number."""
+        sparse = sequence.sparse_prefill
+        return 0 if sparse is None else sparse.listed_chunk(len(cached_tokens(sequence, self.pool)))
 
     def _register(self, sequence: Sequence) -> None:
         self.sequences[sequence.sequence_id] = sequence
@@ -187,19 +202,21 @@ class _QueueCacheView:
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
         """See ``CacheView.cached_prefix``."""
         sequence = self._sequences[sequence_id]
-        exact = self._pool.cache.peek(sequence.tenant, sequence.matchable_tokens)
+        tokens = cached_tokens(sequence, self._pool)
+        exact = self._pool.cache.peek(sequence.cache_root, tokens)
         found = self._find_branch(sequence, exact)
         return exact if found is None else found[1]
 
     def common_prefix(self, first: int, second: int) -> int:
         """See ``CacheView.common_prefix``."""
         a, b = self._sequences[first], self._sequences[second]
-        if a.tenant != b.tenant:
+        if a.cache_root != b.cache_root:
             return 0
         span = min(len(a.matchable_tokens), b.length)
         differs = a.tokens[:span] != b.tokens[:span]
         position = int(differs.argmax()) if span else 0
-        return position if span and differs[position] else span
+        common = position if span and differs[position] else span
+        return len(a.cache_keys(common))
 
     def released_by(self, victims: SequenceOf[int]) -> int:
         """See ``CacheView.released_by``."""
@@ -223,8 +240,16 @@ def _running(sequence: Sequence) -> RunningSequence:
         sequence.prefill == "layers",
         0 if rows is None else rows.tokens,
         0 if rows is None else rows.next_layer,
+        sequence.listed_chunk,
     )
 
 
-def _queued(sequences: Iterable[Sequence]) -> tuple[WaitingSequence, ...]:
-    return tuple(WaitingSequence(one.sequence_id, one.length, one.prefill) for one in sequences)
+def cached_tokens(sequence: Sequence, pool: KVPool) -> Int32Array:
+    """Return those of a queued sequence's tokens whose KV may come from the cache, a view.
+
+    After sparse prefill only whole chunks may, so the cache can hold more that begins alike.
+    """
+    tokens = sequence.matchable_tokens
+    if sequence.sparse_prefill is None:
+        return tokens
+    return sequence.cache_keys(pool.cache.peek(sequence.cache_root, tokens).tokens)

@@ -25,6 +25,7 @@ class RunningSequence(NamedTuple):
         whole: whether all of its tokens then have to run in one pass.
         layer_tokens: how many tokens are on their way through the layers.
         next_layer: how many layers these have gone through.
+        indivisible: how many tokens it runs next in one step or not at all; 0: any number.
     """
 
     sequence_id: int
@@ -35,6 +36,7 @@ class RunningSequence(NamedTuple):
     whole: bool = False
     layer_tokens: int = 0
     next_layer: int = 0
+    indivisible: int = 0
 
     @property
     def remaining(self) -> int:
@@ -50,11 +52,14 @@ class WaitingSequence(NamedTuple):
         length: number of its tokens: the prompt and, if it was preempted, what it had generated.
         prefill: how its tokens may be computed: all of them in one pass, layer by layer ("layers"),
             in chunks only ("chunks"), or as the policy likes ("any").
+        indivisible: how many tokens after its cached prefix run in one step or not at all; 0: any
+            number.
     """
 
     sequence_id: int
     length: int
     prefill: Literal["any", "layers", "chunks"] = "any"
+    indivisible: int = 0
 
 
 class CacheView(Protocol):

@@ -23,6 +23,8 @@ from midfill.engine.request import (
     TokenLogprobs,
 )
 from midfill.engine.row_pruning import RowPruning
+from midfill.engine.sparse_prefill import SparsePrefill
+from midfill.kv.radix_cache import CacheRoot, MethodRoot
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.models.config import ModelConfig
 from midfill.reuse.method import ReuseMethod
@@ -65,6 +67,8 @@ class Sequence:
         compress_after: how many of the prompt's tokens a method sees and compresses.
         compression: the method that decides which keys stay; None keeps all.
         pruning: the method that drops rows between layers; None drops none.
+        sparse_prefill: the method that lists what the prompt's rows attend to; None lets them
+            attend to everything.
         reuse: the method that repairs KV from elsewhere; None copies none.
         blend: a prefill that is being blended; None before and after.
         reused_tokens: of how many prompt tokens KV was copied from elsewhere, and kept.
@@ -110,6 +114,7 @@ class Sequence:
         "score_from",
         "seed",
         "sequence_id",
+        "sparse_prefill",
         "stop_token_ids",
         "tenant",
     )
@@ -154,6 +159,7 @@ class Sequence:
         self.compress_after = request.compress_after or self.prompt_length
         self.compression: CompressionState | None = None
         self.pruning: RowPruning | None = None
+        self.sparse_prefill: SparsePrefill | None = None
         self.reuse: ReuseMethod | None = None
         self.blend: Blend | None = None
         self.reused_tokens = 0
@@ -178,13 +184,30 @@ class Sequence:
         return self._tokens[: self.length]
 
     @property
-    def computed_tokens(self) -> Int32Array:
-        """[computed] int32, a view: the tokens whose KV is computed."""
-        return self._tokens[: self.computed]
+    def cache_root(self) -> CacheRoot:
+        """The prefix cache's tree that it shares: the tenant's own, or one of its method."""
+        sparse = self.sparse_prefill
+        return self.tenant if sparse is None else MethodRoot(self.tenant, sparse.variant)
+
+    def cache_keys(self, computed: int) -> Int32Array:
+        """Return what the prefix cache knows the first ``computed`` tokens by, a view.
+
+        Returns:
+            [n] int32: the tokens, or what stands for those in whole chunks of sparse prefill, the
+            only ones whose KV other sequences may use then.
+        """
+        sparse = self.sparse_prefill
+        return self._tokens[:computed] if sparse is None else sparse.cache_keys(computed)
+
+    @property
+    def listed_chunk(self) -> int:
+        """How many of its next tokens run in one step or not at all; 0: any number may."""
+        return 0 if self.sparse_prefill is None else self.sparse_prefill.listed_chunk(self.computed)
 
     @property
     def matchable_tokens(self) -> Int32Array:
-        """[n] int32, a view: the leading tokens whose KV may come from the prefix cache.
+        """[n] int32, a view: the leading tokens whose KV may come from the prefix cache, as it
+        knows them (``cache_keys``).
 
         The last one has to run, since its logits are needed, and so have those whose logits score
         the prompt and are missing, or whose queries a compressor observes. Nothing after the prompt
@@ -201,7 +224,7 @@ class Sequence:
         next_scored = self.next_scored
         if next_scored is not None:
             limit = min(limit, next_scored - 1)
-        return self._tokens[:limit]
+        return self.cache_keys(limit)
 
     @property
     def compression_point(self) -> int | None:
@@ -222,12 +245,16 @@ class Sequence:
 
     @property
     def barrier(self) -> int:
-        """Number of tokens that a step must not go beyond: KV is compressed there.
+        """Number of tokens that a step must not go beyond.
 
-        Where rows are dropped, the prompt runs as a whole, and then each token by itself.
+        KV is compressed there, or a chunk of sparse prefill ends. Where rows are dropped, the
+        prompt runs as a whole, and then each token by itself.
         """
         if self.pruning is not None:
             return max(self.computed + 1, self.prompt_length)
+        if self.sparse_prefill is not None:
+            end = self.sparse_prefill.chunk_end(self.computed)
+            return self.max_length if end is None else end
         point = self.compression_point
         if point is None and self.compression is not None and self.compression.decides_again:
             return self.length
@@ -247,7 +274,8 @@ class Sequence:
         if self.pruning is not None:
             return "layers"
         in_blocks = self.compression is not None and self.compression.observes_blocks
-        cut = self.background or self.interrupted or in_blocks or self.reuse is not None
+        by_method = self.reuse is not None or self.sparse_prefill is not None
+        cut = self.background or self.interrupted or in_blocks or by_method
         return "chunks" if cut else "any"
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from midfill.arrays import Int32Array
+from midfill.forward.sparse import SparsePlanner
 from midfill.kv.ragged import RaggedIndex
 
 
@@ -34,6 +35,8 @@ class ForwardBatch:
         observed_rows: [n] int32, rows whose queries are kept for ``Runner.observed_queries``.
         visible_slots: [rows] int32, how many of its request's slots each row attends to, its own
             the last of them; ascending within a request. Empty where all rows are as above.
+        sparse: one per request, what chooses the keys that its rows attend to; None where they
+            attend to all that come before them. Empty if all do. Such a request sees no cells.
     """
 
     token_ids: Int32Array
@@ -46,6 +49,7 @@ class ForwardBatch:
     ragged: tuple[RaggedIndex | None, ...] = ()
     observed_rows: Int32Array = field(default_factory=_no_rows)
     visible_slots: Int32Array = field(default_factory=_no_rows)
+    sparse: tuple[SparsePlanner | None, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -32,7 +32,19 @@ class BranchRoot(NamedTuple):
     number: int
 
 
-CacheRoot = str | BranchRoot
+class MethodRoot(NamedTuple):
+    """Names a tree of KV that was computed under a method of sparse prefill.
+
+    Attributes:
+        tenant: whose it is.
+        variant: names the method with its options.
+    """
+
+    tenant: str
+    variant: str
+
+
+CacheRoot = str | BranchRoot | MethodRoot
 """Names a tree: a tenant's own by the tenant."""
 
 

@@ -30,12 +30,12 @@ class SequenceKV:
         prefix: what stands for the first tokens; None if they have slots like all others.
     """
 
-    def __init__(self, pool: KVPool, tenant: str, capacity: int) -> None:
+    def __init__(self, pool: KVPool, root: CacheRoot, capacity: int) -> None:
         """Hold no slots yet.
 
         Args:
             pool: where slots come from.
-            tenant: whose prefixes may be shared.
+            root: the tree whose prefixes may be shared.
             capacity: maximum number of slots. The array for them is allocated once; the operating
                 system backs it with memory as it fills.
         """
@@ -45,7 +45,7 @@ class SequenceKV:
         self.prefix: CompressedPrefix | None = None
         self._pool = pool
         self.is_private = False
-        self._root: CacheRoot = tenant
+        self._root: CacheRoot = root
         self._buffer: Int32Array = np.empty(capacity, dtype=np.int32)
         self._base_node: RadixNode | None = None
         self._node: RadixNode | None = None

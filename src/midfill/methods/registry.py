@@ -24,7 +24,8 @@ class MethodEntry:
 
     Attributes:
         name: on the command line.
-        kind: what it does: "evict" keys, "reuse" KV from elsewhere, or drop "rows" between layers.
+        kind: what it does: "evict" keys, "reuse" KV from elsewhere, drop "rows" between layers, or
+            "prefill" with a part of the attention.
         title: as its paper calls it.
         source: where it was published.
         module, factory: the dataclass of its hyper-parameters.
@@ -68,6 +69,7 @@ def defaults(factory: type[Any]) -> dict[str, object]:
 
 
 _EVICT = "midfill.methods.evict"
+_PREFILL = "midfill.methods.prefill"
 _REUSE = "midfill.methods.reuse"
 _ROWS = "midfill.methods.rows"
 
@@ -113,6 +115,15 @@ METHODS = {
             "duoattention", "evict", "DuoAttention", "Xiao et al., ICLR 2025, arXiv 2410.10819",
             f"{_EVICT}.duoattention", "DuoAttention",
             f"{_EVICT}.duoattention_gates:GateTraining",
+        ),
+        MethodEntry(
+            "minference", "prefill", "MInference", "Jiang et al., NeurIPS 2024, arXiv 2407.02490",
+            f"{_PREFILL}.minference", "MInference",
+            f"{_PREFILL}.minference_search:PatternSearch",
+        ),
+        MethodEntry(
+            "flexprefill", "prefill", "FlexPrefill", "Lai et al., ICLR 2025, arXiv 2502.20766",
+            f"{_PREFILL}.flexprefill", "FlexPrefill",
         ),
         MethodEntry(
             "cacheblend", "reuse", "CacheBlend", "Yao et al., EuroSys 2025, arXiv 2405.16444",

@@ -1,6 +1,7 @@
 """CpuRunner: the model on the CPU, through the compiled kernels."""
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,6 +39,9 @@ from midfill.runners.packed_model import PackedModel, block_format, load_packed
 from midfill.runners.rope import layer_frequencies
 from midfill.system.cores import available_threads
 from midfill.system.progress import Progress
+
+if TYPE_CHECKING:
+    from midfill.runners.cpu_sparse import SparseAttention
 
 
 def slot_bytes(config: ModelConfig, kv_format: KVFormat) -> int:
@@ -106,6 +110,7 @@ class CpuRunner:
         self._clock = np.zeros((self._pool.threads, CLOCK_WIDTH), np.int64)
         self._tile_rows = default_tile_rows(self.model)
         self._rows, self._outputs, self._partials, self._observed = MAX_SOLO_ROWS, 1, 1, 0
+        self._sparse: SparseAttention | None = None
         self._hidden = self._allocate_hidden(self._rows)
         self._workspace = self._allocate_workspace()
         if progress is not None:
@@ -205,6 +210,28 @@ class CpuRunner:
     def _run(self, batch: ForwardBatch, hidden: Float32Array, stages: Stages) -> None:
         prepared = self._prepare(batch)
         self._reserve(batch, prepared.attention.partials)
+        is_sparse = any(planner is not None for planner in batch.sparse)
+        if is_sparse and stages.end_layer > stages.first_layer:
+            self._run_sparse(batch, prepared, hidden, stages)
+        else:
+            self._execute(prepared, hidden, stages)
+
+    def _run_sparse(
+        self, batch: ForwardBatch, prepared: Batch, hidden: Float32Array, stages: Stages
+    ) -> None:
+        """Run layers in which some requests attend to what a method lists."""
+        from midfill.runners.cpu_sparse import SparseAttention, run_sparse_layers
+
+        if self._sparse is None:
+            self._sparse = SparseAttention(
+                self.config, self._pool, self._kv_cache, self.model.weights.qkv.outputs
+            )
+        run_sparse_layers(
+            self._sparse, batch, prepared, self._workspace, stages,
+            lambda part, stage: self._execute(part, hidden, stage),
+        )  # fmt: skip
+
+    def _execute(self, prepared: Batch, hidden: Float32Array, stages: Stages) -> None:
         self._pool.run(
             forward, self.model.config, self.model.weights, self._kv_cache, prepared,
             hidden.reshape(-1), self._workspace, stages,

@@ -12,6 +12,7 @@ from torch.nn import functional
 from midfill.arrays import Float32Array, Int32Array
 from midfill.attention.dense import AttentionMetadata, attend, prepare_metadata
 from midfill.attention.ragged import RaggedRequest, attend_ragged, prepare_ragged
+from midfill.attention.sparse import SparseRequest, attend_sparse, prepare_sparse
 from midfill.forward.batch import ForwardBatch
 from midfill.models.config import ModelConfig
 from midfill.runners.rope import rope_tables
@@ -60,6 +61,7 @@ class PreparedBatch:
         write_slots: [rows] int64.
         attention: which keys each row attends to.
         ragged: requests with cells.
+        sparse: requests whose keys a planner chooses.
         observed_rows: [n] int64, rows whose queries are kept.
     """
 
@@ -67,6 +69,7 @@ class PreparedBatch:
     write_slots: torch.Tensor
     attention: AttentionMetadata
     ragged: tuple[RaggedRequest, ...]
+    sparse: tuple[SparseRequest, ...]
     observed_rows: torch.Tensor
 
 
@@ -103,6 +106,7 @@ class Decoder:
             write_slots=self._indices(batch.write_slots),
             attention=prepare_metadata(batch, self._windows, self.device),
             ragged=prepare_ragged(batch, self.kv_cache.keys.shape, self.device),
+            sparse=prepare_sparse(batch, self.device),
             observed_rows=self._indices(batch.observed_rows),
         )
 
@@ -181,6 +185,8 @@ class Decoder:
             attended[request.rows] = attend_ragged(
                 q, cache.keys, cache.values, request, index, window, scale
             )
+        for chosen in batch.sparse if window is None else ():
+            attended[chosen.rows] = attend_sparse(q, keys, values, chosen, index, scale)
         return attended
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:

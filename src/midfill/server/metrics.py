@@ -295,6 +295,14 @@ class _EngineCollector(Collector):
                 "Prompts that prefilled in chunks instead, for lack of KV slots.",
                 stats.layered_fallbacks,
             ),
+            "listed_pairs": (
+                "Products of queries and keys in prompts under sparse prefill.",
+                stats.listed_pairs,
+            ),
+            "causal_pairs": (
+                "Products that dense attention has for the same rows.",
+                stats.causal_pairs,
+            ),
             "spec_decode_num_drafts": ("Verified drafts.", stats.drafts),
             "spec_decode_num_draft_tokens": ("Tokens of drafts.", stats.draft_tokens),
             "spec_decode_num_accepted_tokens": (

@@ -2,16 +2,18 @@
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from midfill.checkpoints.model_store import resolve, resolve_adapter
 from midfill.checkpoints.opening import open_model
+from midfill.compression.method import Method
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
+from midfill.engine.sparse_prefill import KeyPairs
 from midfill.errors import GenerationError, InvalidRequestError
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.runner import Runner
@@ -20,6 +22,8 @@ from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
+
+NO_METHODS: Mapping[str, Method] = {}
 
 
 class Holding(NamedTuple):
@@ -53,8 +57,15 @@ class MethodSession:
         fingerprint: digest of the model.
     """
 
-    def __init__(self, model: str, threads: int | None = None) -> None:
+    def __init__(
+        self, model: str, threads: int | None = None, extra: Mapping[str, Method] = NO_METHODS
+    ) -> None:
         """Load a model, with the adapter that midfill ships for it.
+
+        Args:
+            model: name or path.
+            threads: that it runs on; None is one per core.
+            extra: further methods that requests may name.
 
         Raises:
             MidfillError: it can't be found or loaded.
@@ -68,7 +79,9 @@ class MethodSession:
             allow_methods=("any",),
         )
         self._tap: _LogitsTap | None = None
-        self._engine, self._runner, self.info = load_engine(checkpoint, options, wrap=self._listen)
+        self._engine, self._runner, self.info = load_engine(
+            checkpoint, options, wrap=self._listen, extra_methods=extra
+        )
         self.tokenizer = checkpoint.tokenizer
         self.fingerprint = checkpoint.content_digest
         format = fim_format(checkpoint, None)
@@ -166,6 +179,29 @@ class MethodSession:
             decode_seconds=(arrivals[-1] - arrivals[0]) / (len(arrivals) - 1),
             cached_tokens=cached,
         )
+
+    @property
+    def key_pairs(self) -> KeyPairs:
+        """What methods of sparse prefill have computed."""
+        return self._engine.key_pairs
+
+    def find_method(self, specification: str) -> Method | None:
+        """Return a method as requests name it."""
+        return self._engine.find_method(specification)
+
+    def prefill_seconds(self, tokens: Sequence[int], method: str) -> float:
+        """Return the processor time up to a prompt's first token, nothing of it cached.
+
+        Args:
+            tokens: the prompt.
+            method: its specification.
+        """
+        sampling = EngineSamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        tenant = f"cold {next(self._numbers)}"
+        self._engine.add(self._request(tokens, method, sampling, tenant=tenant))
+        started = time.process_time()
+        self._run()
+        return time.process_time() - started
 
     def infill_prompt(self, prefix: str, suffix: str, name: str) -> Prompt:
         """Return the prompt that the model is shown for a hole; ``name`` is the document's own."""

@@ -47,7 +47,7 @@ def choose_variants(methods: str | None, budgets: Sequence[float]) -> list[Varia
         InvalidRequestError: there is no such method or option, or a value doesn't fit.
         MidfillError: the list names nothing.
     """
-    specifications = methods_of("evict") if methods is None else _split(methods)
+    specifications = methods_of("evict") if methods is None else split_specifications(methods)
     if not specifications:
         raise MidfillError(f"--methods names nothing; there are {', '.join(methods_of('evict'))}")
     variants = [
@@ -75,7 +75,7 @@ def parse_budgets(text: str) -> tuple[float, ...]:
     return budgets
 
 
-def _split(text: str) -> list[str]:
+def split_specifications(text: str) -> list[str]:
     """Split a list of specifications at the commas that don't separate options."""
     found: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):

@@ -117,7 +117,7 @@ class LayeredPrefill:
 
     def _admit(self, state: ScheduleState, plan: StepPlan, available: int) -> StepPlan:
         """Start the prompts at the queue's head: all that fit a step, or some by layers."""
-        chunks = self.chunked.admit(state, (), len(plan.decodes), available)
+        chunks = self.chunked.admit(state, (), len(plan.decodes), available, len(plan.decodes))
         whole = self._whole_prompts(state, chunks)
         if whole:
             return replace(plan, admit=tuple(whole))

@@ -55,7 +55,8 @@ class SarathiServe:
     head only, so none overtakes another.
 
     Attributes:
-        token_budget: maximum tokens per step; exceeded only where the decodes alone exceed it.
+        token_budget: maximum tokens per step; exceeded only where the decodes alone exceed it, or
+            one indivisible chunk, beside which no other prompt runs.
         max_running: maximum number of sequences that hold slots at a time.
         dynamic_chunks: the optional chunk sizes of the paper's code; None always uses the budget.
         min_shared_prefix: a new sequence whose prompt shares at least this many uncached tokens
@@ -86,12 +87,14 @@ class SarathiServe:
                 continue
             prefilling.append(sequence.sequence_id)
             tokens = self._chunk(sequence.remaining, sequence.computed, rows)
+            if sequence.indivisible:
+                tokens = self._whole(sequence.indivisible, rows, len(decodes))
             if tokens:
                 chunks.append(Chunk(sequence.sequence_id, tokens))
                 rows += tokens
         # After a preemption the queue's head is a victim. It can't fit: the missing slots were
         # taken from it.
-        admit = [] if victims else self.admit(state, prefilling, rows, available)
+        admit = [] if victims else self.admit(state, prefilling, rows, available, len(decodes))
         return StepPlan(tuple(victims), tuple(decodes), tuple(chunks), tuple(admit))
 
     def place_decodes(self, state: ScheduleState) -> tuple[list[int], list[int], int]:
@@ -122,9 +125,22 @@ class SarathiServe:
         return decodes, victims, available
 
     def admit(
-        self, state: ScheduleState, prefilling: Iterable[int], rows: int, available: int
+        self,
+        state: ScheduleState,
+        prefilling: Iterable[int],
+        rows: int,
+        available: int,
+        decodes: int,
     ) -> list[Chunk]:
-        """Return the sequences to start, from the queue's head, while slots and budget last."""
+        """Return the sequences to start, from the queue's head, while slots and budget last.
+
+        Args:
+            state: the state.
+            prefilling: sequences that prefill already.
+            rows: that the step has so far.
+            available: slots that are left.
+            decodes: how many of the rows are decodes.
+        """
         admitted: list[Chunk] = []
         in_prefill = list(prefilling)
         places = self.max_running - len(state.running)
@@ -135,6 +151,8 @@ class SarathiServe:
             # Its cached prefix will be locked, so it no longer counts as available.
             available -= cached.evictable + sequence.length - cached.tokens
             tokens = self._chunk(sequence.length - cached.tokens, cached.tokens, rows)
+            if sequence.indivisible:
+                tokens = self._whole(sequence.indivisible, rows, decodes)
             if available < 0 or not tokens:
                 break
             if self.should_wait(state, sequence, cached.tokens, in_prefill):
@@ -161,6 +179,13 @@ class SarathiServe:
         Decodes alone may exceed the budget.
         """
         return max(min(remaining, self._budget(done) - rows), 0)
+
+    def _whole(self, tokens: int, rows: int, decodes: int) -> int:
+        """Return ``tokens`` if an indivisible chunk of so many may run beside ``rows``, or 0.
+
+        A larger one than the budget runs where all others are decodes.
+        """
+        return tokens if rows == decodes or rows + tokens <= self._budget(0) else 0
 
     def _budget(self, done: int) -> int:
         return self.token_budget if self.dynamic_chunks is None else self.dynamic_chunks.size(done)

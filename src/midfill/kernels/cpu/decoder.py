@@ -164,16 +164,24 @@ class Workspace(NamedTuple):
 class Stages(NamedTuple):
     """The part of the forward pass that a call runs, in this order.
 
+    A pass may stop between a layer's projections and its attention: the layer's queries, keys and
+    values stay in the workspace until a call that continues there.
+
     Attributes:
         embed: fill the hidden rows with the tokens' embeddings.
         first_layer, end_layer: run layers first_layer <= i < end_layer.
         logits: compute the logits of the rows that want them.
+        projected: the first layer's queries, keys and values are there: the last call stopped
+            after them.
+        project: also compute those of layer end_layer, and stop before its attention.
     """
 
     embed: bool
     first_layer: int
     end_layer: int
     logits: bool
+    projected: bool = False
+    project: bool = False
 
 
 @kernel
@@ -271,15 +279,19 @@ def _keep_queries(
 
 
 @kernel
-def _attention_block(
+def _layer_kv(config: DecoderConfig, cache: KVCache, layer: int) -> LayerKV:
+    slots = len(cache.keys) // (config.layers * config.kv_heads * config.head_dim)
+    return LayerKV(cache, slots, layer * config.kv_heads * slots)
+
+
+@kernel
+def _project_block(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
     layer: int, batch: Batch, hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
-    """hidden += o(attention(norm(hidden)))."""
-    rows, dim = len(batch.token_ids), config.head_dim
-    slots = len(cache.keys) // (config.layers * config.kv_heads * dim)
-    kv = LayerKV(cache, slots, layer * config.kv_heads * slots)
-    width = weights.qkv.outputs
+    """Compute queries, keys and values from norm(hidden); store keys and values."""
+    rows, width = len(batch.token_ids), weights.qkv.outputs
+    kv = _layer_kv(config, cache, layer)
     start = _norm_rows(context, hidden, rows, weights.attn_norm, layer, workspace.normed)
     linear(
         context, workspace.normed, start, weights.qkv, layer,
@@ -290,14 +302,24 @@ def _attention_block(
     _rotate_and_store(context, config, weights, kv, layer, batch, workspace.qkv)
     end_phase(context, ROTATE)
     _keep_queries(context, config, layer, batch, workspace.qkv, width, workspace.observed)
+
+
+@kernel
+def _attention_block(
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
+    layer: int, batch: Batch, hidden: Float32Array, workspace: Workspace,
+) -> None:  # fmt: skip
+    """hidden += o(attention(queries)), of what ``_project_block`` left."""
+    rows, dim = len(batch.token_ids), config.head_dim
+    kv = _layer_kv(config, cache, layer)
     heads = AttentionHeads(
         config.query_heads, config.kv_heads, config.query_heads // config.kv_heads, dim,
         config.score_scale, weights.windows[layer],
     )  # fmt: skip
     scratch, cells = workspace.attention[context.thread], workspace.cells[context.thread]
     attend(
-        context, Queries(workspace.qkv, width), kv, heads, batch.attention, workspace.attended,
-        scratch, cells, workspace.partials,
+        context, Queries(workspace.qkv, weights.qkv.outputs), kv, heads, batch.attention,
+        workspace.attended, scratch, cells, workspace.partials,
     )  # fmt: skip
     end_phase(context, ATTENTION)
     if batch.attention.partials > 0:
@@ -387,8 +409,11 @@ def forward(
                 row * width,
             )  # fmt: skip
         end_phase(context, EMBED)
-    for layer in range(stages.first_layer, stages.end_layer):
-        _attention_block(context, config, weights, cache, layer, batch, hidden, workspace)
-        _mlp_block(context, config, weights, layer, rows, hidden, workspace)
+    for layer in range(stages.first_layer, stages.end_layer + int(stages.project)):
+        if layer > stages.first_layer or not stages.projected:
+            _project_block(context, config, weights, cache, layer, batch, hidden, workspace)
+        if layer < stages.end_layer:
+            _attention_block(context, config, weights, cache, layer, batch, hidden, workspace)
+            _mlp_block(context, config, weights, layer, rows, hidden, workspace)
     if stages.logits and len(batch.logit_rows) > 0:
         _compute_logits(context, config, weights, batch, hidden, workspace)

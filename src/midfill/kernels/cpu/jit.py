@@ -1,10 +1,13 @@
 """Compilation of the kernels: Numba's options, and a cache that follows the source.
 
 All kernels are compiled into a few entry points. So their folder is named by a digest of all
-kernels' source, and a changed kernel never uses a stale compilation.
+kernels' source, and a changed kernel never uses a stale compilation. Kernels in a package of their
+own below this one, which few users need, are kept apart: their digest covers these kernels and that
+package, so a change there compiles nothing else anew.
 """
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,11 +23,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @cache
-def compiled_folder() -> Path:
-    """Return the folder of this version's compiled kernels in the user's cache."""
+def compiled_folder(package: Path | None = None) -> Path:
+    """Return the folder of this version's compiled kernels in the user's cache.
+
+    Args:
+        package: folder of kernels that are kept apart; None is that of this file.
+    """
+    own = Path(__file__).parent
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
+    for folder in (own,) if package in (None, own) else (own, package):
+        for source in sorted(folder.glob("*.py")):
+            digest.update(source.read_bytes())
     return cache_folder() / "kernels" / digest.hexdigest()[:16]
 
 
@@ -57,7 +66,8 @@ def inlined_kernel(function: F) -> F:
 def entry_point(function: F) -> F:
     """Compile like ``kernel``, cached on disk between processes."""
     compiled: Any = kernel(function)
-    compiled._cache = CompiledCache(function, compiled_folder())
+    package = Path(inspect.getfile(function)).parent
+    compiled._cache = CompiledCache(function, compiled_folder(package))
     return compiled
 
 

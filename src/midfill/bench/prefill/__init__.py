@@ -1,0 +1,1 @@
+"""What sparse prefill saves and loses, beside dense attention and plain baselines."""

@@ -1,0 +1,175 @@
+"""A run: dense attention, methods and baselines on the same prompts.
+
+Processor time is measured, not time on the wall, so a run beside other work means something. A
+prefill's attention is what it takes beyond one whose rows attend to their own block of 64 keys
+only; choosing keys is part of it.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+import torch
+
+from midfill.bench.methods.haystacks import Haystacks
+from midfill.bench.methods.needles import needle_probes
+from midfill.bench.methods.probes import Probe
+from midfill.bench.methods.session import MethodSession
+from midfill.bench.prefill.baselines import AShape, OwnBlock, RandomCross, of_equal_cost
+from midfill.bench.prefill.results import DENSE, PrefillOptions, PrefillReport, PrefillResult
+from midfill.methods.prefill.chunks import ChunkRule
+from midfill.prefill.method import PrefillMethod
+from midfill.system.machine import describe_machine
+
+_REST = "own block"
+_BASELINES = (("A-shape", AShape), ("random", RandomCross))
+_ANSWER_ROOM = 64
+
+
+def measure_prefill(
+    model: str,
+    methods: Sequence[str],
+    options: PrefillOptions,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PrefillReport:
+    """Measure methods of sparse prefill.
+
+    Args:
+        model: name or path.
+        methods: their specifications.
+        options: what is measured.
+        progress: called with what is being done.
+
+    Raises:
+        MidfillError: the model can't be loaded, or a method can't be used with it.
+    """
+    load = os.getloadavg()[0]
+    progress(f"loading {model}")
+    extra: dict[str, PrefillMethod] = {_REST: OwnBlock(ChunkRule(1024, 0))}
+    session = MethodSession(model, options.threads, extra)
+    try:
+        haystacks = Haystacks(session.encode, options.seed)
+        tokens = min(options.tokens, session.info.context - _ANSWER_ROOM)
+        probes = [
+            probe
+            for probe in needle_probes(
+                session.tokenizer, haystacks, tokens=tokens - _ANSWER_ROOM, depths=options.depths,
+                repeats=1, seed=options.seed,
+            )
+            if probe.task == "needle"
+        ]  # fmt: skip
+        names = {DENSE: "dense", **{method: method for method in methods}}
+        run = _Run(session, options, probes, progress)
+        counts = {name: run.pairs(name) for name in names}
+        for method in methods:
+            for title, make in _BASELINES:
+                name = f"{title} beside {method}"
+                names[name] = name
+                pairs, _ = counts[method]
+                heads = sum(map(len, pairs)) or 1
+                found = session.find_method(method)
+                assert isinstance(found, PrefillMethod)
+                rule = ChunkRule(found.chunk_tokens, _dense_until(found))
+                extra[name] = of_equal_cost(
+                    make, rule, len(probes[0].tokens), sum(map(sum, pairs)) / heads
+                )
+                counts[name] = run.pairs(name)
+        quality = run.quality(list(names))
+        seconds = run.times([DENSE, *methods])
+        results = [
+            PrefillResult(
+                name=title,
+                seconds=[taken[name] for taken in seconds if name in taken],
+                rest_seconds=[taken[_REST] for taken in seconds],
+                dense_seconds=[taken[DENSE] for taken in seconds],
+                pairs=counts[name][0],
+                causal=counts[name][1],
+                logprob=quality[name][0],
+                likeliest=quality[name][1],
+                divergence=quality[name][2],
+            )
+            for name, title in names.items()
+        ]
+        return PrefillReport(
+            machine=describe_machine(), load=load, options=options, model=model,
+            backend=session.info.backend, text=haystacks.source, tokens=len(probes[0].tokens),
+            results=results,
+        )  # fmt: skip
+    finally:
+        session.close()
+
+
+def _dense_until(method: PrefillMethod) -> int:
+    """Return up to which number of keys a method's chunks are dense."""
+    size = method.chunk_tokens
+    first = 0
+    while method.is_dense(first, size):
+        first += size
+    return first
+
+
+class _Run:
+    """Measurements of one loaded model."""
+
+    def __init__(
+        self,
+        session: MethodSession,
+        options: PrefillOptions,
+        probes: Sequence[Probe],
+        progress: Callable[[str], None],
+    ) -> None:
+        self._session = session
+        self._options = options
+        self._probes = probes
+        self._progress = progress
+
+    def pairs(self, name: str) -> tuple[list[list[int]], int]:
+        """Return the products of a prefill of the first prompt, by layer and head, and dense ones.
+
+        Layers that no method is asked about are left out.
+        """
+        self._progress(f"counting: {name}")
+        counts = self._session.key_pairs
+        before, causal = counts.computed.copy(), counts.causal.copy()
+        self._session.hold(self._probes[0].tokens, name, 2, cold=True)
+        listed = counts.causal > causal
+        if not listed.any():
+            return [], 0
+        return (counts.computed - before)[listed].tolist(), int((counts.causal - causal).max())
+
+    def quality(self, names: Sequence[str]) -> dict[str, tuple[float, float, float]]:
+        """Return log-probability and greedy share of needles, and divergence from dense."""
+        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
+        for number, probe in enumerate(self._probes, 1):
+            dense = self._distributions(probe, DENSE)
+            for name in names:
+                self._progress(f"prompt {number} of {len(self._probes)}: {name}")
+                own = dense if name == DENSE else self._distributions(probe, name)
+                divergence = (dense.exp() * (dense - own)).sum(dim=-1).mean()
+                start, end = probe.answers[0]
+                answer = torch.tensor(probe.tokens[start:end])
+                rows = own[start - end :]
+                logprob = rows.gather(1, answer[:, None]).mean()
+                likeliest = (rows.argmax(dim=-1) == answer).all()
+                found[name].append((float(logprob), float(likeliest), float(divergence)))
+        return {name: _means(one) for name, one in found.items()}
+
+    def times(self, names: Sequence[str]) -> list[dict[str, float]]:
+        """Return the processor seconds of prefills, one after the other, in each repeat."""
+        taken = []
+        for repeat in range(self._options.repeats):
+            one = {}
+            for name in (_REST, *names):
+                self._progress(f"repeat {repeat + 1} of {self._options.repeats}: {name}")
+                one[name] = self._session.prefill_seconds(self._probes[0].tokens, name)
+            taken.append(one)
+        return taken
+
+    def _distributions(self, probe: Probe, name: str) -> torch.Tensor:
+        first = probe.answers[0][0] - self._options.scored
+        return self._session.log_likelihoods(probe.tokens, name, probe.compress_after, first)
+
+
+def _means(rows: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    logprob, likeliest, divergence = (fmean(column) for column in zip(*rows, strict=True))
+    return logprob, likeliest, divergence

@@ -1,0 +1,1 @@
+"""Kernels of sparse prefill, compiled apart from the others when a method first needs them."""

@@ -1,0 +1,1 @@
+"""Methods that compute a part of a prompt's attention."""

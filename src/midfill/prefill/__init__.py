@@ -1,0 +1,1 @@
+"""What a method of sparse prefill may look at and decide."""

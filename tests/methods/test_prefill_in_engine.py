@@ -1,0 +1,193 @@
+"""Every method of sparse prefill in the engine: exact where it lists all, equal under any load."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import count
+
+import numpy as np
+import pytest
+from made_methods import small_method, whole_method
+from serving import Answer, FixedCost, build_engine, request, serve
+from tiny_checkpoints import VOCAB, write_variant
+
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.engine.engine import Engine
+from midfill.engine.request import EngineSamplingParams
+from midfill.methods.registry import methods_of
+from midfill.prefill.method import PrefillMethod
+from midfill.runners.cpu_runner import CpuRunner
+from midfill.runners.torch_runner import TorchRunner
+
+PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+THREE = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=3)
+each_method = pytest.mark.parametrize("name", methods_of("prefill"))
+Alone = Callable[[str, tuple[int, ...]], Answer]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
+    runner = CpuRunner(llama, slots=1400, threads=1, weights="f32", kv_dtype="f32")
+    yield runner
+    runner.close()
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(1, VOCAB, length).tolist())
+
+
+@pytest.fixture(scope="module")
+def alone(runner: CpuRunner) -> Alone:
+    @cache
+    def answer(name: str, tokens: tuple[int, ...]) -> Answer:
+        one = build_engine(runner, token_budget=512, method=small_method(name, runner.config))
+        return serve(one, [request("r", tokens, PARAMS)])["r", 0]
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def dense(runner: CpuRunner) -> Callable[[tuple[int, ...]], Answer]:
+    @cache
+    def answer(tokens: tuple[int, ...]) -> Answer:
+        return serve(build_engine(runner), [request("r", tokens, PARAMS)])["r", 0]
+
+    return answer
+
+
+def same(found: Answer, expected: Answer) -> bool:
+    """Whether tokens and log probabilities are equal, to the last bit."""
+    return found.tokens == expected.tokens and found.logprobs == expected.logprobs
+
+
+@each_method
+def test_lists_of_all_keys_give_the_bits_of_dense_attention(
+    runner: CpuRunner, dense: Callable[[tuple[int, ...]], Answer], name: str
+) -> None:
+    one = build_engine(runner, method=whole_method(name, runner.config))
+    found = serve(one, [request("r", prompt(300), PARAMS)])["r", 0]
+    assert same(found, dense(prompt(300)))
+    assert one.stats().listed_pairs >= one.stats().causal_pairs > 0
+
+
+@each_method
+def test_some_keys_change_answers_and_cost_less(
+    runner: CpuRunner, dense: Callable[[tuple[int, ...]], Answer], name: str
+) -> None:
+    method = small_method(name, runner.config)
+    assert isinstance(method, PrefillMethod)
+    one = build_engine(runner, method=method)
+    found = serve(one, [request("r", prompt(400), PARAMS)])["r", 0]
+    assert found.logprobs[0] != dense(prompt(400)).logprobs[0]
+    stats = one.stats()
+    assert 0 < stats.listed_pairs < 0.9 * stats.causal_pairs
+    chunks = [(start, min(64, 400 - start)) for start in range(0, 400, 64)]
+    listed = [(start, rows) for start, rows in chunks if not method.is_dense(start, rows)]
+    causal = sum(rows * start + rows * (rows + 1) // 2 for start, rows in listed)
+    assert stats.causal_pairs == causal * runner.config.layers * runner.config.query_heads
+    short = serve(one, [request("s", prompt(60), PARAMS)])["s", 0]
+    assert same(short, dense(prompt(60)))
+
+
+@each_method
+@pytest.mark.parametrize("budget", [7, 100])
+def test_load_changes_no_bit(runner: CpuRunner, alone: Alone, name: str, budget: int) -> None:
+    prompts = {f"r{length}": prompt(length, length) for length in (1, 63, 64, 65, 200, 330)}
+    for cost in (None, FixedCost(0.0)):
+        one = build_engine(
+            runner, token_budget=budget, method=small_method(name, runner.config), step_cost=cost
+        )
+        found = serve(one, [request(key, tokens, PARAMS) for key, tokens in prompts.items()])
+        assert all(same(found[key, 0], alone(name, tokens)) for key, tokens in prompts.items())
+
+
+def preempting_every(steps: int) -> Callable[[Engine], None]:
+    numbers = count(1)
+
+    def preempt(one: Engine) -> None:
+        if next(numbers) % steps == 0:
+            for sequence in reversed(list(one._queues.running)):
+                one._preempt(sequence)
+
+    return preempt
+
+
+@each_method
+@pytest.mark.parametrize("steps", [3, 7])
+def test_preemption_changes_no_bit(runner: CpuRunner, alone: Alone, name: str, steps: int) -> None:
+    prompts = {f"r{length}": prompt(length, length) for length in (90, 200, 330)}
+    one = build_engine(runner, token_budget=512, method=small_method(name, runner.config))
+    requests = [request(key, tokens, PARAMS) for key, tokens in prompts.items()]
+    found = serve(one, requests, after_step=preempting_every(steps))
+    assert one.stats().preemptions > 0
+    assert all(same(found[key, 0], alone(name, tokens)) for key, tokens in prompts.items())
+
+
+@each_method
+def test_a_request_for_several_answers_gives_each_as_if_alone(
+    runner: CpuRunner, alone: Alone, name: str
+) -> None:
+    for step in (None, 1, 4, 9):
+        one = build_engine(runner, token_budget=100, method=small_method(name, runner.config))
+        cancelled = {} if step is None else {step: ("r", 1)}
+        found = serve(one, [request("r", prompt(200), THREE)], cancellations=cancelled)
+        for index in (0, 2) if cancelled else (0, 1, 2):
+            assert same(found["r", index], alone(name, prompt(200)))
+
+
+@each_method
+def test_whole_chunks_are_shared_among_prompts_under_the_method_only(
+    runner: CpuRunner, alone: Alone, dense: Callable[[tuple[int, ...]], Answer], name: str
+) -> None:
+    method = small_method(name, runner.config)
+    one = build_engine(runner, methods={"sparse": method, "none": None})
+    begun, other = prompt(330), (*prompt(330)[:200], *prompt(60, 5))
+    expected = alone(name, begun), alone(name, other), dense(other)  # they use the same KV cache
+
+    def ask(tokens: tuple[int, ...], method: str, tenant: str = "") -> Answer:
+        wanted = request("r", tokens, PARAMS, tenant=tenant, method=method)
+        return serve(one, [wanted])["r", 0]
+
+    first = ask(begun, "sparse")
+    assert (first.cached_tokens, same(first, expected[0])) == (0, True)
+    changed = ask(other, "sparse")
+    assert (changed.cached_tokens, same(changed, expected[1])) == (192, True)
+    exact = ask(other, "none")
+    assert (exact.cached_tokens, same(exact, expected[2])) == (0, True)
+    again = ask(begun, "sparse")
+    assert (again.cached_tokens, same(again, expected[0])) == (320, True)
+    assert ask(begun, "sparse", tenant="another").cached_tokens == 0
+
+
+@each_method
+def test_scored_prompts_and_later_questions(runner: CpuRunner, name: str) -> None:
+    method = small_method(name, runner.config)
+    scored = EngineSamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    whole = request("r", prompt(300), scored, compress_after=200, score_from=250)
+    results = []
+    for budget in (9, 512):
+        outputs = []
+        one = build_engine(runner, token_budget=budget, method=method)
+        one.add(whole)
+        while one.has_work():
+            outputs += one.step()
+        results.append([score.logprob for score in outputs[0].prompt_logprobs or []])
+        assert one.stats().listed_pairs > 0
+    assert len(results[0]) == 50
+    assert results[0] == results[1]
+
+
+@each_method
+def test_both_runners_give_one_answer(llama: Checkpoint, alone: Alone, name: str) -> None:
+    tokens = prompt(330)
+    one = build_engine(TorchRunner(llama, slots=400), method=small_method(name, llama.config))
+    found = serve(one, [request("r", tokens, PARAMS)])["r", 0]
+    expected = alone(name, tokens)
+    assert found.tokens == expected.tokens
+    for score, other in zip(found.logprobs, expected.logprobs, strict=True):
+        assert score.logprob == pytest.approx(other.logprob, abs=1e-3)

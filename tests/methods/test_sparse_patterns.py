@@ -1,0 +1,265 @@
+"""Lists of sparse prefill against loops over single keys, and what the methods choose."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from midfill.attention.sparse import TorchProbe, list_mask
+from midfill.errors import InvalidRequestError
+from midfill.forward.sparse import QUERY_BLOCK, SpanLists, query_blocks
+from midfill.methods.prefill import minference_search
+from midfill.methods.prefill.chunks import ChunkRule
+from midfill.methods.prefill.flexprefill import (
+    FlexPrefill,
+    choose_pairs,
+    covering,
+    cross_pairs,
+    divergence,
+)
+from midfill.methods.prefill.minference import (
+    CANDIDATES,
+    HeadPatterns,
+    Pattern,
+    Shape,
+    choose_patterns,
+    pattern_mask,
+)
+from midfill.prefill.patterns import block_lists, cross_mask, largest
+
+RNG = np.random.default_rng
+
+
+@dataclass
+class Setting:
+    first: int
+    rows: int
+
+    @property
+    def keys(self) -> int:
+        return self.first + self.rows
+
+    def probe(self, seed: int = 0, heads: int = 4, kv_heads: int = 2) -> TorchProbe:
+        rng = RNG(seed)
+        queries = rng.normal(size=(self.rows, heads, 16)).astype(np.float32)
+        keys = rng.normal(size=(self.keys, kv_heads, 16)).astype(np.float32)
+        return TorchProbe(0, torch.from_numpy(queries), torch.from_numpy(keys), 0.25)
+
+
+SETTINGS = [Setting(0, 1), Setting(0, 64), Setting(0, 130), Setting(64, 65), Setting(320, 100)]
+each_setting = pytest.mark.parametrize("at", SETTINGS, ids=str)
+
+
+@each_setting
+def test_columns_and_diagonals_are_those_of_a_loop_over_rows(at: Setting) -> None:
+    rng = RNG(1)
+    columns, diagonals = rng.random((2, 3, at.keys)) < 0.05
+    diagonals[:, 0] = True
+    mask = cross_mask(columns, diagonals, at.first, at.rows)
+    expected = np.zeros((query_blocks(at.rows), 3, at.keys), bool)
+    for block in range(len(expected)):
+        start = at.first + block * QUERY_BLOCK
+        for row in range(start, start + QUERY_BLOCK):
+            for key in range(min(row + 1, at.keys)):
+                expected[block, :, key] |= columns[:, key] | (
+                    diagonals[:, row - key] if row - key < at.keys else False
+                )
+    # A column is listed in the whole block if its key comes before the block's end.
+    np.testing.assert_array_equal(mask, expected)
+    listed = list_mask(SpanLists.from_mask(mask), at.rows, at.keys)
+    for row in range(at.rows):
+        seen = at.first + row + 1
+        ideal = columns[:, :seen] | diagonals[:, :seen][:, ::-1]
+        assert (listed[:, row, :seen] | ~ideal).all()
+        assert not listed[:, row, seen:].any()
+
+
+@each_setting
+def test_block_lists_are_those_of_a_loop_over_blocks(at: Setting) -> None:
+    blocks = -(-at.keys // 64)
+    pairs = RNG(2).random((query_blocks(at.rows), 2, blocks)) < 0.5
+    lists = block_lists(pairs, 64, at.first, at.rows)
+    for unit in range(len(pairs) * 2):
+        end = at.first + min(at.rows, (unit // 2 + 1) * QUERY_BLOCK)
+        expected = [
+            key
+            for block in np.flatnonzero(pairs[unit // 2, unit % 2])
+            for key in range(block * 64, min(block * 64 + 64, end))
+        ]
+        spans = lists.spans[lists.indptr[unit] : lists.indptr[unit + 1]].tolist()
+        assert [key for start, stop in spans for key in range(start, stop)] == expected
+
+
+def test_largest_takes_the_first_of_equal_scores() -> None:
+    scores = np.array([[1, 3, 2, 3, 2], [0, 0, 0, 0, 0]], np.float32)
+    found = largest(scores, np.array([3, 2]))
+    assert found.tolist() == [[False, True, True, True, False], [True, True, False, False, False]]
+
+
+@pytest.mark.parametrize("number", range(len(CANDIDATES)))
+@each_setting
+def test_patterns_of_full_size_list_everything(at: Setting, number: int) -> None:
+    pattern = Pattern(CANDIDATES[number].shape, 1.0, 1.0)
+    mask = pattern_mask(at.probe(), (pattern,) * 4)
+    listed = list_mask(SpanLists.from_mask(mask), at.rows, at.keys)
+    assert listed.sum() == 4 * np.tri(at.rows, at.keys, at.first).sum()
+
+
+@each_setting
+@pytest.mark.parametrize("shape", Shape)
+def test_every_row_attends_to_itself(at: Setting, shape: Shape) -> None:
+    patterns = HeadPatterns("", ChunkRule(64, 0), ((Pattern(shape, 0.0, 0.0),) * 4,))
+    for lists in (patterns.plan(at.probe()), FlexPrefill(least=1, gamma=0).plan(at.probe())):
+        listed = list_mask(lists, at.rows, at.keys)
+        assert listed[:, np.arange(at.rows), at.first + np.arange(at.rows)].all()
+
+
+def planted(at: Setting, column: int | None, distance: int | None) -> TorchProbe:
+    """Queries whose attention goes to one key, or to the key so far before each."""
+    rng = RNG(3)
+    codes = rng.normal(size=(at.keys, 64)).astype(np.float32)
+    codes /= np.linalg.norm(codes, axis=1, keepdims=True)
+    rows = at.first + np.arange(at.rows)
+    target = codes[
+        [column] * at.rows if column is not None else np.maximum(rows - (distance or 0), 0)
+    ]
+    return TorchProbe(
+        0, torch.from_numpy(target[:, None] * 40), torch.from_numpy(codes[:, None].copy()), 1.0
+    )
+
+
+def test_a_planted_column_and_a_planted_diagonal_are_found() -> None:
+    at = Setting(1024, 256)
+    # A few more than the first keys and the nearest ones, which are always taken.
+    pattern = (Pattern(Shape.VERTICAL_SLASH, 40 / at.keys, 110 / at.keys),)
+    for column in (200, 511, 1000):
+        mask = pattern_mask(planted(at, column, None), pattern)
+        assert mask[:, 0, column].all()
+    columns, diagonals = planted(at, None, 137).masses(64)
+    assert diagonals[0].argmax() == 137
+    listed = list_mask(
+        SpanLists.from_mask(pattern_mask(planted(at, None, 137), pattern)), at.rows, at.keys
+    )
+    assert all(listed[0, row, at.first + row - 137] for row in range(at.rows))
+    assert listed[0].mean() < 0.5
+    assert columns.shape == diagonals.shape
+
+
+def test_tables_name_patterns_and_their_sizes() -> None:
+    tables = {"pattern": np.array([[3.0, 0.0]]), "size": np.array([[2.0, 0.5]])}
+    ((slash, shape_a),) = choose_patterns(tables, 1.5)
+    assert slash == Pattern(CANDIDATES[3].shape, *(3 * one for one in CANDIDATES[3][1:]))
+    assert shape_a == Pattern(Shape.A, *(0.75 * one for one in CANDIDATES[0][1:]))
+
+
+def test_the_search_takes_what_holds_most_attention_within_the_budget() -> None:
+    sizes = len(minference_search.SIZES)
+    cost = np.linspace(0.05, 0.5, sizes) * np.ones((1, 2, len(CANDIDATES), 1))
+    mass = np.linspace(0.1, 0.9, sizes) * np.ones_like(cost)
+    mass[0, 0, 4] += 0.05
+    mass[0, 1, 7] += 0.05
+    found = minference_search.choose({"mass": mass, "cost": cost}, 0.2)
+    assert found["pattern"].tolist() == [[4, 7]]
+    assert (found["cost"] <= 0.2).all()
+    place = minference_search.SIZES.index(found["size"][0, 0])
+    assert cost[0, 0, 4, place] == found["cost"][0, 0]
+    assert cost[0, 0, 4, place + 1] > 0.2
+    assert found["mass"][0, 0] == pytest.approx(mass[0, 0, 4, place])
+
+
+def test_what_the_search_knows_of_a_layer_is_what_a_probe_shows() -> None:
+    at = Setting(128, 200)
+    probe = at.probe()
+    known = minference_search.KnownLayer.of(probe)
+    patterns = tuple(Pattern(shape, 0.2, 0.3) for shape in (*Shape, Shape.A))
+    mask = pattern_mask(probe, patterns)
+    np.testing.assert_array_equal(pattern_mask(known, patterns), mask)
+    mass, cost = known.evaluate(mask)
+    weights = probe.scores(at.rows).softmax(dim=-1).numpy()
+    listed = list_mask(SpanLists.from_mask(mask), at.rows, at.keys)
+    np.testing.assert_allclose(mass, (weights * listed).sum(axis=(1, 2)) / at.rows, rtol=1e-4)
+    assert (cost > 0).all()
+    everything = known.evaluate(np.ones_like(mask))[0]
+    np.testing.assert_allclose(everything, 1, rtol=1e-4)
+
+
+def test_covering_counts_the_largest_weights() -> None:
+    weights = np.array([[0.1, 0.5, 0.2, 0.2], [0.25, 0.25, 0.25, 0.25]], np.float32)
+    assert covering(weights, 0.6).tolist() == [2, 3]
+    assert covering(weights, 0.0).tolist() == [1, 1]
+    assert covering(weights, 1.0).tolist() == [4, 4]
+
+
+def test_divergence_is_symmetric_zero_for_equals_and_never_nan() -> None:
+    rng = RNG(4)
+    p, q = rng.dirichlet(np.ones(8), size=(2, 5)).astype(np.float32)
+    p[:, 0] = 0
+    p /= p.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(divergence(p, q), divergence(q, p), rtol=1e-5)
+    np.testing.assert_allclose(divergence(p, p), 0, atol=1e-4)
+    apart = divergence(np.eye(2, dtype=np.float32), np.eye(2, dtype=np.float32)[::-1])
+    np.testing.assert_allclose(apart, np.sqrt(np.log(2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 7])
+def test_cross_pairs_are_those_of_a_triple_loop(blocks: int) -> None:
+    rng = RNG(blocks)
+    columns, diagonals = rng.random((2, 2, blocks)) < 0.4
+    own = np.arange(blocks // 2, blocks)
+    found = cross_pairs(columns, diagonals, own)
+    for place, row in enumerate(own):
+        for head in range(2):
+            for column in range(blocks):
+                expected = column <= row and (
+                    columns[head, column] or diagonals[head, row - column] or column in (0, row)
+                )
+                assert found[place, head, column] == expected
+
+
+def test_flexprefill_covers_more_with_gamma_and_all_with_1() -> None:
+    at = Setting(512, 256)
+    counts = [
+        int(choose_pairs(at.probe(5), FlexPrefill(gamma=gamma, least=64)).sum())
+        for gamma in (0.3, 0.5, 0.8, 0.9, 0.95, 1.0)
+    ]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    lists = FlexPrefill(gamma=1.0).plan(at.probe(5))
+    listed = list_mask(lists, at.rows, at.keys)
+    assert listed.sum() == 4 * np.tri(at.rows, at.keys, at.first).sum()
+
+
+def test_tau_decides_whether_pooled_estimates_are_trusted() -> None:
+    at = Setting(512, 256)
+    never = choose_pairs(at.probe(6), FlexPrefill(gamma=0.5, tau=0.0, least=64))
+    always = choose_pairs(at.probe(6), FlexPrefill(gamma=0.5, tau=1.0, least=64))
+    assert (never != always).any()
+    repeated = choose_pairs(planted(at, 300, None), FlexPrefill(gamma=0.5, tau=0.0, least=64))
+    assert repeated.mean() < never.mean(), "attention to one key needs fewer blocks"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"gamma": 1.5}, "gamma"),
+        ({"tau": -1.0}, "tau"),
+        ({"least": 0}, "least"),
+        ({"block": 32}, "block must be 64 or 128"),
+        ({"chunk": 100}, "multiple"),
+        ({"chunk": 64, "block": 128}, "multiple of block"),
+        ({"dense": -1}, "dense"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, float], error: str) -> None:
+    with pytest.raises(InvalidRequestError, match=error):
+        FlexPrefill(**options)  # type: ignore[arg-type]
+
+
+def test_short_chunks_and_early_ones_are_dense() -> None:
+    rule = ChunkRule(256, 512)
+    assert rule.is_dense(0, 256)
+    assert rule.is_dense(256, 256)
+    assert not rule.is_dense(512, 256)
+    assert rule.is_dense(512, 63)
+    assert FlexPrefill(least=1024, dense=0, chunk=256).is_dense(768, 256)
