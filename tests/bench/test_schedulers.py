@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from midfill.bench.schedulers import SchedulerReport, Work, measure_schedulers, scheduler_table
+from midfill.bench.counting_runner import Work
+from midfill.bench.schedulers import SchedulerReport, measure_schedulers, scheduler_table
 
 PROMPT = 300
 LAYERS = 3

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import numpy as np
-import torch
 
+from midfill.bench.counting_runner import CountingRunner, Work
 from midfill.checkpoints.model_store import resolve, resolve_adapter
 from midfill.checkpoints.opening import open_model
 from midfill.config import ModelOptions, SchedulerName
@@ -27,7 +27,6 @@ from midfill.system.machine import Machine, describe_machine
 
 STREAMS = (0, 8)
 _STREAM_TOKENS = 64
-_LAYER_MATRICES = ("qkv", "o", "gate", "up", "down")
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,22 +41,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     scheduler: SchedulerName
     token_budget: int
-
-
-class Work(msgspec.Struct, kw_only=True):
-    """What forward passes did, counted.
-
-    Attributes:
-        weight_bytes: weights read: those of a layer, or the head, once per call that runs it.
-        row_layers: rows times the layers that they ran through.
-        keys_read: keys that a request's rows attend to, once per call and layer.
-        key_pairs: pairs of a row and a key that it attends to, per layer.
-    """
-
-    weight_bytes: int = 0
-    row_layers: int = 0
-    keys_read: int = 0
-    key_pairs: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,51 +89,6 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
     repeats: int
     outcomes: list[Outcome]
     stops: Stops
-
-
-class CountingRunner:
-    """A runner that counts what its forward passes do.
-
-    Attributes:
-        work: what they have done.
-    """
-
-    def __init__(self, runner: CpuRunner) -> None:
-        self._runner = runner
-        self.work = Work()
-        matrices = runner.model.matrices
-        stored = {name: matrix.packed.nbytes for name, matrix in matrices.items()}
-        layers = sum(stored[name] for name in _LAYER_MATRICES if name in stored)
-        self._layer_bytes = layers // runner.config.layers
-        self._head_bytes = stored["head"]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runner, name)
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """See ``Runner.forward``."""
-        self._count(batch, self._runner.config.layers)
-        self.work.weight_bytes += self._head_bytes
-        return self._runner.forward(batch)
-
-    def run_layers(
-        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
-    ) -> torch.Tensor:
-        """See ``Runner.run_layers``."""
-        self._count(batch, end - first)
-        return self._runner.run_layers(batch, hidden, first, end)
-
-    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Runner.compute_logits``."""
-        self.work.weight_bytes += self._head_bytes
-        return self._runner.compute_logits(batch, hidden)
-
-    def _count(self, batch: ForwardBatch, layers: int) -> None:
-        seen = batch.slots_seen()
-        self.work.weight_bytes += self._layer_bytes * layers
-        self.work.row_layers += batch.rows * layers
-        self.work.key_pairs += int(seen.sum()) * layers
-        self.work.keys_read += int(seen[batch.query_indptr[1:] - 1].sum()) * layers
 
 
 def measure_schedulers(
@@ -225,7 +163,8 @@ class _Bench:
         while streams and len(engine.step()) < streams:
             pass
         engine.step()
-        counting.work, before = Work(), engine.stats().steps
+        counting.restart()
+        before = engine.stats().steps
         started = last = time.perf_counter()
         self._ask(engine, "prompt", self.prompt, 1)
         gaps = []

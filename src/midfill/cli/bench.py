@@ -280,6 +280,31 @@ def schedulers(
 
 
 @app.command()
+def pruning(
+    model: ModelArgument = None,
+    tokens: Annotated[int, typer.Option(min=128, help="Of each prompt, about.")] = 4000,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each kind and depth.")] = 2,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure methods that drop rows of a prompt between layers: time, work, and answers."""
+    from midfill.bench.pruning import measure_pruning, pruning_table
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+
+    with show_steps("loading") as progress:
+        report = measure_pruning(
+            model or DEFAULT_MODEL,
+            tokens=tokens,
+            repeats=repeats,
+            threads=threads,
+            progress=progress,
+        )
+    table = pruning_table(report)
+    publish(report, table.drawn(), table.markdown(), section="pruning", json=json, docs=docs)
+
+
+@app.command()
 def precision(
     model: ModelArgument = None,
     tokens: Annotated[int, typer.Option(min=100, help="How many to compare, about.")] = 20_000,

@@ -14,6 +14,8 @@ of just the layer that comes next, and no token is computed twice in a layer.
 Rows that the check for an empty answer runs are taken back, so they revive nothing.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -111,15 +113,14 @@ class RowPruning:
 
     def _scores(self, rows: LayerRows, active: Int32Array, layer: int) -> Float32Array:
         """Return the mean attention of the scoring rows to each active token: float32 [n]."""
-        config, queries = self._runner.config, rows.queries
-        assert queries is not None
-        cells = cells_of_slots(
-            self._slots[active], config.layers * config.kv_heads, self._runner.slots
-        )
+        assert rows.queries is not None
+        queries = rows.queries[layer : layer + 1]
+        config = replace(self._runner.config, layers=1)
+        cells = cells_of_slots(self._slots[active], config.kv_heads, self._runner.slots)
+        cells += np.int32(layer * config.kv_heads * self._runner.slots)
         keys = SequenceKeys(config, list(cells), self._runner.cells)
-        heads = range(layer * config.kv_heads, (layer + 1) * config.kv_heads)
         with one_thread():
-            total = sum(received_attention(keys, queries, head) for head in heads)
+            total = sum(received_attention(keys, queries, head) for head in range(config.kv_heads))
         mean: Float32Array = np.asarray(total) / (config.query_heads * queries.shape[1])
         return mean
 
