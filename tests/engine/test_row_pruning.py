@@ -16,6 +16,7 @@ from midfill.engine.engine import Engine
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
 from midfill.methods.rows.lazyllm import LazyLLM
+from midfill.methods.rows.uncomp_stage import LayerGroups, UNCompStage
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.torch_runner import TorchRunner
 
@@ -99,6 +100,25 @@ def pruned(method: LazyLLM, runner: Runner | None = None, **options: object) -> 
 
 
 SOME = LazyLLM("1/3", "0.6")
+
+
+def test_several_scoring_rows_stay_and_answers_keep_what_the_prompt_kept() -> None:
+    method = LayerGroups(UNCompStage(least=10, window=4), (0, 2, 5))
+    runner = toy()
+    engine = build_engine(runner, method=method)
+    engine.add(request("a", prompt(40)))
+    engine.step()
+    (sequence,) = engine._queues.running
+    assert sequence.pruning is not None
+    frontier = sequence.pruning.frontier[:40]
+    assert [int((frontier > layer).sum()) for layer in range(LAYERS)] == [40, 40, 25, 25, 25, 10]
+    assert (frontier[-4:] == LAYERS).all()
+    runner.parts.clear()
+    serve(engine)
+    assert (sequence.pruning.frontier == 0).all()
+    assert {part.batch.rows for part in runner.parts} == {1}
+    seen = {part.first: len(part.batch.kv_slots) for part in runner.parts[:3]}
+    assert seen == {0: 41, 2: 26, 5: 11}
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,10 @@ METHODS = {
             "lazyllm", "rows", "LazyLLM", "Fu et al., 2024, arXiv 2407.14057",
             f"{_ROWS}.lazyllm", "LazyLLM",
         ),
+        MethodEntry(
+            "uncomp-stage", "rows", "UNComp's stages", "Xiong et al., 2024, arXiv 2410.03090",
+            f"{_ROWS}.uncomp_stage", "UNCompStage",
+        ),
     )
 }  # fmt: skip
 

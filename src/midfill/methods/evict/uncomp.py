@@ -7,7 +7,7 @@ see ``uncomp_entropy``; in each layer the heads of the upper half have a larger 
 
 Keys are scored by the attention of the last rows, pooled along tokens by the maximum, and scored
 again while the answer grows. This is the KV part of the method. Its other part, which drops hidden
-rows between groups of layers while a prompt is computed, is not here.
+rows between groups of layers while a prompt is computed, is ``rows.uncomp_stage``.
 
 Sequences no longer than the budget keep everything.
 
