@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.options import FimTokensOption, WindowOption
+from midfill.cli.options import FimTokensOption, SnippetsOption, WindowOption
 from midfill.cli.serve import (
     AliasOption,
     ApiKeyFileOption,
@@ -96,6 +96,7 @@ def gateway(
     context: ContextOption = None,
     fim_tokens: FimTokensOption = None,
     window: WindowOption = None,
+    snippets: SnippetsOption = None,
     idle_prefill: IdlePrefillOption = False,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8080,
@@ -139,6 +140,7 @@ def gateway(
         api_key_file=api_key_file,
         fim_tokens=fim_tokens,
         window=window,
+        snippets=snippets,
         idle_prefill=idle_prefill,
         logs=logs,
         otlp_traces_endpoint=otlp_traces_endpoint,

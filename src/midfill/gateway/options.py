@@ -31,8 +31,8 @@ class GatewayOptions:
         served_name: the model's name for clients; None takes the servers'.
         idle_prefill: have servers without other work compute the prompts that documents will
             probably need next.
-        aliases, host, port, api_keys, api_key_file, fim_tokens, window, max_body_bytes, logs,
-        otlp_traces_endpoint: see ``ServeOptions``.
+        aliases, host, port, api_keys, api_key_file, fim_tokens, window, snippets, max_body_bytes,
+        logs, otlp_traces_endpoint: see ``ServeOptions``.
 
     Raises:
         MidfillError: there is no upstream, or one's URL is none.
@@ -55,6 +55,7 @@ class GatewayOptions:
     api_key_file: Path | None = None
     fim_tokens: FimTokens | None = None
     window: WindowSize | None = None
+    snippets: int | None = None
     idle_prefill: bool = False
     max_body_bytes: int = 16 * 1024 * 1024
     logs: LogOptions = field(default_factory=LogOptions)

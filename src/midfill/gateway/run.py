@@ -176,7 +176,7 @@ def _service(
         options.served_name or served.name,
         engine,
         model.tokenizer,
-        PromptEncoder(model, model.format, context, window),
+        PromptEncoder(model, model.format, context, window, options.snippets),
         options.max_body_bytes,
         aliases=options.aliases,
         idle_prefill=options.idle_prefill,
