@@ -113,12 +113,19 @@ def report(means: dict[str, float], count: int = 400) -> InfillingReport:
     )
 
 
-def test_the_fewest_characters_that_are_as_good_are_chosen_among_plain_ones() -> None:
-    measured = report({"0": 0.4, "1000": 0.55, "4000": 0.56, "1000/answer": 0.9})
-    choice = choose_snippets(measured, margin=0.05)
+def test_snippets_that_are_not_better_beyond_doubt_are_not_chosen() -> None:
+    assert choose_snippets(report({"0": 0.5, "1000": 0.505, "4000": 0.5})).recommended == "0"
+    assert choose_snippets(report({"0": 0.5, "1000": 0.4, "4000": 0.3})).recommended == "0"
+    better = choose_snippets(report({"0": 0.5, "1000": 0.502, "4000": 0.6}))
+    assert better.recommended == better.best == "4000"
+
+
+def test_the_fewest_characters_that_are_worth_it_are_chosen_among_plain_ones() -> None:
+    measured = report({"0": 0.4, "1000": 0.55, "4000": 0.555, "1000/answer": 0.9})
+    choice = choose_snippets(measured)
     assert choice.recommended == "1000"
     assert [one.condition for one in choice.choice] == ["0", "1000", "4000"]
     page = snippet_markdown(measured, choice)
     assert "| 1000/answer | 1000 | +3" in page
     assert "| 1000 | 0 | +1" in page
-    assert "Snippets: 1000, the fewest characters whose similarity" in page
+    assert "Snippets: 1000, the fewest characters than which no more have a better" in page

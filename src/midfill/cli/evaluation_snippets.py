@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation_cuts import MarginOption, ScoreOption
+from midfill.cli.evaluation_cuts import ScoreOption
 from midfill.cli.evaluation_options import (
     ContextOption,
     FilesOption,
@@ -72,7 +72,6 @@ def snippets(
     snippets: SnippetsOption = "0,500,1000,2000,4000,8000,2000/alike,2000/old,2000/answer",
     context_characters: ContextOption = "2000,600",
     score: ScoreOption = "similarity",
-    margin: MarginOption = 2.0,
     limit: LimitOption = 100,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
@@ -91,8 +90,8 @@ def snippets(
     """Measure what chunks of other text are worth, and choose how many characters to show.
 
     Every hole is asked with chunks that an editor plugin would send there, of the same file and of
-    the nearest others. Half of the files choose the fewest characters that are as good as the best;
-    the other half shows what they are worth.
+    the nearest others. Half of the files choose the fewest characters than which no more are better
+    beyond doubt; the other half shows what they are worth.
     """
     from midfill.checkpoints.checkpoint import SNIPPETS_KEY
     from midfill.checkpoints.model_record import write_snippets
@@ -141,7 +140,7 @@ def snippets(
     report = results.run(
         partial(load_model, asked), problems, lambda model: snippet_conditions(shown), options
     )
-    choice = choose_snippets(report, score=score, margin=margin / 100)
+    choice = choose_snippets(report, score=score)
     _show(report, choice, Outputs(plot, docs, section))
     if write is not None:
         measured = snippet_measurement(report, choice)

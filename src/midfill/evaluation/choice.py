@@ -1,8 +1,10 @@
-"""Choosing the cheapest of several conditions that is as good as the best.
+"""Choosing one of several conditions that cost more and more.
 
-The holes are split in two, by function or file. On one half the best condition is found, and the
-cheapest one that is as good: its paired difference from the best has a 95% interval that does not
-go below a margin. The other half shows what that choice is worth on holes it was not made on.
+The holes are split in two, by function or file. On one half a condition is chosen, in one of two
+ways. Where less is a risk, it is the cheapest one that is as good as the best: its paired
+difference from the best has a 95% interval that does not go below a margin. Where more has to
+prove its worth, it is the cheapest one than which no dearer one is better beyond doubt. The other
+half shows what that choice is worth on holes it was not made on.
 """
 
 import random
@@ -38,7 +40,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         score: name of the score it was chosen by.
-        margin: how much worse than the best it may be, 0 to 1.
+        margin: how much worse than the best it may be, 0 to 1; 0 where more has to prove its worth.
         best, recommended: names of conditions.
         choice: what they were chosen from, the cheapest first.
         report: the same conditions on the other holes.
@@ -81,9 +83,7 @@ def choose_cheapest(
     Raises:
         MidfillError: the report lacks the score, or all its holes are of one function or file.
     """
-    choice, other = half_of(report, "choice"), half_of(report, "report")
-    if not choice.problems or not other.problems:
-        raise MidfillError("all holes are of one function or file: there is nothing to choose from")
+    choice, other = _halves(report)
     on_choice, on_other = (_scores(half, conditions, score) for half in (choice, other))
     best = max(conditions, key=lambda name: sum(on_choice[name]))  # the cheapest of equals
     results = _results(choice, on_choice, best)
@@ -95,6 +95,42 @@ def choose_cheapest(
         choice=results,
         report=_results(other, on_other, best),
     )
+
+
+def choose_unless_better(report: InfillingReport, conditions: Sequence[str], score: str) -> Choice:
+    """Choose the first of a report's conditions than which no later one is better beyond doubt.
+
+    Args:
+        report: all holes in all these conditions.
+        conditions: their names, the cheapest first.
+        score: what to choose by.
+
+    Raises:
+        MidfillError: the report lacks the score, or all its holes are of one function or file.
+    """
+    choice, other = _halves(report)
+    on_choice, on_other = (_scores(half, conditions, score) for half in (choice, other))
+    groups = [problem.group for problem in choice.problems]
+    chosen = conditions[0]
+    for name in conditions[1:]:
+        if estimate_difference(on_choice[chosen], on_choice[name], groups).low > 0:
+            chosen = name
+    best = max(conditions, key=lambda name: sum(on_choice[name]))
+    return Choice(
+        score=score,
+        margin=0.0,
+        best=best,
+        recommended=chosen,
+        choice=_results(choice, on_choice, best),
+        report=_results(other, on_other, best),
+    )
+
+
+def _halves(report: InfillingReport) -> tuple[InfillingReport, InfillingReport]:
+    choice, other = half_of(report, "choice"), half_of(report, "report")
+    if not choice.problems or not other.problems:
+        raise MidfillError("all holes are of one function or file: there is nothing to choose from")
+    return choice, other
 
 
 def split_in_halves(groups: Sequence[str], seed: int) -> list[Half]:

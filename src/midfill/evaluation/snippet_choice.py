@@ -1,15 +1,15 @@
 """Quality against the amount of other text: an editor plugin's chunks before the document.
 
 Every hole is asked with more and more of the chunks that a plugin would send there (``snippets``).
-The fewest characters that are as good as the best are chosen, see ``choice``. Further conditions
-show what another choice of chunks, older ones, or another place would change; nothing is chosen
-from these.
+Since they cost tokens in every prompt, the fewest characters are chosen than which no more are
+better beyond doubt, see ``choice``. Further conditions show what another choice of chunks, older
+ones, or another place would change; nothing is chosen from these.
 """
 
 from collections.abc import Iterable, Sequence
 
 from midfill.errors import MidfillError
-from midfill.evaluation.choice import Choice, choose_cheapest
+from midfill.evaluation.choice import Choice, choose_unless_better
 from midfill.evaluation.conditions import Condition
 from midfill.evaluation.problems import FILE_TASKS, Task
 from midfill.evaluation.run import InfillingReport
@@ -34,13 +34,11 @@ def snippet_conditions(shown: Sequence[ShownSnippets]) -> tuple[Condition, ...]:
     return tuple(Condition(one.name, "planner", healing=True, snippets=one) for one in shown)
 
 
-def choose_snippets(
-    report: InfillingReport, *, score: str = "similarity", margin: float = 0.02
-) -> Choice:
+def choose_snippets(report: InfillingReport, *, score: str = "similarity") -> Choice:
     """Choose the number of characters from a report with conditions of ``snippet_conditions``.
 
     Raises:
         MidfillError: the report lacks the score, or all its holes are of one file.
     """
     shown = parse_snippets(",".join(report.outcomes))
-    return choose_cheapest(report, [one.name for one in shown if is_plain(one)], score, margin)
+    return choose_unless_better(report, [one.name for one in shown if is_plain(one)], score)

@@ -9,34 +9,41 @@ from midfill.evaluation.bootstrap import Estimate, estimate_difference
 from midfill.evaluation.choice import Choice
 from midfill.evaluation.choice_report import (
     ChoiceWords,
-    choice_caption,
     choice_measurement,
     choice_result_tables,
     plot_choice,
 )
-from midfill.evaluation.report import estimate_cell, rich_table, titled_markdown
+from midfill.evaluation.report import LEGEND, estimate_cell, rich_table, titled_markdown
 from midfill.evaluation.run import InfillingReport
 from midfill.evaluation.snippets import ShownSnippets, is_plain, parse_snippets
 from midfill.evaluation.summary import SCORES
 from midfill.reporting.result_table import ResultTable
 
+_WORDS = ChoiceWords(
+    one="characters",
+    axis="characters of snippets",
+    recommendation="Snippets",
+    cheapest="the fewest characters",
+    prompts="",
+)
+
 
 def snippet_tables(report: InfillingReport, choice: Choice) -> list[Table]:
     """Return tables for the terminal: scores by amount of chunks, the choice, other chunks."""
     tables = [rich_table(table) for table in _tables(report, choice)]
-    tables[-1].caption = choice_caption(report, choice, _words(report))
+    tables[-1].caption = _caption(report, choice)
     return tables
 
 
 def snippet_markdown(report: InfillingReport, choice: Choice) -> str:
     """Return the tables for a document."""
     found = map(titled_markdown, _tables(report, choice))
-    return "\n\n".join([*found, choice_caption(report, choice, _words(report))])
+    return "\n\n".join([*found, _caption(report, choice)])
 
 
 def plot_snippets(report: InfillingReport, choice: Choice, path: Path) -> None:
     """Plot the score against the amount, on either half; the file's suffix chooses the format."""
-    plot_choice(report, choice, _words(report), path)
+    plot_choice(report, choice, _WORDS, path)
 
 
 def snippet_measurement(report: InfillingReport, choice: Choice) -> dict[str, object]:
@@ -47,10 +54,23 @@ def snippet_measurement(report: InfillingReport, choice: Choice) -> dict[str, ob
     }
 
 
+def _caption(report: InfillingReport, choice: Choice) -> str:
+    other = estimate_cell(choice.on_other_holes, signed=True)
+    options = report.options
+    return (
+        f"Snippets: {choice.recommended}, the fewest characters than which no more have a better"
+        f" {SCORES[choice.score]} beyond doubt (95% interval of the paired difference, on"
+        f" {choice.choice[0].score.count} holes). On the other {choice.report[0].score.count} holes"
+        f" it is at {other} of the best, {choice.best}. {report.model}; at most {options.before}"
+        f" characters before and {options.after} after the caret, greedy, healed, seed"
+        f" {options.seed}. {LEGEND}"
+    )
+
+
 def _tables(report: InfillingReport, choice: Choice) -> Iterator[ResultTable]:
-    yield from choice_result_tables(report, choice, _words(report))
+    yield from choice_result_tables(report, choice, _WORDS)
     if effects := list(_effects(report)):
-        yield ResultTable(title="Chunks, minus others, all tasks and holes", rows=effects)
+        yield ResultTable(title="Snippets, minus others, all tasks and holes", rows=effects)
 
 
 def _effects(report: InfillingReport) -> Iterator[dict[str, str]]:
@@ -81,15 +101,3 @@ def _difference(
         for shown in (first, second)
     )
     return estimate_difference(one, two, groups)
-
-
-def _words(report: InfillingReport) -> ChoiceWords:
-    options = report.options
-    return ChoiceWords(
-        one="characters",
-        axis="characters of chunks",
-        recommendation="Snippets",
-        cheapest="the fewest characters",
-        prompts=f"at most {options.before} characters before and {options.after} after the caret,"
-        " behind chunks of the same file and of three others",
-    )
