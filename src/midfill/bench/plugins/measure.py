@@ -239,7 +239,7 @@ def plugins_table(report: PluginsReport) -> ResultTable:
         caption=f"{options.sessions} sessions of {options.rounds} states, files of"
         f" {options.shortest:,} to {options.longest:,} characters; tokens of {report.model}, which"
         f" is shown about {before} characters before the caret and at most {after} after it,"
-        f" and at most {report.snippets} of snippets."
+        f" and {f'at most {report.snippets}' if report.snippets else 'none'} of snippets."
         f" Seed {options.seed}.",
     )
 
