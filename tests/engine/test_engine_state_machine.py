@@ -1,6 +1,6 @@
 """The engine under any order of arrivals, cancellations, preemptions and steps, in a pool that is
 too small, with and without speculation, prefilled in chunks or by layers. Each request has its KV
-compressed in its own way, or not.
+compressed in its own way, or not, or attends to a part of its prompt only.
 
 Every answer must be what the model alone would generate, or the beginning of it if it was
 cancelled or its method failed, and after every operation each slot has exactly one owner.
@@ -21,7 +21,7 @@ from serving import (
     request,
     serve,
 )
-from toy_method import FailsAfter, KeepLoudest
+from toy_method import FailsAfter, HalfTheKeys, KeepLoudest
 from toy_runner import ToyRunner
 
 from midfill.engine.request import EngineSamplingParams
@@ -47,6 +47,7 @@ METHODS = {
     "again": KeepLoudest(2, interval=3),
     "in blocks": KeepLoudest(1000, interval=1, block_rows=8),
     "with means": HeadSplit(StreamingRule(1, 6, interval=2, mean=True), (True, False)),
+    "half the keys": HalfTheKeys(),
     FAILING: FailsAfter(2, interval=3),
 }
 

@@ -7,7 +7,29 @@ import numpy as np
 from midfill.compression.method import SequenceKeys
 from midfill.compression.method_defaults import MethodDefaults
 from midfill.compression.selection import AddedKeys, Selection
+from midfill.forward.sparse import LayerProbe, SpanLists
 from midfill.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class HalfTheKeys:
+    """Has chunks attend to themselves and to half of the keys, those that their last rows attend
+    to most; implements PrefillMethod."""
+
+    chunk_tokens: int = 8
+
+    @property
+    def variant(self) -> str:
+        return repr(self)
+
+    def is_dense(self, first: int, rows: int) -> bool:
+        return first == 0 or rows < 3
+
+    def plan(self, probe: LayerProbe) -> SpanLists:
+        columns, _ = probe.masses(min(4, probe.rows))
+        listed = columns >= np.median(columns)
+        listed[:, probe.first :] = True
+        return SpanLists.from_mask(listed[None])
 
 
 @dataclass(frozen=True)

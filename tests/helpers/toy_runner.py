@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from midfill.attention.sparse import TorchProbe, list_mask
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.cells import StoredCells
+from midfill.forward.sparse import SparsePlanner
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.config import ModelConfig
 
@@ -132,6 +134,7 @@ class ToyRunner:
                     torch.from_numpy(counts[rows]),
                     batch.ragged[index] if batch.ragged else None,
                     range(first, end),
+                    batch.sparse[index] if batch.sparse else None,
                 )
             )
         return torch.cat(outputs)
@@ -144,6 +147,7 @@ class ToyRunner:
         counts: torch.Tensor,
         ragged: RaggedIndex | None,
         layers: range,
+        planner: SparsePlanner | None,
     ) -> torch.Tensor:
         flat = self._kv.transpose(0, 1).reshape(2, -1, HIDDEN)
         for layer in layers:
@@ -161,6 +165,10 @@ class ToyRunner:
                 terms = torch.cat((_terms(ragged)[:, own], terms), dim=1)
                 cells = kept.shape[1]
             future = torch.arange(len(keys)) >= cells + counts[:, None]
+            if planner is not None:
+                probe = TorchProbe(layer, query[:, None], keys[:, None], HIDDEN**-0.5)
+                future |= ~torch.from_numpy(list_mask(planner.plan(probe), *future.shape)[0])
+                planner.record(layer, np.array([future.numel() - int(future.sum())]))
             scores = query @ keys.T / HIDDEN**0.5 * terms[0] + terms[1]
             attention = scores.masked_fill(future, -torch.inf).softmax(-1) * terms[2]
             hidden = torch.tanh(hidden + attention @ values)

@@ -115,6 +115,18 @@ def test_every_row_attends_to_itself(at: Setting, shape: Shape) -> None:
         assert listed[:, np.arange(at.rows), at.first + np.arange(at.rows)].all()
 
 
+@pytest.mark.parametrize("shape", Shape)
+def test_numbers_that_are_none_leave_every_row_its_own_key(shape: Shape) -> None:
+    at = Setting(192, 100)
+    probe = at.probe()
+    probe._keys[100:] = np.nan
+    patterns = HeadPatterns("", ChunkRule(64, 0), ((Pattern(shape, 0.2, 0.2),) * 4,))
+    for method in (patterns, FlexPrefill(least=64), FlexPrefill(least=64, tau=1)):
+        with np.errstate(invalid="ignore"):
+            listed = list_mask(method.plan(probe), at.rows, at.keys)
+        assert listed[:, np.arange(at.rows), at.first + np.arange(at.rows)].all()
+
+
 def planted(at: Setting, column: int | None, distance: int | None) -> TorchProbe:
     """Queries whose attention goes to one key, or to the key so far before each."""
     rng = RNG(3)

@@ -45,7 +45,8 @@ def prefill(
     from midfill.bench.prefill.results import QUICK, PrefillOptions
     from midfill.bench.prefill.run import measure_prefill
     from midfill.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.methods.registry import methods_of
+    from midfill.errors import MidfillError
+    from midfill.methods.registry import methods_of, parse_name, resolve_method
     from midfill.reporting.publish import publish
 
     chosen = {"tokens": tokens, "repeats": repeats, "threads": threads}
@@ -53,7 +54,15 @@ def prefill(
         QUICK if quick else PrefillOptions(),
         **{name: value for name, value in chosen.items() if value is not None},
     )
-    named = methods_of("prefill") if methods is None else split_specifications(methods)
+    known = methods_of("prefill")
+    named = known if methods is None else split_specifications(methods)
+    for text in named:
+        resolve_method(text)
+        if parse_name(text) not in known:
+            raise MidfillError(
+                f"--methods takes methods of sparse prefill ({', '.join(known)}),"
+                f" not {parse_name(text)}"
+            )
     with show_steps("loading") as progress:
         report = measure_prefill(model or DEFAULT_MODEL, named, options, progress)
     table = prefill_table(report)

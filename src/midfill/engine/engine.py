@@ -334,7 +334,7 @@ class Engine:
         self._counters.forward_seconds += computed - started
         self._counters.sampling_seconds += sampled - computed
         if self._speculation is not None:
-            if all(entry.span is None for entry in scheduled):
+            if all(one.span is None and not one.sequence.listed_chunk for one in scheduled):
                 keys = sum(one.rows * (one.sequence.computed + one.rows) for one in scheduled)
                 self._speculation.record_step(rows, keys / rows, sampled - started)
             for entry, group in groups:
