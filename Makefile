@@ -2,6 +2,7 @@
 # make test       set up and run the tests, WORKERS at a time
 # make test-slow  the tests that compile kernels anew, install packages or run long
 # make test-python PYTHON=python3.13   the tests that need no torch, on another Python
+# make gateway-test   build midfill-gateway and test it in an environment of its own
 # make lint       ruff, mypy and the direction of imports
 # make web        build the browser pages anew from web/; needs Node.js
 # make web-check  whether the built pages are what web/ builds
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 ARGS ?=
 
-.PHONY: serve test test-slow test-python lint web web-check docs bench format clean
+.PHONY: serve test test-slow test-python gateway-test lint web web-check docs bench format clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -27,6 +28,9 @@ test: $(VENV)/.installed-dev
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/midfill pull
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
+
+gateway-test:
+	PYTHON=$(PYTHON) .ci/gateway-test $(ARGS)
 
 test-python:
 	.ci/test-python $(PYTHON) $(ARGS)
