@@ -12,7 +12,7 @@ from midfill.version import __version__
 
 app = typer.Typer(
     name="midfill",
-    help="midfill's planner in front of other servers. The distribution midfill has an engine, too.",
+    help="midfill's planner in front of other servers; the distribution midfill has an engine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

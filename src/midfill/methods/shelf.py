@@ -52,10 +52,6 @@ class AllowedMethods:
         )
 
 
-NO_METHODS = AllowedMethods()
-"""Requests may choose none."""
-
-
 class MethodShelf:
     """Finds methods by specification and makes them ready for one model.
 

@@ -28,10 +28,10 @@ from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_stops import with_token_stops
 from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
-from midfill.methods.shelf import NO_METHODS, AllowedMethods
 from midfill.server.errors import ApiError
 from midfill.server.generation import Generation
 from midfill.server.idle_prefill import IdlePrefill
+from midfill.server.method_choice import MethodChoice, NoMethods
 from midfill.server.metrics import Metrics
 from midfill.server.request_record import current_request
 from midfill.server.served_engine import ServedEngine
@@ -65,7 +65,7 @@ class ModelService:
         max_body_bytes: int,
         *,
         aliases: Sequence[str] = (),
-        methods: AllowedMethods = NO_METHODS,
+        methods: MethodChoice | None = None,
         idle_prefill: bool = True,
         stream_interval: float = 0.0,
         tenants: Sequence[str] = ("",),
@@ -86,7 +86,7 @@ class ModelService:
         self.engine = engine
         self.tokenizer = tokenizer
         self.max_body_bytes = max_body_bytes
-        self.methods = methods
+        self.methods = methods or NoMethods()
         self.metrics = Metrics(name, engine, tenants)
         self._prompts = prompts
         # One thread, since the encoder is not thread-safe: it remembers documents. Not the event
