@@ -8,11 +8,13 @@ turn, so that what else the machine does meets both.
 
 import asyncio
 import contextlib
+import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -26,6 +28,12 @@ from midfill.system.machine import Machine, describe_machine
 
 _SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 _KEYSTROKE = 5  # characters between two requests of a document
+_FIELDS = {
+    "first_p50": "first token, p50",
+    "first_p95": "p95",
+    "whole_p50": "answer, p50",
+    "whole_p95": "answer, p95",
+}
 _WARM_UP_SECONDS = 2.0
 _START_SECONDS = 60
 
@@ -73,12 +81,15 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
         load: with which load.
         machine: where.
         direct, gateway: without and with the gateway.
+        cpu_ms: processor time of the gateway's process per request, in milliseconds; None where the
+            system doesn't tell.
     """
 
     load: GatewayLoad
     machine: Machine
     direct: Times
     gateway: Times
+    cpu_ms: float | None
 
     @property
     def added_ms(self) -> float:
@@ -98,37 +109,39 @@ def measure_gateway(load: GatewayLoad) -> GatewayReport:
         MidfillError: one of them does not start, or a request fails.
     """
     texts = _documents(load)
-    with _stub() as stub, _gateway(stub) as gateway:
+    with _stub() as stub, _gateway(stub) as (gateway, process):
+        before = _cpu_seconds(process)
         direct, through = asyncio.run(_measure(load, texts, stub, gateway))
+        after = _cpu_seconds(process)
+    answered = len(through) + int(load.rate * _WARM_UP_SECONDS)
+    known = before is not None and after is not None
     return GatewayReport(
-        load=load, machine=describe_machine(), direct=_times(direct), gateway=_times(through)
+        load=load,
+        machine=describe_machine(),
+        direct=_times(direct),
+        gateway=_times(through),
+        cpu_ms=1000 * ((after or 0) - (before or 0)) / answered if known else None,
     )
 
 
 def gateway_table(report: GatewayReport) -> ResultTable:
     """Return the figures as a table."""
-    ways = {"the server alone": report.direct, "through the gateway": report.gateway}
-    rows = [
-        (
-            way,
-            f"{times.first_p50:.1f}",
-            f"{times.first_p95:.1f}",
-            f"{times.whole_p50:.1f}",
-            f"{times.whole_p95:.1f}",
-        )
-        for way, times in ways.items()
-    ]
-    added = (
-        f"{report.gateway.first_p50 - report.direct.first_p50:.1f}",
-        f"{report.gateway.first_p95 - report.direct.first_p95:.1f}",
-        f"{report.added_ms:.1f} ({report.added_share:.1%})",
-        f"{report.gateway.whole_p95 - report.direct.whole_p95:.1f}",
+    direct, gateway = report.direct, report.gateway
+    rows = [_row("server alone", direct), _row("through the gateway", gateway)]
+    added = {name: getattr(gateway, name) - getattr(direct, name) for name in _FIELDS}
+    rows.append({"": "added", **{_FIELDS[name]: f"{value:.1f}" for name, value in added.items()}})
+    cpu = ""
+    if report.cpu_ms is not None:
+        cpu = f" The gateway's process computes for {report.cpu_ms:.1f} ms per request."
+    caption = (
+        f"Milliseconds; {report.load.rate:g} requests per second, {gateway.requests} requests each"
+        f" way. The median answer takes {report.added_share:.1%} longer.{cpu} On {report.machine}."
     )
-    return ResultTable(
-        f"{report.load.rate:g} requests per second",
-        ("ms", "first token p50", "p95", "answer p50", "p95"),
-        (*rows, ("added", *added)),
-    )
+    return ResultTable(rows=rows, title="What the gateway adds", caption=caption)
+
+
+def _row(way: str, times: Times) -> dict[str, str]:
+    return {"": way, **{head: f"{getattr(times, name):.1f}" for name, head in _FIELDS.items()}}
 
 
 def _documents(load: GatewayLoad) -> list[str]:
@@ -227,17 +240,26 @@ def _stub() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _gateway(upstream: str) -> Iterator[str]:
-    """Run a gateway in front of a server; yield its URL."""
+def _gateway(upstream: str) -> Iterator[tuple[str, int]]:
+    """Run a gateway in front of a server; yield its URL and its process's id."""
     options = ["--upstream", upstream, "--port", "0", "--log-level", "warning"]
     with _process([sys.executable, "-m", "midfill", "gateway", *options]) as process:
         assert process.stdout is not None
         for line in process.stdout:
             found = re.search(r"listens  on (\S+)", line)
             if found is not None:
-                yield found[1]
+                yield found[1], process.pid
                 return
         raise MidfillError("the gateway does not start")
+
+
+def _cpu_seconds(process: int) -> float | None:
+    """Return the processor time that a process has used; None where that isn't known."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
 
 
 @contextlib.contextmanager

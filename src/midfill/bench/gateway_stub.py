@@ -13,9 +13,7 @@ FIRST_SECONDS, TOKEN_SECONDS = 0.1, 0.01
 MODEL = "qwen2.5-coder-stub"
 _TOKEN = {"choices": [{"index": 0, "text": " x", "finish_reason": None}]}
 _END = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
-_HEAD = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-)
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

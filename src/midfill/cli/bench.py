@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from midfill.cli.bench_gateway import gateway
 from midfill.cli.bench_methods import methods
 from midfill.cli.bench_options import (
     ClientFimTokensOption,
@@ -48,6 +49,7 @@ app.command()(peers)
 app.command()(methods)
 app.command()(prefill)
 app.command()(plugins)
+app.command()(gateway)
 
 
 @app.command()
