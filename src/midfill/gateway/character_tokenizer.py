@@ -9,7 +9,6 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from types import MappingProxyType
 
 from midfill.errors import InvalidRequestError
@@ -22,6 +21,7 @@ CHARACTERS_PER_TOKEN = 3.0
 _CHARACTERS = 0x110000  # ids below are characters of plain text
 _RAW = 0x200000  # ids from here on are characters of text in which special tokens are parsed
 _CODEC = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
+_BYTES = 4  # of a character in it
 _MAX_HEALED = 32  # characters
 # A word joins the blank before it in nearly all vocabularies.
 _UNFINISHED = re.compile(r"(?:(?<!\s) )?[^\W_]\w*\Z|(?<!\s) \Z")
@@ -64,12 +64,28 @@ class CharacterTokenizer(Tokenizer):
     def parts(self, ids: Sequence[int]) -> list[PromptText]:
         """Return a prompt as text, adjacent parts of one kind joined."""
         found: list[PromptText] = []
+        data = array("I", ids).tobytes()
         start = 0
-        for at in [i for i, token_id in enumerate(ids) if _CHARACTERS <= token_id < _RAW]:
-            found += _runs(ids[start:at])
-            found.append(PromptText(self._named[ids[at] - _CHARACTERS], special=True))
-            start = at + 1
-        return found + _runs(ids[start:])
+        while start < len(data):
+            try:
+                found.append(PromptText(data[start:].decode(_CODEC), special=False))
+                break
+            except UnicodeDecodeError as error:  # a special token, or raw text
+                at = start + error.start
+            if at > start:
+                found.append(PromptText(data[start:at].decode(_CODEC), special=False))
+            place = at // _BYTES
+            if ids[place] >= _RAW:
+                end = place + 1
+                while end < len(ids) and ids[end] >= _RAW:
+                    end += 1
+                raw = array("I", [token_id - _RAW for token_id in ids[place:end]])
+                found.append(PromptText(raw.tobytes().decode(_CODEC), special=True))
+            else:
+                found.append(PromptText(self._named[ids[place] - _CHARACTERS], special=True))
+                end = place + 1
+            start = end * _BYTES
+        return found
 
     def model_ids(self, ids: Iterable[int]) -> tuple[list[int], list[str]]:
         """Return special tokens as the model's own ids, and the texts of those that have none."""
@@ -132,22 +148,11 @@ class CharacterTokenizer(Tokenizer):
         end = token_ids[start:]
         if not end or max(end) >= _CHARACTERS:
             return Healing(0, b"")
-        match = _UNFINISHED.search(_text(end, 0))
+        match = _UNFINISHED.search(_text(end))
         if match is None or (match.start() == 0 and start > fixed):
             return Healing(0, b"")
         return Healing(len(match.group()), match.group().encode())
 
 
-def _runs(ids: Sequence[int]) -> list[PromptText]:
-    """Return characters as plain and raw text."""
-    if not ids:
-        return []
-    if max(ids) < _RAW:
-        return [PromptText(_text(ids, 0), special=False)]
-    grouped = groupby(ids, lambda token_id: token_id >= _RAW)
-    return [PromptText(_text(list(run), _RAW if raw else 0), special=raw) for raw, run in grouped]
-
-
-def _text(ids: Sequence[int], offset: int) -> str:
-    codes = array("I", ids if not offset else [token_id - offset for token_id in ids])
-    return codes.tobytes().decode(_CODEC)
+def _text(ids: Sequence[int]) -> str:
+    return array("I", ids).tobytes().decode(_CODEC)
