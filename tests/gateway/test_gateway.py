@@ -94,6 +94,20 @@ class TestHalfWords:
 
         run(test())
 
+    @pytest.mark.parametrize("owner", ["vllm", "sglang"])
+    def test_its_tokens_do_not_count(self, owner: str) -> None:
+        async def test() -> None:
+            model = StubModel(answer=lambda _: " print(x, y, z)", owner=owner, piece=1)
+            with StubUpstream(model) as upstream:
+                async with serve(upstream.url) as gateway:
+                    answer = await gateway.complete(prompt="x = 1; pri", suffix="\n", max_tokens=6)
+                assert answer["usage"]["completion_tokens"] <= 6
+                if owner == "vllm":  # which names each token
+                    assert answer["choices"][0]["text"] == "nt(x, "
+                assert answer["choices"][0]["finish_reason"] == "length"
+
+        run(test())
+
     def test_it_can_be_turned_off(self) -> None:
         async def test() -> None:
             with StubUpstream() as upstream:

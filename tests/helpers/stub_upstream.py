@@ -311,7 +311,10 @@ class StubUpstream:
         chunks = []
         for index in range(body.get("n", 1)):
             for piece in pieces:
-                chunks.append({"choices": [{"index": index, "text": piece, "finish_reason": None}]})
+                choice = {"index": index, "text": piece, "finish_reason": None}
+                if body.get("return_token_ids"):
+                    choice["token_ids"] = list(map(ord, piece))
+                chunks.append({"choices": [choice]})
             end = {"index": index, "text": "", "finish_reason": ended}
             chunks.append({"choices": [end]})
         return [*chunks, {"choices": [], "usage": usage}]

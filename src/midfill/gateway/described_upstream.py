@@ -66,7 +66,7 @@ async def describe(
         metadata = {**settings, **folder_metadata(folder)}
         format = _find(tokenizer.special_tokens, metadata, options, model)
         return DescribedUpstream(folder, tokenizer, format, metadata=metadata)
-    named = tuple(options.fim_tokens or ())
+    named = tuple(options.fim_tokens or model.fim_tokens or ())
     known: Mapping[str, int | None]
     try:
         known = await special_tokens(upstream, (*named, *family_tokens()))
@@ -84,8 +84,9 @@ def _find(
     options: GatewayOptions,
     model: ServedModel,
 ) -> FimFormat | None:
-    if options.fim_tokens is not None:
-        return custom_format(*options.fim_tokens, tokens)
+    named = options.fim_tokens or model.fim_tokens
+    if named is not None:
+        return custom_format(*named, tokens)
     by_name = {text: tokens[text] for text in tokens_by_name(model.name) if text in tokens}
     return find_format("", by_name, metadata) or find_format("", tokens, metadata)
 

@@ -1,10 +1,12 @@
 """Discovery: what an upstream is, which model it serves, and which special tokens that has."""
 
 import asyncio
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from midfill.config import FimTokens
 from midfill.gateway.calls import UpstreamFailedError
 from midfill.gateway.upstream import ApiName, Kind, Upstream
 
@@ -24,12 +26,14 @@ class ServedModel:
         context: maximum tokens of a prompt and its answer; None if it doesn't say.
         root: where the model was loaded from, or another name; "" if it doesn't say.
         owner: what the upstream calls itself.
+        fim_tokens: its PRE, SUF and MID tokens, where a midfill tells them.
     """
 
     name: str
     context: int | None = None
     root: str = ""
     owner: str = ""
+    fim_tokens: FimTokens | None = None
 
 
 async def find_models(upstream: Upstream) -> list[ServedModel]:
@@ -50,6 +54,7 @@ async def find_models(upstream: Upstream) -> list[ServedModel]:
             _number(entry.get("max_model_len")),
             _text(entry.get("root")),
             _text(entry.get("owned_by")).lower(),
+            _fim_tokens(entry.get("midfill")),
         )
         for entry in entries
         if isinstance(entry, Mapping) and isinstance(entry.get("id"), str)
@@ -137,7 +142,7 @@ async def _read_props(upstream: Upstream, model: ServedModel) -> ServedModel:
     upstream.slots = _number(props.get("total_slots")) or upstream.slots
     settings = props.get("default_generation_settings")
     context = _number(settings.get("n_ctx")) if isinstance(settings, Mapping) else None
-    return ServedModel(model.name, context or model.context, model.root, model.owner)
+    return dataclasses.replace(model, context=context or model.context)
 
 
 async def _block_size(upstream: Upstream) -> int | None:
@@ -146,6 +151,14 @@ async def _block_size(upstream: Upstream) -> int | None:
     _, found, rest = text.partition(_BLOCK)
     digits = rest[1:].partition('"')[0]
     return int(digits) if found and digits.isdecimal() and len(digits) < 9 else None
+
+
+def _fim_tokens(card: object) -> FimTokens | None:
+    """Return the sentinels that a midfill's card of its model names."""
+    named = card.get("fim_tokens") if isinstance(card, Mapping) else None
+    if not isinstance(named, list) or len(named) != 3:
+        return None
+    return FimTokens(*map(str, named))
 
 
 def _number(value: object) -> int | None:

@@ -222,6 +222,10 @@ class GatewayEngine:
         if isinstance(self._tokenizer, CharacterTokenizer):
             known, stop = self._tokenizer.model_ids(sampling.stop_token_ids)
             sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(known))
+        spare = _spare_tokens(request, ids, upstream)
+        sampling = msgspec.structs.replace(
+            sampling, max_tokens=sampling.max_tokens - len(request.begins_with) + spare
+        )
         if sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + indices[0])
         salt = ""
@@ -282,6 +286,7 @@ class _Answers:
         self.prompt_tokens: int | None = None
         self.cached_tokens = 0
         self.completion_tokens = 0
+        self._healed = 0  # tokens that wrote the half word and nothing else
         self._counted: dict[tuple[int, ...], int] = {}  # completion tokens of each ask's answers
 
     async def run(self) -> None:
@@ -377,7 +382,9 @@ class _Answers:
         """Put the output that ends the last answer, if it is there, with what all have cost."""
         if ask.last is None:
             return
-        counted = sum(self._counted.values()) if ask.indices in self._counted else None
+        counted = None
+        if ask.indices in self._counted:
+            counted = max(0, sum(self._counted.values()) - self._healed)
         output = msgspec.structs.replace(
             ask.last,
             cached_tokens=self.cached_tokens,
@@ -407,6 +414,8 @@ class _Answers:
             return
         start = ask.starts[index]
         text = start.push(piece.text)
+        if start.inside:
+            self._healed += len(piece.token_ids) or bool(piece.text)
         if piece.finish_reason is not None:
             start.finish()
         if start.matches is False:
@@ -457,6 +466,19 @@ class _Answers:
             output = msgspec.structs.replace(output, prefill_seconds=seconds)
         self._passed_on = True
         self._stream.put(output)
+
+
+def _spare_tokens(request: EngineRequest, ids: Sequence[int], upstream: Upstream) -> int:
+    """Return how many tokens an answer may have for the half word, beside its own.
+
+    A server that names tokens may write one per byte, and the answer is cut where it has enough.
+    Otherwise that can't be seen, and a half word has one or two.
+    """
+    if len(ids) > len(request.token_ids):
+        return 0
+    if upstream.kind in ("vllm", "llama.cpp", "midfill"):
+        return len(request.begins_with)
+    return min(len(request.begins_with), 2)
 
 
 async def _together(works: Iterable[Coroutine[None, None, None]]) -> None:

@@ -14,18 +14,22 @@ class HealedStart:
 
     Attributes:
         matches: whether it does; None while that is open.
+        inside: whether the text that was added last is a part of it, and nothing more.
     """
 
     def __init__(self, required: str) -> None:
         self._required = required
         self._held = ""
         self.matches: bool | None = None if required else True
+        self.inside = False
 
     def push(self, text: str) -> str:
         """Add text; return what is decided: everything so far, nothing, or the new text."""
         if self.matches is not None:
+            self.inside = False
             return text if self.matches else ""
         self._held += text
+        self.inside = self._required.startswith(self._held)
         if self._held.startswith(self._required):
             self.matches = True
             return self._held

@@ -57,7 +57,7 @@ class CompletionsApi:
     def _own(self, call: Call) -> dict[str, Any]:
         """Return what only this kind of server knows."""
         if self._kind == "midfill":
-            return {"midfill": {"layout": "verbatim", "trim": False}}
+            return {"midfill": {"layout": "verbatim", "trim": False}, "return_token_ids": True}
         own: dict[str, Any] = {}
         if call.stop:
             own["skip_special_tokens"] = False  # or the text that ends the answer never shows

@@ -166,9 +166,8 @@ def _service(
     context = options.context or served.context or _DEFAULT_CONTEXT
     if not model.has_tokenizer:
         context = int(context * CHARACTERS_PER_TOKEN)
-    prompts = UpstreamPrompts(
-        model.tokenizer, SpelledTokens(tuple(options.fim_tokens or ())), model.tokenizes
-    )
+    named = tuple(options.fim_tokens or served.fim_tokens or ())
+    prompts = UpstreamPrompts(model.tokenizer, SpelledTokens(named), model.tokenizes)
     salts = secrets.token_bytes(32) if tuple(tenants) != ("",) else b""
     engine = GatewayEngine(pool, model.tokenizer, prompts, context, salts)
     window = None if options.window is None else WindowRule(*options.window)

@@ -22,6 +22,7 @@ class CompletionAnswer:
         echo: whether each text begins with the prompt's.
         logprobs: whether to report log probabilities; of the echoed prompt, too.
         usage: whether a stream ends with the usage.
+        token_ids: whether to name the answers' tokens.
 
     Attributes:
         reports: of the prompts' tokens, if the client wants them.
@@ -36,6 +37,7 @@ class CompletionAnswer:
         echo: bool,
         logprobs: bool,
         usage: bool,
+        token_ids: bool = False,
     ) -> None:
         self.reports: list[TokenReport | None] = []
         self._generation = generation
@@ -43,6 +45,7 @@ class CompletionAnswer:
         self._echo = echo
         self._logprobs = logprobs
         self._usage = usage
+        self._token_ids = token_ids
         self._head: dict[str, object] = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -65,6 +68,8 @@ class CompletionAnswer:
                 choice["logprobs"] = self._logprobs_object(answer.logprobs, prompt, len(echoed))
                 choice["finish_reason"] = answer.finish_reason
                 choice["stop_reason"] = answer.stop_reason
+                if self._token_ids:
+                    choice["token_ids"] = answer.token_ids
                 choices.append(choice)
         body = {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
         self._add_midfill(body, choices)
@@ -83,6 +88,8 @@ class CompletionAnswer:
             choice["logprobs"] = self._logprobs_object(delta.logprobs, prompt, len(echoed))
             choice["finish_reason"] = delta.finish_reason
             choice["stop_reason"] = delta.stop_reason
+            if self._token_ids:
+                choice["token_ids"] = delta.token_ids
             chunk: dict[str, object] = {**self._head, "choices": [choice]}
             if is_first:
                 started.add(number)

@@ -149,6 +149,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     logprobs: int | None = None
+    return_token_ids: bool | None = None  # vLLM's
     midfill: MidfillFields | None = None
     input_extra: list[ExtraInput] | None = None
     segments: Segments | None = None  # instead of a prompt: the request is Tabby's
@@ -199,6 +200,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             echo=bool(body.echo),
             logprobs=body.logprobs is not None,
             usage=body.wants_usage(),
+            token_ids=bool(body.return_token_ids),
         )
         if body.midfill is not None and body.midfill.report == "tokens":
             answer.reports = await service.encode(_report_tokens, prompts, tenant)

@@ -10,6 +10,12 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     """Return the router of the list and of its entries: one per name of the model."""
     router = APIRouter(dependencies=[Depends(tenant_of)])
 
+    format = service.fim_format
+    sentinels: dict[str, object] = {"sentinels": format is not None}
+    if format is not None and format.order == "psm" and format.middle is not None:
+        parts = (format.prefix, format.suffix, format.middle)
+        sentinels["fim_tokens"] = [part.text for part in parts]
+
     def card(name: str) -> dict[str, object]:
         return {
             "id": name,
@@ -18,7 +24,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             "owned_by": "midfill",
             "root": service.name,  # vLLM's names for the model itself, and for its context
             "max_model_len": service.context,
-            "midfill": {"sentinels": service.fim_format is not None},
+            "midfill": sentinels,
         }
 
     @router.get("/v1/models")
