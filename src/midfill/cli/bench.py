@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 
+from midfill.cli.bench_blocks import blocks
 from midfill.cli.bench_gateway import gateway
 from midfill.cli.bench_methods import methods
 from midfill.cli.bench_options import (
@@ -50,6 +51,7 @@ app.command()(methods)
 app.command()(prefill)
 app.command()(plugins)
 app.command()(gateway)
+app.command()(blocks)
 
 
 @app.command()

@@ -107,7 +107,7 @@ def count(rounds: Sequence[Round], prompts: Prompts, encode: PromptEncoder) -> l
     together with the increment, as by token healing.
     """
     generated = [
-        encode(_with_answer(segments, one.shown))
+        encode(with_answer(segments, one.shown))
         for one, segments in zip(rounds, prompts, strict=True)
     ]
     return count_computed([encode(segments) for segments in prompts], generated)
@@ -155,7 +155,8 @@ def _follows(before: Round, one: Round) -> bool:
     return same_place and one.prefix.startswith(before.prefix)
 
 
-def _with_answer(segments: Sequence[Segment], answer: str) -> Sequence[Segment]:
+def with_answer(segments: Sequence[Segment], answer: str) -> Sequence[Segment]:
+    """Return a prompt with the answer to it."""
     if not answer:
         return segments
     last = segments[-1]

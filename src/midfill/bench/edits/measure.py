@@ -273,14 +273,15 @@ def _measure_windowed(
 def _sessions(options: EditsOptions) -> Iterator[tuple[str, list[Round]]]:
     """Yield name and requests of every session of the editing mix, the mix itself first."""
     for number in range(options.mixes):
-        yield "mix", _mixed("mix", options.rounds, options.seed + number)
+        yield "mix", mixed_session("mix", options.rounds, options.seed + number)
     if options.kind_rounds:
         for name in SESSION_KINDS:
             if name != "mix":
-                yield name, _mixed(name, options.kind_rounds, options.seed + options.mixes)
+                yield name, mixed_session(name, options.kind_rounds, options.seed + options.mixes)
 
 
-def _mixed(kind: str, rounds: int, seed: int) -> list[Round]:
+def mixed_session(kind: str, rounds: int, seed: int) -> list[Round]:
+    """Return a session of one kind over files of the standard library."""
     chance = random.Random(seed)
     texts = standard_library_documents(
         _FILES, seed=chance.randrange(2**32), shortest=4000, longest=24_000
