@@ -51,17 +51,22 @@ def made_up_calibrations(digest: str, config: ModelConfig) -> list[Calibration]:
     ]
 
 
+STREAMING_PREFILL = "duoattention:chunk=64"
+"""A method of compression that is one of sparse prefill as well."""
+
 _SMALL = {
     "razorattention": "sinks=4,recent=32,share=0,interval=16",
     "duoattention": "sinks=4,recent=32,interval=16",
     "minference": "chunk=64,dense=64",
     "flexprefill": "chunk=64,dense=64,least=64,gamma=0.4",
+    STREAMING_PREFILL: "sinks=4,recent=60,interval=0",
 }
 _WHOLE = {
     "razorattention": "recent=200",
     "duoattention": "recent=200",
     "minference": "chunk=64,dense=0,scale=100",
     "flexprefill": "chunk=64,dense=0,least=64,gamma=1",
+    STREAMING_PREFILL: "sparsity=0,sinks=4,recent=32",
 }
 
 
@@ -70,9 +75,13 @@ def small_method(name: str, config: ModelConfig) -> Method:
 
     One of sparse prefill lists only some of those of a prompt of 400, and all of one of 64.
     """
-    return make_method(f"{name}:{_SMALL.get(name, 'budget=48')}", config)
+    return make_method(_with_options(name, _SMALL.get(name, "budget=48")), config)
 
 
 def whole_method(name: str, config: ModelConfig) -> Method:
     """Return a method that drops nothing of 200 tokens, or lists all keys."""
-    return make_method(f"{name}:{_WHOLE.get(name, 'budget=200')}", config)
+    return make_method(_with_options(name, _WHOLE.get(name, "budget=200")), config)
+
+
+def _with_options(name: str, options: str) -> str:
+    return f"{name}{',' if ':' in name else ':'}{options}"

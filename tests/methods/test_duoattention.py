@@ -2,6 +2,7 @@
 
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,17 @@ from midfill.checkpoints.opening import model_digest, open_checkpoint, open_mode
 from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
 from midfill.forward.batch import ForwardBatch
+from midfill.forward.sparse import QUERY_BLOCK, query_blocks
 from midfill.methods.calibration_store import read, shipped_path
-from midfill.methods.evict.duoattention import NAME, VERSION, DuoAttention, retrieval_heads
+from midfill.methods.evict.duoattention import (
+    NAME,
+    VERSION,
+    DuoAttention,
+    StreamingPrefill,
+    retrieval_heads,
+)
 from midfill.methods.evict.duoattention_gates import GatedDecoder, GateTraining, GateTrainingWork
+from midfill.methods.evict.streaming_heads import StreamingRule
 from midfill.runners.torch_decoder import Decoder, KVCache
 from midfill.runners.torch_weights import load_weights
 
@@ -46,6 +55,33 @@ def test_the_smallest_gates_stream() -> None:
     assert not retrieval_heads(gates, 1.0).any()
     # Of equal gates the first ones stream, so that the number is right.
     assert np.flatnonzero(~retrieval_heads(np.ones((LAYERS, KV_HEADS)), 0.25)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(4, 30), (0, 30), (70, 64), (3, 1000)])
+@pytest.mark.parametrize(("first", "rows"), [(0, 200), (128, 64), (192, 17)])
+def test_streaming_heads_list_sinks_and_recent_keys(
+    sinks: int, recent: int, first: int, rows: int
+) -> None:
+    """Each row finds the paper's mask in its block's list, and nothing far beyond it."""
+    retrieval = (True, False, False, True)
+    split = StreamingPrefill(StreamingRule(sinks, recent), retrieval, "", 64)
+    probe = SimpleNamespace(layer=1, first=first, rows=rows, query_heads=4, kv_heads=2)
+    lists = split.plan(probe)  # type: ignore[arg-type]
+    keys = first + rows
+    for block in range(query_blocks(rows)):
+        start = first + block * QUERY_BLOCK
+        end = min(start + QUERY_BLOCK, keys)
+        for head in range(4):
+            spans = lists.spans[slice(*lists.indptr[block * 4 + head :][:2])]
+            listed = {key for low, high in spans for key in range(low, high)}
+            assert len(listed) == sum(high - low for low, high in spans), "spans are apart"
+            if retrieval[2 + head // 2]:
+                assert listed == set(range(end))
+                continue
+            for row in range(start, end):
+                wanted = {j for j in range(row + 1) if j < sinks or row - j < recent}
+                assert wanted <= listed
+            assert listed == {j for j in range(end) if j < sinks or start - j < recent}
 
 
 def test_texts_ask_for_what_is_far_back_and_only_that_is_supervised(

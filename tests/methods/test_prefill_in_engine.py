@@ -6,7 +6,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from made_methods import small_method, whole_method
+from made_methods import STREAMING_PREFILL, small_method, whole_method
 from serving import Answer, FixedCost, build_engine, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
@@ -21,7 +21,7 @@ from midfill.runners.torch_runner import TorchRunner
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 THREE = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=3)
-each_method = pytest.mark.parametrize("name", methods_of("prefill"))
+each_method = pytest.mark.parametrize("name", [*methods_of("prefill"), STREAMING_PREFILL])
 Alone = Callable[[str, tuple[int, ...]], Answer]
 
 

@@ -122,6 +122,7 @@ class SequenceCompressor(Protocol):
         ...
 
 
+@runtime_checkable
 class CompressionMethod(Protocol):
     """A method with its hyper-parameters."""
 

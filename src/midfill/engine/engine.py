@@ -22,6 +22,7 @@ from midfill.engine.compression import Compression
 from midfill.engine.counters import EngineCounters
 from midfill.engine.drafting import Draft
 from midfill.engine.layered_step import run_step
+from midfill.engine.method_kinds import MethodKinds
 from midfill.engine.prompt_scores import record_scores
 from midfill.engine.request import (
     EngineOutput,
@@ -31,21 +32,17 @@ from midfill.engine.request import (
     TenantStats,
 )
 from midfill.engine.request_queues import RequestQueues
-from midfill.engine.row_pruning import RowPruning
 from midfill.engine.scheduler import Chunk, SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
-from midfill.engine.sparse_prefill import ChunkNumbers, KeyPairs, SparsePrefill
+from midfill.engine.sparse_prefill import KeyPairs
 from midfill.engine.speculation import DraftCounts, Speculation
 from midfill.engine.tenant_stats import TenantCounters
-from midfill.engine.validation import check_prunable, validate
+from midfill.engine.validation import validate
 from midfill.engine.verification import Verification, sibling_groups, verify
 from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
 from midfill.kv.sequence_kv import SequenceKV
-from midfill.prefill.method import PrefillMethod
-from midfill.pruning.method import PruningMethod
-from midfill.reuse.method import ReuseMethod
 
 _log = logging.getLogger(__name__)
 
@@ -115,8 +112,7 @@ class Engine:
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
         self._counters = EngineCounters()
-        self._chunk_numbers = ChunkNumbers()
-        self.key_pairs = KeyPairs(runner.config)
+        self._methods = MethodKinds(runner, self._compression.config)
         self._tenants = TenantCounters()
 
     def add(self, request: EngineRequest) -> None:
@@ -138,20 +134,8 @@ class Engine:
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
         if not request.background:
             sequence.check_empty(request.empty_threshold, len(request.begins_with))
-            if isinstance(method, ReuseMethod):
-                sequence.reuse = method
-            elif isinstance(method, PruningMethod):
-                check_prunable(request)
-                sequence.pruning = RowPruning(
-                    method, self._runner, sequence.prompt_length, sequence.max_length
-                )
-            elif isinstance(method, PrefillMethod):
-                tokens = sequence.tokens[: sequence.compress_after]
-                sequence.sparse_prefill = SparsePrefill(
-                    method, tokens, self._chunk_numbers, self.key_pairs
-                )
-            elif method is not None:
-                sequence.compress_with(method, self._compression.config)
+            if method is not None:
+                self._methods.attach(method, request, sequence)
         self._next_sequence_id += len(sequence.answer_indices)
         self._queues.add(sequence)
 
@@ -193,6 +177,11 @@ class Engine:
                 outputs += self._run(scheduled)
         self._counters.busy_seconds += time.perf_counter() - started
         return outputs
+
+    @property
+    def key_pairs(self) -> KeyPairs:
+        """What was computed of prompts' attention under methods of sparse prefill."""
+        return self._methods.key_pairs
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""

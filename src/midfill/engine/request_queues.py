@@ -138,7 +138,8 @@ class RequestQueues:
         """Start a request's other answers on the KV of the first.
 
         Those beyond the maximum of running sequences go to the head of the queue, and so do all
-        after sparse prefill: they compute the prompt's last part again, which isn't shared.
+        after sparse prefill: they compute the prompt's last part again, which isn't shared, unless
+        it was compressed since.
 
         Args:
             siblings: the result of ``Sequence.fork``.
@@ -147,7 +148,7 @@ class RequestQueues:
         assert first.kv is not None
         first.answer_indices = first.answer_indices[:1]
         places = max(self._max_running - len(self.running), 0)
-        if first.sparse_prefill is not None:
+        if first.sparse_prefill is not None and first.kv.prefix is None:
             places = 0
         for other in others:
             self._register(other)

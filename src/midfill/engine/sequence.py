@@ -254,7 +254,8 @@ class Sequence:
             return max(self.computed + 1, self.prompt_length)
         if self.sparse_prefill is not None:
             end = self.sparse_prefill.chunk_end(self.computed)
-            return self.max_length if end is None else end
+            if end is not None:
+                return end
         point = self.compression_point
         if point is None and self.compression is not None and self.compression.decides_again:
             return self.length

@@ -4,17 +4,21 @@ Source: Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Re
 Streaming Heads", ICLR 2025, arXiv 2410.10819, sections 2.2 (gates) and 2.3 (deployment).
 
 Heads are told apart by gates that are trained once per model, see ``duoattention_gates``. Keys keep
-their positions. As in the reference's dynamic path, the prompt is computed with all keys, as its KV
-is what the next request finds; streaming heads drop theirs at its end.
+their positions. By default prompts are computed with all keys, as in the reference's dynamic path:
+their KV is exact, and the next request finds it; streaming heads drop theirs at the end. With
+``chunk``, streaming heads attend to sinks and recent keys alone while a prompt is computed, too
+(section 2.3, prefilling), and prompts share KV only with others under the method.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from midfill.arrays import BoolArray, Float64Array
 from midfill.compression.method import CompressionMethod, ServedModel
 from midfill.errors import InvalidRequestError
+from midfill.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists
 from midfill.methods.calibration_store import load_tables
 from midfill.methods.evict.streaming_heads import (
     HeadSplit,
@@ -22,6 +26,7 @@ from midfill.methods.evict.streaming_heads import (
     check_rule,
     refuse_windows,
 )
+from midfill.methods.prefill.chunks import ChunkRule
 
 NAME, VERSION = "duoattention", 1
 
@@ -37,15 +42,20 @@ class DuoAttention:
         recent: last tokens that they keep; the paper's 256.
         interval: how many tokens the answer grows by until they drop tokens again; the paper's 1.
             0 keeps all of the answer.
+        chunk: tokens per chunk of a prompt that streaming heads stream through, a multiple of 64; 0
+            computes prompts with all keys.
     """
 
     sparsity: float = 0.5
     sinks: int = 64
     recent: int = 256
     interval: int = 32
+    chunk: int = 0
 
     def __post_init__(self) -> None:
         check_rule(self.rule)
+        if self.chunk:
+            ChunkRule(self.chunk, 0)
         if not 0 <= self.sparsity <= 1:
             raise InvalidRequestError(
                 f"sparsity must be from 0 to 1, not {self.sparsity:g}", param="method"
@@ -60,7 +70,47 @@ class DuoAttention:
         """See ``ModelSpecific.for_model``."""
         refuse_windows(NAME, model.config)
         gates = load_tables(NAME, VERSION, model)["gates"]
-        return HeadSplit(self.rule, tuple(retrieval_heads(gates, self.sparsity).tolist()))
+        retrieval = tuple(retrieval_heads(gates, self.sparsity).tolist())
+        if not self.chunk:
+            return HeadSplit(self.rule, retrieval)
+        options = f"sparsity={self.sparsity:g},sinks={self.sinks},recent={self.recent}"
+        variant = f"{NAME}:{options},chunk={self.chunk}"
+        return StreamingPrefill(self.rule, retrieval, variant, self.chunk)
+
+
+@dataclass(frozen=True)
+class StreamingPrefill(HeadSplit):
+    """Streaming heads that stream through the prompt as well; implements ``PrefillMethod``, too.
+
+    Attributes:
+        variant, chunk_tokens: see ``PrefillMethod``.
+    """
+
+    variant: str
+    chunk_tokens: int
+
+    def is_dense(self, first: int, rows: int) -> bool:
+        """See ``PrefillMethod``."""
+        return first + rows <= self.rule.sinks + self.rule.recent
+
+    def plan(self, probe: LayerProbe) -> SpanLists:
+        """See ``PrefillMethod``.
+
+        A block of rows attends to the recent keys of its first one, so its others see up to 63
+        more than ``recent``, as the rows of the paper's chunks do.
+        """
+        own = self.retrieval[probe.layer * probe.kv_heads :][: probe.kv_heads]
+        whole = np.repeat(own, probe.query_heads // probe.kv_heads)
+        lists: list[list[tuple[int, int]]] = []
+        for start in range(probe.first, probe.first + probe.rows, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, probe.first + probe.rows)
+            recent = max(start - self.rule.recent + 1, 0)
+            streamed = [(0, self.rule.sinks), (recent, end)]
+            if recent <= self.rule.sinks or not self.rule.sinks:
+                streamed = [(recent if not self.rule.sinks else 0, end)]
+            lists += ([(0, end)] if all_keys else streamed for all_keys in whole)
+        indptr = np.cumsum([0, *map(len, lists)]).astype(np.int32)
+        return SpanLists(indptr, np.array(list(chain(*lists)), np.int32))
 
 
 def retrieval_heads(gates: Float64Array, sparsity: float) -> BoolArray:
