@@ -188,7 +188,7 @@ def test_as_many_rows_run_as_the_method_says(runner: CpuRunner) -> None:
     ordinary = len(JUMP) - 1 - len(HEAD) - blended + PARAMS.max_tokens - 1
     expected = -(-(blended + 2 * deep) // 3) + ordinary
     assert engine.stats().computed_tokens - before == pytest.approx(expected, abs=2)
-    assert engine._blending.copied_tokens == copied - BLEND.recomputed(copied)
+    assert engine.stats().reused_tokens == copied - BLEND.recomputed(copied)
 
 
 def test_what_was_copied_is_reported(runner: CpuRunner) -> None:
@@ -238,6 +238,14 @@ def test_a_branch_goes_with_the_exact_prefix_that_it_continues(llama: Checkpoint
     runner.close()
 
 
+def test_a_request_finds_only_branches_of_its_own_method(runner: CpuRunner) -> None:
+    methods = {"blend": BLEND, "all": ALL, "none": None}
+    engine = after(build_engine(runner, methods=methods), FIRST)
+    ask(engine, JUMP)
+    typed = [*JUMP, 7]
+    assert same(ask(engine, typed, "all"), exact(runner, typed))
+
+
 def test_another_tenant_finds_no_branch(runner: CpuRunner) -> None:
     engine = after(engine_of(runner), FIRST)
     ask(engine, JUMP)
@@ -270,10 +278,10 @@ def test_a_changed_token_is_computed(runner: CpuRunner) -> None:
     changed[1 + len(HEAD) + len(TAIL)] = 4  # between the two
     method = replace(BLEND, ratio=0.0)
     ask(engine := after(engine_of(runner, method), FIRST), changed)
-    assert engine._blending.copied_tokens == len(TAIL) + len(BODY)
+    assert engine.stats().reused_tokens == len(TAIL) + len(BODY)
     changed[150] = 4  # now within the body as well
     ask(engine := after(engine_of(runner, method), FIRST), changed)
-    assert engine._blending.copied_tokens == len(TAIL) + len(BODY) - 1
+    assert engine.stats().reused_tokens == len(TAIL) + len(BODY) - 1
 
 
 @pytest.mark.parametrize(
@@ -294,7 +302,7 @@ def test_text_may_occur_twice(runner: CpuRunner) -> None:
     source = [9, *BODY]
     assert same(ask(after(engine_of(runner, ALL), source), twice), exact(runner, twice))
     ask(engine := after(engine_of(runner, replace(BLEND, ratio=0.0)), source), twice)
-    assert engine._blending.copied_tokens == 2 * len(BODY)
+    assert engine.stats().reused_tokens == 2 * len(BODY)
 
 
 @pytest.mark.parametrize("budget", [3, 17, 128, 512])
@@ -411,7 +419,7 @@ def test_scored_prompts_are_computed(runner: CpuRunner) -> None:
     scored = EngineSamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
     engine = after(engine_of(runner), FIRST)
     serve(engine, [request("r", JUMP, scored, method="blend")])
-    assert engine._blending.copied_tokens == 0
+    assert engine.stats().reused_tokens == 0
 
 
 @pytest.mark.parametrize("kv", ["f16", "i8"])

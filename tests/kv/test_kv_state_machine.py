@@ -224,13 +224,13 @@ class KVMachine(RuleBasedStateMachine):
         self.live.append(twin)
         return twin
 
-    @rule(holder=holders)
-    def start_branch(self, holder: Holder) -> None:
+    @rule(holder=holders, variant=st.integers(1, 2))
+    def start_branch(self, holder: Holder, variant: int) -> None:
         """From now on its KV is not what its tokens give by themselves."""
         if holder.root:
             return
         base = tuple(holder.tokens[: holder.shared])
-        branch = self.branches.start(holder.tenant, int32(base))
+        branch = self.branches.start(holder.tenant, variant, int32(base))
         self.bases[branch.root] = base
         holder.kv.start_branch(branch)
         self.model.locks.remove(holder.lock)
@@ -238,8 +238,8 @@ class KVMachine(RuleBasedStateMachine):
         holder.base, holder.root = holder.shared, branch.root
         self.model.locks += [holder.base_lock, holder.lock]
 
-    @rule(target=holders, tenant=TENANTS, tokens=TOKENS)
-    def match_branch(self, tenant: str, tokens: list[int]) -> object:
+    @rule(target=holders, tenant=TENANTS, tokens=TOKENS, variant=st.integers(1, 2))
+    def match_branch(self, tenant: str, tokens: list[int], variant: int) -> object:
         """Admit a sequence that continues a branch, if that leaves it little to compute."""
         wanted = int32(tokens[:-1])
         exact = self.pool.cache.peek(tenant, wanted)
@@ -248,12 +248,12 @@ class KVMachine(RuleBasedStateMachine):
             (
                 len(base) + len(more)
                 for root, base in self.bases.items()
-                if root.tenant == tenant and path[: len(base)] == base
+                if (root.tenant, root.variant) == (tenant, variant) and path[: len(base)] == base
                 if (more := self.model.longest(root, tokens[len(base) : -1]))
             ),
             default=0,
         )
-        found = self.branches.find(tenant, wanted, exact)
+        found = self.branches.find(tenant, variant, wanted, exact)
         left = len(wanted) - exact.tokens
         if found is None:
             assert reach <= exact.tokens + 3 * left // 4

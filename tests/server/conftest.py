@@ -10,6 +10,7 @@ from running_server import RunningServer, start
 @pytest.fixture(scope="session")
 def server(tiny_folder: Path) -> Iterator[RunningServer]:
     """A server of the tiny model, for tests that leave it as it is."""
-    options = ("--kv-memory", "4MB", "--log-format", "json", "--allow-method", "snapkv")
-    with start(tiny_folder, *options) as server:
+    allowed = ("--allow-method", "snapkv", "--allow-method", "cacheblend")
+    options = ("--kv-memory", "4MB", "--log-format", "json")
+    with start(tiny_folder, *options, *allowed) as server:
         yield server

@@ -1,4 +1,4 @@
-"""Requests that choose a method of KV compression; the server allows SnapKV."""
+"""Requests that choose a method; the server allows SnapKV and CacheBlend."""
 
 import pytest
 from running_server import RunningServer
@@ -30,7 +30,10 @@ def test_a_request_chooses_how_its_own_prompt_is_compressed(
     [
         ("snapk", "midfill.method: there is no method 'snapk'; did you mean 'snapkv'?"),
         ("snapkv:windw=3", "midfill.method: snapkv has no option 'windw'; did you mean 'window'?"),
-        ("cake", "midfill.method: requests may not use 'cake' here; they may use snapkv"),
+        (
+            "cake",
+            "midfill.method: requests may not use 'cake' here; they may use snapkv, cacheblend",
+        ),
     ],
 )
 def test_other_methods_are_refused(
@@ -41,3 +44,27 @@ def test_other_methods_are_refused(
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(error)
     assert response.json()["error"]["param"] == "midfill.method"
+
+
+def test_after_a_jump_kv_comes_from_elsewhere_until_idle_time_has_computed_it(
+    server: RunningServer,
+) -> None:
+    first, second = ("".join(f"{name}_{i} = model[{i}]\n" for i in range(30)) for name in "ab")
+    midfill = {"layout": "psm", "method": "cacheblend:min_run=8,ratio=0.1", "healing": False}
+
+    def ask(prompt: str, suffix: str) -> dict[str, int]:
+        body = {"prompt": prompt, "suffix": suffix, "max_tokens": 2, "temperature": 0}
+        answer = server.complete(**body, midfill=midfill)["midfill"]
+        return {name: answer.get(f"{name}_tokens", 0) for name in ("cached", "computed", "reused")}
+
+    before = server.metric("background_tokens_total")
+    opened = ask(first, second)
+    assert opened["reused"] == 0
+    jumped = ask(second, first)
+    assert jumped["reused"] > opened["computed"] / 2
+    assert jumped["cached"] + jumped["reused"] + jumped["computed"] == opened["computed"]
+    assert server.metric("reused_tokens_total") >= jumped["reused"]
+    server.wait_for(lambda: server.metric("background_tokens_total") > before)
+    server.wait_for(lambda: server.metric("num_requests_background") == 0)
+    again = ask(second, first)
+    assert again == {"cached": opened["computed"] - 1, "computed": 1, "reused": 0}

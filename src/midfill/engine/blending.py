@@ -49,14 +49,12 @@ class Blending:
         pool: the runner's slots.
 
     Attributes:
-        copied_tokens: tokens whose KV was copied and kept in the layers above the check layer.
         computed_row_layers: rows times layers that were computed.
     """
 
     def __init__(self, runner: Runner, pool: KVPool) -> None:
         self._runner = runner
         self._pool = pool
-        self.copied_tokens = 0
         self.computed_row_layers = 0
 
     def start(self, sequence: Sequence) -> None:
@@ -124,7 +122,6 @@ class Blending:
             return 0
         recomputed = int(np.isin(blend.copied, blend.rows).sum())
         sequence.reused_tokens = len(blend.copied) - recomputed
-        self.copied_tokens += sequence.reused_tokens
         sequence.computed, sequence.blend = blend.end, None
         return max(budget // layers, 0)
 

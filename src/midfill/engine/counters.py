@@ -18,6 +18,7 @@ class EngineCounters:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    reused_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
@@ -51,6 +52,7 @@ class EngineCounters:
             slots_cached=pool.cache.evictable_tokens,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
+            reused_tokens=self.reused_tokens,
             computed_tokens=self.computed_tokens,
             generated_tokens=self.generated_tokens,
             preemptions=self.preemptions,

@@ -248,7 +248,7 @@ class Engine:
             _held(sequences[chunk.sequence_id]).reserve(chunk.tokens)
         outputs: list[EngineOutput] = []
         for sequence in admitted:  # once nothing is evicted any more in this step
-            if sequence.reuse is not None:
+            if sequence.reuse is not None and not sequence.by_layers:
                 try:
                     self._blending.start(sequence)
                     if sequence.blend is not None:
@@ -293,6 +293,7 @@ class Engine:
         started, before = time.perf_counter(), self._blending.computed_row_layers
         try:
             left = self._blending.advance(sequence, chunk.tokens)
+            self._counters.reused_tokens += 0 if sequence.blend else sequence.reused_tokens
         except Exception as error:
             outputs += self._fail([sequence], _blend_failure(error))
             return 0

@@ -168,7 +168,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         slots_cached: evictable slots: held by the prefix cache and used by no sequence.
         prompt_tokens: prompt tokens of admitted requests.
         cached_tokens: how many of these were found in the prefix cache.
-        computed_tokens: rows that went through the model, prefill and decode.
+        reused_tokens: prompt tokens of which methods of reuse copied KV from elsewhere and kept it.
+        computed_tokens: rows that went through the model, prefill and decode; rows of blended
+            prompts count by the share of the layers that they went through.
         generated_tokens: sampled tokens.
         preemptions: sequences that went back to the queue for lack of slots.
         evicted_tokens: slots that the prefix cache has evicted.
@@ -197,6 +199,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     slots_cached: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    reused_tokens: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0

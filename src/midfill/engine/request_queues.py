@@ -99,8 +99,8 @@ class RequestQueues:
     def start_branch(self, sequence: Sequence) -> None:
         """Keep what a sequence computes from now on from all that expect exact KV."""
         assert sequence.kv is not None
-        branch = self._branches.start(sequence.tenant, sequence.tokens[: sequence.kv.shared])
-        sequence.kv.start_branch(branch)
+        base = sequence.tokens[: sequence.kv.shared]
+        sequence.kv.start_branch(self._branches.start(sequence.tenant, sequence.reuse, base))
 
     def _find_branch(
         self, sequence: Sequence, exact: CachedPrefix
@@ -108,7 +108,8 @@ class RequestQueues:
         """Return the branch that a sequence continues, and what is cached of it; mostly None."""
         if sequence.reuse is None:
             return None
-        return self._branches.find(sequence.tenant, sequence.matchable_tokens, exact)
+        tokens = sequence.matchable_tokens
+        return self._branches.find(sequence.tenant, sequence.reuse, tokens, exact)
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the head of the queue and release its slots."""

@@ -19,22 +19,25 @@ class Usage:
         prompt_tokens: tokens of the prompts.
         completion_tokens: generated tokens, without those that stand for healed bytes only.
         cached_tokens: prompt tokens that were found in the prefix cache and not computed.
+        reused_tokens: further prompt tokens whose KV a method of reuse took from elsewhere.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reused_tokens: int = 0
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that were computed."""
-        return self.prompt_tokens - self.cached_tokens
+        """Prompt tokens that were computed in all layers."""
+        return self.prompt_tokens - self.cached_tokens - self.reused_tokens
 
     def __add__(self, other: "Usage") -> "Usage":
         return Usage(
             self.prompt_tokens + other.prompt_tokens,
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
+            self.reused_tokens + other.reused_tokens,
         )
 
 
@@ -68,7 +71,7 @@ class Response:
             )
             for index in range(sampling.n)
         ]
-        self._cached_tokens = 0
+        self._cached_tokens = self._reused_tokens = 0
         self._counted_prompt: int | None = None
         self._counted_completion: int | None = None
         self._empty_probability: float | None = None
@@ -86,7 +89,7 @@ class Response:
             prompt = len(self.prompt.token_ids)
         if generated is None:
             generated = sum(answer.tokens for answer in self._answers)
-        return Usage(prompt, generated, self._cached_tokens)
+        return Usage(prompt, generated, self._cached_tokens, self._reused_tokens)
 
     @property
     def empty_probability(self) -> float | None:
@@ -114,6 +117,7 @@ class Response:
             GenerationError: the engine failed on the request.
         """
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        self._reused_tokens = max(self._reused_tokens, output.reused_tokens)
         if output.prompt_tokens is not None:
             self._counted_prompt = output.prompt_tokens
         if output.completion_tokens is not None:

@@ -6,6 +6,7 @@ prompt that was blended, and only sequences that accept such KV look there.
 """
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from midfill.arrays import Int32Array
@@ -38,17 +39,23 @@ class Branches:
         self._branches: OrderedDict[BranchRoot, Branch] = OrderedDict()
         self._next = 0
 
-    def start(self, tenant: str, base: Int32Array) -> Branch:
-        """Return a new, empty branch after [n] int32 ``base``."""
+    def start(self, tenant: str, variant: Hashable, base: Int32Array) -> Branch:
+        """Return a new, empty branch after [n] int32 ``base``.
+
+        Args:
+            tenant: whose it is.
+            variant: how its KV will be made.
+            base: an exact prefix.
+        """
         self._next += 1
-        branch = Branch(BranchRoot(tenant, self._next), base.copy())
+        branch = Branch(BranchRoot(tenant, variant, self._next), base.copy())
         self._branches[branch.root] = branch
         if len(self._branches) > _MAX_BRANCHES:
             self._branches.popitem(last=False)
         return branch
 
     def find(
-        self, tenant: str, tokens: Int32Array, exact: CachedPrefix
+        self, tenant: str, variant: Hashable, tokens: Int32Array, exact: CachedPrefix
     ) -> tuple[Branch, CachedPrefix] | None:
         """Return the branch that leaves far fewer tokens to compute than the exact prefix.
 
@@ -57,6 +64,7 @@ class Branches:
 
         Args:
             tenant: whose branches to search.
+            variant: how their KV was made.
             tokens: [n] int32, those that may come from the cache.
             exact: what the tenant's own tree holds of them.
 
@@ -67,7 +75,9 @@ class Branches:
         most = exact.tokens + 3 * (len(tokens) - exact.tokens) // 4
         for branch in reversed(self._branches.values()):
             start = len(branch.base)
-            if branch.root.tenant != tenant or start > exact.tokens:
+            if (branch.root.tenant, branch.root.variant) != (tenant, variant):
+                continue
+            if start > exact.tokens:
                 continue
             if (tokens[:start] != branch.base).any():
                 continue

@@ -9,7 +9,7 @@ is not exact has further roots (``kv.branches``).
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,10 +25,12 @@ class BranchRoot(NamedTuple):
 
     Attributes:
         tenant: whose it is.
-        number: tells a tenant's branches apart.
+        variant: how its KV was made.
+        number: tells branches apart.
     """
 
     tenant: str
+    variant: Hashable
     number: int
 
 

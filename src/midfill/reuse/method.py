@@ -26,7 +26,9 @@ class LayerKV:
 
 @runtime_checkable
 class ReuseMethod(Protocol):
-    """A method with its hyper-parameters; it has no state."""
+    """A method with its hyper-parameters; it has no state. Equal methods give equal KV."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def check_layer(self) -> int:

@@ -48,16 +48,16 @@ class IdlePrefill:
         self._encode = encode
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by document, or by tenant
 
-    def start(self, document: str, tenant: str) -> None:
+    def start(self, document: str | None, tenant: str, inexact: Prompt | None = None) -> None:
         """Start to prefill what a document will probably need next.
 
         Args:
             document: ``LayoutReport.document``.
             tenant: whose prefix cache to use.
+            inexact: its last prompt, if its KV was taken from elsewhere: it is computed first.
         """
-        self._start(
-            document, lambda: self._prefill(PromptEncoder.expected_prompt, document, tenant)
-        )
+        key = f"tenant-{tenant}" if document is None else document
+        self._start(key, lambda: self._prefill_document(document, tenant, inexact))
 
     def start_context(self, request: InfillRequest) -> None:
         """Start to prefill what a client will probably need next with the request's context."""
@@ -86,6 +86,14 @@ class IdlePrefill:
         )
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._forget(key, task))
+
+    async def _prefill_document(
+        self, document: str | None, tenant: str, inexact: Prompt | None
+    ) -> None:
+        if inexact is not None:
+            await self._compute(inexact.token_ids, tenant)
+        if document is not None:
+            await self._prefill(PromptEncoder.expected_prompt, document, tenant)
 
     async def _prefill(
         self, find: Callable[[PromptEncoder, T], ExpectedPrompt | None], what: T, tenant: str

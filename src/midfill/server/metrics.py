@@ -286,6 +286,10 @@ class _EngineCollector(Collector):
         counters = {
             "num_preemptions": ("Answers put back into the queue.", stats.preemptions),
             "computed_tokens": ("Tokens that went through the model.", stats.computed_tokens),
+            "reused_tokens": (
+                "Prompt tokens whose KV was taken from elsewhere, not from a prefix.",
+                stats.reused_tokens,
+            ),
             "background_tokens": (
                 "Of these, tokens of prompts computed in idle time.",
                 stats.background_tokens,

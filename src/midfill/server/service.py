@@ -24,6 +24,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder
+from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_stops import with_token_stops
 from midfill.infill.formats import FimFormat
@@ -173,7 +174,7 @@ class ModelService:
             with_token_stops(sampling, prompts, self.tokenizer),
             tenant=tenant,
             stream_interval=self._stream_interval if streamed else math.inf,
-            on_complete=lambda: self._prefill_next(prompts, tenant),
+            on_complete=lambda: self._prefill_next(generation.responses, tenant),
             request_id="" if record is None else record.request_id,
             arrived=None if record is None else record.arrived,
         )
@@ -203,9 +204,10 @@ class ModelService:
         self._idle_prefill.close()
         self._encoding.shutdown(cancel_futures=True)
 
-    def _prefill_next(self, prompts: Sequence[Prompt], tenant: str) -> None:
+    def _prefill_next(self, responses: Sequence[Response], tenant: str) -> None:
         """Prepare for the next request of each prompt's document."""
-        for prompt in prompts:
+        for prompt, usage in ((response.prompt, response.usage) for response in responses):
             document = None if prompt.report is None else prompt.report.document
-            if self._prefills_unasked and document is not None:
-                self._idle_prefill.start(document, tenant)
+            inexact = prompt if usage.reused_tokens else None
+            if self._prefills_unasked and (document is not None or inexact is not None):
+                self._idle_prefill.start(document, tenant, inexact)

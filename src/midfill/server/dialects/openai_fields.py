@@ -100,6 +100,8 @@ def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
         "cached_tokens": usage.cached_tokens,
         "computed_tokens": usage.computed_tokens,
     }
+    if usage.reused_tokens:
+        fields["reused_tokens"] = usage.reused_tokens
     if prompt.report.cut is not None:
         fields["cut"] = prompt.report.cut
     if prompt.report.window is not None:
