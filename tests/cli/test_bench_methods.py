@@ -8,7 +8,7 @@ from midfill.bench.methods.results import QUICK, MethodsOptions
 from midfill.bench.methods.variants import Variant
 from midfill.checkpoints.model_store import DEFAULT_MODEL
 from midfill.cli.bench import app
-from midfill.cli.bench_methods import _draw_lines
+from midfill.cli.bench_methods import draw_lines
 from midfill.errors import MidfillError
 
 Call = tuple[list[str], list[Variant], MethodsOptions]
@@ -59,7 +59,7 @@ def test_bad_options_are_one_clear_line(calls: list[Call]) -> None:
 
 def test_holes_are_rests_of_lines_in_the_files() -> None:
     text = "".join(f"value_{i} = compute(first={i}, second={i + 1})\n" for i in range(40))
-    holes = _draw_lines([text, text.replace("value", "result")], 3)
+    holes = draw_lines([text, text.replace("value", "result")], 3)
     assert len({hole.name for hole in holes}) == 3
     for hole in holes:
         whole = hole.prefix + hole.text + hole.suffix

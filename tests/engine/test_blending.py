@@ -128,12 +128,12 @@ class NaiveBlend:
         places = {run.start + i: run.source_start + i for run in runs for i in range(run.length)}
         copied = np.array(sorted(places))
         origin = np.array([places[at] for at in copied])
-        frequencies = layer_frequencies(self.runner.config)[0]
+        frequencies = layer_frequencies(self.runner.config)
         old = []
         for layer in range(3):
             kv = self.kv(origin, layer)
             shift = np.repeat(copied - origin, kv.keys.shape[1]).astype(np.int32)
-            turned = shift_keys(kv.keys.reshape(-1, kv.keys.shape[2]), shift, frequencies)
+            turned = shift_keys(kv.keys.reshape(-1, kv.keys.shape[2]), shift, frequencies, None)
             old.append(LayerKV(turned.reshape(kv.keys.shape), kv.values))
         check = method.check_layer + 1
         hidden = [self.row(tokens, at, None, 0, check) for at in range(runs[-1].end)]

@@ -62,9 +62,10 @@ def test_after_a_jump_kv_comes_from_elsewhere_until_idle_time_has_computed_it(
     assert opened["reused"] == 0
     jumped = ask(second, first)
     assert jumped["reused"] > opened["computed"] / 2
-    assert jumped["cached"] + jumped["reused"] + jumped["computed"] == opened["computed"]
+    total = sum(opened.values())
+    assert sum(jumped.values()) == total
     assert server.metric("reused_tokens_total") >= jumped["reused"]
     server.wait_for(lambda: server.metric("background_tokens_total") > before)
     server.wait_for(lambda: server.metric("num_requests_background") == 0)
     again = ask(second, first)
-    assert again == {"cached": opened["computed"] - 1, "computed": 1, "reused": 0}
+    assert again == {"cached": total - 1, "computed": 1, "reused": 0}

@@ -22,6 +22,7 @@ from midfill.cli.bench_options import (
 from midfill.cli.bench_peers import peers
 from midfill.cli.bench_plugins import plugins
 from midfill.cli.bench_prefill import prefill
+from midfill.cli.bench_reuse import reuse
 from midfill.cli.options import MethodOption, ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
@@ -52,6 +53,7 @@ app.command()(prefill)
 app.command()(plugins)
 app.command()(gateway)
 app.command()(blocks)
+app.command()(reuse)
 
 
 @app.command()

@@ -81,7 +81,7 @@ def methods(
             [name.strip() for name in (models or DEFAULT_MODEL).split(",")],
             variants,
             QUICK if quick else MethodsOptions(),
-            draw_holes=_draw_lines,
+            draw_holes=draw_lines,
             is_exact=is_exact_first_line,
             threads=threads,
             progress=progress,
@@ -100,7 +100,7 @@ def methods(
         plot_methods(report, plot)
 
 
-def _draw_lines(texts: Sequence[str], count: int) -> "list[Hole]":
+def draw_lines(texts: Sequence[str], count: int) -> "list[Hole]":
     """Draw rests of lines out of source files, as the evaluation does."""
     from midfill.bench.methods.results import Hole
     from midfill.evaluation.holes import draw_holes

@@ -1,0 +1,83 @@
+"""midfill bench reuse: what methods of KV reuse save and cost."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midfill.cli.bench_methods import draw_lines
+from midfill.cli.bench_options import JsonOption, LoadedModelOption
+from midfill.cli.options import ThreadsOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
+
+if TYPE_CHECKING:
+    from midfill.bench.reuse.results import ReuseReport
+
+_METHODS = "cacheblend:ratio=0 cacheblend:ratio=0.15 cacheblend:ratio=0.3"
+
+
+def reuse(
+    model: LoadedModelOption = None,
+    methods: Annotated[
+        str, typer.Option(help="Methods with their options, separated by blanks.")
+    ] = _METHODS,
+    windows: Annotated[
+        str,
+        typer.Option(help="Windows of jumps, characters before/after the caret, by commas."),
+    ] = "2000/600,6000/1500",
+    jumps: Annotated[int, typer.Option(min=0, help="Jumps of the caret per window.")] = 60,
+    contexts: Annotated[
+        int, typer.Option(min=0, help="Prompts with files that were shown before.")
+    ] = 12,
+    seed: Annotated[int, typer.Option(help="All chance follows from it.")] = 0,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure methods that take KV from elsewhere: jumps of the caret, files shown before.
+
+    Counted work and time to the first token, and how far its distribution and the answers are from
+    the exact ones.
+    """
+    from midfill.bench.reuse.measure import measure_reuse
+    from midfill.bench.reuse.report import reuse_table
+    from midfill.bench.reuse.results import ReuseOptions
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.errors import MidfillError
+    from midfill.evaluation.metrics import is_exact_first_line
+    from midfill.methods.registry import methods_of, parse_name, resolve_method
+    from midfill.reporting.publish import publish, write_json
+
+    chosen = methods.split()
+    for specification in chosen:
+        resolve_method(specification)
+        if parse_name(specification) not in methods_of("reuse"):
+            raise MidfillError(
+                f"{specification} takes no KV from elsewhere; {', '.join(methods_of('reuse'))} does"
+            )
+    if not jumps and not contexts:
+        raise MidfillError("there is nothing to measure: --jumps or --contexts must be above 0")
+    options = ReuseOptions(
+        methods=chosen,
+        windows=[name.strip() for name in windows.split(",")] if jumps else [],
+        jumps=jumps,
+        contexts=contexts,
+        seed=seed,
+    )
+
+    def save(report: "ReuseReport") -> None:
+        if json is not None:
+            write_json(json, report)
+
+    with show_steps("loading") as progress:
+        report = measure_reuse(
+            model or DEFAULT_MODEL,
+            options,
+            draw_holes=draw_lines,
+            is_exact=is_exact_first_line,
+            threads=threads,
+            progress=progress,
+            save=save,
+        )
+    table = reuse_table(report)
+    publish(report, table.drawn(), table.markdown(), section="reuse", json=json, docs=docs)
