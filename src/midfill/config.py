@@ -56,8 +56,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         adapter: folder of the LoRA adapter that is merged into the model; None for none.
         speculation: verify drafts of an answer's next tokens, copied from its own text, where that
             saves more time than it costs. Answers are the same with and without.
-        method: compresses the KV of every prompt whose request names no method:
-            "cake:budget=256", see ``methods.registry``.
+        method: compresses the KV of every prompt whose request names no method, or takes it from
+            elsewhere: "cake:budget=256", see ``methods.registry``.
         allow_methods: names of the methods that requests may choose; "any" allows all.
     """
 

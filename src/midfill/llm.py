@@ -96,8 +96,8 @@ class LLM:
             adapter: folder of a LoRA adapter to merge into the model, or "none". None takes the
                 adapter that midfill ships for a model of this name, if there is one.
             speculation: draft tokens that copy from the text; never changes an answer.
-            method: compresses the KV of every prompt, as in "cake:budget=256"; see ``midfill
-                methods``.
+            method: compresses the KV of every prompt, as in "cake:budget=256", or takes it from
+                elsewhere, as in "cacheblend"; see ``midfill methods``.
             fim_tokens: the prefix, suffix and middle token, for models that midfill doesn't know.
             window: how much of a long document to show the model around the caret; None takes what
                 the model or its adapter says.

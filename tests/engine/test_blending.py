@@ -10,7 +10,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from serving import Answer, build_engine, next_logits, request, serve
+from serving import Answer, FixedCost, build_engine, next_logits, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.arrays import Int64Array
@@ -48,7 +48,7 @@ def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
 
 @pytest.fixture(autouse=True)
 def blends_whatever_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blending, "_MIN_SAVED_ROWS", 0)
+    monkeypatch.setattr(blending, "MIN_SAVED_ROWS", 0)
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -68,7 +68,7 @@ def asked(name: str, tokens: list[int], method: str = "blend", **fields: object)
     return request(name, tokens, PARAMS, method=method, **fields)
 
 
-def engine_of(runner: CpuRunner | TorchRunner, method: object = BLEND, **options: int) -> Engine:
+def engine_of(runner: CpuRunner | TorchRunner, method: object = BLEND, **options: object) -> Engine:
     return build_engine(runner, methods={"blend": method, "none": None}, **options)
 
 
@@ -399,6 +399,19 @@ def test_a_small_pool_evicts_sources_and_still_answers(llama: Checkpoint) -> Non
         engine = engine_of(runner, ALL)
         assert same(found, expected)
     runner.close()
+
+
+@pytest.mark.parametrize("budget", [24, 128])
+def test_drafts_change_no_bit(runner: CpuRunner, budget: int) -> None:
+    typed = [*JUMP, *BODY[:6]]  # the body goes on like that, so drafts are proposed
+    engines = [
+        after(engine_of(runner, token_budget=budget, step_cost=cost), FIRST)
+        for cost in (None, FixedCost(0.0))
+    ]
+    for tokens in (JUMP, typed):
+        plain, drafted = (ask(engine, tokens) for engine in engines)
+        assert same(drafted, plain)
+    assert engines[1].stats().draft_tokens > 0
 
 
 class Failing(CacheBlend):

@@ -9,7 +9,7 @@ from midfill.cli.values import parse_calibration
 
 app = typer.Typer(
     invoke_without_command=True,
-    help="List the methods of KV compression, or compute what they need to know of a model.",
+    help="List the published methods, or compute what they need to know of a model.",
 )
 
 SpecificationArgument = Annotated[
@@ -47,6 +47,7 @@ def methods(context: typer.Context) -> None:
     Console().print(table, highlight=False)
     calibrated = ", ".join(entry.name for entry in METHODS.values() if entry.calibrator)
     typer.echo("\nmidfill serve --method cake:budget=256 compresses the KV of every prompt.")
+    typer.echo("midfill serve --method cacheblend takes KV of moved text from where it stood.")
     typer.echo("A budget is tokens per layer, or a share of the prompt if below 1.")
     typer.echo(f"For other models than the default one, calibrate these first: {calibrated}.")
     typer.echo("midfill methods calibrate NAME --model MODEL")

@@ -101,7 +101,8 @@ MethodOption = Annotated[
     typer.Option(
         parser=parse_method,
         metavar="NAME[:OPTION=VALUE,...]",
-        help="Compress the KV of every prompt, as in cake:budget=256; see 'midfill methods'.",
+        help="Compress the KV of every prompt, as in cake:budget=256, or take it from elsewhere,"
+        " as in cacheblend:ratio=0.15; see 'midfill methods'.",
     ),
 ]
 MaxTokensOption = Annotated[

@@ -7,6 +7,9 @@ import torch
 from midfill.arrays import Int64Array
 from midfill.reuse.method import LayerKV, ReuseMethod
 
+MIN_SAVED_ROWS = 32
+"""A prompt is blended if that saves the work of so many rows through all layers, or more."""
+
 
 @dataclass
 class Blend:

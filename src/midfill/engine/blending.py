@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from midfill.arrays import Int32Array, Int64Array
-from midfill.engine.blend import Blend
+from midfill.engine.blend import MIN_SAVED_ROWS, Blend
 from midfill.engine.logprobs import one_thread
 from midfill.engine.sequence import Sequence
 from midfill.forward.batch import ForwardBatch
@@ -37,7 +37,6 @@ from midfill.kv.token_runs import TokenRun, find_runs
 from midfill.reuse.method import LayerKV
 
 _MAX_SOURCE_TOKENS = 32_768
-_MIN_SAVED_ROWS = 32
 _MAX_ROWS = 512
 
 
@@ -77,7 +76,7 @@ class Blending:
         copied = sum(run.length for run in runs)
         layers = self._runner.config.layers
         kept_layers = (copied - method.recomputed(copied)) * (layers - method.check_layer - 1)
-        if not runs or kept_layers < _MIN_SAVED_ROWS * layers:
+        if not runs or kept_layers < MIN_SAVED_ROWS * layers:
             return
         with one_thread():
             reference = self._copy(kv, runs, texts, method.check_layer)

@@ -13,6 +13,7 @@ import numpy as np
 
 from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.batching import ScheduledSequence
+from midfill.engine.blend import MIN_SAVED_ROWS
 from midfill.engine.drafting import CERTAIN, SPELLED, Draft, prompt_lookup
 from midfill.engine.scheduler import (
     ScheduleState,
@@ -81,12 +82,13 @@ class Speculation:
         if max_tokens < 1:
             return plan, {}
         drafts, probabilities = {}, {}
+        long = {chunk.sequence_id for chunk in plan.admit if chunk.tokens >= MIN_SAVED_ROWS}
         for sequence_id in sampled_sequences(state, plan):
             sequence = sequences[sequence_id]
             # Siblings that have not forked yet share the row that a draft would follow, and what
             # follows a point of compression is computed over fewer keys.
-            # A prefill that may be blended takes more steps than planned.
-            if sequence.reuse is not None and not sequence.decoding:
+            # A prefill that is blended takes more steps than planned.
+            if sequence.blend is not None or (sequence.reuse is not None and sequence_id in long):
                 continue
             if sequence.pruning is not None:  # each token chooses anew what it attends to
                 continue
