@@ -10,6 +10,8 @@ from itertools import count
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from serving import Answer, FixedCost, build_engine, next_logits, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
@@ -46,9 +48,19 @@ def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
     runner.close()
 
 
-@pytest.fixture(autouse=True)
-def blends_whatever_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blending, "MIN_SAVED_ROWS", 0)
+@pytest.fixture(scope="module")
+def small_pool(llama: Checkpoint) -> Iterator[CpuRunner]:
+    """Room for about two prompts, so that requests wait, are preempted and evict sources."""
+    runner = CpuRunner(llama, slots=330, threads=1, weights="f32", kv_dtype="f32")
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def blends_whatever_it_saves() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blending, "MIN_SAVED_ROWS", 0)
+        yield
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -401,6 +413,13 @@ def test_a_small_pool_evicts_sources_and_still_answers(llama: Checkpoint) -> Non
     runner.close()
 
 
+def test_beside_prompts_that_prefill_by_layers_it_is_blended_in_chunks(runner: CpuRunner) -> None:
+    alone = ask(after(engine_of(runner), FIRST), JUMP)
+    engine = after(engine_of(runner, token_budget=16, by_layers=True), FIRST)
+    assert engine.stats().layered_prompts == 1
+    assert same(ask(engine, JUMP), alone)
+
+
 @pytest.mark.parametrize("budget", [24, 128])
 def test_drafts_change_no_bit(runner: CpuRunner, budget: int) -> None:
     typed = [*JUMP, *BODY[:6]]  # the body goes on like that, so drafts are proposed
@@ -412,6 +431,42 @@ def test_drafts_change_no_bit(runner: CpuRunner, budget: int) -> None:
         plain, drafted = (ask(engine, tokens) for engine in engines)
         assert same(drafted, plain)
     assert engines[1].stats().draft_tokens > 0
+
+
+PIECES = [text(30, seed) for seed in range(60, 65)]
+MADE_OF_PIECES = st.lists(st.integers(0, 4), min_size=1, max_size=5).map(
+    lambda order: [1, *(token for piece in order for token in PIECES[piece])]
+)
+
+
+@given(
+    prompts=st.lists(st.tuples(MADE_OF_PIECES, st.integers(0, 30)), min_size=2, max_size=6),
+    cancelled=st.dictionaries(st.integers(1, 30), st.integers(0, 5), max_size=2),
+    budget=st.sampled_from([7, 40, 128]),
+    cost=st.sampled_from([None, FixedCost(0.0)]),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_order_of_requests_gives_whole_prompts_their_bits(
+    small_pool: CpuRunner,
+    prompts: list[tuple[list[int], int]],
+    cancelled: dict[int, int],
+    budget: int,
+    cost: FixedCost | None,
+) -> None:
+    """With all tokens computed again, wherever KV is copied from leaves no trace."""
+    engine = engine_of(small_pool, ALL, token_budget=budget, step_cost=cost)
+    arrivals: dict[int, list[EngineRequest]] = {}
+    for number, (tokens, step) in enumerate(prompts):
+        arrivals.setdefault(step, []).append(asked(f"r{number}", tokens))
+    cancellations = {step: f"r{number}" for step, number in cancelled.items()}
+    found = serve(engine, arrivals=arrivals, cancellations=cancellations)
+    for number, (tokens, _) in enumerate(prompts):
+        answer = found[f"r{number}", 0]
+        whole = exact(small_pool, tokens)
+        count = len(answer.tokens)
+        assert answer.tokens == whole.tokens[:count]
+        assert answer.logprobs == whole.logprobs[:count]
+        assert answer.finish_reason == "cancelled" or count == len(whole.tokens)
 
 
 class Failing(CacheBlend):

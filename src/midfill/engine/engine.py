@@ -248,7 +248,7 @@ class Engine:
             _held(sequences[chunk.sequence_id]).reserve(chunk.tokens)
         outputs: list[EngineOutput] = []
         for sequence in admitted:  # once nothing is evicted any more in this step
-            if sequence.reuse is not None and not sequence.by_layers:
+            if sequence.reuse is not None:
                 try:
                     self._blending.start(sequence)
                     if sequence.blend is not None:
