@@ -12,7 +12,6 @@ import uvicorn
 
 from midfill.gateway.options import GatewayOptions
 from midfill.gateway.run import Gateway, open_gateway
-from midfill.server.app import create_app
 from midfill.server.key_ring import KeyRing
 from midfill.server.listening import bind
 
@@ -53,7 +52,7 @@ async def serve(
     ring = KeyRing(keys)
     given = GatewayOptions(upstreams=upstreams, **{"wait": 0.0, "upstream_timeout": 20, **options})
     async with open_gateway(given, ring.tenants) as gateway:
-        config = uvicorn.Config(create_app(gateway.service, ring), log_config=None, lifespan="off")
+        config = uvicorn.Config(gateway.app(ring), log_config=None, lifespan="off")
         server = uvicorn.Server(config)
         with bind("127.0.0.1", 0) as listener:
             listener.listen()

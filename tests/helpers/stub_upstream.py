@@ -100,12 +100,14 @@ class StubUpstream:
         behaviour: how it answers completions; may be changed while it runs.
         received: the completions that it was asked for.
         hold: seconds between two pieces of an answer.
+        chats: the chats that it was asked for.
     """
 
     model: StubModel = field(default_factory=StubModel)
     behaviour: Behaviour = "well"
     received: list[Received] = field(default_factory=list)
     hold: float = 0.0
+    chats: list[dict[str, Any]] = field(default_factory=list)
     port: int = 0
     healthy: bool = True
     tokenized: int = 0
@@ -212,6 +214,17 @@ class StubUpstream:
             _send(writer, 200, {"tokens": ids})
         elif path in ("/v1/completions", "/completion"):
             await self._complete(path, body, headers, reader, writer)
+        elif path == "/v1/chat/completions":
+            self.chats.append(body)
+            if self.behaviour == "fails":
+                _send(writer, 500, {"error": {"message": "no"}})
+            elif "messages" not in body:
+                _send(writer, 400, {"error": {"message": "messages are missing"}})
+            else:
+                begin(writer)
+                for piece in ("Hello", " there"):
+                    write(writer, b"data: " + json.dumps({"said": piece}).encode() + b"\n\n")
+                write(writer, b"")
         else:
             _send(writer, 404, {"error": {"message": f"nothing at {path}"}})
         await writer.drain()

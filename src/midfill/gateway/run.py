@@ -11,11 +11,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import aiohttp
+from starlette.types import ASGIApp
 
 from midfill.errors import MidfillError
 from midfill.frontend.prompts import PromptEncoder
 from midfill.gateway.calls import UpstreamFailedError
 from midfill.gateway.character_tokenizer import CHARACTERS_PER_TOKEN
+from midfill.gateway.chat import chat_dialect
 from midfill.gateway.described_upstream import DescribedUpstream, describe
 from midfill.gateway.discovery import ServedModel, discover
 from midfill.gateway.engine import GatewayEngine
@@ -26,7 +28,8 @@ from midfill.gateway.prompt_text import UpstreamPrompts
 from midfill.gateway.spelled_tokens import SpelledTokens
 from midfill.gateway.upstream import Upstream
 from midfill.infill.window import WindowRule
-from midfill.server.app import create_app
+from midfill.server.app import DIALECTS, create_app
+from midfill.server.dialects import openai_chat
 from midfill.server.key_ring import KeyRing
 from midfill.server.listening import (
     answer_until_stopped,
@@ -70,6 +73,11 @@ class Gateway:
         self._options = options
         self._session = session
         self._reloading: asyncio.Task[None] | None = None
+
+    def app(self, keys: KeyRing, traces: Traces | None = None) -> ASGIApp:
+        """Return the ASGI application."""
+        dialects = [each for each in DIALECTS if each is not openai_chat.DIALECT]
+        return create_app(self.service, keys, traces, [*dialects, chat_dialect(self.pool)])
 
     def start_reload(self) -> None:
         """Start to read the file of upstreams again."""
@@ -199,7 +207,7 @@ async def _serve(
             if on_ready is not None:
                 on_ready(url_of(listener), gateway)
 
-        app = create_app(gateway.service, keys, traces)
+        app = gateway.app(keys, traces)
 
         def reload() -> None:
             keys.reload()

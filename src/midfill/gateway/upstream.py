@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
@@ -24,6 +25,20 @@ _MAX_ERROR_BYTES = 65_536
 _JSON = {"content-type": "application/json"}
 _HEALTH = dict.fromkeys(("vllm", "sglang", "llama.cpp", "midfill"), "/health")
 _TOO_LONG = ("context length", "context size", "maximum context", "context_length", "too long")
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """A response that is passed on.
+
+    Attributes:
+        status, content_type: of the response.
+        chunks: its body.
+    """
+
+    status: int
+    content_type: str
+    chunks: AsyncIterator[bytes]
 
 
 class Upstream:
@@ -113,6 +128,43 @@ class Upstream:
         finally:
             self.running -= 1
             self.breaker.record_given_up()
+
+    @contextlib.asynccontextmanager
+    async def relay(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Relayed, None]:
+        """Send a request; give its response as it comes, what a client has done wrong included.
+
+        Raises:
+            UpstreamFailedError: it can't be reached, or doesn't answer.
+        """
+        self.running += 1
+        self.requests += 1
+        self.breaker.record_sent()
+        try:
+            async with await self._answer(path, body) as response:
+                yield Relayed(response.status, response.content_type, response.content.iter_any())
+            self.breaker.record_success()
+        except UpstreamFailedError as failure:
+            self.record_failure(failure)
+            raise
+        finally:
+            self.running -= 1
+            self.breaker.record_given_up()
+
+    async def _answer(self, path: str, body: Mapping[str, Any]) -> aiohttp.ClientResponse:
+        """Return the response to a request, unless it shows that the upstream has failed."""
+        try:
+            response = await self._session.post(
+                self.address + path,
+                data=msgspec.json.encode(body),
+                headers=_JSON,
+                timeout=self._timeout,
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            raise UpstreamFailedError(self._reason(error)) from None
+        if response.status in (401, 403, 429) or response.status >= 500:
+            async with response:
+                raise await _refusal(response, path)
+        return response
 
     async def get(self, path: str) -> Any:
         """Return the JSON that it has at a path; None if there is nothing.
