@@ -165,6 +165,17 @@ def test_whole_chunks_are_shared_among_prompts_under_the_method_only(
 
 
 @each_method
+def test_prompts_of_which_nothing_is_listed_share_the_exact_cache(
+    runner: CpuRunner, name: str
+) -> None:
+    method = small_method(name, runner.config)
+    one = build_engine(runner, methods={"sparse": method, "none": None})
+    for asked, cached in (("sparse", 0), ("none", 59), ("sparse", 59)):
+        found = serve(one, [request("r", prompt(60), PARAMS, method=asked)])["r", 0]
+        assert found.cached_tokens == cached
+
+
+@each_method
 def test_scored_prompts_and_later_questions(runner: CpuRunner, name: str) -> None:
     method = small_method(name, runner.config)
     scored = EngineSamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)

@@ -52,8 +52,7 @@ class MethodKinds:
             )
         if isinstance(method, PrefillMethod):
             tokens = sequence.tokens[: sequence.compress_after]
-            sequence.sparse_prefill = SparsePrefill(
-                method, tokens, self._chunk_numbers, self.key_pairs
-            )
+            sparse = SparsePrefill(method, tokens, self._chunk_numbers, self.key_pairs)
+            sequence.sparse_prefill = sparse if sparse.lists_any else None
         if isinstance(method, CompressionMethod):
             sequence.compress_with(method, self._compressed)

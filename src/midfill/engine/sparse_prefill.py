@@ -97,6 +97,11 @@ class SparsePrefill:
         self._pairs = pairs
 
     @property
+    def lists_any(self) -> bool:
+        """Whether the method lists any chunk; otherwise the prompt is computed exactly."""
+        return any(self.listed_chunk(start) for start in range(0, self._tokens, self._size))
+
+    @property
     def _size(self) -> int:
         return self._method.chunk_tokens
 
