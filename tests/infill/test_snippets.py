@@ -95,11 +95,12 @@ class TestOnRequest:
         document.adopt_on_request(account, ring(0), 0)
         spent = account.spent
         other = DocumentSnippets()
-        other.adopt_on_request(account, ring(2), 0)
+        other.adopt_on_request(account, ring(9), 0)  # other parts of the same files
         assert other.standing == ring(0)
         assert account.spent == spent
+        stranger = tuple(ContextFile(file.text, f"elsewhere/{file.path}") for file in ring(7))
         alone = DocumentSnippets()
-        alone.adopt_on_request(account, ring(7), 0)  # nothing in common, and nothing left to spend
+        alone.adopt_on_request(account, stranger, 0)  # nothing in common, and nothing left to spend
         assert alone.standing == ()
 
 

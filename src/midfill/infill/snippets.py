@@ -88,11 +88,11 @@ class DocumentSnippets:
         Args:
             account: of the tenant.
             offered: the request's snippets. A new document takes what another one has shown last
-                if that has any of them.
+                if that is of any of the same files, and so from the same client.
             cached: characters of the document in the cache behind the standing snippets.
         """
         self.offered = offered
-        if not (self.standing or cached) and not set(offered).isdisjoint(account.standing):
+        if not (self.standing or cached) and _of_same_files(offered, account.standing):
             self.standing = account.standing  # in the cache, behind which the document is new
         if self._buys(account, cached, _ON_REQUEST):
             self.standing, self.preparing = _ordered(offered, self.standing), None
@@ -168,6 +168,13 @@ def _ordered(offered: Snippets, standing: Snippets) -> Snippets:
 def _common_start(one: Snippets, other: Snippets) -> Snippets:
     pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return tuple(file for file, _ in pairs)
+
+
+def _of_same_files(one: Snippets, other: Snippets) -> bool:
+    """Return whether two clients' snippets have a file in common, by path or by text."""
+    return not {file.path or file.text for file in one}.isdisjoint(
+        file.path or file.text for file in other
+    )
 
 
 def _length(files: Snippets) -> int:
