@@ -92,6 +92,11 @@ def test_the_first_token_is_in_no_run() -> None:
     assert (run.start, run.source_start, run.length) == (1, 1, 19)
 
 
+def test_a_token_repeated_for_long_is_a_run_of_its_first_places() -> None:
+    (first, *_) = find_runs(ids([1] + [7] * 3000), 0, [ids([1] + [7] * 9000)], 16)
+    assert (first.start, first.source_start, first.length) == (1, 1, 3000)
+
+
 def test_a_long_text_takes_the_longest_of_many_places() -> None:
     generator = np.random.default_rng(0)
     sources = [ids(generator.integers(0, 50, 4000)) for _ in range(4)]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from midfill.arrays import Int32Array, Int64Array
 
 _SEPARATOR = -1
+_MAX_PLACES = 256  # so that a text of one token, repeated, takes no time
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no bit of a token is lost
 _SEED = np.uint64(0x2545F4914F6CDD1D)
 
@@ -49,9 +50,10 @@ def find_runs(
     """Return runs of [n] int32 ``tokens`` that stand in one of ``sources``, in order.
 
     From ``start`` on, the longest run that begins at a token is taken; among equally long ones the
-    first source's, and in it the first. The search goes on after it, or at the next token if no
-    source has as many as ``min_length``. Runs don't overlap. A text's first token is never part of
-    a run: models attend to it from everywhere, and its KV suits no other place.
+    first source's, and in it the first. (Of more places than 256, the first 256 are tried.) The
+    search goes on after it, or at the next token if no source has as many as ``min_length``. Runs
+    don't overlap. A text's first token is never part of a run: models attend to it from everywhere,
+    and its KV suits no other place.
 
     Args:
         tokens: a prompt.
@@ -102,10 +104,10 @@ class _Index:
         return holds
 
     def places(self, wanted: np.uint64) -> Int64Array:
-        """Return the places of a fingerprint's windows, ascending."""
+        """Return the first places of a fingerprint's windows, ascending."""
         first = np.searchsorted(self._sorted, wanted, side="left")
         end = np.searchsorted(self._sorted, wanted, side="right")
-        return self._order[first:end]
+        return self._order[first : min(end, first + _MAX_PLACES)]
 
 
 def _fingerprints(tokens: Int32Array, size: int) -> NDArray[np.uint64]:
