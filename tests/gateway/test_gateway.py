@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from gateway_serving import run, serve
-from stub_upstream import StubModel, StubUpstream
+from stub_upstream import PAD, StubModel, StubUpstream
 
 PREFIX = "".join(f"value_{number} = {number}\n" for number in range(60))
 SUFFIX = "\nprint(value_1)\n"
@@ -63,6 +63,18 @@ def test_llama_cpp_is_asked_in_its_own_api_once_per_answer() -> None:
             assert [each["text"] for each in answer["choices"]] == [" x + 1"] * 2
             assert [each.path for each in upstream.received] == ["/completion"] * 2
             assert {each.body["seed"] for each in upstream.received} == {5, 6}
+
+    run(test())
+
+
+def test_a_token_that_llama_cpp_does_not_end_with_ends_the_answer() -> None:
+    async def test() -> None:
+        model = StubModel(answer=lambda _: f" a{PAD}{PAD}bcd", owner="llamacpp")
+        with StubUpstream(model) as upstream:
+            async with serve(upstream.url) as gateway:
+                answer = await gateway.complete(prompt="x =", suffix="\n")
+            assert answer["choices"][0]["text"] == " a"
+            assert answer["choices"][0]["finish_reason"] == "stop"
 
     run(test())
 

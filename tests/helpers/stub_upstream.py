@@ -20,6 +20,8 @@ Behaviour = Literal[
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>", "<|fim_pad|>",
         "<|repo_name|>", "<|file_sep|>", "<|im_end|>")  # fmt: skip
+PAD = "\ue000"
+"""In an answer of llama.cpp's kind: the special token <|fim_pad|>, which has no text."""
 _SPECIAL = 0x200000  # ids of special tokens
 _BOS = 0x300000
 
@@ -312,7 +314,9 @@ class StubUpstream:
         prompt_tokens = len(request.ids)
         if path == "/completion":
             events: list[dict[str, Any]] = [
-                {"content": piece, "tokens": list(map(ord, piece)), "stop": False}
+                {"content": "", "tokens": [_SPECIAL + 4], "stop": False}
+                if PAD in piece
+                else {"content": piece, "tokens": list(map(ord, piece)), "stop": False}
                 for piece in pieces
             ]
             kind = "limit" if ended == "length" else "eos"

@@ -78,6 +78,11 @@ class UpstreamApi(Protocol):
         """Maximum number of answers of one call."""
         ...
 
+    @property
+    def ends_by_token(self) -> bool:
+        """Whether an answer ends with the first of ``stop_token_ids``."""
+        ...
+
     def body(self, call: Call) -> dict[str, Any]:
         """Return the JSON body to send."""
         ...

@@ -364,10 +364,13 @@ class _Answers:
             async with contextlib.aclosing(upstream.pieces(call)) as pieces:
                 async for piece in pieces:
                     self._count(piece, ask)
+                    taken = _ended(piece, call, upstream)
                     if piece.index is not None:
-                        self._take(piece, ask)
+                        self._take(taken, ask)
                     if piece.completion_tokens is not None:
                         self._tell_last(ask)
+                    if taken is not piece and not ask.unfinished:
+                        break  # the upstream would go on
                     # Read to the end all the same: the connection can then be used again.
         except UpstreamFailedError:
             if ask.unfinished:
@@ -466,6 +469,14 @@ class _Answers:
             output = msgspec.structs.replace(output, prefill_seconds=seconds)
         self._passed_on = True
         self._stream.put(output)
+
+
+def _ended(piece: Piece, call: Call, upstream: Upstream) -> Piece:
+    """Return a piece, which ends its answer where it holds a token that the upstream can't see."""
+    if upstream.api.ends_by_token or piece.finish_reason is not None:
+        return piece
+    ends = set(call.sampling.stop_token_ids).intersection(piece.token_ids)
+    return dataclasses.replace(piece, finish_reason="stop") if ends else piece
 
 
 def _spare_tokens(request: EngineRequest, ids: Sequence[int], upstream: Upstream) -> int:

@@ -15,6 +15,7 @@ class LlamaCppApi:
 
     path = "/completion"
     max_answers = 1
+    ends_by_token = False
 
     def body(self, call: Call) -> dict[str, Any]:
         """Return the JSON body to send."""
@@ -44,8 +45,8 @@ class LlamaCppApi:
         if not isinstance(event.get("content"), str):
             raise UpstreamFailedError("sent an event without content; is it llama.cpp's server?")
         ids = event.get("tokens")
-        tokens = tuple(ids) if isinstance(ids, list) and event["content"] else ()
         ended = event.get("stop") is True
+        tokens = tuple(ids) if isinstance(ids, list) and not ended else ()
         timings = event.get("timings")
         cached = whole(timings.get("cache_n")) if isinstance(timings, Mapping) else None
         yield Piece(

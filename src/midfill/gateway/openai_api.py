@@ -22,6 +22,7 @@ class CompletionsApi:
 
     path = "/v1/completions"
     max_answers = MAX_ANSWERS
+    ends_by_token = True
 
     def __init__(self, kind: OpenAIKind = "openai") -> None:
         self._kind = kind

@@ -14,6 +14,7 @@ from midfill.gateway.upstream import ApiName, Upstream
 _log = logging.getLogger(__name__)
 
 HEALTH_SECONDS = 5.0  # between two checks of an upstream
+_SLOW_CHECKS = 3  # in a row, after which a server is not only busy
 
 
 class UpstreamPool:
@@ -113,8 +114,11 @@ class UpstreamPool:
                 raise UpstreamFailedError(
                     f"serves {', '.join(names) or 'no model'} now instead of {upstream.model}"
                 )
-            upstream.fault = None
+            upstream.fault, upstream.slow_checks = None, 0
         except UpstreamFailedError as failure:
+            upstream.slow_checks += failure.busy
+            if failure.busy and upstream.fault is None and upstream.slow_checks < _SLOW_CHECKS:
+                return
             upstream.fault = str(failure)
         if self._known.get(upstream.address) != upstream.fault:
             self._known[upstream.address] = upstream.fault

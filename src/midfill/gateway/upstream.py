@@ -59,6 +59,7 @@ class Upstream:
         model: its name of the model.
         fault: why health checks rule it out; None if they don't.
         draining: whether it gets no new requests.
+        slow_checks: health checks in a row that it was too slow to answer.
         failures, requests: counters.
         block_tokens: its cache's granularity in tokens; None if unknown.
     """
@@ -73,6 +74,7 @@ class Upstream:
         self.model = ""
         self.fault: str | None = "has not answered yet"
         self.draining = False
+        self.slow_checks = 0
         self.failures = 0
         self.requests = 0
         self.block_tokens: int | None = None
@@ -198,7 +200,7 @@ class Upstream:
                 if response.status >= 400:
                     raise UpstreamFailedError(f"answers {path} with status {response.status}")
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise UpstreamFailedError(self._reason(error)) from None
+            raise self._unanswered(error) from None
 
     @contextlib.asynccontextmanager
     async def _post(
@@ -230,7 +232,12 @@ class Upstream:
         except msgspec.DecodeError:
             raise UpstreamFailedError(f"answers {path} with what is no JSON") from None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise UpstreamFailedError(self._reason(error)) from None
+            raise self._unanswered(error) from None
+
+    def _unanswered(self, error: Exception) -> UpstreamFailedError:
+        """Return the failure of a short question; too slow an answer may mean a busy server."""
+        slow = isinstance(error, TimeoutError)
+        return UpstreamFailedError(self._reason(error, self._limits), busy=slow)
 
     def record_failure(self, failure: UpstreamFailedError) -> None:
         """Record that it has failed."""
@@ -238,14 +245,20 @@ class Upstream:
             self.failures += 1
             self.breaker.record_failure()
 
-    def _reason(self, error: Exception) -> str:
-        """Return what went wrong on the way to it, on one line."""
+    def _reason(self, error: Exception, limits: aiohttp.ClientTimeout | None = None) -> str:
+        """Return what went wrong on the way to it, on one line.
+
+        Args:
+            error: what was raised.
+            limits: how long it had to answer; None is a completion's.
+        """
         if isinstance(error, aiohttp.ClientConnectorError):
             number = error.os_error.errno
             reason = os.strerror(number) if number is not None and number > 0 else error.os_error
             return f"can't be reached ({reason})"
         if isinstance(error, TimeoutError | asyncio.TimeoutError):
-            return f"has sent nothing for {self._timeout.sock_read:g} s"
+            seconds = self._timeout.sock_read if limits is None else limits.total
+            return f"has sent nothing for {seconds:g} s"
         if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError):
             return "closed the connection early"
         text = " ".join(str(error).split())[:200]
