@@ -3,9 +3,9 @@
 Some plugins send parts of other texts with every request: a ring of chunks (llama.vim), the files
 that were opened last (Continue), what a search has found (Tabby). They stand before the document,
 so a change among them costs the document, too, and there is nearly always one: they are whatever
-the plugin happens to have seen. How much of them a model needs is measured (``midfill eval
-snippets``), and so is how little it matters whether they are the newest. So they are hints: a
-document keeps those that it shows until others are worth their price.
+the plugin happens to have seen. How much of them a model profits from is measured (``midfill eval
+snippets``). They are hints: a document keeps those that it shows until others are worth their
+price.
 
 Everything is counted in characters. *Standing* snippets begin the document's cached prompts,
 *offered* ones came with its last request. To adopt these costs what they hold behind their common
