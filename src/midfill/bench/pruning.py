@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import cast
@@ -23,16 +24,17 @@ from midfill.bench.counting_runner import CountingRunner
 from midfill.bench.methods.haystacks import Haystacks, names
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.model_store import resolve, resolve_adapter
-from midfill.checkpoints.opening import open_model
-from midfill.compression.method import Method
+from midfill.checkpoints.opening import model_digest, open_model
+from midfill.compression.method import Method, ServedModel
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
-from midfill.errors import GenerationError
+from midfill.errors import GenerationError, InvalidRequestError
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.runner import Runner
 from midfill.methods.rows.lazyllm import LazyLLM
+from midfill.methods.rows.uncomp_stage import UNCompStage
 from midfill.models.config import ModelConfig
 from midfill.reporting.result_table import ResultTable
 from midfill.runners.cpu_runner import CpuRunner
@@ -40,6 +42,7 @@ from midfill.runners.loading import load_runner
 from midfill.system.machine import Machine, describe_machine
 
 KEEP = (0.7, 0.5, 0.3)
+STAGES = (0.4, 0.2)
 DENSE = "all rows"
 _GOLD_CHARACTERS = 48
 _DEPTHS = (0.1, 0.4, 0.7)
@@ -129,14 +132,20 @@ class PruningReport(msgspec.Struct, frozen=True, kw_only=True):
     variants: list[VariantAnswers]
 
 
-def variants() -> dict[str, Method | None]:
-    """Return what is measured, by name; the first keeps all rows."""
+def variants(served: ServedModel) -> dict[str, Method | None]:
+    """Return what is measured, by name; the first keeps all rows.
+
+    A method that isn't calibrated for the model is left out.
+    """
     found: dict[str, Method | None] = {DENSE: None}
     for share in KEEP:
         lazy = LazyLLM(keep=f"{share:g}")
         found[f"lazyllm:keep={share:g}"] = lazy
         found[f"lazyllm:keep={share:g},revive=0"] = LazyLLM(keep=f"{share:g}", revive=0)
         found[f"random {share:g}"] = cast(Method, RandomTokens(lazy))
+    with suppress(InvalidRequestError):
+        for least in STAGES:
+            found[f"uncomp-stage:least={least:g}"] = UNCompStage(least=least).for_model(served)
     return found
 
 
@@ -166,7 +175,8 @@ def measure_pruning(
     runner = load_runner(checkpoint, options)
     assert isinstance(runner, CpuRunner)
     load = os.getloadavg()[0]
-    methods = variants()
+    served = ServedModel(config=checkpoint.config, digest=model_digest(checkpoint))
+    methods = variants(served)
     bench = _Bench(checkpoint, runner, methods, tokens)
     haystacks = Haystacks(bench.encode, seed=0)
     probes = _probes(checkpoint, haystacks, bench.encode, tokens, repeats)
@@ -343,7 +353,7 @@ def pruning_table(report: PruningReport) -> ResultTable:
     return ResultTable(
         rows=[_cells(one, dense, report.tasks) for one in report.variants],
         caption=(
-            f"{report.model}, {report.threads} threads: {len(report.tasks)} prompts of"
+            f"{report.model}, threads: {report.threads}; {len(report.tasks)} prompts of"
             f" {report.tokens:,} tokens of {report.text}, in one step, none of it cached. TTFT and"
             " its processor time: median of the ratio to all rows on the same prompt, moments"
             " apart. Rows: times layers, until the first token, beside all rows'; key pairs"

@@ -50,6 +50,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         case: how it was prefilled.
         streams: answers that were being decoded.
         ttft: seconds to the prompt's first token.
+        processor: processor seconds until then.
         longest_gap: seconds, the longest between two tokens of a stream meanwhile; 0 without.
         mean_gap: seconds, the mean.
         steps: forward passes.
@@ -59,6 +60,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
     streams: int
     ttft: float
+    processor: float
     longest_gap: float
     mean_gap: float
     steps: int
@@ -72,11 +74,13 @@ class Stops(msgspec.Struct, frozen=True, kw_only=True):
         rows: of the prefill.
         stops: number of stops.
         ratio: time with stops over time in one call, the median over pairs.
+        processor: the same of processor time.
     """
 
     rows: int
     stops: int
     ratio: float
+    processor: float
 
 
 class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +89,7 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     machine: Machine
     load: float
+    threads: int
     prompt: int
     repeats: int
     outcomes: list[Outcome]
@@ -127,6 +132,7 @@ def measure_schedulers(
         model=model,
         machine=describe_machine(),
         load=max(before, os.getloadavg()[0]),
+        threads=runner.threads,
         prompt=prompt,
         repeats=repeats,
         outcomes=[_median(outcomes) for outcomes in rounds.values()],
@@ -165,19 +171,21 @@ class _Bench:
         engine.step()
         counting.restart()
         before = engine.stats().steps
-        started = last = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
+        last = started
         self._ask(engine, "prompt", self.prompt, 1)
         gaps = []
         while "prompt" not in {output.request_id for output in engine.step()}:
             now = time.perf_counter()
             gaps.append(now - last)
             last = now
-        ended = time.perf_counter()
+        ended, used = time.perf_counter(), time.process_time() - used
         gaps.append(ended - last)
         return Outcome(
             case=case,
             streams=streams,
             ttft=ended - started,
+            processor=used,
             longest_gap=max(gaps) if streams else 0.0,
             mean_gap=sum(gaps) / len(gaps) if streams else 0.0,
             steps=engine.stats().steps - before,
@@ -211,24 +219,25 @@ def measure_stops(runner: CpuRunner, *, rows: int, pairs: int) -> Stops:
             runner.run_layers(batch, hidden, layer, layer + 1)
         runner.compute_logits(batch, hidden)
 
-    ratios = []
+    ratios, processor = [], []
     for pair in range(pairs + 1):
-        times = {}
+        times: dict[Callable[[], None], tuple[float, float]] = {}
         order = (in_one_call, layer_by_layer) if pair % 2 else (layer_by_layer, in_one_call)
         for run in order:
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             run()
-            times[run] = time.perf_counter() - started
+            times[run] = time.perf_counter() - started, time.process_time() - used
         if pair:  # the first one warms up
-            ratios.append(times[layer_by_layer] / times[in_one_call])
-    return Stops(rows=rows, stops=layers + 1, ratio=median(ratios))
+            ratios.append(times[layer_by_layer][0] / times[in_one_call][0])
+            processor.append(times[layer_by_layer][1] / times[in_one_call][1])
+    return Stops(rows=rows, stops=layers + 1, ratio=median(ratios), processor=median(processor))
 
 
 def _median(outcomes: Sequence[Outcome]) -> Outcome:
     """Return the medians of the times; the work is the same in each repeat."""
     times = {
         name: median(getattr(one, name) for one in outcomes)
-        for name in ("ttft", "longest_gap", "mean_gap")
+        for name in ("ttft", "processor", "longest_gap", "mean_gap")
     }
     return msgspec.structs.replace(outcomes[-1], **times)
 
@@ -245,7 +254,8 @@ def scheduler_table(report: SchedulerReport) -> ResultTable:
             " runs, in turn. Weights: of a layer, or the head, once per call that runs it. Rows:"
             " times the layers that they run through. Keys: once per request, call and layer."
             f" A prefill of {stops.rows:,} rows that stops {stops.stops} times takes"
-            f" {stops.ratio:.3f} times as long as one without stops (median of pairs)."
+            f" {stops.ratio:.3f} times as long as one without stops, and {stops.processor:.3f}"
+            f" times the processor time (medians of pairs). Threads: {report.threads};"
             f" {report.machine}; load {report.load:.1f}."
         ),
     )
@@ -258,6 +268,7 @@ def _cells(outcome: Outcome) -> dict[str, str]:
         "prefill": outcome.case.name,
         "decoding": str(outcome.streams),
         "TTFT ms": f"{outcome.ttft * 1e3:,.0f}",
+        "processor ms": f"{outcome.processor * 1e3:,.0f}",
         "longest gap ms": f"{outcome.longest_gap * 1e3:,.0f}" if gap else "",
         "mean gap ms": f"{outcome.mean_gap * 1e3:,.0f}" if gap else "",
         "steps": str(outcome.steps),
