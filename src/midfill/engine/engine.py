@@ -4,7 +4,7 @@ A step goes through five stages:
 
 1. the policies plan it from the queues' state (``scheduler.py``, ``policies/``);
 2. drafts are proposed and chosen (``speculation.py``);
-3. the plan is applied: preemptions, admissions, slots (``request_queues.py``);
+3. the plan is applied: preemptions, admissions, slots (``plan_execution.py``);
 4. the runner computes one packed batch (``batching.py``);
 5. tokens are sampled, drafts verified (``verification.py``), and computed KV is committed.
 """
@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from midfill.compression.method import Method
 from midfill.engine.batching import ScheduledSequence, schedule
@@ -23,6 +23,7 @@ from midfill.engine.counters import EngineCounters
 from midfill.engine.drafting import Draft
 from midfill.engine.layered_step import run_step
 from midfill.engine.method_kinds import MethodKinds
+from midfill.engine.plan_execution import PlanExecution
 from midfill.engine.prompt_scores import record_scores
 from midfill.engine.request import (
     EngineOutput,
@@ -32,7 +33,7 @@ from midfill.engine.request import (
     TenantStats,
 )
 from midfill.engine.request_queues import RequestQueues
-from midfill.engine.scheduler import Chunk, SchedulerPolicy, StepPlan
+from midfill.engine.scheduler import SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.engine.sparse_prefill import KeyPairs
 from midfill.engine.speculation import DraftCounts, Speculation
@@ -114,6 +115,10 @@ class Engine:
         self._counters = EngineCounters()
         self._methods = MethodKinds(runner, self._compression.config)
         self._tenants = TenantCounters()
+        self._execution = PlanExecution(
+            runner.config.layers, self._queues, self._blending, self._counters, self._tenants,
+            self._fail,
+        )  # fmt: skip
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; ``step`` returns its outputs.
@@ -170,8 +175,8 @@ class Engine:
             plan, drafts = self._plan()
             for sequence_id in plan.drop:
                 outputs += self._finish(self._queues.sequences[sequence_id], "cancelled")
-            outputs += self._apply(plan)
-            plan = self._blend(plan, outputs)
+            outputs += self._execution.apply(plan)
+            plan = self._execution.blend(plan, outputs)
             scheduled = schedule(plan, drafts, self._queues.sequences, self._runner.config.layers)
             if scheduled:
                 outputs += self._run(scheduled)
@@ -210,7 +215,7 @@ class Engine:
         """
         return self._method if request.method is None else self.find_method(request.method)
 
-    # --- planning and applying the plan ---
+    # --- planning ---
 
     def _plan(self) -> tuple[StepPlan, Mapping[int, Draft]]:
         """Return the step's plan and, by sequence id, the drafts that were proposed for it."""
@@ -219,88 +224,6 @@ class Engine:
         if self._speculation is None:
             return plan, {}
         return self._speculation.plan(state, plan, self._queues.sequences)
-
-    def _apply(self, plan: StepPlan) -> list[EngineOutput]:
-        """Preempt and admit sequences, and allocate slots for everything that runs.
-
-        Returns:
-            The last outputs of sequences that couldn't be started.
-        """
-        sequences, pool = self._queues.sequences, self._queues.pool
-        for sequence_id in plan.preempt:
-            self._preempt(sequences[sequence_id])
-        # Lock cached prefixes before any slot is allocated: allocation may evict.
-        admitted = [sequences[chunk.sequence_id] for chunk in plan.admit]
-        for sequence, chunk in zip(admitted, plan.admit, strict=True):
-            self._admit(sequence, by_layers=chunk.tokens == 0)
-        self._counters.record_too_large(sequences[one].request_id for one in plan.too_large)
-        for chunk in plan.background:
-            self._queues.match_prefix(sequences[chunk.sequence_id])
-        slots = pool.allocate(len(plan.decodes)).tolist()
-        for sequence_id, slot in zip(plan.decodes, slots, strict=True):
-            _held(sequences[sequence_id]).append(slot)
-        for sequence in admitted:
-            _held(sequence).reserve(sequence.length - sequence.computed)
-        for chunk in plan.background:
-            sequence = sequences[chunk.sequence_id]
-            _held(sequence).reserve(min(chunk.tokens, sequence.length - sequence.computed))
-        for chunk in plan.drafts:
-            _held(sequences[chunk.sequence_id]).reserve(chunk.tokens)
-        outputs: list[EngineOutput] = []
-        for sequence in admitted:  # once nothing is evicted any more in this step
-            if sequence.reuse is not None:
-                try:
-                    self._blending.start(sequence)
-                    if sequence.blend is not None:
-                        self._queues.start_branch(sequence)
-                except Exception as error:
-                    outputs += self._fail([sequence], _blend_failure(error))
-        return outputs
-
-    def _admit(self, sequence: Sequence, *, by_layers: bool) -> None:
-        is_new = sequence.cached_tokens is None
-        self._queues.admit(sequence)
-        sequence.by_layers = by_layers
-        self._counters.layered_prompts += by_layers
-        if is_new:
-            sequence.admitted = time.perf_counter()
-            self._counters.prompt_tokens += sequence.prompt_length
-            self._counters.cached_tokens += sequence.computed
-            self._tenants.record_admission(sequence)
-
-    def _blend(self, plan: StepPlan, outputs: list[EngineOutput]) -> StepPlan:
-        """Run the chunks of prefills that are blended; return the plan with what they leave.
-
-        If one fails, the sequence's last outputs are added to ``outputs``.
-        """
-
-        def left(chunks: SequenceOf[Chunk]) -> tuple[Chunk, ...]:
-            return tuple(
-                chunk._replace(tokens=self._blend_chunk(chunk, outputs)) for chunk in chunks
-            )
-
-        return replace(
-            plan, chunks=left(plan.chunks), admit=left(plan.admit), background=left(plan.background)
-        )
-
-    def _blend_chunk(self, chunk: Chunk, outputs: list[EngineOutput]) -> int:
-        """Run a chunk of a prefill if it is blended; return how many of its tokens are left."""
-        sequence = self._queues.sequences.get(chunk.sequence_id)
-        if sequence is None:
-            return 0  # it has failed
-        if sequence.blend is None:
-            return chunk.tokens
-        started, before = time.perf_counter(), self._blending.computed_row_layers
-        try:
-            left = self._blending.advance(sequence, chunk.tokens)
-            self._counters.reused_tokens += 0 if sequence.blend else sequence.reused_tokens
-        except Exception as error:
-            outputs += self._fail([sequence], _blend_failure(error))
-            return 0
-        row_layers = self._blending.computed_row_layers - before
-        self._counters.computed_tokens += -(-row_layers // self._runner.config.layers)
-        self._counters.forward_seconds += time.perf_counter() - started
-        return left
 
     # --- the forward pass and its results ---
 
@@ -388,9 +311,7 @@ class Engine:
         return fits
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._counters.preemptions += 1
-        sequence.reuse = None  # computed in full from now on: that progress is kept
-        self._queues.preempt(sequence)
+        self._execution.preempt(sequence)
 
     def _commit_sampled(self, group: list[Verification]) -> list[EngineOutput]:
         """Take over the sampled tokens of sibling answers, which fork here; return the outputs."""
@@ -459,11 +380,6 @@ class Engine:
 def _method_failure(error: Exception) -> str:
     _log.exception("a method of compression failed")
     return f"the method of compression failed: {error}"
-
-
-def _blend_failure(error: Exception) -> str:
-    _log.exception("a blended prefill failed")
-    return f"the method of reuse failed: {error}"
 
 
 def _held(sequence: Sequence) -> SequenceKV:

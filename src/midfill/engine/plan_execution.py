@@ -1,0 +1,145 @@
+"""PlanExecution: applies a step's plan before the forward pass: preemptions, admissions, slots."""
+
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
+
+from midfill.engine.blending import Blending
+from midfill.engine.counters import EngineCounters
+from midfill.engine.request import EngineOutput
+from midfill.engine.request_queues import RequestQueues
+from midfill.engine.scheduler import Chunk, StepPlan
+from midfill.engine.sequence import Sequence
+from midfill.engine.tenant_stats import TenantCounters
+from midfill.kv.sequence_kv import SequenceKV
+
+_log = logging.getLogger(__name__)
+
+
+class PlanExecution:
+    """Applies plans to an engine's queues.
+
+    Args:
+        layers: of the model.
+        queues: the engine's sequences.
+        blending: prefills with KV from elsewhere.
+        counters, tenants: count what is done.
+        fail: ends sequences with an error and returns their last outputs.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        queues: RequestQueues,
+        blending: Blending,
+        counters: EngineCounters,
+        tenants: TenantCounters,
+        fail: Callable[[list[Sequence], str], list[EngineOutput]],
+    ) -> None:
+        self._layers = layers
+        self._queues = queues
+        self._blending = blending
+        self._counters = counters
+        self._tenants = tenants
+        self._fail = fail
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Put a running sequence back into the queue."""
+        self._counters.preemptions += 1
+        sequence.reuse = None  # computed in full from now on: that progress is kept
+        self._queues.preempt(sequence)
+
+    def apply(self, plan: StepPlan) -> list[EngineOutput]:
+        """Preempt and admit sequences, and allocate slots for everything that runs.
+
+        Returns:
+            The last outputs of sequences that couldn't be started.
+        """
+        sequences, pool = self._queues.sequences, self._queues.pool
+        for sequence_id in plan.preempt:
+            self.preempt(sequences[sequence_id])
+        # Lock cached prefixes before any slot is allocated: allocation may evict.
+        admitted = [sequences[chunk.sequence_id] for chunk in plan.admit]
+        for sequence, chunk in zip(admitted, plan.admit, strict=True):
+            self._admit(sequence, by_layers=chunk.tokens == 0)
+        self._counters.record_too_large(sequences[one].request_id for one in plan.too_large)
+        for chunk in plan.background:
+            self._queues.match_prefix(sequences[chunk.sequence_id])
+        slots = pool.allocate(len(plan.decodes)).tolist()
+        for sequence_id, slot in zip(plan.decodes, slots, strict=True):
+            _held(sequences[sequence_id]).append(slot)
+        for sequence in admitted:
+            _held(sequence).reserve(sequence.length - sequence.computed)
+        for chunk in plan.background:
+            sequence = sequences[chunk.sequence_id]
+            _held(sequence).reserve(min(chunk.tokens, sequence.length - sequence.computed))
+        for chunk in plan.drafts:
+            _held(sequences[chunk.sequence_id]).reserve(chunk.tokens)
+        outputs: list[EngineOutput] = []
+        for sequence in admitted:  # once nothing is evicted any more in this step
+            if sequence.reuse is not None:
+                try:
+                    self._blending.start(sequence)
+                    if sequence.blend is not None:
+                        self._queues.start_branch(sequence)
+                except Exception as error:
+                    outputs += self._fail([sequence], _blend_failure(error))
+        return outputs
+
+    def _admit(self, sequence: Sequence, *, by_layers: bool) -> None:
+        is_new = sequence.cached_tokens is None
+        self._queues.admit(sequence)
+        sequence.by_layers = by_layers
+        self._counters.layered_prompts += by_layers
+        if is_new:
+            sequence.admitted = time.perf_counter()
+            self._counters.prompt_tokens += sequence.prompt_length
+            self._counters.cached_tokens += sequence.computed
+            self._tenants.record_admission(sequence)
+
+    def blend(self, plan: StepPlan, outputs: list[EngineOutput]) -> StepPlan:
+        """Run the chunks of prefills that are blended; return the plan with what they leave.
+
+        If one fails, the sequence's last outputs are added to ``outputs``.
+        """
+
+        def left(chunks: SequenceOf[Chunk]) -> tuple[Chunk, ...]:
+            return tuple(
+                chunk._replace(tokens=self._blend_chunk(chunk, outputs)) for chunk in chunks
+            )
+
+        return replace(
+            plan, chunks=left(plan.chunks), admit=left(plan.admit), background=left(plan.background)
+        )
+
+    def _blend_chunk(self, chunk: Chunk, outputs: list[EngineOutput]) -> int:
+        """Run a chunk of a prefill if it is blended; return how many of its tokens are left."""
+        sequence = self._queues.sequences.get(chunk.sequence_id)
+        if sequence is None:
+            return 0  # it has failed
+        if sequence.blend is None:
+            return chunk.tokens
+        started, before = time.perf_counter(), self._blending.computed_row_layers
+        try:
+            left = self._blending.advance(sequence, chunk.tokens)
+            self._counters.reused_tokens += 0 if sequence.blend else sequence.reused_tokens
+        except Exception as error:
+            outputs += self._fail([sequence], _blend_failure(error))
+            return 0
+        row_layers = self._blending.computed_row_layers - before
+        self._counters.computed_tokens += -(-row_layers // self._layers)
+        self._counters.forward_seconds += time.perf_counter() - started
+        return left
+
+
+def _blend_failure(error: Exception) -> str:
+    _log.exception("a blended prefill failed")
+    return f"the method of reuse failed: {error}"
+
+
+def _held(sequence: Sequence) -> SequenceKV:
+    """Return the KV of a sequence that holds slots."""
+    assert sequence.kv is not None
+    return sequence.kv
