@@ -33,7 +33,7 @@ def methods(context: typer.Context) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from midfill.methods.registry import METHODS
+    from midfill.methods.registry import KINDS, METHODS
 
     table = Table(box=None, pad_edge=False)
     for title in ("NAME", "KIND", "OPTIONS", "SOURCE"):
@@ -46,8 +46,10 @@ def methods(context: typer.Context) -> None:
         table.add_row(entry.name, entry.kind, options, f"{entry.title}: {entry.source}")
     Console().print(table, highlight=False)
     calibrated = ", ".join(entry.name for entry in METHODS.values() if entry.calibrator)
-    typer.echo("\nmidfill serve --method cake:budget=256 compresses the KV of every prompt.")
-    typer.echo("midfill serve --method cacheblend takes KV of moved text from where it stood.")
+    typer.echo()
+    for kind, meaning in KINDS.items():
+        typer.echo(f"{kind:8} {meaning}")
+    typer.echo("\nmidfill serve --method cake:budget=256 uses one for every prompt.")
     typer.echo("A budget is tokens per layer, or a share of the prompt if below 1.")
     typer.echo(f"For other models than the default one, calibrate these first: {calibrated}.")
     typer.echo("midfill methods calibrate NAME --model MODEL")

@@ -266,12 +266,13 @@ def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
         body = {"prompt": "def mean(values):\n    return "}
     body |= {"max_tokens": 16, "temperature": 0}
     adapter = f"\n  adapter  {info.adapter}" if info.adapter is not None else ""
+    method = f"\n  method   {info.method}" if info.method != "none" else ""
     aliases = f"\n  aliases  {', '.join(service.aliases)}" if service.aliases else ""
     return f"""midfill {__version__} serves {service.name}{aliases}
   model    {info.layers} layers, weights {format_size(info.weight_bytes)}, {info.backend}{adapter}
   KV pool  {format_size(info.kv_bytes)} ({info.kv_bytes} bytes), {info.slots} tokens
   context  {info.context} tokens
-  infill   {infill}
+  infill   {infill}{method}
   loaded   in {info.load_seconds:.1f} s
   listens  on {url} (Ctrl-C stops it)
 

@@ -74,6 +74,7 @@ def load_engine(
         max_running=options.max_running,
         load_seconds=time.perf_counter() - started,
         adapter=str(name) if (name := checkpoint.metadata.get(ADAPTER_KEY)) is not None else None,
+        method=options.method,
     )
     return engine, runner, info
 

@@ -19,6 +19,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_running: maximum number of answers that are generated at the same time.
         load_seconds: time from the start of loading until ready.
         adapter: name of the adapter merged into the model; None if there is none.
+        method: of requests that name none; "none" where they compute and keep everything.
     """
 
     backend: str
@@ -30,6 +31,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int
     load_seconds: float
     adapter: str | None = None
+    method: str = "none"
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

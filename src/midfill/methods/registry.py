@@ -17,6 +17,14 @@ from midfill.methods.calibration import Calibrator
 OFF = "none"
 """A specification that asks for no method."""
 
+KINDS = {
+    "evict": "keeps a part of each prompt's KV while its answer is written",
+    "prefill": "computes a part of a prompt's attention",
+    "reuse": "takes KV of text that has moved from where it stood",
+    "rows": "drops tokens of a prompt between two layers",
+}
+"""What methods do, by kind."""
+
 
 @dataclass(frozen=True)
 class MethodEntry:
@@ -24,8 +32,7 @@ class MethodEntry:
 
     Attributes:
         name: on the command line.
-        kind: what it does: "evict" keys, "reuse" KV from elsewhere, drop "rows" between layers, or
-            "prefill" with a part of the attention.
+        kind: one of ``KINDS``.
         title: as its paper calls it.
         source: where it was published.
         module, factory: the dataclass of its hyper-parameters.
