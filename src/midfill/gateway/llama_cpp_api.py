@@ -27,6 +27,7 @@ class LlamaCppApi:
             "stream": True,
             "cache_prompt": True,
             "return_tokens": True,
+            "timings_per_token": True,  # they tell what was cached, also of answers that are cut
             "typical_p": sampling.typical_p,
             "repeat_penalty": sampling.repetition_penalty,
             "ignore_eos": sampling.ignore_eos,
