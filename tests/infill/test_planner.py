@@ -14,6 +14,7 @@ from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
+from midfill.infill.snippets import SHARE
 from midfill.infill.window import WindowRule
 
 PRE, SUF, MID = Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3)
@@ -190,6 +191,34 @@ class TestSessions:
         assert expected is not None
         assert spelled(expected) == "\1# a.py\none = 1\n\2\3"
         planner.record_computed(expected)  # no document's state changes
+
+    @pytest.mark.parametrize("format", [PSM, REPOSITORY])
+    def test_a_ring_that_always_turns_costs_a_session_its_share(self, format: FimFormat) -> None:
+        allowance = 2000
+        options = PlannerOptions(
+            window=WindowRule(before=1200, after=400), snippet_characters=allowance
+        )
+
+        def cost(*, ring: bool) -> int:
+            chance, session, total = random.Random(1), Session(Planner(format, options)), 0
+            text, caret, shown = TEXT, 4000, set()
+            for turn in range(400):
+                if chance.random() < 0.3:
+                    caret = chance.randrange(len(text))
+                text, caret = f"{text[:caret]}typed{text[caret:]}", caret + 5
+                chunks = tuple(
+                    ContextFile("".join(f"c{n}_{row} = {row}\n" for row in range(60)), "c.py")
+                    for n in range(turn, turn + 4)
+                )
+                context = chunks if ring else ()
+                total += session.ask(text[:caret], text[caret:], context=context, snippets=True)
+                shown.add(session.layout.text_of("context"))
+            assert len(shown) > 2 * ring
+            return total
+
+        without = cost(ring=False)
+        later = 2 * 1600  # what the last change costs where the caret comes back to
+        assert without < cost(ring=True) < (1 + SHARE) * without + allowance + later
 
     def test_an_expected_layout_is_cheap_once_it_is_computed(self) -> None:
         session = Session(Planner(PSM))

@@ -13,7 +13,7 @@ from midfill.infill.context import ContextOrder, context_segments
 from midfill.infill.document_store import Document, Heading
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, Segment, TextSegment
-from midfill.infill.prefix_cut import CachedPrompt
+from midfill.infill.prefix_cut import CachedPrompt, cached_characters
 from midfill.infill.request import InfillRequest
 from midfill.infill.snippets import DocumentSnippets, SnippetAccount, Snippets, newest
 from midfill.infill.window_history import ShownText
@@ -66,13 +66,17 @@ class ContextPlanner:
         """
         document.heading = _heading_of(request)
         if not request.snippets or request.layout != "auto":
-            document.snippets = DocumentSnippets()
+            document.snippets, document.lost = DocumentSnippets(), ()
             return self.order_and_record(request)
         account, snippets, cached = self._account(document.tenant), document.snippets, 0
-        if document.context == self._segments(snippets.standing, document.heading):
-            cached = document.cuts.cached_characters(shown.prefix, shown.suffix)
-        account.computed += len(shown.prefix) + len(shown.suffix) - cached
+        prefix, suffix, standing = shown.prefix, shown.suffix, snippets.standing
+        if document.context == self._segments(standing, document.heading):
+            cached = cached_characters(document.cuts.prompts, prefix, suffix)
+        was_cached = cached_characters(document.lost, prefix, suffix)
+        account.record_prompt(len(prefix) + len(suffix), cached, was_cached)
         snippets.adopt_on_request(account, self.newest(request), cached)
+        if snippets.standing != standing:
+            document.lost = tuple(document.cuts.prompts)
         return self._segments(snippets.standing, document.heading)
 
     def prepare(self, document: Document, prompt: CachedPrompt) -> tuple[Segment, ...] | None:
@@ -85,7 +89,7 @@ class ContextPlanner:
         if document.context != self._segments(document.snippets.standing, document.heading):
             return None
         prefix = prompt.head + prompt.increment
-        cached = document.cuts.cached_characters(prefix, prompt.suffix)
+        cached = cached_characters(document.cuts.prompts, prefix, prompt.suffix)
         files = document.snippets.prepare(self._account(document.tenant), cached)
         return None if files is None else self._segments(files, document.heading)
 
@@ -94,6 +98,7 @@ class ContextPlanner:
         files = document.snippets.preparing
         if files is not None and layout.context == self._segments(files, document.heading):
             document.snippets.record_computed(self._account(document.tenant))
+            document.lost = tuple(document.cuts.prompts)
 
     def prepare_alone(self, tenant: str, offered: Snippets) -> tuple[Segment, ...] | None:
         """Return a context that is computed before there is a document; None if it isn't worth it.

@@ -20,7 +20,7 @@ from sys import getsizeof
 from zlib import crc32
 
 from midfill.infill.layout import Segment
-from midfill.infill.prefix_cut import CutHistory
+from midfill.infill.prefix_cut import CachedPrompt, CutHistory
 from midfill.infill.snippets import DocumentSnippets
 from midfill.infill.view import Overlap, View, find_overlap
 from midfill.infill.window_history import WindowHistory
@@ -65,6 +65,7 @@ class Document:
         fixed_head: text before the suffix in the fixed layout "efim"; None before its first use.
         context: the segments its last prompt began with.
         snippets: those it shows, and those it was last sent with.
+        lost: prompts that were in the cache until its snippets changed.
         heading: BOS, path and repository of its last request.
         windows: which parts of it were shown.
     """
@@ -77,6 +78,7 @@ class Document:
     fixed_head: str | None = None
     context: tuple[Segment, ...] = ()
     snippets: DocumentSnippets = field(default_factory=DocumentSnippets)
+    lost: tuple[CachedPrompt, ...] = ()
     heading: Heading = field(default_factory=Heading)
     windows: WindowHistory = field(default_factory=WindowHistory)
 
@@ -88,14 +90,16 @@ class Document:
         texts += self.windows.texts()
         texts += (segment.text for segment in self.context)
         files = self.snippets.files()
+        texts += (text for one in self.lost for text in (one.head, one.suffix, *one.fragments))
         texts += (text for file in files for text in (file.text, file.path))
         distinct = {id(text): getsizeof(text) for text in texts}
-        fragments = sum(len(prompt.fragments) for prompt in self.cuts.prompts)
+        prompts = (*self.cuts.prompts, *self.lost)
+        fragments = sum(len(prompt.fragments) for prompt in prompts)
         return (
             _DOCUMENT_BYTES
             + sum(distinct.values())
             + _TEXT_BYTES * len(distinct)
-            + _PROMPT_BYTES * len(self.cuts.prompts)
+            + _PROMPT_BYTES * len(prompts)
             + _FRAGMENT_BYTES * fragments
             + _SEGMENT_BYTES * (len(self.context) + len(files))
             + _START_BYTES * len(self.windows)

@@ -42,7 +42,7 @@ exceed the price, the cut moves: at most twice the best cost (the break-even rul
 change.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
@@ -211,14 +211,6 @@ class CutHistory:
         gap = choose_gap(len(suffix), depth, misses, self._rule)
         return place_cut(prefix, gap, self._keeps_tokens)
 
-    def cached_characters(self, prefix: str, suffix: str) -> int:
-        """Return how many characters of a text some recorded prompt begins with.
-
-        The prompt is cut where that leaves most to the cache.
-        """
-        matches = (_match(prompt, prefix, suffix) for prompt in self.prompts)
-        return max((max(match.whole, match.head) for match in matches), default=0)
-
     def better_cut(self) -> int | None:
         """Return a better cut for the last prompt's text, worth preparing in idle time.
 
@@ -274,6 +266,12 @@ class CutHistory:
         self.prompts = kept[1 - _MAX_PROMPTS :]
         self.prompts.append(CachedPrompt(head, suffix, fragments, rent))
         return self.prompts[-1]
+
+
+def cached_characters(prompts: Iterable[CachedPrompt], prefix: str, suffix: str) -> int:
+    """Return how many characters of a text some prompt begins with, cut where that is most."""
+    matches = (_match(prompt, prefix, suffix) for prompt in prompts)
+    return max((max(match.whole, match.head) for match in matches), default=0)
 
 
 def first_cut(

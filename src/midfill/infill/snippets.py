@@ -19,11 +19,13 @@ that the model is shown the *news*: lines that are in no standing snippet. Snipp
 Those that are no longer offered stay as long as no others come. Where a client has stopped to offer
 any, they go once the document has to be computed anyway.
 
-Bound: a tenant's prices never exceed ``allowance + SHARE * computed`` in all, where ``computed`` is
-what its prompts would have cost without any change of snippets. So with snippets, however their
-ring turns, a session costs at most ``1 + SHARE`` times what it would cost if they never changed,
-and the allowance once. The allowance is one set of snippets: a client's first ones are shown at
-once.
+Bound: nothing is adopted whose price would bring a tenant's costs above ``allowance + SHARE *
+computed``, where ``computed`` is what its prompts would have cost without any change of snippets.
+So with snippets, however their ring turns, a session costs about ``1 + SHARE`` times what it would
+cost if they never changed, and the allowance once. It can be more by what the last change costs
+later: prompts with the caret elsewhere in the document are lost with it. That is added to the costs
+where it comes up, so it delays the next change. The allowance is one set of snippets: a client's
+first ones are shown at once.
 """
 
 from collections.abc import Sequence
@@ -58,6 +60,17 @@ class SnippetAccount:
     computed: int = 0
     spent: int = 0
     standing: Snippets = ()
+
+    def record_prompt(self, characters: int, cached: int, was_cached: int) -> None:
+        """Record what a prompt costs.
+
+        Args:
+            characters: of the document in it.
+            cached: how many of them are in the cache.
+            was_cached: how many would be if its snippets had not changed last.
+        """
+        self.computed += characters - max(cached, was_cached)
+        self.spent += max(0, was_cached - cached)
 
     def affords(self, price: int) -> bool:
         """Return whether a price may be paid now."""
