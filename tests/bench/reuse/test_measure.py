@@ -80,6 +80,7 @@ def test_what_is_typed_moves_the_suffix_in_psm_order_only(report: ReuseReport) -
         assert one.name == other.name
         assert one.asked[NOTHING].reused_tokens > 0 == other.asked[NOTHING].reused_tokens
         assert one.asked[FULL].row_layers > 4 * other.asked[FULL].row_layers
+        assert other.asked[FULL].row_layers == other.asked[NOTHING].row_layers > 3
 
 
 def test_divergence_is_from_the_exact_answer(report: ReuseReport) -> None:

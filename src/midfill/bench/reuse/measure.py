@@ -10,7 +10,8 @@ with the same files in another order, so that no prefix of them is cached.
 **Typing.** Twenty characters have been typed since the last request, laid out in PSM order, where
 all of the suffix moves with each keystroke, and as the planner does it, where it stays.
 
-Each prompt is asked for with every method, and last without, by a tenant of its own.
+Each prompt is asked for with every method, and last without, by a tenant of its own; by another one
+once it has been computed in full.
 """
 
 import os
@@ -177,14 +178,12 @@ class _Run:
         return files
 
     def _trial(self, kind: str, hole: Hole, before: Sequence[Prompt], prompt: Prompt) -> Trial:
-        self._tenants += 1
-        tenant = f"trial {self._tenants}"
-        for each in before:
-            self._session.ask(each, FULL, tenant, 1)
-        methods = [*self._options.methods, FULL]
-        found = {
-            method: self._session.ask(prompt, method, tenant, _MAX_TOKENS) for method in methods
-        }
+        tenant = self._prepared(before)
+        found: dict[str, Measured] = {}
+        for method in (*self._options.methods, FULL):
+            found[method] = self._session.ask(prompt, method, tenant, _MAX_TOKENS)
+            if method != FULL and not found[method].reused_tokens:
+                tenant = self._prepared(before)  # the prompt was computed, and is cached now
         full = found[FULL]
         return Trial(
             kind=kind,
@@ -193,6 +192,14 @@ class _Run:
             cached=full.cached_tokens,
             asked={method: self._asked(one, full, hole) for method, one in found.items()},
         )
+
+    def _prepared(self, before: Sequence[Prompt]) -> str:
+        """Return a tenant who has asked some prompts."""
+        self._tenants += 1
+        tenant = f"trial {self._tenants}"
+        for prompt in before:
+            self._session.ask(prompt, FULL, tenant, 1)
+        return tenant
 
     def _asked(self, one: Measured, full: Measured, hole: Hole) -> Asked:
         p, q = full.log_probabilities, one.log_probabilities
