@@ -11,6 +11,7 @@ from toy_runner import VOCAB, ToyRunner
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
+from midfill.methods.rows.lazyllm import LazyLLM
 
 END, OTHER_END = 0, 1  # they stand for no text
 LETTERS = [bytes([letter]) for letter in b"abcd"]
@@ -205,7 +206,10 @@ class TestTheSurroundings:
             assert answer.tokens == truth(tokens, threshold, required, biases)
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    def test_every_request_gets_its_own_answer(self, temperature: float) -> None:
+    @pytest.mark.parametrize("method", [None, LazyLLM("0", "0.6")])
+    def test_every_request_gets_its_own_answer(
+        self, temperature: float, method: LazyLLM | None
+    ) -> None:
         requests = [
             asking(
                 f"r{index}",
@@ -220,7 +224,7 @@ class TestTheSurroundings:
         ]
         alone = {}
         for one in requests:
-            alone |= answers_by_name(engine(), [one])
+            alone |= answers_by_name(engine(method=method), [one])
         assert len({len(tokens) for tokens in alone.values()}) > 2
         for options in (
             {"token_budget": 32},
@@ -230,7 +234,7 @@ class TestTheSurroundings:
             {"slots": 60, "token_budget": 32, "step_cost": FixedCost()},
             {"max_running": 3},
         ):
-            crowded = engine(**options)
+            crowded = engine(**options, method=method)
             assert answers_by_name(crowded, requests) == alone
             # What the cache holds now is what was computed for these very tokens.
             assert answers_by_name(crowded, requests) == alone

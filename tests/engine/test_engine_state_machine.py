@@ -26,6 +26,7 @@ from toy_runner import ToyRunner
 
 from midfill.engine.request import EngineSamplingParams
 from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
+from midfill.methods.rows.lazyllm import LazyLLM
 
 MAX_TOKENS = 10
 DOCUMENT = (3, 17, 5, 5, 30, 8, 21, 0, 13, 2, 39, 11, 25, 7, 6, 19, 33, 1, 28, 4) * 2
@@ -40,7 +41,7 @@ PROMPTS = st.builds(
 POSITIONS = 0.2
 
 
-FAILING = "failing"
+FAILING, PRUNING = "failing", "rows dropped"
 METHODS = {
     "none": None,
     "once": KeepLoudest(3),
@@ -48,6 +49,7 @@ METHODS = {
     "in blocks": KeepLoudest(1000, interval=1, block_rows=8),
     "with means": HeadSplit(StreamingRule(1, 6, interval=2, mean=True), (True, False)),
     "half the keys": HalfTheKeys(),
+    PRUNING: LazyLLM("0", "0.5"),
     FAILING: FailsAfter(2, interval=3),
 }
 
@@ -94,6 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
         self, prompt: tuple[int, ...], max_tokens: int, n: int, tenant: str, method: str
     ) -> None:
         name = f"r{len(self.prompts)}"
+        n = 1 if method == PRUNING else n
         self.prompts[name] = prompt, max_tokens, method
         for index in range(n):
             self.answers[name, index] = Answer()

@@ -5,8 +5,9 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -52,7 +53,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         ttft: seconds to the prompt's first token.
         processor: processor seconds until then.
         longest_gap: seconds, the longest between two tokens of a stream meanwhile; 0 without.
-        mean_gap: seconds, the mean.
+        longest_gap_processor: processor seconds, likewise.
         steps: forward passes.
         work: what they did, the decodes' part included.
     """
@@ -62,7 +63,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     ttft: float
     processor: float
     longest_gap: float
-    mean_gap: float
+    longest_gap_processor: float
     steps: int
     work: Work
 
@@ -148,6 +149,20 @@ def _cases(prompt: int, budget: int) -> list[Case]:
     ]
 
 
+class _Clock(NamedTuple):
+    """Seconds, and processor seconds of all threads."""
+
+    wall: float
+    processor: float
+
+    @classmethod
+    def read(cls) -> "_Clock":
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, earlier: "_Clock") -> "_Clock":
+        return _Clock(self.wall - earlier.wall, self.processor - earlier.processor)
+
+
 @dataclass
 class _Bench:
     """Prefills prompts of random tokens, new ones each time, so that none is cached."""
@@ -171,23 +186,20 @@ class _Bench:
         engine.step()
         counting.restart()
         before = engine.stats().steps
-        started, used = time.perf_counter(), time.process_time()
-        last = started
+        times = [_Clock.read()]
         self._ask(engine, "prompt", self.prompt, 1)
-        gaps = []
         while "prompt" not in {output.request_id for output in engine.step()}:
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
-        ended, used = time.perf_counter(), time.process_time() - used
-        gaps.append(ended - last)
+            times.append(_Clock.read())
+        times.append(_Clock.read())
+        gaps = [later.since(earlier) for earlier, later in pairwise(times)]
+        whole = times[-1].since(times[0])
         return Outcome(
             case=case,
             streams=streams,
-            ttft=ended - started,
-            processor=used,
-            longest_gap=max(gaps) if streams else 0.0,
-            mean_gap=sum(gaps) / len(gaps) if streams else 0.0,
+            ttft=whole.wall,
+            processor=whole.processor,
+            longest_gap=max(gap.wall for gap in gaps) if streams else 0.0,
+            longest_gap_processor=max(gap.processor for gap in gaps) if streams else 0.0,
             steps=engine.stats().steps - before,
             work=counting.work,
         )
@@ -237,7 +249,7 @@ def _median(outcomes: Sequence[Outcome]) -> Outcome:
     """Return the medians of the times; the work is the same in each repeat."""
     times = {
         name: median(getattr(one, name) for one in outcomes)
-        for name in ("ttft", "processor", "longest_gap", "mean_gap")
+        for name in ("ttft", "processor", "longest_gap", "longest_gap_processor")
     }
     return msgspec.structs.replace(outcomes[-1], **times)
 
@@ -270,7 +282,7 @@ def _cells(outcome: Outcome) -> dict[str, str]:
         "TTFT ms": f"{outcome.ttft * 1e3:,.0f}",
         "processor ms": f"{outcome.processor * 1e3:,.0f}",
         "longest gap ms": f"{outcome.longest_gap * 1e3:,.0f}" if gap else "",
-        "mean gap ms": f"{outcome.mean_gap * 1e3:,.0f}" if gap else "",
+        "its processor ms": f"{outcome.longest_gap_processor * 1e3:,.0f}" if gap else "",
         "steps": str(outcome.steps),
         "weights GB": f"{work.weight_bytes / 1e9:.2f}",
         "rows x layers": f"{work.row_layers:,}",
