@@ -22,6 +22,7 @@ Kind = Literal["vllm", "sglang", "llama.cpp", "midfill", "openai"]
 
 DEFAULT_SLOTS = 8
 _MAX_ERROR_BYTES = 65_536
+_SHORT_SECONDS = 10  # for questions that need no model
 _JSON = {"content-type": "application/json"}
 _HEALTH = dict.fromkeys(("vllm", "sglang", "llama.cpp", "midfill"), "/health")
 _TOO_LONG = ("context length", "context size", "maximum context", "context_length", "too long")
@@ -82,7 +83,7 @@ class Upstream:
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=min(timeout, 10), sock_read=timeout
         )
-        self._limits = aiohttp.ClientTimeout(total=min(timeout, 10))
+        self._limits = aiohttp.ClientTimeout(total=_SHORT_SECONDS)
 
     @property
     def usable(self) -> bool:
