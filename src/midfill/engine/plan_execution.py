@@ -104,6 +104,8 @@ class PlanExecution:
 
         If one fails, the sequence's last outputs are added to ``outputs``.
         """
+        if not (plan.chunks or plan.admit or plan.background):
+            return plan  # mostly: only decodes run
 
         def left(chunks: SequenceOf[Chunk]) -> tuple[Chunk, ...]:
             return tuple(
