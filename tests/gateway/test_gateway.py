@@ -38,6 +38,18 @@ def test_typing_finds_all_but_what_was_typed_in_the_servers_cache() -> None:
     run(test())
 
 
+def test_clients_are_told_the_context_in_tokens_though_prompts_are_counted_in_characters() -> None:
+    async def test() -> None:
+        with StubUpstream(StubModel(context=2048)) as upstream:
+            async with serve(upstream.url) as gateway:
+                models = (await gateway.client.get("/v1/models")).json()
+                slots = (await gateway.client.get("/slots")).json()
+        assert models["data"][0]["max_model_len"] == 2048
+        assert {slot["n_ctx"] for slot in slots} == {2048}
+
+    run(test())
+
+
 @pytest.mark.parametrize("owner", ["vllm", "sglang", "midfill", "somebody"])
 def test_servers_of_openais_api_are_asked_for_raw_completions(owner: str) -> None:
     async def test() -> None:

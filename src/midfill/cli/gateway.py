@@ -158,10 +158,9 @@ def banner(url: str, gateway: "Gateway") -> str:
         infill = f"FIM tokens {' '.join(sentinels)}"
     else:
         infill = "no FIM tokens known: the model sees the prefix alone (--fim-tokens names some)"
+    prompts = "text, tokenised by the servers"
     if model.has_tokenizer:
-        prompts, context = f"token ids, by {model.path}", f"{service.context} tokens"
-    else:
-        prompts, context = "text, tokenised by the servers", f"{service.context} characters"
+        prompts = f"token ids, by {model.path}"
     servers = "\n".join(
         f"  server   {each.address} ({each.kind}{_blocks(each.block_tokens)})"
         if each.fault is None
@@ -171,7 +170,7 @@ def banner(url: str, gateway: "Gateway") -> str:
     body = {"prompt": "def mean(values):\n    return ", "suffix": "\n", "max_tokens": 16}
     return f"""midfill {__version__} stands in front of {service.name}
 {servers}
-  prompts  {prompts}; context {context}
+  prompts  {prompts}; context {service.context} tokens
   infill   {infill}
   listens  on {url} (Ctrl-C stops it)
 

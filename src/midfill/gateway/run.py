@@ -171,23 +171,24 @@ def _service(
     pool: UpstreamPool,
     tenants: Sequence[str],
 ) -> ModelService:
-    context = options.context or served.context or _DEFAULT_CONTEXT
+    context = room = options.context or served.context or _DEFAULT_CONTEXT
     if not model.has_tokenizer:
-        context = int(context * CHARACTERS_PER_TOKEN)
+        room = int(context * CHARACTERS_PER_TOKEN)  # for what is counted in characters
     named = tuple(options.fim_tokens or served.fim_tokens or ())
     prompts = UpstreamPrompts(model.tokenizer, SpelledTokens(named), model.tokenizes)
     salts = secrets.token_bytes(32) if tuple(tenants) != ("",) else b""
-    engine = GatewayEngine(pool, model.tokenizer, prompts, context, salts)
+    engine = GatewayEngine(pool, model.tokenizer, prompts, room, salts)
     window = None if options.window is None else WindowRule(*options.window)
     service = ModelService(
         options.served_name or served.name,
         engine,
         model.tokenizer,
-        PromptEncoder(model, model.format, context, window, options.snippets),
+        PromptEncoder(model, model.format, room, window, options.snippets),
         options.max_body_bytes,
         aliases=options.aliases,
         idle_prefill=options.idle_prefill,
         tenants=tenants,
+        context=context,
     )
     service.metrics.add(UpstreamCollector(pool, engine))
     return service
@@ -228,11 +229,15 @@ async def _wait_for_models(
     Raises:
         MidfillError: none answers, or they serve different models.
     """
-    end = time.monotonic() + options.wait
+    end, told = time.monotonic() + options.wait, False
     while True:
         found = await _find_models(upstreams, options)
         if found or time.monotonic() >= end:
             break
+        if not told:
+            faults = "; ".join(f"{each.address} {each.fault}" for each in upstreams)
+            _log.warning("waiting up to %g s for a server: %s", options.wait, faults)
+            told = True
         await asyncio.sleep(_RETRY_SECONDS)
     if not found:
         faults = "; ".join(f"{each.address} {each.fault}" for each in upstreams)

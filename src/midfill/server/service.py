@@ -70,6 +70,7 @@ class ModelService:
         idle_prefill: bool = True,
         stream_interval: float = 0.0,
         tenants: Sequence[str] = ("",),
+        context: int | None = None,
     ) -> None:
         """Serve ``engine``.
 
@@ -80,6 +81,7 @@ class ModelService:
                 asks for it.
             stream_interval: seconds for which tokens of a streamed answer may be held back.
             tenants: everybody who may send requests.
+            context: see the attribute; None where the encoder counts the model's own tokens.
         """
         self.name = name
         self.aliases = tuple(alias for alias in dict.fromkeys(aliases) if alias != name)
@@ -90,6 +92,7 @@ class ModelService:
         self.methods = methods or NoMethods()
         self.metrics = Metrics(name, engine, tenants)
         self._prompts = prompts
+        self._context = prompts.context if context is None else context
         # One thread, since the encoder is not thread-safe: it remembers documents. Not the event
         # loop's thread, which a long text would block.
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")
@@ -101,7 +104,7 @@ class ModelService:
     @property
     def context(self) -> int:
         """Maximum number of tokens of a prompt and its answer."""
-        return self._prompts.context
+        return self._context
 
     @property
     def fim_format(self) -> FimFormat | None:
