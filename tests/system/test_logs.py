@@ -19,6 +19,7 @@ _log = logging.getLogger("midfill.some.module")
 def loggers_as_before() -> Iterator[None]:
     root, own = logging.getLogger(), logging.getLogger("midfill")
     before = root.handlers[:], root.level, own.level
+    logging.captureWarnings(False)  # where it is in force already, configure_logs() changes nothing
     yield
     root.handlers[:] = before[0]
     root.setLevel(before[1])
