@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from midfill.gateway.engine import GatewayEngine
 from midfill.gateway.pool import UpstreamPool
+from midfill.gateway.prompt_answers import AnswerCounts
 from midfill.gateway.upstream import Upstream
 
 _UPSTREAM = "upstream"
@@ -26,12 +26,12 @@ class UpstreamCollector(Collector):
 
     Args:
         pool: the upstreams.
-        engine: asks them.
+        counts: of what went otherwise than hoped.
     """
 
-    def __init__(self, pool: UpstreamPool, engine: GatewayEngine) -> None:
+    def __init__(self, pool: UpstreamPool, counts: AnswerCounts) -> None:
         self._pool = pool
-        self._engine = engine
+        self._counts = counts
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Yield the metrics as of now."""
@@ -44,10 +44,10 @@ class UpstreamCollector(Collector):
         yield CounterMetricFamily(
             "midfill:upstream_retries",
             "Requests sent to another upstream after one had failed.",
-            value=self._engine.retries,
+            value=self._counts.retries,
         )
         yield CounterMetricFamily(
             "midfill:answers_asked_again",
             "Answers that did not begin with the half word before the caret.",
-            value=self._engine.asked_again,
+            value=self._counts.asked_again,
         )

@@ -27,6 +27,7 @@ from midfill.gateway.pool import UpstreamPool
 from midfill.gateway.prompt_text import UpstreamPrompts
 from midfill.gateway.spelled_tokens import SpelledTokens
 from midfill.gateway.upstream import Upstream
+from midfill.gateway.upstream_calls import UpstreamCalls
 from midfill.infill.window import WindowRule
 from midfill.server.app import DIALECTS, create_app
 from midfill.server.dialects import openai_chat
@@ -177,7 +178,7 @@ def _service(
     named = tuple(options.fim_tokens or served.fim_tokens or ())
     prompts = UpstreamPrompts(model.tokenizer, SpelledTokens(named), model.tokenizes)
     salts = secrets.token_bytes(32) if tuple(tenants) != ("",) else b""
-    engine = GatewayEngine(pool, model.tokenizer, prompts, room, salts)
+    engine = GatewayEngine(pool, UpstreamCalls(model.tokenizer, prompts, salts), room)
     window = None if options.window is None else WindowRule(*options.window)
     service = ModelService(
         options.served_name or served.name,
@@ -190,7 +191,7 @@ def _service(
         tenants=tenants,
         context=context,
     )
-    service.metrics.add(UpstreamCollector(pool, engine))
+    service.metrics.add(UpstreamCollector(pool, engine.counts))
     return service
 
 
