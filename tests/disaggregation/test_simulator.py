@@ -87,7 +87,7 @@ def test_stages_take_turns_and_each_batch_keeps_its_pace() -> None:
     (one, two) = (
         simulate_decode(requests, [decode_worker(stages=stages, max_batch=2)]) for stages in (1, 2)
     )
-    assert max(each.finish for each in one) == pytest.approx(200 * STEP)
+    assert max(each.finish for each in one) == pytest.approx(200 * STEP, rel=0.02)
     assert max(each.finish for each in two) == pytest.approx(100 * STEP, rel=0.02)
 
 
