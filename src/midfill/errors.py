@@ -63,6 +63,10 @@ class GenerationError(MidfillError):
     """The engine failed on a request; others are not affected (HTTP 500)."""
 
 
+class KvTransferError(MidfillError):
+    """KV that can't be exported or imported."""
+
+
 class UnavailableError(MidfillError):
     """A request that can't be served now; the same request may succeed later.
 

@@ -22,8 +22,10 @@ from midfill.errors import (
     EngineDeadError,
     GenerationError,
     InvalidRequestError,
+    KvTransferError,
     MidfillError,
 )
+from midfill.kv.blob import decode_blob
 
 OPTIONS = ModelOptions(threads=1, kv_memory=4 * 2**20)
 
@@ -110,6 +112,32 @@ def test_a_request_that_can_never_run_is_refused_alone(engine: Running) -> None:
             assert raised.value.param == "prompt"
             assert raised.value.code == "context_length_exceeded"
             assert sum([len(output.token_ids) async for output in good]) == 20
+
+    engine.run(test())
+
+
+def test_kv_is_exported_and_imported_through_messages(engine: Running) -> None:
+    async def test() -> None:
+        client = engine.client
+        await idle(client)
+        prompt = list(range(40, 240))
+        sampling = EngineSamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        with client.submit(
+            EngineRequest(request_id="a", token_ids=prompt, sampling=sampling, tenant="alice")
+        ) as stream:
+            async for _ in stream:
+                pass
+        blob = await client.export_kv("alice", prompt)
+        assert decode_blob(blob).tokens.tolist() == prompt
+        assert await client.import_kv("alice", blob) == 200
+        with pytest.raises(KvTransferError, match="another tenant"):
+            await client.import_kv("bob", blob)
+        with pytest.raises(KvTransferError, match="truncated or damaged"):
+            await client.import_kv("alice", blob[:-1])
+        with pytest.raises(KvTransferError, match="none of these tokens is cached"):
+            await client.export_kv("bob", prompt)
+        await idle(client)
+        assert client.stats.exported_bytes == len(decode_blob(blob).data)
 
     engine.run(test())
 

@@ -12,7 +12,7 @@ import torch
 
 from midfill.attention.sparse import TorchProbe, list_mask
 from midfill.forward.batch import ForwardBatch
-from midfill.forward.cells import StoredCells
+from midfill.forward.cells import CellLayout, StoredCells
 from midfill.forward.sparse import SparsePlanner
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.config import ModelConfig
@@ -207,6 +207,17 @@ class ToyCells:
     def put(self, cells: np.ndarray, stored: StoredCells) -> None:
         layers, slots = self._place(cells)
         self._kv[layers, 0, slots], self._kv[layers, 1, slots] = stored.arrays
+
+    @property
+    def layout(self) -> CellLayout:
+        return CellLayout("f64", (8 * HIDDEN, 8 * HIDDEN))
+
+    def dump(self, cells: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(array.numpy().view(np.uint8) for array in self.take(cells).arrays)
+
+    def restore(self, cells: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
+        stored = (torch.from_numpy(array.copy()).view(torch.float64) for array in arrays)
+        self.put(cells, StoredCells(tuple(stored)))
 
     def _place(self, cells: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = torch.from_numpy(cells).long()

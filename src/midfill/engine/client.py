@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +18,12 @@ from midfill.config import (
 from midfill.engine.messages import (
     Cancel,
     EngineInfo,
+    ExportKv,
     Failed,
     FromEngine,
+    ImportKv,
+    KvExported,
+    KvImported,
     Loading,
     Ready,
     Rejected,
@@ -26,15 +31,18 @@ from midfill.engine.messages import (
     Start,
     StepReport,
     Submit,
+    TransferRefused,
 )
 from midfill.engine.output_stream import OutputStream
 from midfill.engine.process_handle import EngineProcess
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
+from midfill.engine.transfers import Transfers
 from midfill.engine.watchdog import Watchdog
 from midfill.errors import (
     EngineDeadError,
     GenerationError,
     InvalidRequestError,
+    KvTransferError,
     MidfillError,
     QueueFullError,
 )
@@ -106,6 +114,7 @@ class EngineClient:
         self._streams: dict[str, OutputStream] = {}
         self._queued: dict[str, int] = {}  # prompt tokens by request id, until the first output
         self._first_start: asyncio.Future[EngineInfo] | None = None
+        self._transfers = Transfers()
 
     @property
     def process_id(self) -> int | None:
@@ -171,6 +180,41 @@ class EngineClient:
         if request_id in self._streams and self.state == "ready" and self._process is not None:
             self._process.send(Cancel(request_id, index))
 
+    async def export_kv(self, tenant: str, token_ids: Sequence[int]) -> bytes:
+        """Return an encoded ``KvBlob`` of what is cached of a prompt's first tokens.
+
+        Raises:
+            EngineDeadError: the engine is not ready, or died.
+            KvTransferError: nothing of it is cached.
+        """
+        if self.state != "ready" or self._process is None:
+            raise self._not_ready()
+        transfer_id, result = self._transfers.start()
+        self._process.send(ExportKv(transfer_id, tenant, list(token_ids)))
+        exported = await result
+        assert isinstance(exported, KvExported)
+        return exported.blob
+
+    async def import_kv(self, tenant: str, blob: bytes) -> int:
+        """Put an encoded ``KvBlob`` into a tenant's prefix cache.
+
+        A prompt that is submitted meanwhile and begins with its tokens waits for them.
+
+        Returns:
+            How many of its tokens are cached then, from the first on.
+
+        Raises:
+            EngineDeadError: the engine is not ready, or died.
+            KvTransferError: the blob is damaged, or of another model or tenant.
+        """
+        if self.state != "ready" or self._process is None:
+            raise self._not_ready()
+        transfer_id, result = self._transfers.start()
+        self._process.send(ImportKv(transfer_id, tenant, blob))
+        imported = await result
+        assert isinstance(imported, KvImported)
+        return imported.tokens
+
     def forget(self, request_id: str) -> None:
         """Route no more outputs of a request."""
         self._streams.pop(request_id, None)
@@ -234,7 +278,10 @@ class EngineClient:
             await asyncio.sleep(self._watchdog.tick_seconds)
             # Not what clients have yet to read, which is no work of the engine.
             stats = self.stats
-            has_work = bool(self._queued) or stats.running + stats.waiting + stats.background > 0
+            has_work = (
+                bool(self._queued)
+                or stats.running + stats.waiting + stats.loading + stats.background > 0
+            )
             if self._watchdog.tick(has_work=self.state == "ready" and has_work):
                 _log.error(
                     "the engine has taken no step for %g s (--step-timeout); ending it",
@@ -254,7 +301,12 @@ class EngineClient:
                     self._route(output)
             case Rejected(request_id, text, param, code):
                 self._fail(request_id, InvalidRequestError(text, param=param, code=code))
+            case KvExported() | KvImported():
+                self._transfers.end(message.transfer_id, message)
+            case TransferRefused(transfer_id, text):
+                self._transfers.fail(transfer_id, KvTransferError(text))
             case RequestFailed(request_id, text):
+                self._transfers.fail(request_id, KvTransferError(text))
                 self._fail(request_id, GenerationError(text))
             case Loading(stage, done, total):
                 if self._on_progress is not None and self.info is None:
@@ -312,6 +364,7 @@ class EngineClient:
                 f"{error}; it is being restarted, try again in a moment",
                 retry_after=self.retry_after,
             )
+        self._transfers.fail_all(error)
         for stream in set(streams.values()):
             stream.put(error)
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from midfill.engine.kv_transfers import TransferCounts
 from midfill.engine.request import EngineStats
 from midfill.engine.request_queues import RequestQueues
 from midfill.engine.sparse_prefill import KeyPairs
@@ -40,7 +41,13 @@ class EngineCounters:
                 request_id,
             )
 
-    def stats(self, queues: RequestQueues, drafts: DraftCounts, pairs: KeyPairs) -> EngineStats:
+    def stats(
+        self,
+        queues: RequestQueues,
+        drafts: DraftCounts,
+        pairs: KeyPairs,
+        transfers: TransferCounts,
+    ) -> EngineStats:
         """Return the counters, with the gauges of an engine's queues and pool as of now."""
         pool = queues.pool
         listed, causal = pairs.totals
@@ -70,4 +77,7 @@ class EngineCounters:
             accepted_tokens=drafts.accepted,
             listed_pairs=listed,
             causal_pairs=causal,
+            loading=len(queues.loading),
+            exported_bytes=transfers.exported_bytes,
+            imported_bytes=transfers.imported_bytes,
         )

@@ -1,7 +1,8 @@
 """Engine: the step loop.
 
-A step goes through five stages:
+A step goes through six stages:
 
+0. cached KV is exported and imported, a bounded part of it (``kv_transfers.py``);
 1. the policies plan it from the queues' state (``scheduler.py``, ``policies/``);
 2. drafts are proposed and chosen (``speculation.py``);
 3. the plan is applied: preemptions, admissions, slots (``plan_execution.py``);
@@ -21,6 +22,8 @@ from midfill.engine.blending import Blending
 from midfill.engine.compression import Compression
 from midfill.engine.counters import EngineCounters
 from midfill.engine.drafting import Draft
+from midfill.engine.kv_copies import KvCopies, layout_name
+from midfill.engine.kv_transfers import IdentitySource, KvTransfers
 from midfill.engine.layered_step import run_step
 from midfill.engine.method_kinds import MethodKinds
 from midfill.engine.plan_execution import PlanExecution
@@ -43,9 +46,12 @@ from midfill.engine.verification import Verification, sibling_groups, verify
 from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
+from midfill.kv.blob import KvIdentity
 from midfill.kv.sequence_kv import SequenceKV
 
 _log = logging.getLogger(__name__)
+
+_TRANSFER_WAIT_SECONDS = 0.002  # so long, messages wait while nothing but a transfer is going on
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Engine:
         token_bytes: Callable[[int], bytes] | None = None,
         method: Method | None = None,
         find_method: Callable[[str], Method | None] | None = None,
+        kv_source: IdentitySource | None = None,
     ) -> None:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
@@ -96,6 +103,7 @@ class Engine:
                 its rows attend to, where the request names no method; None computes and keeps all.
             find_method: returns the method that a request names, or raises InvalidRequestError;
                 None refuses such requests.
+            kv_source: what exported KV is bound to; None binds it to the runner's layout alone.
         """
         self._runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -113,6 +121,10 @@ class Engine:
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
         self._counters = EngineCounters()
+        copies = KvCopies(runner, self._queues.pool)
+        if kv_source is None:
+            kv_source = IdentitySource(lambda: KvIdentity("", layout_name(runner)))
+        self.transfers = KvTransfers(copies, self._queues.pool, kv_source)
         self._methods = MethodKinds(runner, self._compression.config)
         self._tenants = TenantCounters()
         self._execution = PlanExecution(
@@ -142,7 +154,10 @@ class Engine:
             if method is not None:
                 self._methods.attach(method, request, sequence)
         self._next_sequence_id += len(sequence.answer_indices)
-        self._queues.add(sequence)
+        if self._is_loading(sequence):
+            self._queues.hold(sequence)
+        else:
+            self._queues.add(sequence)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its answers, and release its slots.
@@ -161,7 +176,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return bool(self._queues or self._undelivered)
+        return bool(self._queues or self._undelivered or self.transfers)
 
     def step(self) -> list[EngineOutput]:
         """Run one forward pass over what the policies choose; return the new outputs.
@@ -171,6 +186,8 @@ class Engine:
         """
         started = time.perf_counter()
         outputs, self._undelivered = self._undelivered, []
+        if self.transfers:
+            self._transfer()
         if self._queues:
             plan, drafts = self._plan()
             for sequence_id in plan.drop:
@@ -183,6 +200,20 @@ class Engine:
         self._counters.busy_seconds += time.perf_counter() - started
         return outputs
 
+    def _transfer(self) -> None:
+        """Continue exports and imports; queue the sequences whose KV is there."""
+        if len(self._queues.sequences) == len(self._queues.loading) and not self._undelivered:
+            self.transfers.wait(_TRANSFER_WAIT_SECONDS)
+        self.transfers.step()
+        if self._queues.loading:
+            self._queues.queue_loaded(self._is_loading)
+
+    def _is_loading(self, sequence: Sequence) -> bool:
+        """Whether KV is on its way to the cache that a new sequence would find there."""
+        if sequence.background or not isinstance(sequence.cache_root, str):
+            return False
+        return self.transfers.awaits(sequence.tenant, sequence.matchable_tokens)
+
     @property
     def key_pairs(self) -> KeyPairs:
         """What was computed of prompts' attention under methods of sparse prefill."""
@@ -191,7 +222,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         drafts = DraftCounts() if self._speculation is None else self._speculation.counts
-        return self._counters.stats(self._queues, drafts, self.key_pairs)
+        return self._counters.stats(self._queues, drafts, self.key_pairs, self.transfers.counts)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return the numbers of every tenant that has or had a request, as of now."""

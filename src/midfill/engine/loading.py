@@ -1,7 +1,10 @@
 """load_engine: from a checkpoint to an engine that is ready for requests."""
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
+
+import torch
 
 from midfill.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
 from midfill.checkpoints.model_store import command_options
@@ -10,6 +13,8 @@ from midfill.compression.method import Method, ServedModel
 from midfill.config import ModelOptions
 from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.kv_copies import layout_name
+from midfill.engine.kv_transfers import IdentitySource
 from midfill.engine.messages import EngineInfo
 from midfill.engine.policies.idle_prefill import IdlePrefill
 from midfill.engine.policies.layered_prefill import LayeredPrefill
@@ -19,6 +24,8 @@ from midfill.engine.scheduler import SchedulerPolicy
 from midfill.engine.speculation import Speculation
 from midfill.engine.step_cost import MeasuredStepCost
 from midfill.forward.runner import Runner
+from midfill.kernels.cpu.jit import compiled_folder
+from midfill.kv.blob import KvIdentity
 from midfill.methods.shelf import AllowedMethods, MethodShelf
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.loading import load_runner
@@ -63,6 +70,7 @@ def load_engine(
         token_bytes=checkpoint.tokenizer.token_bytes,
         method=shelf.default,
         find_method=lambda name: extra[name] if name in extra else shelf.find(name),
+        kv_source=IdentitySource(lambda: kv_identity(checkpoint, runner, options)),
     )
     info = EngineInfo(
         backend=runner.description,
@@ -96,6 +104,20 @@ def speculation(options: ModelOptions) -> Speculation | None:
     if not options.speculation:
         return None
     return Speculation(SmartSpec(options.token_budget), AcceptanceRates(), MeasuredStepCost())
+
+
+def kv_identity(checkpoint: Checkpoint, runner: Runner, options: ModelOptions) -> KvIdentity:
+    """Return what KV that a runner computes is bound to.
+
+    It changes with all that could change a bit of it: the model with its adapter, how weights are
+    stored, and the kernels.
+    """
+    if isinstance(runner, CpuRunner):
+        computed_by = f"cpu {compiled_folder().name}"
+    else:
+        computed_by = f"torch {torch.__version__} {runner.description}"
+    fields = (checkpoint.content_digest, options.weights, repr(checkpoint.config), computed_by)
+    return KvIdentity(hashlib.sha256(repr(fields).encode()).hexdigest(), layout_name(runner))
 
 
 def _served_model(checkpoint: Checkpoint, runner: Runner, options: ModelOptions) -> ServedModel:

@@ -55,6 +55,22 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     index: int | None = None
 
 
+class ExportKv(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: send a ``KvBlob`` of what is cached of these tokens for a tenant."""
+
+    transfer_id: str
+    tenant: str
+    token_ids: list[int]
+
+
+class ImportKv(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: put an encoded ``KvBlob`` into a tenant's prefix cache."""
+
+    transfer_id: str
+    tenant: str
+    blob: bytes
+
+
 class Loading(msgspec.Struct, frozen=True, tag=True):
     """From the engine while it loads: ``done`` of ``total`` units of a stage."""
 
@@ -108,5 +124,37 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
     tenants: dict[str, TenantStats] | None = None
 
 
-ToEngine = Start | Submit | Cancel
-FromEngine = Loading | Ready | Failed | Rejected | RequestFailed | StepReport
+class KvExported(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the blob that an ExportKv asked for; how many tokens it holds."""
+
+    transfer_id: str
+    blob: bytes
+    tokens: int
+
+
+class KvImported(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: how many of an ImportKv's tokens are cached now, from the first on."""
+
+    transfer_id: str
+    tokens: int
+
+
+class TransferRefused(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: an ExportKv or ImportKv came to nothing, and why."""
+
+    transfer_id: str
+    message: str
+
+
+ToEngine = Start | Submit | Cancel | ExportKv | ImportKv
+FromEngine = (
+    Loading
+    | Ready
+    | Failed
+    | Rejected
+    | RequestFailed
+    | StepReport
+    | KvExported
+    | KvImported
+    | TransferRefused
+)

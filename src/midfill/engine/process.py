@@ -20,13 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
+import numpy as np
 import zmq
 
+from midfill.engine.kv_transfers import Exported, Imported, TransferFailed, TransferResult
 from midfill.engine.messages import (
     Cancel,
     EngineInfo,
+    ExportKv,
     Failed,
     FromEngine,
+    ImportKv,
+    KvExported,
+    KvImported,
     Loading,
     Ready,
     Rejected,
@@ -34,6 +40,7 @@ from midfill.engine.messages import (
     Start,
     StepReport,
     Submit,
+    TransferRefused,
 )
 from midfill.engine.output_buffer import OutputBuffer
 from midfill.engine.request import EngineRequest
@@ -49,6 +56,8 @@ _log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 0.05  # minimum between two reports of one loading stage
 _STATS_SECONDS = 0.05  # maximum age of the server's numbers while the engine works
 _MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
+
+_Handled = Submit | Cancel | ExportKv | ImportKv
 
 Send = Callable[[FromEngine], None]
 
@@ -116,6 +125,8 @@ def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoRet
             inbox.handle(*channel.receive())
             received += 1
         produced = engine.step()
+        for result in engine.transfers.take_results():
+            channel.send(_transfer_message(result))
         now = time.monotonic()
         buffer.add(produced, now)
         outputs = buffer.take(now)
@@ -142,9 +153,7 @@ class Inbox:
         self._engine = engine
         self._buffer = buffer
         self._send = send
-        self._decoder: msgspec.msgpack.Decoder[Submit | Cancel] = msgspec.msgpack.Decoder(
-            Submit | Cancel
-        )
+        self._decoder: msgspec.msgpack.Decoder[_Handled] = msgspec.msgpack.Decoder(_Handled)
 
     def handle(self, request_id: bytes, payload: bytes) -> None:
         """Carry out one message.
@@ -159,6 +168,11 @@ class Inbox:
                     self._submit(request)
                 case Cancel(cancelled, index):
                     self._engine.cancel(cancelled, index)
+                case ExportKv(transfer_id, tenant, token_ids):
+                    tokens = np.array(token_ids, np.int32)
+                    self._engine.transfers.start_export(transfer_id, tenant, tokens)
+                case ImportKv(transfer_id, tenant, blob):
+                    self._engine.transfers.start_import(transfer_id, tenant, blob)
         except Exception:
             name = request_id.decode(errors="replace")
             _log.exception("request %s could not be handled", name)
@@ -175,6 +189,16 @@ class Inbox:
             self._send(Rejected(request.request_id, str(error), error.param, error.code))
         else:
             self._buffer.register(request)
+
+
+def _transfer_message(result: TransferResult) -> FromEngine:
+    match result:
+        case Exported(transfer_id, blob, tokens):
+            return KvExported(transfer_id, blob, tokens)
+        case Imported(transfer_id, tokens):
+            return KvImported(transfer_id, tokens)
+        case TransferFailed(transfer_id, reason):
+            return TransferRefused(transfer_id, reason)
 
 
 def _load(start: Start, started: float, send: Send) -> tuple["Engine", OutputBuffer, EngineInfo]:

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from midfill.engine.messages import Cancel, FromEngine, Start, Submit, ToEngine
+from midfill.engine.messages import Cancel, ExportKv, FromEngine, ImportKv, Start, Submit, ToEngine
 
 _ABORT_SECONDS = 1.0  # to write where it hangs
 _STOP_SECONDS = 5.0  # between being asked to stop and being killed
@@ -119,14 +119,14 @@ class EngineProcess:
 
 
 def _encode(message: ToEngine) -> tuple[bytes, bytes]:
-    """Return two frames: the id of the request that the message is about, and its msgpack.
+    """Return two frames: the id of the request or transfer that it is about, and its msgpack.
 
     With the id apart, the engine can name the request even if it can't decode the message.
     """
     match message:
         case Submit(request):
             request_id = request.request_id
-        case Cancel(request_id):
+        case Cancel(request_id) | ExportKv(request_id) | ImportKv(request_id):
             pass
         case Start():
             request_id = ""

@@ -190,6 +190,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         listed_pairs: products of a query with a key in chunks of prompts whose keys a method of
             sparse prefill lists, in all layers and query heads.
         causal_pairs: how many dense attention has for the same chunks.
+        loading: queued answers whose KV is on its way to the cache; ``waiting`` leaves them out.
+        exported_bytes, imported_bytes: KV that left the cache as bytes, or came to it so.
     """
 
     running: int = 0
@@ -217,6 +219,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     listed_pairs: int = 0
     causal_pairs: int = 0
+    loading: int = 0
+    exported_bytes: int = 0
+    imported_bytes: int = 0
 
 
 class TenantStats(msgspec.Struct, frozen=True, kw_only=True):

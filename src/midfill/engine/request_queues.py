@@ -27,6 +27,7 @@ class RequestQueues:
         running: sequences that hold slots, in order of arrival.
         waiting: the queue, head first.
         background: prompts to be cached when the engine is idle, oldest first.
+        loading: new sequences whose KV is on its way to the cache, in order of arrival.
     """
 
     def __init__(self, slots: int, max_running: int) -> None:
@@ -41,6 +42,7 @@ class RequestQueues:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.background: deque[Sequence] = deque()
+        self.loading: list[Sequence] = []
         self._max_running = max_running
         self._sequence_ids: dict[str, set[int]] = {}
         self._branches = Branches(self.pool.cache)
@@ -72,6 +74,19 @@ class RequestQueues:
         """Append a new sequence to its queue."""
         self._register(sequence)
         (self.background if sequence.background else self.waiting).append(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """Keep a new sequence from being admitted until its KV is loaded."""
+        self._register(sequence)
+        self.loading.append(sequence)
+
+    def queue_loaded(self, is_loading: Callable[[Sequence], bool]) -> None:
+        """Queue the sequences whose KV is loaded, where they would be if they had never waited."""
+        loaded = [sequence for sequence in self.loading if not is_loading(sequence)]
+        for sequence in loaded:
+            self.loading.remove(sequence)
+            later = (n for n, one in enumerate(self.waiting) if _arrival(one) > _arrival(sequence))
+            self.waiting.insert(next(later, len(self.waiting)), sequence)
 
     def admit(self, sequence: Sequence) -> None:
         """Move a waiting sequence to the running ones and match its prefix in the cache."""
@@ -182,6 +197,8 @@ class RequestQueues:
             self.background.remove(sequence)
         elif sequence.kv is not None:
             self.running.remove(sequence)
+        elif sequence in self.loading:
+            self.loading.remove(sequence)
         else:
             self.waiting.remove(sequence)
         del self.sequences[sequence.sequence_id]

@@ -3,7 +3,25 @@
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from midfill.arrays import Float32Array, Int32Array
+
+UInt8Array = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class CellLayout:
+    """How a runner stores a cell.
+
+    Attributes:
+        format: of the numbers, such as "f16".
+        widths: bytes of a cell in each array: keys, values, and scales if there are any.
+    """
+
+    format: str
+    widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -67,5 +85,23 @@ class CellStore(Protocol):
         Args:
             cells: [n] int32, each named once.
             stored: as many cells.
+        """
+        ...
+
+    @property
+    def layout(self) -> CellLayout:
+        """How cells are stored."""
+        ...
+
+    def dump(self, cells: Int32Array) -> tuple[UInt8Array, ...]:
+        """Return copies of [n] int32 cells as bytes: per array of the layout, [n, width]."""
+        ...
+
+    def restore(self, cells: Int32Array, arrays: tuple[UInt8Array, ...]) -> None:
+        """Store what ``dump`` returned, also in another process.
+
+        Args:
+            cells: [n] int32, each named once.
+            arrays: per array of the layout, [n, width].
         """
         ...

@@ -187,6 +187,16 @@ class RadixCache:
             evictable += 0 if node.locks else length
         return CachedPrefix(matched, evictable)
 
+    def find(self, root: CacheRoot, tokens: Int32Array) -> Int32Array:
+        """Return the slots of the longest cached prefix of ``tokens``: [n] int32; changes nothing.
+
+        They are not locked, so they are the tokens' until the next call that may evict.
+        """
+        path, common = self._descend(root, tokens)
+        if not path:
+            return _EMPTY
+        return np.concatenate([*(node.slots for node in path[:-1]), path[-1].slots[:common]])
+
     def recent_texts(self, tenant: str, max_tokens: int, min_new: int) -> list[CachedText]:
         """Return what was cached last for a tenant, the latest first; changes nothing.
 

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.forward.cells import StoredCells
+from midfill.forward.cells import CellLayout, StoredCells, UInt8Array
 from midfill.kernels.cpu.cell_rotation import rotate_cells
 from midfill.kernels.cpu.kv_cache import KVArray, KVCache
 from midfill.kernels.cpu.memory import aligned_zeros
@@ -13,6 +13,7 @@ from midfill.runners.key_rotation import rotations
 
 _LARGEST_HALF = np.float32(65504.0)
 _STEPS = np.float32(127.0)
+_FORMATS = {"float32": "f32", "uint16": "f16", "int8": "i8"}
 
 
 class CpuCells:
@@ -70,6 +71,22 @@ class CpuCells:
         for array, taken in zip(self._arrays(), stored.arrays, strict=True):
             array[cells] = taken
 
+    @property
+    def layout(self) -> CellLayout:
+        """See ``CellStore.layout``."""
+        widths = tuple(array[:1].nbytes for array in self._arrays())
+        return CellLayout(_FORMATS[self._keys.dtype.name], widths)
+
+    def dump(self, cells: Int32Array) -> tuple[UInt8Array, ...]:
+        """See ``CellStore.dump``."""
+        return tuple(_as_bytes(array[cells]) for array in self._arrays())
+
+    def restore(self, cells: Int32Array, arrays: tuple[UInt8Array, ...]) -> None:
+        """See ``CellStore.restore``."""
+        for array, stored in zip(self._arrays(), arrays, strict=True):
+            shape = (len(cells), *array.shape[1:])
+            array[cells] = np.ascontiguousarray(stored).view(array.dtype).reshape(shape)
+
     def _scales_of(self, scales: Float32Array, cells: Int32Array) -> Float32Array:
         return scales[cells] if self._has_scales else scales
 
@@ -90,6 +107,10 @@ class CpuCells:
     def _arrays(self) -> list[KVArray]:
         arrays = (self._keys, self._values, self._key_scales, self._value_scales)
         return [array for array in arrays if len(array)]
+
+
+def _as_bytes(array: KVArray) -> UInt8Array:
+    return array.reshape(len(array), -1).view(np.uint8)
 
 
 def _decode(entries: KVArray, scales: Float32Array, cells: Int32Array) -> Float32Array:

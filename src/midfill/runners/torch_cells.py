@@ -4,7 +4,7 @@ import torch
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.attention.ragged import cell_places
-from midfill.forward.cells import StoredCells
+from midfill.forward.cells import CellLayout, StoredCells, UInt8Array
 from midfill.runners.key_rotation import shift_keys
 
 
@@ -51,6 +51,25 @@ class TorchCells:
         """See ``CellStore.put``."""
         place = self._place(cells)
         self._keys[place], self._values[place] = stored.arrays
+
+    @property
+    def layout(self) -> CellLayout:
+        """See ``CellStore.layout``."""
+        width = self._keys.shape[-1] * self._keys.element_size()
+        return CellLayout(str(self._keys.dtype).removeprefix("torch."), (width, width))
+
+    def dump(self, cells: Int32Array) -> tuple[UInt8Array, ...]:
+        """See ``CellStore.dump``."""
+        place = self._place(cells)
+        taken = (self._keys[place], self._values[place])
+        return tuple(each.contiguous().view(torch.uint8).cpu().numpy() for each in taken)
+
+    def restore(self, cells: Int32Array, arrays: tuple[UInt8Array, ...]) -> None:
+        """See ``CellStore.restore``."""
+        place = self._place(cells)
+        for cache, stored in zip((self._keys, self._values), arrays, strict=True):
+            numbers = torch.from_numpy(stored.copy()).view(cache.dtype)
+            cache[place] = numbers.to(cache.device)
 
     def _read(self, cache: torch.Tensor, cells: Int32Array) -> Float32Array:
         numbers: Float32Array = cache[self._place(cells)].float().cpu().numpy()

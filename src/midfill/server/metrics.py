@@ -272,6 +272,10 @@ class _EngineCollector(Collector):
                 "Prompts to compute while the engine is idle.",
                 stats.background,
             ),
+            "num_requests_loading": (
+                "Answers whose KV is on its way to the cache.",
+                stats.loading,
+            ),
             "kv_cache_usage_perc": (
                 "Share of the KV slots that answers in progress use (1 is all).",
                 used / total if total else 0.0,
@@ -314,6 +318,8 @@ class _EngineCollector(Collector):
                 stats.accepted_tokens,
             ),
             "evicted_tokens": ("Tokens evicted from the prefix cache.", stats.evicted_tokens),
+            "kv_exported_bytes": ("KV that was sent elsewhere.", stats.exported_bytes),
+            "kv_imported_bytes": ("KV that came from elsewhere.", stats.imported_bytes),
             "steps": ("Forward passes.", stats.steps),
             "busy_seconds": ("Time spent in steps.", stats.busy_seconds),
             "forward_seconds": ("Time spent in forward passes.", stats.forward_seconds),
