@@ -142,6 +142,15 @@ def test_an_api_key_that_is_empty_or_cant_be_sent_is_one_line_and_1(
     assert "API key" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--ssl-keyfile", "--ssl-ca-certs"])
+def test_tls_without_a_certificate_is_one_line_and_1(
+    midfill: Command, tiny_folder: Path, option: str
+) -> None:
+    result = midfill("serve", tiny_folder, "--port", "0", option, "none.pem")
+    assert result.status == 1
+    assert result.stderr == "midfill: TLS needs a certificate, too: --ssl-certfile FILE\n"
+
+
 @pytest.mark.parametrize("value", ["", " ", " \t\n"])
 def test_an_empty_variable_for_api_keys_is_one_line_and_1(
     midfill: Command, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, value: str

@@ -94,6 +94,22 @@ class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
     level: LogLevel = "info"
 
 
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """The files of a server that speaks TLS, all in PEM.
+
+    Attributes:
+        certificate: its certificate, and those between it and a root.
+        key: the private key; None if it is in ``certificate``.
+        client_authorities: certificates of those who sign the certificates that clients must
+            have; None asks clients for none.
+    """
+
+    certificate: Path
+    key: Path | None = None
+    client_authorities: Path | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """What ``midfill serve`` serves and how.
@@ -106,6 +122,7 @@ class ServeOptions:
         api_keys: keys that clients must send, each with a cache of its own; no keys let everyone
             in.
         api_key_file: a file with further keys, see ``server.key_file``.
+        tls: where its certificate is; None speaks plain HTTP.
         fim_tokens: the model's FIM sentinels, if midfill doesn't know them.
         window: how much of a long document to show the model; None takes what the model or its
             adapter says.
@@ -135,8 +152,9 @@ class ServeOptions:
     aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8080
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
+    tls: TlsFiles | None = None
     fim_tokens: FimTokens | None = None
     window: WindowSize | None = None
     snippets: int | None = None

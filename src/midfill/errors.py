@@ -89,3 +89,7 @@ class UpstreamError(UnavailableError):
 
 class QueueFullError(UnavailableError):
     """Too many tokens are queued (HTTP 429)."""
+
+
+class RateLimitError(UnavailableError):
+    """A request beyond the limits of its API key (HTTP 429)."""

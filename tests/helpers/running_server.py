@@ -5,11 +5,13 @@ import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ class RunningServer:
     banner: str
     client: httpx.Client
     log_path: Path
+    api_key: str | None = None  # one that reads metrics, if the server has keys
 
     @property
     def log(self) -> list[str]:
@@ -60,8 +63,9 @@ class RunningServer:
         return self.client.post(self.url + path, **options)  # type: ignore[arg-type]
 
     def get(self, path: str) -> httpx.Response:
-        """GET a path."""
-        return self.client.get(self.url + path)
+        """GET a path, with the API key if there is one."""
+        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        return self.client.get(self.url + path, headers=headers)
 
     def complete(self, **body: object) -> dict:  # type: ignore[type-arg]
         """Return the response of a completion that must succeed."""
@@ -100,6 +104,7 @@ def start(
     *options: str,
     signals: Callable[[], None] = default_interrupt,
     python: Path | str = sys.executable,
+    verify: ssl.SSLContext | bool = True,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until it is ready, and end it with the block.
 
@@ -108,6 +113,7 @@ def start(
         options: further options of ``midfill serve``.
         signals: sets the process's signal handling before it starts.
         python: the interpreter; one of another environment has its own midfill.
+        verify: how the client checks the server's certificate.
 
     Without torch the test that asks for a server is skipped.
     """
@@ -134,10 +140,13 @@ def start(
                 line = process.stdout.readline()
                 assert line, f"the server ended: {process.wait()}"
                 banner += line
-            match = re.search(r"http://\S+", banner)
+            match = re.search(r"https?://\S+", banner)
             assert match is not None
-            with httpx.Client(timeout=60) as client:
-                yield RunningServer(match.group(), process, banner, client, Path(log.name))
+            keys = [key for option, key in pairwise(options) if option == "--api-key"]
+            with httpx.Client(timeout=60, verify=verify) as client:
+                yield RunningServer(
+                    match.group(), process, banner, client, Path(log.name), *keys[:1]
+                )
         finally:
             process.send_signal(signal.SIGTERM)
             try:

@@ -1,6 +1,7 @@
 """Documents are recognised by their text, per tenant, within a bounded memory."""
 
 import random
+import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,13 +102,22 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first() -> None:
     limit = 10 * one.held_bytes
     store = DocumentStore(limit)
     first = put(store, texts[0], 100)
-    for text in texts[1:]:
+    second = put(store, texts[1], 100)
+    for text in texts[2:]:
         put(store, text, 100)
         put(store, texts[0], 100)  # kept alive by use
         assert store.held_bytes <= limit
     assert 5 <= len(store) <= 11
     assert put(store, texts[0], 100) is first
-    assert store.get("document-2") is None
+    assert store.get(second.id) is None
+
+
+def test_ids_dont_count_documents() -> None:
+    """A tenant can't tell from its documents' ids how many the others have opened meanwhile."""
+    store = DocumentStore(10**8)
+    ids = {put(store, source(seed), 100).id for seed in range(20)}
+    assert len(ids) == 20
+    assert all(re.fullmatch("document-[0-9a-f]{16}", one) for one in ids)
 
 
 def test_one_document_larger_than_the_memory_is_still_kept() -> None:

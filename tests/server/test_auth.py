@@ -1,17 +1,21 @@
 """API keys: who may send requests, whose cache they use, and servers that need none."""
 
+import base64
+import concurrent.futures
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import RunningServer, start
 
 from midfill.config import ServeOptions
 from midfill.errors import MidfillError
-from midfill.server.key_file import add_key
+from midfill.server.key_file import add_key, remove_keys, set_limits
+from midfill.server.limits import TenantLimits
 from midfill.server.run import run_server
 
 KEYS = ("first key", "second key", "Schlüssel")
@@ -54,13 +58,46 @@ def test_each_key_is_valid(server: RunningServer, key: str) -> None:
     assert server.post("/v1/completions", body, headers=headers).status_code == 200
 
 
-def test_all_endpoints_need_a_key_but_health_and_metrics(server: RunningServer) -> None:
+def test_all_endpoints_need_a_key_but_health_and_the_playground(server: RunningServer) -> None:
     paths = server.get("/openapi.json").json()["paths"]
     endpoints = [(method, path) for path, methods in paths.items() for method in methods]
     assert len(endpoints) > 15
+    endpoints += [("get", path) for path in ("/docs", "/redoc", "/openapi.json", "/dashboard")]
     for method, path in endpoints:
         status = server.client.request(method, server.url + path).status_code
-        assert status == (200 if path in ("/health", "/metrics") else 401), (method, path)
+        assert status == (200 if path == "/health" else 401), (method, path)
+    for path in ("/", "/pages/playground.js"):  # which ask for a key themselves
+        assert server.client.get(server.url + path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/dashboard", "/docs", "/redoc", "/openapi.json"])
+def test_browsers_ask_their_user_for_a_key(server: RunningServer, path: str) -> None:
+    def status(scheme: str, value: bytes) -> int:
+        sent = f"{scheme} ".encode() + value
+        return server.client.get(server.url + path, headers={"authorization": sent}).status_code
+
+    asked = server.client.get(server.url + path).headers["www-authenticate"]
+    assert asked == 'Basic realm="midfill", charset="UTF-8", Bearer'
+    for key in map(str.encode, KEYS):
+        assert status("Basic", base64.b64encode(b"anyone:" + key)) == 200
+        assert status("Bearer", key) == 200
+    for wrong in (b"anyone:no", b"first key", b"anyone:", b":"):
+        assert status("Basic", base64.b64encode(wrong)) == 401
+    assert status("Basic", b"first key") == 401
+    assert status("Digest", base64.b64encode(b"anyone:first key")) == 401
+
+
+def test_web_pages_of_others_read_nothing(server: RunningServer) -> None:
+    """No answer allows another origin, and no preflight is answered."""
+    headers = {"origin": "https://example.org", "authorization": f"Bearer {KEYS[0]}"}
+    for path in ("/v1/models", "/metrics", "/health", "/"):
+        response = server.client.get(server.url + path, headers=headers)
+        assert response.status_code == 200
+        assert not [name for name in response.headers if name.startswith("access-control")]
+    headers |= {"access-control-request-method": "POST"}
+    preflight = server.client.options(f"{server.url}/v1/completions", headers=headers)
+    assert preflight.status_code == 405
+    assert not [name for name in preflight.headers if name.startswith("access-control")]
 
 
 def test_the_log_names_tenants_and_never_keys(server: RunningServer) -> None:
@@ -125,16 +162,68 @@ def test_keys_of_a_file_come_and_go_while_the_server_runs(
         return server.post("/v1/completions", body, headers=headers).status_code
 
     assert status(named_key) == 200
+    reader = add_key(key_file, "prometheus", monitor=True)
     new = add_key(key_file, "bob")
     assert status(new) == 401
     server.process.send_signal(signal.SIGHUP)
     server.wait_for(lambda: status(new) == 200)
     server.wait_for(lambda: "tenant=bob" in "\n".join(server.log))
+    assert status(reader) == 403
+    for key, expected in ((reader, 200), (new, 403), ("first key", 403), ("none", 401)):
+        headers = {"authorization": f"Bearer {key}"}
+        read = server.client.get(f"{server.url}/metrics", headers=headers)
+        assert read.status_code == expected
+    remove_keys(key_file, "prometheus", keep_newest=False)
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for(lambda: server.get("/metrics").status_code == 200)
     key_file.write_text("nonsense\n")
     server.process.send_signal(signal.SIGHUP)
     server.wait_for(lambda: "the API keys stay as they were" in "\n".join(server.log))
     assert status(named_key) == status(new) == status("first key") == 200
     assert named_key not in "\n".join(server.log)
+
+
+def test_a_keys_limits_apply_to_it_alone(server: RunningServer, key_file: Path) -> None:
+    key_file.write_text("")
+    limited, free = add_key(key_file, "limited"), add_key(key_file, "free")
+    both = {key: {"authorization": f"Bearer {key}"} for key in (limited, free)}
+    body = {"prompt": "a" * 30, "max_tokens": 8, "ignore_eos": True}
+
+    def limit(**limits: int) -> None:
+        set_limits(key_file, "limited", TenantLimits(**limits))
+        reads = sum("API keys are valid now" in line for line in server.log)
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for(
+            lambda: sum("API keys are valid now" in line for line in server.log) > reads
+        )
+
+    def ask(path: str = "/v1/completions", key: str = limited, **more: object) -> httpx.Response:
+        return server.post(path, {**body, **more}, headers=both[key])
+
+    limit(requests=2)
+    for _ in range(3):  # what costs nothing isn't counted
+        assert server.client.get(f"{server.url}/v1/models", headers=both[limited]).is_success
+    assert [ask().status_code for _ in range(3)] == [200, 200, 429]
+    refused = ask()
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    shaped = ask("/api/generate", model="tiny-llama")
+    assert shaped.status_code == 429
+    assert "limit is 2 requests per minute" in shaped.json()["error"]
+    assert ask(key=free).status_code == 200
+
+    limit(tokens=30)
+    assert [ask(stream=stream).status_code for stream in (False, True, False)] == [200, 429, 429]
+    assert "30 tokens per minute" in ask().json()["error"]["message"]
+
+    limit(running=1)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: ask(max_tokens=400), range(4)))
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert ask().status_code == 200
+    limit()
+    assert [ask().status_code for _ in range(3)] == [200] * 3
 
 
 def test_refusals_have_the_shape_of_the_path(server: RunningServer) -> None:
@@ -167,18 +256,23 @@ def test_keys_that_are_empty_or_cant_be_sent_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "keys", "warned"),
+    ("host", "keys", "warnings"),
     [
-        ("0.0.0.0", (), True),
-        ("0.0.0.0", ("key",), False),
-        ("127.0.0.1", (), False),
-        ("localhost", (), False),
+        ("0.0.0.0", (), ["needs no API key", "without TLS"]),
+        ("0.0.0.0", ("key",), ["without TLS"]),
+        ("127.0.0.1", (), []),
+        ("localhost", (), []),
     ],
 )
-def test_a_server_without_keys_that_others_can_reach_logs_a_warning(
-    tmp_path: Path, host: str, keys: tuple[str, ...], warned: bool, caplog: pytest.LogCaptureFixture
+def test_a_server_that_others_can_reach_warns_of_what_is_missing(
+    tmp_path: Path,
+    host: str,
+    keys: tuple[str, ...],
+    warnings: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     options = ServeOptions(model="none", host=host, port=0, api_keys=keys)
     with pytest.raises(MidfillError):  # there is no model, which is found after binding the address
         run_server(options, tmp_path / "none")
-    assert ("needs no API key" in caplog.text) is warned
+    found = [text for text in ("needs no API key", "without TLS") if text in caplog.text]
+    assert found == warnings

@@ -134,7 +134,10 @@ def test_keys_end_it(server: RunningServer) -> None:
 def test_it_lives_longer_than_its_server(tiny_folder: Path) -> None:
     """Its tenants are shown beside each other, and a new server is shown as a new one."""
     options = ["--kv-memory", "4MB", "--api-key", "one", "--api-key", "two"]
-    with start(tiny_folder, *options) as server, terminal(command(server.url)) as shown:
+    with (
+        start(tiny_folder, *options) as server,
+        terminal([*command(server.url), "--api-key", "one"]) as shown,
+    ):
         port = server.url.rpartition(":")[2]
         body = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
         headers = {"authorization": "Bearer two"}

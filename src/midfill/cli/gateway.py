@@ -17,7 +17,11 @@ from midfill.cli.serve import (
     OtlpTracesOption,
     PortOption,
     ServedNameOption,
+    SslCaCertsOption,
+    SslCertfileOption,
+    SslKeyfileOption,
     given_api_keys,
+    given_tls,
 )
 
 if TYPE_CHECKING:
@@ -104,6 +108,9 @@ def gateway(
     alias: AliasOption = None,
     api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
+    ssl_certfile: SslCertfileOption = None,
+    ssl_keyfile: SslKeyfileOption = None,
+    ssl_ca_certs: SslCaCertsOption = None,
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "info",
     otlp_traces_endpoint: OtlpTracesOption = None,
@@ -138,6 +145,7 @@ def gateway(
         port=port,
         api_keys=given_api_keys(api_key),
         api_key_file=api_key_file,
+        tls=given_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
         fim_tokens=fim_tokens,
         window=window,
         snippets=snippets,

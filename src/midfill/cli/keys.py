@@ -16,13 +16,27 @@ NameArgument = Annotated[
 ]
 
 
-@app.command()
-def add(file: FileArgument, name: NameArgument) -> None:
-    """Make a key and print it, once; a name may have several, which share one cache."""
-    from midfill.server.key_file import add_key, read_keys
+LimitOption = Annotated[int | None, typer.Option(min=1, max=10**12 - 1, metavar="NUMBER")]
 
-    key = add_key(file, name)
-    count = sum(each.name == name for each in read_keys(file))
+
+@app.command()
+def add(
+    file: FileArgument,
+    name: NameArgument,
+    monitor: Annotated[
+        bool,
+        typer.Option(
+            "--monitor",
+            help="The key reads /metrics, the dashboard and the API's description, and nothing"
+            " else. Other keys don't read these any more.",
+        ),
+    ] = False,
+) -> None:
+    """Make a key and print it, once; a name may have several, which share one cache."""
+    from midfill.server.key_file import add_key, read_key_file
+
+    key = add_key(file, name, monitor=monitor)
+    count = sum(each.name == name for each in read_key_file(file).keys)
     typer.echo(key)
     typer.echo(
         f"This is the key of {name}; {file} holds only its digest, so it can't be shown again.",
@@ -39,13 +53,44 @@ def add(file: FileArgument, name: NameArgument) -> None:
 
 @app.command("list")
 def list_keys(file: FileArgument) -> None:
-    """List who has keys, and how many."""
+    """List who has keys, how many, and what they may do."""
     from collections import Counter
 
-    from midfill.server.key_file import read_keys
+    from midfill.server.key_file import EVERYONE, format_limits, read_key_file
 
-    for name, count in Counter(key.name for key in read_keys(file)).items():
-        typer.echo(f"{name}  {count} {'key' if count == 1 else 'keys'}")
+    found = read_key_file(file)
+    for name, count in Counter(key.name for key in found.keys).items():
+        words = [name, f"{count} {'key' if count == 1 else 'keys'}"]
+        words += ["monitor"] if name in found.monitors else []
+        words += [format_limits(found.limits[name])] if name in found.limits else []
+        typer.echo("  ".join(words))
+    if EVERYONE in found.limits:
+        typer.echo(f"{EVERYONE}  {format_limits(found.limits[EVERYONE])}")
+
+
+@app.command()
+def limit(
+    file: FileArgument,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Whose limits; '*' is for all without their own.")
+    ],
+    requests_per_minute: LimitOption = None,
+    tokens_per_minute: LimitOption = None,
+    max_running: LimitOption = None,
+) -> None:
+    """Limit what a name's keys may use; without options, its limits are removed.
+
+    Beyond a limit, requests are refused with status 429. Tokens are those of prompts and answers.
+    """
+    from midfill.server.key_file import format_limits, set_limits
+    from midfill.server.limits import TenantLimits
+
+    limits = TenantLimits(
+        requests=requests_per_minute, tokens=tokens_per_minute, running=max_running
+    )
+    set_limits(file, name, limits)
+    typer.echo(f"{name}: {format_limits(limits) or 'no limits'}", err=True)
+    _tell_servers()
 
 
 @app.command()

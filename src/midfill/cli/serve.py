@@ -33,6 +33,7 @@ from midfill.config import (
 )
 
 if TYPE_CHECKING:
+    from midfill.config import TlsFiles
     from midfill.engine.messages import EngineInfo
     from midfill.server.service import ModelService
 
@@ -59,7 +60,8 @@ ApiKeyOption = Annotated[
     typer.Option(
         envvar=API_KEY_VARIABLE,
         help="Key that clients must send; may be repeated (in the variable: separated by spaces)."
-        " Each key has its own cache.",
+        " Each key has its own cache. A line NAME:sha256:DIGEST of 'midfill keys' stands for its"
+        " key.",
     ),
 ]
 ApiKeyFileOption = Annotated[
@@ -67,6 +69,24 @@ ApiKeyFileOption = Annotated[
     typer.Option(
         metavar="FILE",
         help="Keys that clients must send, as 'midfill keys' writes them; read again on SIGHUP.",
+    ),
+]
+SslCertfileOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Speak HTTPS with this certificate chain (PEM); read again on SIGHUP.",
+    ),
+]
+SslKeyfileOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The certificate's private key (PEM), if it is not in it."),
+]
+SslCaCertsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Let in only clients that have a certificate signed by one of these (PEM).",
     ),
 ]
 TokenBudgetOption = Annotated[
@@ -153,6 +173,9 @@ def serve(
     alias: AliasOption = None,
     api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
+    ssl_certfile: SslCertfileOption = None,
+    ssl_keyfile: SslKeyfileOption = None,
+    ssl_ca_certs: SslCaCertsOption = None,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     weights: WeightsFormatOption = "auto",
@@ -196,6 +219,7 @@ def serve(
         port=port,
         api_keys=given_api_keys(api_key),
         api_key_file=api_key_file,
+        tls=given_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
         fim_tokens=fim_tokens,
         window=window,
         snippets=snippets,
@@ -245,6 +269,24 @@ def given_api_keys(given: list[str] | None) -> tuple[str, ...]:
             f"{API_KEY_VARIABLE} is set but empty; unset it to serve without API keys"
         )
     return tuple(given or ())
+
+
+def given_tls(
+    certificate: Path | None, key: Path | None, authorities: Path | None
+) -> "TlsFiles | None":
+    """Return the files for TLS that the command line names, if any.
+
+    Raises:
+        MidfillError: there is no certificate among them.
+    """
+    from midfill.config import TlsFiles
+    from midfill.errors import MidfillError
+
+    if certificate is not None:
+        return TlsFiles(certificate, key, authorities)
+    if key is not None or authorities is not None:
+        raise MidfillError("TLS needs a certificate, too: --ssl-certfile FILE")
+    return None
 
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:

@@ -12,7 +12,7 @@ KeyOption = Annotated[
     str | None,
     typer.Option(
         metavar="KEY",
-        help=f"Key to send, for a proxy that asks for it; by default {API_KEY_VARIABLE}'s first.",
+        help=f"Key to send, where metrics need one; by default {API_KEY_VARIABLE}'s first.",
     ),
 ]
 IntervalOption = Annotated[

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from midfill.config import FimTokens, LogOptions, WindowSize
+from midfill.config import FimTokens, LogOptions, TlsFiles, WindowSize
 from midfill.errors import MidfillError
 from midfill.gateway.upstream import ApiName
 
@@ -31,8 +31,8 @@ class GatewayOptions:
         served_name: the model's name for clients; None takes the servers'.
         idle_prefill: have servers without other work compute the prompts that documents will
             probably need next.
-        aliases, host, port, api_keys, api_key_file, fim_tokens, window, snippets, max_body_bytes,
-        logs, otlp_traces_endpoint: see ``ServeOptions``.
+        aliases, host, port, api_keys, api_key_file, tls, fim_tokens, window, snippets,
+        max_body_bytes, logs, otlp_traces_endpoint: see ``ServeOptions``.
 
     Raises:
         MidfillError: there is no upstream, or one's URL is none.
@@ -41,7 +41,7 @@ class GatewayOptions:
     upstreams: tuple[str, ...] = ()
     upstream_file: Path | None = None
     upstream_api: ApiName = "auto"
-    upstream_key: str | None = None
+    upstream_key: str | None = field(default=None, repr=False)
     upstream_timeout: float = DEFAULT_UPSTREAM_TIMEOUT
     wait: float = DEFAULT_WAIT
     model: str | None = None
@@ -51,8 +51,9 @@ class GatewayOptions:
     aliases: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8080
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
+    tls: TlsFiles | None = None
     fim_tokens: FimTokens | None = None
     window: WindowSize | None = None
     snippets: int | None = None

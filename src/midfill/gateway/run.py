@@ -32,6 +32,7 @@ from midfill.infill.window import WindowRule
 from midfill.server.app import DIALECTS, create_app
 from midfill.server.dialects import openai_chat
 from midfill.server.key_ring import KeyRing
+from midfill.server.limits import RateLimits
 from midfill.server.listening import (
     answer_until_stopped,
     bind,
@@ -42,6 +43,7 @@ from midfill.server.listening import (
 )
 from midfill.server.request_log import Traces
 from midfill.server.service import ModelService
+from midfill.server.tls import ServerTls
 
 _log = logging.getLogger(__name__)
 
@@ -118,26 +120,30 @@ def run_gateway(options: GatewayOptions, on_ready: OnReady | None = None) -> Non
         MidfillError: the address can't be used, no server answers, or they don't fit together.
     """
     keys = KeyRing(options.api_keys, options.api_key_file)
+    tls = None if options.tls is None else ServerTls(options.tls)
     with (
         bind(options.host, options.port) as listener,
         open_traces(options.otlp_traces_endpoint) as traces,
     ):
-        warn_if_open(listener, options.host, keys)
+        warn_if_open(listener, options.host, keys, tls)
         try:
-            asyncio.run(_serve(options, keys, listener, traces, on_ready))
+            asyncio.run(_serve(options, keys, tls, listener, traces, on_ready))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
 
 
 @contextlib.asynccontextmanager
 async def open_gateway(
-    options: GatewayOptions, tenants: Sequence[str] = ("",)
+    options: GatewayOptions,
+    tenants: Sequence[str] = ("",),
+    limits: RateLimits | None = None,
 ) -> AsyncIterator[Gateway]:
     """Find the servers and stand in front of them until the ``with`` block ends.
 
     Args:
         options: what stands behind it.
         tenants: everybody who may send requests.
+        limits: what they may use; None is everything.
 
     Raises:
         MidfillError: no server answers, or they don't fit together.
@@ -154,7 +160,7 @@ async def open_gateway(
         asked, served = next(iter(found.items()))
         model = await describe(asked, served, options)
         pool = UpstreamPool(upstreams, options.upstream_api, served.name)
-        service = _service(options, served, model, pool, tenants)
+        service = _service(options, served, model, pool, tenants, limits)
         watch = asyncio.create_task(pool.watch(), name="health checks")
         try:
             yield Gateway(service, pool, model, options, session)
@@ -171,6 +177,7 @@ def _service(
     model: DescribedUpstream,
     pool: UpstreamPool,
     tenants: Sequence[str],
+    limits: RateLimits | None,
 ) -> ModelService:
     context = room = options.context or served.context or _DEFAULT_CONTEXT
     if not model.has_tokenizer:
@@ -189,6 +196,7 @@ def _service(
         aliases=options.aliases,
         idle_prefill=options.idle_prefill,
         tenants=tenants,
+        limits=limits,
         context=context,
     )
     service.metrics.add(UpstreamCollector(pool, engine.counts))
@@ -198,24 +206,27 @@ def _service(
 async def _serve(
     options: GatewayOptions,
     keys: KeyRing,
+    tls: ServerTls | None,
     listener: socket.socket,
     traces: Traces | None,
     on_ready: OnReady | None,
 ) -> None:
     cancel_on_termination()
-    async with open_gateway(options, keys.tenants) as gateway:
+    async with open_gateway(options, keys.tenants, RateLimits(keys.limits_of)) as gateway:
 
         def listening() -> None:
             if on_ready is not None:
-                on_ready(url_of(listener), gateway)
+                on_ready(url_of(listener, tls), gateway)
 
         app = gateway.app(keys, traces)
 
         def reload() -> None:
             keys.reload()
+            if tls is not None:
+                tls.reload()
             gateway.start_reload()
 
-        await answer_until_stopped(app, listener, listening, reload)
+        await answer_until_stopped(app, listener, listening, reload, tls)
 
 
 def _upstreams(options: GatewayOptions, session: aiohttp.ClientSession) -> list[Upstream]:

@@ -12,7 +12,7 @@ overlap is at least half of the shorter text. The search has three steps, cheape
 A name given by the client only adds a key and rules out documents with another name.
 """
 
-import itertools
+import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -119,7 +119,6 @@ class DocumentStore:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._numbers = itertools.count(1)
         self._recent: OrderedDict[str, Document] = OrderedDict()
         self._sizes: dict[str, int] = {}
         self._indexes: dict[str, _TenantIndex] = {}
@@ -158,7 +157,8 @@ class DocumentStore:
 
     def create(self, tenant: str, name: str | None, view: View, cuts: CutHistory) -> Document:
         """Create a document; ``record`` stores it."""
-        return Document(f"document-{next(self._numbers)}", tenant, name, view, cuts)
+        # Random, so that an id tells no tenant how many documents the others have.
+        return Document(f"document-{secrets.token_hex(8)}", tenant, name, view, cuts)
 
     def record(self, document: Document) -> None:
         """Store a document's newest state and make it the most recently used one."""

@@ -1,16 +1,13 @@
 """create_app: all dialects around one served model."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
+from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
-from midfill.server import operations
-from midfill.server.auth import tenant_check
-from midfill.server.bodies import body_schemas
+from midfill.server import api_docs, operations
+from midfill.server.auth import monitor_check, tenant_check
 from midfill.server.dialects import (
     deepseek,
     llama_cpp,
@@ -60,8 +57,10 @@ def create_app(
         traces: where requests' traces go; None makes none.
         dialects: the client APIs that are spoken.
     """
-    app = FastAPI(title="midfill", version=__version__)
-    tenant_of = tenant_check(keys or KeyRing())
+    keys = keys or KeyRing()
+    app = FastAPI(title="midfill", version=__version__, openapi_url=None)
+    tenant_of = tenant_check(keys, service.limits)
+    monitors_only = [Depends(monitor_check(keys))]
     error_bodies: dict[str, ErrorBody] = {}
     for dialect in dialects:
         router = dialect.routes(service, tenant_of)
@@ -69,18 +68,12 @@ def create_app(
             if isinstance(route, APIRoute):
                 error_bodies[route.path] = dialect.error_body
         app.include_router(router)
-    app.include_router(operations.routes(service))
+    app.include_router(operations.health_routes(service))
+    app.include_router(operations.metrics_routes(service), dependencies=monitors_only)
     app.include_router(pages.routes())
+    app.include_router(pages.dashboard_routes(), dependencies=monitors_only)
+    bodies = [body for dialect in dialects for body in dialect.bodies]
+    app.include_router(api_docs.routes(app, bodies), dependencies=monitors_only)
     install_error_handlers(app, error_bodies)
     app.add_middleware(CancelOnDisconnect)
-    bodies = [body for dialect in dialects for body in dialect.bodies]
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            schema.setdefault("components", {})["schemas"] = body_schemas(bodies)
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
     return RequestLog(app, service.metrics, traces)

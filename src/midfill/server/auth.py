@@ -1,35 +1,92 @@
-"""API keys in requests: who asks, and whose prefix cache is used."""
+"""API keys in requests: who asks, whose prefix cache is used, and who may see metrics."""
 
+import base64
+import binascii
 from collections.abc import Awaitable, Callable
 
 from fastapi import Request
 
 from midfill.server.errors import ApiError
 from midfill.server.key_ring import KeyRing
+from midfill.server.limits import RateLimits
 from midfill.server.request_record import current_request
 
+_BEARER = "Bearer"
+_BASIC = 'Basic realm="midfill", charset="UTF-8"'  # browsers ask their user
 
-def tenant_check(keys: KeyRing) -> Callable[[Request], Awaitable[str]]:
-    """Return a FastAPI dependency that gives the caller's tenant; see ``KeyRing``."""
+
+def tenant_check(
+    keys: KeyRing, limits: RateLimits | None = None
+) -> Callable[[Request], Awaitable[str]]:
+    """Return a FastAPI dependency that gives the caller's tenant; see ``KeyRing``.
+
+    Args:
+        keys: who may send requests.
+        limits: counts each POST request; None counts none.
+    """
 
     async def tenant_of(request: Request) -> str:
-        tenant = find_tenant(request)
-        record = current_request.get()
-        if record is not None:
-            record.tenant = tenant
-        return tenant
-
-    def find_tenant(request: Request) -> str:
-        if not keys:
-            return ""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        # Headers are decoded as Latin-1, whatever bytes the client sent.
-        tenant = keys.find_tenant(key.strip().encode("latin-1"))
-        if tenant is None or scheme.lower() != "bearer":
-            raise ApiError(
-                401, "a valid API key is needed: Authorization: Bearer KEY",
-                code="invalid_api_key", headers={"www-authenticate": "Bearer"},
-            )  # fmt: skip
+        tenant = _find_name(request, keys, basic=False)
+        if keys.is_monitor(tenant):
+            raise ApiError(403, "this API key only reads metrics", code="insufficient_permissions")
+        if limits is not None and request.method == "POST":
+            limits.count_request(tenant)
         return tenant
 
     return tenant_of
+
+
+def monitor_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:
+    """Return a FastAPI dependency for what shows metrics or describes the API.
+
+    Any key will do or, if there are monitors' keys, these alone. Browsers may send it as the
+    password of HTTP's Basic authentication, with any user name.
+    """
+
+    async def check(request: Request) -> None:
+        name = _find_name(request, keys, basic=True)
+        if keys.has_monitors and not keys.is_monitor(name):
+            raise ApiError(
+                403, "this API key doesn't read metrics; a monitor's does",
+                code="insufficient_permissions",
+            )  # fmt: skip
+
+    return check
+
+
+def _find_name(request: Request, keys: KeyRing, *, basic: bool) -> str:
+    """Return the name of the caller's key, and note it in the request's record.
+
+    Raises:
+        ApiError: 401 without a valid key.
+    """
+    name: str | None = ""
+    if keys:
+        key = _sent_key(request.headers.get("authorization", ""), basic=basic)
+        name = None if key is None else keys.find_name(key)
+    if name is None:
+        hint = ", or as a Basic password" if basic else ""
+        raise ApiError(
+            401, f"a valid API key is needed: Authorization: Bearer KEY{hint}",
+            code="invalid_api_key",
+            headers={"www-authenticate": f"{_BASIC}, {_BEARER}" if basic else _BEARER},
+        )  # fmt: skip
+    record = current_request.get()
+    if record is not None:
+        record.tenant = name
+    return name
+
+
+def _sent_key(header: str, *, basic: bool) -> bytes | None:
+    """Return the key of an Authorization header; None if it holds none."""
+    scheme, _, value = header.partition(" ")
+    # Headers are decoded as Latin-1, whatever bytes the client sent.
+    sent = value.strip().encode("latin-1")
+    if scheme.lower() == "bearer":
+        return sent
+    if scheme.lower() != "basic" or not basic:
+        return None
+    try:
+        return base64.b64decode(sent, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return None

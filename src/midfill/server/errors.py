@@ -14,6 +14,7 @@ from midfill.errors import (
     InvalidRequestError,
     MidfillError,
     QueueFullError,
+    RateLimitError,
     UnavailableError,
     UpstreamError,
 )
@@ -73,6 +74,9 @@ def _as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers=retry_header(error))
+    if isinstance(error, RateLimitError):
+        code = "rate_limit_exceeded"
+        return ApiError(429, str(error), code=code, headers=retry_header(error))
     if isinstance(error, EngineDeadError):
         code = "engine_dead" if error.retry_after is None else "engine_restarting"
         return ApiError(503, str(error), code=code, headers=retry_header(error))

@@ -1,5 +1,6 @@
 """Generation: the answers to one API request, from the engine's tokens to text."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -17,6 +18,7 @@ from midfill.frontend.generation import GenerationResult, whole_answers
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.response import Response, Usage
 from midfill.frontend.sampling import SamplingParams
+from midfill.server.limits import RateLimits
 from midfill.server.metrics import TenantMetrics
 from midfill.server.served_engine import ServedEngine
 from midfill.tokens.tokenizer import Tokenizer
@@ -82,6 +84,7 @@ class Generation:
         sampling: SamplingParams,
         *,
         tenant: str,
+        limits: RateLimits,
         stream_interval: float,
         on_complete: Callable[[], None],
         request_id: str = "",
@@ -96,6 +99,7 @@ class Generation:
             prompts: the prompts.
             sampling: how their answers are generated.
             tenant: whose prefix cache to use.
+            limits: what tenants may use.
             stream_interval: see ``EngineRequest``.
             on_complete: called once all answers are complete.
             request_id: the API request's id; the ids of the engine's requests begin with it.
@@ -103,6 +107,8 @@ class Generation:
         """
         self._engine = engine
         self._metrics = metrics
+        self._limits = limits
+        self._tenant = tenant
         self._on_complete = on_complete
         self._answers = len(prompts) * sampling.n
         self.group: object = None
@@ -163,8 +169,19 @@ class Generation:
             InvalidRequestError: the engine can never run one of the prompts.
             GenerationError: the engine failed on one of them.
             QueueFullError: too many tokens are queued.
+            RateLimitError: the tenant has used what it may.
             EngineDeadError: the engine is not ready, or it died.
         """
+        prompt_tokens = sum(len(request.token_ids) for request in self._requests)
+        with self._limits.generating(self._tenant, prompt_tokens) as charge:
+            try:
+                async with contextlib.aclosing(self._deltas()) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            finally:
+                charge.tokens = self.usage.completion_tokens
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
         complete = 0
         now = time.perf_counter()
         for times in self.prompt_times:

@@ -1,4 +1,4 @@
-"""KeyRing: the API keys that are valid now."""
+"""KeyRing: the API keys that are valid now, and what each may do."""
 
 import hmac
 import logging
@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from midfill.errors import MidfillError
-from midfill.server.key_file import ApiKey, key_digest, read_keys
+from midfill.server.key_file import (
+    EVERYONE,
+    ApiKey,
+    KeyFile,
+    digest_line,
+    key_digest,
+    read_key_file,
+)
+from midfill.server.limits import NO_LIMITS, TenantLimits
 
 _log = logging.getLogger(__name__)
 
@@ -15,14 +23,14 @@ class KeyRing:
     """Who may send requests. Without any key everybody may, as the tenant "".
 
     Keys that are given by themselves name their tenants "key-1", "key-2" and so on: a name tells
-    nothing of its key. Those of a file have names there.
+    nothing of its key. Those of a file, or given as a line of one, have names there.
     """
 
     def __init__(self, keys: Sequence[str] = (), path: Path | None = None) -> None:
         """Read the keys.
 
         Args:
-            keys: keys without a file.
+            keys: keys without a file, or lines ``NAME:sha256:DIGEST``.
             path: a file of keys; None is none.
 
         Raises:
@@ -30,9 +38,10 @@ class KeyRing:
         """
         self._path = path
         self._own = tuple(
-            ApiKey(f"key-{number}", key_digest(key.encode())) for number, key in enumerate(keys, 1)
+            digest_line(key) or ApiKey(f"key-{number}", key_digest(key.encode()))
+            for number, key in enumerate(keys, 1)
         )
-        self._keys = self._own + self._read()
+        self._use(self._read())
 
     def __bool__(self) -> bool:
         """Whether a key is needed."""
@@ -41,14 +50,29 @@ class KeyRing:
     @property
     def tenants(self) -> tuple[str, ...]:
         """Names of everybody who may send requests now."""
-        return tuple(dict.fromkeys(key.name for key in self._keys)) or ("",)
+        names = dict.fromkeys(key.name for key in self._keys if not self.is_monitor(key.name))
+        return tuple(names) or ("",)
 
-    def find_tenant(self, key: bytes) -> str | None:
-        """Return whose key it is; None if it is nobody's."""
+    def find_name(self, key: bytes) -> str | None:
+        """Return whose key it is, a tenant's or a monitor's; None if it is nobody's."""
         digest = key_digest(key)
         # Digests have one length, and all are compared, so the time taken reveals nothing.
         matches = [hmac.compare_digest(digest, known.digest) for known in self._keys]
         return self._keys[matches.index(True)].name if any(matches) else None
+
+    def is_monitor(self, name: str) -> bool:
+        """Whether a name's keys only read metrics."""
+        return name in self._file.monitors
+
+    @property
+    def has_monitors(self) -> bool:
+        """Whether metrics are for monitors alone; without any, they are for all keys."""
+        return bool(self._file.monitors)
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        """Return what a tenant may do now."""
+        limits = self._file.limits
+        return limits.get(tenant) or limits.get(EVERYONE, NO_LIMITS)
 
     def reload(self) -> None:
         """Read the file again; if it can't be used, the keys stay as they were, and a line says so.
@@ -58,12 +82,24 @@ class KeyRing:
         if self._path is None:
             return
         try:
-            self._keys = self._own + self._read()
+            self._use(self._read())
         except MidfillError as error:
             _log.error("the API keys stay as they were: %s", error)
         else:
-            names = ", ".join(self.tenants)
+            names = ", ".join(dict.fromkeys(key.name for key in self._keys))
             _log.warning("%d API keys are valid now, of %s", len(self._keys), names)
 
-    def _read(self) -> tuple[ApiKey, ...]:
-        return () if self._path is None else read_keys(self._path)
+    def _read(self) -> KeyFile:
+        file = KeyFile() if self._path is None else read_key_file(self._path)
+        for name in sorted(file.monitors):
+            if any(key.name == name for key in self._own):
+                raise MidfillError(f"{self._path}: {name} is a monitor, but --api-key has it, too")
+        if file.keys and not self._own and all(key.name in file.monitors for key in file.keys):
+            raise MidfillError(
+                f"{self._path}: has keys of monitors only, so nobody could send a request"
+            )
+        return file
+
+    def _use(self, file: KeyFile) -> None:
+        self._file = file
+        self._keys = self._own + file.keys

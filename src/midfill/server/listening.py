@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from midfill.errors import MidfillError
 from midfill.server.key_ring import KeyRing
 from midfill.server.request_log import Traces
+from midfill.server.tls import ServerTls
 from midfill.system.extras import require
 
 _log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ async def answer_until_stopped(
     listener: socket.socket,
     on_listening: Callable[[], None],
     on_hangup: Callable[[], None] | None = None,
+    tls: ServerTls | None = None,
 ) -> None:
     """Serve an application until the process is interrupted.
 
@@ -37,6 +39,7 @@ async def answer_until_stopped(
         listener: a bound socket.
         on_listening: called once clients can connect.
         on_hangup: called at each SIGHUP.
+        tls: encrypts connections; None speaks plain HTTP.
     """
     loop = asyncio.get_running_loop()
     config = uvicorn.Config(
@@ -47,6 +50,8 @@ async def answer_until_stopped(
         lifespan="off",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
     )
+    config.load()
+    config.ssl = None if tls is None else tls.context
     # From here on connections wait in the backlog until uvicorn accepts them, so that clients
     # can connect as soon as on_listening is called.
     listener.listen(config.backlog)
@@ -66,12 +71,20 @@ def cancel_on_termination() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-def warn_if_open(listener: socket.socket, host: str, keys: KeyRing) -> None:
-    """Log a warning if other machines can connect and need no key."""
-    if not keys and not _is_loopback(listener):
+def warn_if_open(listener: socket.socket, host: str, keys: KeyRing, tls: ServerTls | None) -> None:
+    """Log warnings if other machines can connect and need no key, or send it unencrypted."""
+    if _is_loopback(listener):
+        return
+    if not keys:
         _log.warning(
             "other machines can use the model: the server listens on %s and needs no API key;"
             " set --api-key, --api-key-file or MIDFILL_API_KEY, or listen on 127.0.0.1",
+            host,
+        )
+    if tls is None:
+        _log.warning(
+            "texts and keys travel unencrypted: the server listens on %s without TLS; set"
+            " --ssl-certfile and --ssl-keyfile, or listen on 127.0.0.1 behind a proxy with TLS",
             host,
         )
 
@@ -120,11 +133,11 @@ def _is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(host).is_loopback
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, tls: ServerTls | None = None) -> str:
     """Return the URL that clients on this machine reach it by."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"
+    return f"{'http' if tls is None else 'https'}://{host}:{port}"
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:

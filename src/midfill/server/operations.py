@@ -1,4 +1,4 @@
-"""GET /health and GET /metrics, for load balancers and dashboards; neither needs an API key."""
+"""GET /health, for load balancers, which needs no API key, and GET /metrics."""
 
 import msgspec
 from fastapi import APIRouter
@@ -8,8 +8,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from midfill.server.service import ModelService
 
 
-def routes(service: ModelService) -> APIRouter:
-    """Return the router of both endpoints."""
+def health_routes(service: ModelService) -> APIRouter:
+    """Return the router of /health."""
     router = APIRouter()
 
     @router.get("/health")
@@ -23,6 +23,13 @@ def routes(service: ModelService) -> APIRouter:
             headers={} if ready else {"retry-after": str(engine.retry_after)},
             media_type="application/json",
         )
+
+    return router
+
+
+def metrics_routes(service: ModelService) -> APIRouter:
+    """Return the router of /metrics."""
+    router = APIRouter()
 
     @router.get("/metrics")
     async def metrics() -> Response:

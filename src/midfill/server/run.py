@@ -17,6 +17,7 @@ from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
 from midfill.server.key_ring import KeyRing
+from midfill.server.limits import RateLimits
 from midfill.server.listening import (
     answer_until_stopped,
     bind,
@@ -27,6 +28,7 @@ from midfill.server.listening import (
 )
 from midfill.server.request_log import Traces
 from midfill.server.service import ModelService
+from midfill.server.tls import ServerTls
 from midfill.system.progress import Progress
 
 
@@ -49,13 +51,14 @@ def run_server(
             options need are not installed.
     """
     keys = KeyRing(options.api_keys, options.api_key_file)
+    tls = None if options.tls is None else ServerTls(options.tls)
     with (
         bind(options.host, options.port) as listener,
         open_traces(options.otlp_traces_endpoint) as traces,
     ):
-        warn_if_open(listener, options.host, keys)
+        warn_if_open(listener, options.host, keys, tls)
         try:
-            asyncio.run(_serve(options, path, keys, listener, traces, on_progress, on_ready))
+            asyncio.run(_serve(options, path, keys, tls, listener, traces, on_progress, on_ready))
         except asyncio.CancelledError:
             sys.exit(128 + signal.SIGTERM)
 
@@ -66,6 +69,7 @@ async def open_service(
     path: Path,
     on_progress: Progress | None = None,
     tenants: Sequence[str] = ("",),
+    limits: RateLimits | None = None,
 ) -> AsyncIterator[ModelService]:
     """Load a model and start its engine process; both end with the ``with`` block.
 
@@ -74,6 +78,7 @@ async def open_service(
         path: the checkpoint, already on disk.
         on_progress: called with (stage, done, total) while the engine loads.
         tenants: everybody who may send requests.
+        limits: what they may use; None is everything.
 
     Raises:
         MidfillError: the model can't be loaded.
@@ -111,6 +116,7 @@ async def open_service(
             idle_prefill=options.idle_prefill,
             stream_interval=options.stream_interval,
             tenants=tenants,
+            limits=limits,
         )
         try:
             yield service
@@ -124,6 +130,7 @@ async def _serve(
     options: ServeOptions,
     path: Path,
     keys: KeyRing,
+    tls: ServerTls | None,
     listener: socket.socket,
     traces: Traces | None,
     on_progress: Progress | None,
@@ -131,15 +138,21 @@ async def _serve(
 ) -> None:
     # So that SIGTERM while loading also ends the engine.
     cancel_on_termination()
-    async with open_service(options, path, on_progress, keys.tenants) as service:
+    limits = RateLimits(keys.limits_of)
+    async with open_service(options, path, on_progress, keys.tenants, limits) as service:
 
         def listening() -> None:
             if on_ready is not None and service.engine.info is not None:
-                on_ready(url_of(listener), service.engine.info, service)
+                on_ready(url_of(listener, tls), service.engine.info, service)
 
         app = create_app(service, keys, traces)
-        reload = None if options.api_key_file is None else keys.reload
-        await answer_until_stopped(app, listener, listening, reload)
+
+        def reload() -> None:
+            keys.reload()
+            if tls is not None:
+                tls.reload()
+
+        await answer_until_stopped(app, listener, listening, reload, tls)
 
 
 def _short_name(model: str) -> str:

@@ -32,6 +32,7 @@ from midfill.infill.request import InfillRequest
 from midfill.server.errors import ApiError
 from midfill.server.generation import Generation
 from midfill.server.idle_prefill import IdlePrefill
+from midfill.server.limits import RateLimits
 from midfill.server.method_choice import MethodChoice, NoMethods
 from midfill.server.metrics import Metrics
 from midfill.server.request_record import current_request
@@ -55,6 +56,7 @@ class ModelService:
         metrics: the server's metrics.
         max_body_bytes: maximum size of a request body.
         methods: the methods of KV compression that requests may choose.
+        limits: what tenants may use.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class ModelService:
         stream_interval: float = 0.0,
         tenants: Sequence[str] = ("",),
         context: int | None = None,
+        limits: RateLimits | None = None,
     ) -> None:
         """Serve ``engine``.
 
         Args:
-            name, engine, tokenizer, max_body_bytes, aliases, methods: see the attributes.
+            name, engine, tokenizer, max_body_bytes, aliases, methods, limits: see the attributes.
             prompts: the encoder of the model's prompts.
             idle_prefill: compute expected prompts while the engine is idle, also where no client
                 asks for it.
@@ -90,6 +93,7 @@ class ModelService:
         self.tokenizer = tokenizer
         self.max_body_bytes = max_body_bytes
         self.methods = methods or NoMethods()
+        self.limits = limits or RateLimits()
         self.metrics = Metrics(name, engine, tenants)
         self._prompts = prompts
         self._context = prompts.context if context is None else context
@@ -176,6 +180,7 @@ class ModelService:
             prompts,
             with_token_stops(sampling, prompts, self.tokenizer),
             tenant=tenant,
+            limits=self.limits,
             stream_interval=self._stream_interval if streamed else math.inf,
             on_complete=lambda: self._prefill_next(generation.responses, tenant),
             request_id="" if record is None else record.request_id,

@@ -77,7 +77,7 @@ def read_snapshot(url: str, api_key: str | None = None, timeout: float = 5.0) ->
 
     Args:
         url: the server.
-        api_key: sent along, for a proxy that asks for it.
+        api_key: sent along; None sends none.
         timeout: in seconds.
 
     Raises:
@@ -90,6 +90,10 @@ def read_snapshot(url: str, api_key: str | None = None, timeout: float = 5.0) ->
         with urllib.request.urlopen(request, timeout=timeout) as response:
             text = response.read().decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise ServerGoneError(
+                f"{address} needs an API key that reads metrics: --api-key"
+            ) from None
         raise ServerGoneError(f"{address} answers with status {error.code}") from None
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)

@@ -1,4 +1,4 @@
-"""GET /, /dashboard and the files they load; none needs an API key, since they hold no secret.
+"""GET /, /dashboard and the files they load. Only the dashboard, which shows metrics, needs a key.
 
 Pages may load what this server sends and nothing else. Styles that scripts insert carry a nonce,
 which is new for each response.
@@ -44,17 +44,13 @@ class BuiltFile:
 
 
 def routes() -> APIRouter:
-    """Return the router of the pages."""
+    """Return the router of the playground and of the pages' files."""
     router = APIRouter(include_in_schema=False)
     files = {path.name: _read(path) for path in _BUILT.iterdir() if path.suffix in _MEDIA_TYPES}
 
     @router.get("/")
     async def playground() -> Response:
         return _page(files["playground.html"])
-
-    @router.get("/dashboard")
-    async def dashboard() -> Response:
-        return _page(files["dashboard.html"])
 
     @router.get("/pages/{name}")
     async def file(name: str, request: Request) -> Response:
@@ -65,6 +61,18 @@ def routes() -> APIRouter:
         if request.headers.get("if-none-match") == found.etag:
             return Response(status_code=304, headers=headers)
         return Response(found.data, headers=headers, media_type=found.media_type)
+
+    return router
+
+
+def dashboard_routes() -> APIRouter:
+    """Return the router of the dashboard."""
+    router = APIRouter(include_in_schema=False)
+    page = _read(_BUILT / "dashboard.html")
+
+    @router.get("/dashboard")
+    async def dashboard() -> Response:
+        return _page(page)
 
     return router
 
