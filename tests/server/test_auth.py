@@ -14,7 +14,7 @@ from running_server import RunningServer, start
 
 from midfill.config import ServeOptions
 from midfill.errors import MidfillError
-from midfill.server.key_file import add_key, remove_keys, set_limits
+from midfill.server.key_file import add_key, set_limits
 from midfill.server.limits import TenantLimits
 from midfill.server.run import run_server
 
@@ -37,6 +37,26 @@ def server(tiny_folder: Path, key_file: Path, named_key: str) -> Iterator[Runnin
     options += ["--api-key-file", str(key_file)]
     with start(tiny_folder, "--kv-memory", "4MB", *options) as server:
         yield server
+
+
+@pytest.fixture
+def own_keys(server: RunningServer, key_file: Path) -> Iterator[Path]:
+    """The file of keys, for a test that changes it."""
+    before = key_file.read_text()
+    yield key_file
+    key_file.write_text(before)
+    read_again(server)
+
+
+def read_again(server: RunningServer, text: str = "API keys are valid now") -> None:
+    """Have the server read its file of keys; return when it has logged that."""
+
+    def count() -> int:
+        return sum(text in line for line in server.log)
+
+    reads = count()
+    server.process.send_signal(signal.SIGHUP)
+    server.wait_for(lambda: count() > reads)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +174,7 @@ def test_metrics_tell_tenants_apart(server: RunningServer) -> None:
 
 
 def test_keys_of_a_file_come_and_go_while_the_server_runs(
-    server: RunningServer, key_file: Path, named_key: str
+    server: RunningServer, own_keys: Path, named_key: str
 ) -> None:
     def status(key: str) -> int:
         headers = {"authorization": f"Bearer {key}"}
@@ -162,40 +182,39 @@ def test_keys_of_a_file_come_and_go_while_the_server_runs(
         return server.post("/v1/completions", body, headers=headers).status_code
 
     assert status(named_key) == 200
-    reader = add_key(key_file, "prometheus", monitor=True)
-    new = add_key(key_file, "bob")
+    new = add_key(own_keys, "bob")
     assert status(new) == 401
-    server.process.send_signal(signal.SIGHUP)
-    server.wait_for(lambda: status(new) == 200)
+    read_again(server)
+    assert status(new) == 200
     server.wait_for(lambda: "tenant=bob" in "\n".join(server.log))
-    assert status(reader) == 403
-    for key, expected in ((reader, 200), (new, 403), ("first key", 403), ("none", 401)):
-        headers = {"authorization": f"Bearer {key}"}
-        read = server.client.get(f"{server.url}/metrics", headers=headers)
-        assert read.status_code == expected
-    remove_keys(key_file, "prometheus", keep_newest=False)
-    server.process.send_signal(signal.SIGHUP)
-    server.wait_for(lambda: server.get("/metrics").status_code == 200)
-    key_file.write_text("nonsense\n")
-    server.process.send_signal(signal.SIGHUP)
-    server.wait_for(lambda: "the API keys stay as they were" in "\n".join(server.log))
+    own_keys.write_text("nonsense\n")
+    read_again(server, "the API keys stay as they were")
     assert status(named_key) == status(new) == status("first key") == 200
     assert named_key not in "\n".join(server.log)
 
 
-def test_a_keys_limits_apply_to_it_alone(server: RunningServer, key_file: Path) -> None:
-    key_file.write_text("")
-    limited, free = add_key(key_file, "limited"), add_key(key_file, "free")
+def test_with_a_monitors_key_others_read_no_metrics(server: RunningServer, own_keys: Path) -> None:
+    reader = add_key(own_keys, "prometheus", monitor=True)
+    client = add_key(own_keys, "carol")
+    read_again(server)
+    for key, expected in ((reader, 200), (client, 403), ("first key", 403), ("none", 401)):
+        headers = {"authorization": f"Bearer {key}"}
+        read = server.client.get(f"{server.url}/metrics", headers=headers)
+        assert read.status_code == expected
+    headers = {"authorization": f"Bearer {reader}"}
+    refused = server.post("/v1/completions", {"prompt": "a"}, headers=headers)
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "insufficient_permissions"
+
+
+def test_a_keys_limits_apply_to_it_alone(server: RunningServer, own_keys: Path) -> None:
+    limited, free = add_key(own_keys, "limited"), add_key(own_keys, "free")
     both = {key: {"authorization": f"Bearer {key}"} for key in (limited, free)}
     body = {"prompt": "a" * 30, "max_tokens": 8, "ignore_eos": True}
 
     def limit(**limits: int) -> None:
-        set_limits(key_file, "limited", TenantLimits(**limits))
-        reads = sum("API keys are valid now" in line for line in server.log)
-        server.process.send_signal(signal.SIGHUP)
-        server.wait_for(
-            lambda: sum("API keys are valid now" in line for line in server.log) > reads
-        )
+        set_limits(own_keys, "limited", TenantLimits(**limits))
+        read_again(server)
 
     def ask(path: str = "/v1/completions", key: str = limited, **more: object) -> httpx.Response:
         return server.post(path, {**body, **more}, headers=both[key])
