@@ -111,6 +111,24 @@ class TlsFiles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """What bounds a server's connections, and its end.
+
+    Attributes:
+        max_connections: how many may be open; beyond it, idle ones are closed and then new ones
+            refused with status 503.
+        client_timeout: seconds in which a client must have sent a request, and after which one that
+            takes nothing of its answer is disconnected; 0 is for ever.
+        drain_timeout: seconds for which answers in progress may go on when the server is told to
+            stop.
+    """
+
+    max_connections: int = 2048
+    client_timeout: float = 30.0
+    drain_timeout: float = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """What ``midfill serve`` serves and how.
 
@@ -133,6 +151,7 @@ class ServeOptions:
             token; requests beyond it are refused with status 429.
         step_timeout: seconds that a step of the engine may take, after which it is taken to hang
             and restarted; 0 lets it take for ever.
+        listen: what bounds connections, and the server's end.
         idle_prefill: compute the prompts that documents will probably need next while the engine
             is idle.
         stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
@@ -161,6 +180,7 @@ class ServeOptions:
     max_body_bytes: int = 16 * 1024 * 1024
     max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS
     step_timeout: float = DEFAULT_STEP_TIMEOUT
+    listen: ListenOptions = field(default_factory=ListenOptions)
     idle_prefill: bool = True
     stream_interval: float = 0.025
     logs: LogOptions = field(default_factory=LogOptions)

@@ -118,7 +118,33 @@ StepTimeoutOption = Annotated[
     typer.Option(
         min=0,
         metavar="SECONDS",
-        help="Restart the engine when it has work but takes no step for so long; 0 never does.",
+        help="Restart the engine when it takes no step, and does not say that it is idle, for so"
+        " long; 0 never does.",
+    ),
+]
+MaxConnectionsOption = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        help="Maximum number of open connections. Beyond it, idle ones are closed, and then new ones"
+        " refused with status 503.",
+    ),
+]
+ClientTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="Time in which a client must have sent its request, and after which one that takes"
+        " nothing of its answer is disconnected; 0 is for ever.",
+    ),
+]
+DrainTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="Time for which answers in progress may go on when the server is told to stop.",
     ),
 ]
 IdlePrefillOption = Annotated[
@@ -191,6 +217,9 @@ def serve(
     scheduler: SchedulerOption = "sarathi-serve",
     max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
     step_timeout: StepTimeoutOption = DEFAULT_STEP_TIMEOUT,
+    max_connections: MaxConnectionsOption = 2048,
+    client_timeout: ClientTimeoutOption = 30,
+    drain_timeout: DrainTimeoutOption = 8,
     idle_prefill: IdlePrefillOption = True,
     stream_interval_ms: StreamIntervalOption = 25,
     stream_interval: OldStreamIntervalOption = None,
@@ -204,7 +233,7 @@ def serve(
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
     from midfill.cli.progress import show_progress
-    from midfill.config import LogOptions, ModelOptions, ServeOptions
+    from midfill.config import ListenOptions, LogOptions, ModelOptions, ServeOptions
     from midfill.server.run import run_server
     from midfill.system.logs import configure_logs
 
@@ -225,6 +254,11 @@ def serve(
         snippets=snippets,
         max_queued_tokens=max_queued_tokens,
         step_timeout=step_timeout,
+        listen=ListenOptions(
+            max_connections=max_connections,
+            client_timeout=client_timeout,
+            drain_timeout=drain_timeout,
+        ),
         idle_prefill=idle_prefill,
         stream_interval=(stream_interval_ms if stream_interval is None else stream_interval) / 1000,
         logs=logs,

@@ -25,6 +25,8 @@ from midfill.engine.messages import (
     KvExported,
     KvImported,
     Loading,
+    Ping,
+    Pong,
     Ready,
     Rejected,
     RequestFailed,
@@ -50,10 +52,11 @@ from midfill.system.progress import Progress
 
 _log = logging.getLogger(__name__)
 
-EngineState = Literal["starting", "ready", "restarting", "dead"]
+EngineState = Literal["starting", "ready", "unresponsive", "restarting", "dead"]
 
 _MIN_RESTART_SECONDS = 0.5  # before restarting an engine that died without having answered
 _MAX_RESTART_SECONDS = 5.0  # the delay doubles up to this
+_MAX_LOAD_SILENCE = 900.0  # seconds between two reports of a restarting engine
 _QUEUE_RETRY_SECONDS = 1
 _MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, which find its caches
 
@@ -62,14 +65,15 @@ class EngineClient:
     """The engine as the server sees it.
 
     An engine that dies is restarted for as long as the client is open: at once if it had answered
-    anything, otherwise after 0.5 s, doubling to 5 s with each further failure. One that has work
-    but takes no step for too long is ended, and so restarted. Requests in flight
-    fail with EngineDeadError, and so do new ones until the engine is ready. The first start is
-    not repeated: what fails then is an error of the checkpoint or the options.
+    anything, otherwise after 0.5 s, doubling to 5 s with each further failure. One that is silent
+    for too long, at work or not, is ended, and so restarted. Requests in flight fail with
+    EngineDeadError, and so do new ones until the engine is ready. The first start is not repeated:
+    what fails then is an error of the checkpoint or the options.
 
     Attributes:
-        state: "starting" before the engine was first ready, "ready", "restarting" after it died,
-            "dead" once the client is closed or the first start has failed.
+        state: "starting" before the engine was first ready, "ready", "unresponsive" while it takes
+            requests but has said nothing for a while, "restarting" after it died, "dead" once the
+            client is closed or the first start has failed.
         info: what the engine reported when it was last ready; None before.
         stats: the engine's numbers after its last step.
         tenants: its numbers by tenant, of the last twentieth of a second or newer.
@@ -108,6 +112,9 @@ class EngineClient:
         self._max_queued_tokens = max_queued_tokens
         self._step_timeout = step_timeout
         self._watchdog = Watchdog(step_timeout)
+        self._load_watchdog = Watchdog(
+            max(step_timeout, _MAX_LOAD_SILENCE), self._watchdog.tick_seconds
+        )
         self._process: EngineProcess | None = None
         self._answered = False  # whether the current process has produced any output
         self._supervisor: asyncio.Task[None] | None = None
@@ -153,7 +160,7 @@ class EngineClient:
             EngineDeadError: the engine is not ready.
             QueueFullError: too many tokens are queued.
         """
-        if self.state != "ready" or self._process is None:
+        if not self._is_up or self._process is None:
             raise self._not_ready()
         counts = {
             request.request_id: len(request.token_ids)
@@ -177,7 +184,7 @@ class EngineClient:
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Have the engine end a request, or one of its answers, if it is unfinished."""
-        if request_id in self._streams and self.state == "ready" and self._process is not None:
+        if request_id in self._streams and self._is_up and self._process is not None:
             self._process.send(Cancel(request_id, index))
 
     async def export_kv(self, tenant: str, token_ids: Sequence[int]) -> bytes:
@@ -187,7 +194,7 @@ class EngineClient:
             EngineDeadError: the engine is not ready, or died.
             KvTransferError: nothing of it is cached.
         """
-        if self.state != "ready" or self._process is None:
+        if not self._is_up or self._process is None:
             raise self._not_ready()
         transfer_id, result = self._transfers.start()
         self._process.send(ExportKv(transfer_id, tenant, list(token_ids)))
@@ -207,13 +214,18 @@ class EngineClient:
             EngineDeadError: the engine is not ready, or died.
             KvTransferError: the blob is damaged, or of another model or tenant.
         """
-        if self.state != "ready" or self._process is None:
+        if not self._is_up or self._process is None:
             raise self._not_ready()
         transfer_id, result = self._transfers.start()
         self._process.send(ImportKv(transfer_id, tenant, blob))
         imported = await result
         assert isinstance(imported, KvImported)
         return imported.tokens
+
+    @property
+    def _is_up(self) -> bool:
+        """Whether the engine takes requests."""
+        return self.state in ("ready", "unresponsive")
 
     def forget(self, request_id: str) -> None:
         """Route no more outputs of a request."""
@@ -254,7 +266,7 @@ class EngineClient:
                 watch = asyncio.create_task(self._watch(process), name="engine watchdog")
             async with contextlib.aclosing(process.messages()) as messages:
                 async for message in messages:
-                    self._watchdog.hear()
+                    self._hear()
                     self._handle(message)
             reason = f"the engine process ended (exit status {process.exit_status})"
             if self.info is not None:
@@ -271,24 +283,34 @@ class EngineClient:
             if process is not None:
                 await process.close()
 
-    async def _watch(self, process: EngineProcess) -> None:
-        """End the process if it hangs."""
+    def _hear(self) -> None:
+        """Note that the engine has sent something."""
         self._watchdog.hear()
+        self._load_watchdog.hear()
+        if self.state == "unresponsive":
+            self.state = "ready"
+
+    async def _watch(self, process: EngineProcess) -> None:
+        """End the process if it hangs: at work, idle, or loading again."""
+        self._hear()
         while True:
             await asyncio.sleep(self._watchdog.tick_seconds)
-            # Not what clients have yet to read, which is no work of the engine.
-            stats = self.stats
-            has_work = (
-                bool(self._queued)
-                or stats.running + stats.waiting + stats.loading + stats.background > 0
-            )
-            if self._watchdog.tick(has_work=self.state == "ready" and has_work):
-                _log.error(
-                    "the engine has taken no step for %g s (--step-timeout); ending it",
-                    self._watchdog.seconds,
-                )
+            watchdog = self._watchdog
+            if self._is_up:
+                process.send(Ping())
+            elif self.info is None:
+                continue  # the first load may compile kernels, which takes what it takes
+            else:
+                watchdog = self._load_watchdog
+            if watchdog.tick():
+                text = "has taken no step for %g s (--step-timeout)"
+                if not self._is_up:
+                    text = "has said nothing for %g s while loading"
+                _log.error(f"the engine {text}; ending it", watchdog.seconds)
                 await process.abort()
                 return
+            if self.state == "ready" and watchdog.late:
+                self.state = "unresponsive"
 
     def _handle(self, message: FromEngine) -> None:
         """Act on a message of the engine."""
@@ -308,6 +330,8 @@ class EngineClient:
             case RequestFailed(request_id, text):
                 self._transfers.fail(request_id, KvTransferError(text))
                 self._fail(request_id, GenerationError(text))
+            case Pong():
+                pass
             case Loading(stage, done, total):
                 if self._on_progress is not None and self.info is None:
                     self._on_progress(stage, done, total)

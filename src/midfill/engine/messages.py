@@ -71,6 +71,14 @@ class ImportKv(msgspec.Struct, frozen=True, tag=True):
     blob: bytes
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: say that you are there, between two steps."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the answer to ``Ping``."""
+
+
 class Loading(msgspec.Struct, frozen=True, tag=True):
     """From the engine while it loads: ``done`` of ``total`` units of a stage."""
 
@@ -146,7 +154,7 @@ class TransferRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Start | Submit | Cancel | ExportKv | ImportKv
+ToEngine = Start | Submit | Cancel | ExportKv | ImportKv | Ping
 FromEngine = (
     Loading
     | Ready
@@ -157,4 +165,5 @@ FromEngine = (
     | KvExported
     | KvImported
     | TransferRefused
+    | Pong
 )

@@ -34,6 +34,8 @@ from midfill.engine.messages import (
     KvExported,
     KvImported,
     Loading,
+    Ping,
+    Pong,
     Ready,
     Rejected,
     RequestFailed,
@@ -57,7 +59,7 @@ _PROGRESS_SECONDS = 0.05  # minimum between two reports of one loading stage
 _STATS_SECONDS = 0.05  # maximum age of the server's numbers while the engine works
 _MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
 
-_Handled = Submit | Cancel | ExportKv | ImportKv
+_Handled = Submit | Cancel | ExportKv | ImportKv | Ping
 
 Send = Callable[[FromEngine], None]
 
@@ -173,6 +175,8 @@ class Inbox:
                     self._engine.transfers.start_export(transfer_id, tenant, tokens)
                 case ImportKv(transfer_id, tenant, blob):
                     self._engine.transfers.start_import(transfer_id, tenant, blob)
+                case Ping():
+                    self._send(Pong())
         except Exception:
             name = request_id.decode(errors="replace")
             _log.exception("request %s could not be handled", name)

@@ -11,7 +11,16 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from midfill.engine.messages import Cancel, ExportKv, FromEngine, ImportKv, Start, Submit, ToEngine
+from midfill.engine.messages import (
+    Cancel,
+    ExportKv,
+    FromEngine,
+    ImportKv,
+    Ping,
+    Start,
+    Submit,
+    ToEngine,
+)
 
 _ABORT_SECONDS = 1.0  # to write where it hangs
 _STOP_SECONDS = 5.0  # between being asked to stop and being killed
@@ -128,6 +137,6 @@ def _encode(message: ToEngine) -> tuple[bytes, bytes]:
             request_id = request.request_id
         case Cancel(request_id) | ExportKv(request_id) | ImportKv(request_id):
             pass
-        case Start():
+        case Start() | Ping():
             request_id = ""
     return request_id.encode(), msgspec.msgpack.encode(message)

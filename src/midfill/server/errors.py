@@ -14,7 +14,11 @@ from midfill.errors import (
     InvalidRequestError,
     MidfillError,
     QueueFullError,
+<<<<<<< HEAD
     RateLimitError,
+=======
+    StoppingError,
+>>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
     UnavailableError,
     UpstreamError,
 )
@@ -80,6 +84,8 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         code = "engine_dead" if error.retry_after is None else "engine_restarting"
         return ApiError(503, str(error), code=code, headers=retry_header(error))
+    if isinstance(error, StoppingError):
+        return ApiError(503, str(error), code="server_stopping", headers=retry_header(error))
     if isinstance(error, UpstreamError):
         status = 502 if error.retry_after is None else 503
         return ApiError(status, str(error), code="upstream_error", headers=retry_header(error))

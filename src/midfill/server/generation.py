@@ -12,7 +12,7 @@ import msgspec
 
 from midfill.engine.output_stream import OutputStream
 from midfill.engine.request import EngineOutput
-from midfill.errors import InvalidRequestError
+from midfill.errors import InvalidRequestError, UnavailableError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GenerationResult, whole_answers
 from midfill.frontend.prompt import Prompt
@@ -114,6 +114,7 @@ class Generation:
         self.group: object = None
         self._outputs: OutputStream | None = None
         self._superseded = False
+        self._failure: UnavailableError | None = None
         # Clients choose request ids, so they may be used twice.
         identity = f"{request_id}-{uuid.uuid4().hex}".lstrip("-")
         self._requests = [
@@ -159,6 +160,12 @@ class Generation:
         if self._outputs is not None:
             self._outputs.end()
 
+    def fail(self, error: UnavailableError) -> None:
+        """End all answers with an error."""
+        self._failure = error
+        if self._outputs is not None:
+            self._outputs.put(error)
+
     async def deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
         """Submit the requests; yield (prompt index, delta) until all answers are complete.
 
@@ -171,6 +178,7 @@ class Generation:
             QueueFullError: too many tokens are queued.
             RateLimitError: the tenant has used what it may.
             EngineDeadError: the engine is not ready, or it died.
+            StoppingError: the server is about to end.
         """
         prompt_tokens = sum(len(request.token_ids) for request in self._requests)
         with self._limits.generating(self._tenant, prompt_tokens) as charge:
@@ -187,6 +195,8 @@ class Generation:
         for times in self.prompt_times:
             times.submitted = now
         try:
+            if self._failure is not None:
+                raise self._failure
             if not self._superseded:
                 with self._engine.submit(*self._requests) as self._outputs:
                     async for output in self._outputs:

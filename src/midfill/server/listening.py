@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import signal
 import socket
 import sys
@@ -14,41 +15,71 @@ from typing import NoReturn
 import uvicorn
 from starlette.types import ASGIApp
 
+from midfill.config import ListenOptions
 from midfill.errors import MidfillError
+from midfill.server.connection_metrics import ConnectionCollector
+from midfill.server.connections import ConnectionCounts, ConnectionLimits, limited_protocol
 from midfill.server.key_ring import KeyRing
 from midfill.server.request_log import Traces
+<<<<<<< HEAD
 from midfill.server.tls import ServerTls
+=======
+from midfill.server.service import ModelService
+>>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
 from midfill.system.extras import require
+from midfill.system.open_files import raise_open_file_limit
 
 _log = logging.getLogger(__name__)
 
-_SHUTDOWN_SECONDS = 3  # for answers in progress; then they are cut off
+_LAST_WORDS_SECONDS = 2  # for the errors of requests that the server's end has ended
+_OTHER_FILES = 256  # that the process has open, or may open, beside connections
 
 
 async def answer_until_stopped(
     app: ASGIApp,
     listener: socket.socket,
+    service: ModelService,
     on_listening: Callable[[], None],
     on_hangup: Callable[[], None] | None = None,
+<<<<<<< HEAD
     tls: ServerTls | None = None,
+=======
+    options: ListenOptions | None = None,
+>>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
 ) -> None:
     """Serve an application until the process is interrupted.
+
+    Then no connections are accepted any more, and answers in progress may end. Those that take too
+    long fail as requests do whose engine has died: the client may try again.
 
     Args:
         app: what answers.
         listener: a bound socket.
+        service: the application's model.
         on_listening: called once clients can connect.
         on_hangup: called at each SIGHUP.
+<<<<<<< HEAD
         tls: encrypts connections; None speaks plain HTTP.
+=======
+        options: bounds; None takes the defaults.
+>>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
     """
+    options = options or ListenOptions()
     loop = asyncio.get_running_loop()
+    counts = ConnectionCounts()
+    service.metrics.add(ConnectionCollector(counts))
+    limits = ConnectionLimits(
+        max_connections=_supported_connections(options.max_connections),
+        client_timeout=options.client_timeout,
+    )
     config = uvicorn.Config(
         app,
+        http=limited_protocol(limits, counts),
         log_config=None,
         access_log=False,
         server_header=False,
         lifespan="off",
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=math.ceil(options.drain_timeout) + _LAST_WORDS_SECONDS,
     )
     config.load()
     config.ssl = None if tls is None else tls.context
@@ -61,7 +92,43 @@ async def answer_until_stopped(
         loop.add_signal_handler(signal.SIGHUP, on_hangup)
     # uvicorn raises the signal that stopped it again when it is done.
     signal.signal(signal.SIGTERM, _exit)
-    await uvicorn.Server(config).serve(sockets=[listener])
+    await _Server(config, service, options.drain_timeout).serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which tells a service when its time is over."""
+
+    def __init__(self, config: uvicorn.Config, service: ModelService, seconds: float) -> None:
+        super().__init__(config)
+        self._service = service
+        self._seconds = seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers in progress end, and then end them."""
+        if self.server_state.tasks:
+            _log.info(
+                "stopping; %d requests have up to %g s to end",
+                len(self.server_state.tasks), self._seconds,
+            )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._seconds, self._service.stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def _supported_connections(wanted: int) -> int:
+    """Return how many connections the process's limit of open files allows, raising the limit."""
+    files = raise_open_file_limit(wanted + _OTHER_FILES)
+    if files >= wanted + _OTHER_FILES:
+        return wanted
+    supported = max(files - _OTHER_FILES, files // 2)
+    _log.warning(
+        "this process may have %d files open, so at most %d connections; raise 'ulimit -n' for"
+        " --max-connections %d", files, supported, wanted,
+    )  # fmt: skip
+    return supported
 
 
 def cancel_on_termination() -> None:

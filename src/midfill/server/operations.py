@@ -1,4 +1,11 @@
+<<<<<<< HEAD
 """GET /health, for load balancers, which needs no API key, and GET /metrics."""
+=======
+"""GET /health, /readyz, /livez and /metrics, for load balancers, orchestrators and dashboards.
+
+None of them needs an API key.
+"""
+>>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
 
 import msgspec
 from fastapi import APIRouter
@@ -8,10 +15,24 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from midfill.server.service import ModelService
 
 
+<<<<<<< HEAD
 def health_routes(service: ModelService) -> APIRouter:
     """Return the router of /health."""
+=======
+def routes(service: ModelService) -> APIRouter:
+    """Return the router of these endpoints."""
+>>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
     router = APIRouter()
 
+    @router.get("/livez")
+    async def alive() -> Response:
+        """Answer 200 as long as the server's process runs, whatever the engine does.
+
+        The server restarts the engine by itself, so nobody need restart the server for that.
+        """
+        return Response(msgspec.json.encode({"status": "ok"}), media_type="application/json")
+
+    @router.get("/readyz")
     @router.get("/health")
     async def health() -> Response:
         """Answer 200 while requests are accepted and 503 otherwise, with the engine's state."""

@@ -23,7 +23,7 @@ _HEADER = b"x-request-id"
 _SANE = re.compile(rb"[!-~]{1,128}")
 _MAX_PATH = 200  # characters of an unknown path
 # Asked for every few seconds, by monitoring and pages: no news while they answer.
-_ROUTINE = re.compile("/(health|metrics|dashboard|pages/.*)?")
+_ROUTINE = re.compile("/(health|livez|readyz|metrics|dashboard|pages/.*)?")
 
 
 class Traces(Protocol):

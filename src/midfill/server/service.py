@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
+from weakref import WeakSet
 
+from midfill.errors import StoppingError
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.response import Response
@@ -104,6 +106,8 @@ class ModelService:
         self._prefills_unasked = idle_prefill
         self._stream_interval = stream_interval
         self._superseding = Superseding()
+        self._generations: WeakSet[Generation] = WeakSet()
+        self._stopping = False
 
     @property
     def context(self) -> int:
@@ -171,7 +175,12 @@ class ModelService:
             streamed: whether answers are reported before they end.
             supersedes: the client's name for a document whose older requests end now, if they gave
                 the name, too, and are for another text; None ends none, and this one is not ended.
+
+        Raises:
+            StoppingError: the server is about to end.
         """
+        if self._stopping:
+            raise _stopping()
         record = current_request.get()
         generation = Generation(
             self.engine,
@@ -186,6 +195,7 @@ class ModelService:
             request_id="" if record is None else record.request_id,
             arrived=None if record is None else record.arrived,
         )
+        self._generations.add(generation)
         if record is not None:
             record.model, record.generation = self.name, generation
         if supersedes is not None:
@@ -207,6 +217,12 @@ class ModelService:
         """Wait until the engine has computed what it was asked for in idle time."""
         await self._idle_prefill.finish()
 
+    def stop(self) -> None:
+        """End all requests in progress, and refuse new ones, with an error that says so."""
+        self._stopping = True
+        for generation in tuple(self._generations):
+            generation.fail(_stopping())
+
     def close(self) -> None:
         """End idle prefills and the encoding thread."""
         self._idle_prefill.close()
@@ -219,3 +235,7 @@ class ModelService:
             inexact = prompt if usage.reused_tokens else None
             if self._prefills_unasked and (document is not None or inexact is not None):
                 self._idle_prefill.start(document, tenant, inexact)
+
+
+def _stopping() -> StoppingError:
+    return StoppingError("the server is stopping; try again in a moment", retry_after=1)
