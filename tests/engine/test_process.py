@@ -316,7 +316,7 @@ def test_a_killed_engine_fails_its_requests_and_is_restarted(engine: Running) ->
     engine.run(test())
 
 
-def test_an_engine_that_hangs_is_ended_and_restarted(
+def test_an_engine_that_hangs_while_idle_is_ended_and_restarted(
     tiny_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
@@ -324,17 +324,36 @@ def test_an_engine_that_hangs_is_ended_and_restarted(
         await client.start()
         assert client.process_id is not None
         os.kill(client.process_id, signal.SIGSTOP)
+        async with asyncio.timeout(30):
+            while client.state == "ready":
+                await asyncio.sleep(0.01)
+        assert client.state == "unresponsive"
         with pytest.raises(EngineDeadError, match="in flight") as raised:
             await generated(client.submit(request("a")))
         assert raised.value.retry_after is not None
         async with asyncio.timeout(60):
             while client.state != "ready":
                 await asyncio.sleep(0.01)
+        assert client.restarts == 1
         assert await generated(client.submit(request("b"))) == 5
         await client.close()
 
     asyncio.run(test())
     assert "no step for 4 s" in caplog.text
+
+
+def test_an_engine_that_was_stopped_for_a_moment_is_ready_again(engine: Running) -> None:
+    async def test() -> None:
+        client = engine.client
+        assert client.process_id is not None
+        os.kill(client.process_id, signal.SIGSTOP)
+        stream = client.submit(request("stopped"))
+        client.state = "unresponsive"
+        os.kill(client.process_id, signal.SIGCONT)
+        assert await generated(stream) == 5
+        assert client.state == "ready"
+
+    engine.run(test())
 
 
 @pytest.mark.parametrize(

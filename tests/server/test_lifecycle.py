@@ -159,3 +159,30 @@ def test_a_signal_ends_the_server_and_its_engine(
 def processor_seconds(process_id: int) -> float:
     fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_answers_in_progress_may_end_before_the_server_does(long_folder: Path) -> None:
+    """One ends by itself, one takes too long and is told to try again."""
+    with start(long_folder, "--kv-memory", "64MB", "--drain-timeout", "4") as server:
+        short = {**LONG, "n": 1, "max_tokens": 150, "stream": True}
+        with (
+            httpx.stream("POST", f"{server.url}/v1/completions", json=short) as ending,
+            httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True})
+            as endless,
+        ):  # fmt: skip
+            events, others = ending.iter_lines(), endless.iter_lines()
+            assert next(events).startswith("data: ")
+            assert next(others).startswith("data: ")
+            server.process.send_signal(signal.SIGTERM)
+            *_, last, done = filter(None, events)
+            assert (
+                json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+            )
+            assert done == "data: [DONE]"
+            *_, last, done = filter(None, others)
+            error = json.loads(last.removeprefix("data: "))["error"]
+            assert (error["code"], error["type"]) == ("server_stopping", "server_error")
+            assert "try again" in error["message"]
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/livez")
+        assert server.process.wait(20) in (0, 128 + signal.SIGTERM)

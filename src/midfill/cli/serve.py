@@ -126,8 +126,8 @@ MaxConnectionsOption = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Maximum number of open connections. Beyond it, idle ones are closed, and then new ones"
-        " refused with status 503.",
+        help="Maximum number of open connections. Beyond it, idle ones are closed, and then new"
+        " ones refused with status 503.",
     ),
 ]
 ClientTimeoutOption = Annotated[

@@ -106,8 +106,8 @@ class LimitedConnection(HttpToolsProtocol):
         """Forget the connection."""
         super().connection_lost(exc)
         self._counts.open = len(self.connections)
-        self._receiving = _cancelled(self._receiving)
-        self._sending = _cancelled(self._sending)
+        self._cancel_receiving()
+        self._cancel_sending()
 
     def data_received(self, data: bytes) -> None:
         """Receive a part of a request."""
@@ -123,7 +123,7 @@ class LimitedConnection(HttpToolsProtocol):
         """Begin to count a request's head and time."""
         super().on_message_begin()
         if self._head_bytes is None:  # of a connection's first, the count has begun
-            self._head_bytes = 0
+            self._head_bytes = 1
         if self._receiving is None:
             self._receiving = self._after_timeout(self._end_receiving)
 
@@ -134,7 +134,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that the whole request has been received."""
-        self._receiving = _cancelled(self._receiving)
+        self._cancel_receiving()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -157,7 +157,7 @@ class LimitedConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         """Note that the client has read."""
         super().resume_writing()
-        self._sending = _cancelled(self._sending)
+        self._cancel_sending()
 
     # --- what happens after a timeout ---
 
@@ -169,8 +169,8 @@ class LimitedConnection(HttpToolsProtocol):
         if self.flow.read_paused:  # it is not the client that is slow
             self._receiving = self._after_timeout(self._end_receiving)
             return
-        if self.cycle is None and not self._head_bytes:
-            self.transport.close()  # it never began to send one
+        if self._head_bytes == 0:  # it never began to send one
+            self.transport.close()
             return
         seconds = self._limits.client_timeout
         self._reject(408, f"the request did not arrive within {seconds:g} s", "request_timeout")
@@ -209,6 +209,16 @@ class LimitedConnection(HttpToolsProtocol):
             self.transport.close()
             self._await_reader()
 
+    def _cancel_receiving(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving = None
+
+    def _cancel_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
     def _after_timeout(self, function: Callable[[], None]) -> asyncio.TimerHandle | None:
         seconds = self._limits.client_timeout
         return self.loop.call_later(seconds, function) if seconds else None
@@ -241,8 +251,3 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     headers.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": 503, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
