@@ -91,10 +91,9 @@ class QueueFullError(UnavailableError):
     """Too many tokens are queued (HTTP 429)."""
 
 
-<<<<<<< HEAD
 class RateLimitError(UnavailableError):
     """A request beyond the limits of its API key (HTTP 429)."""
-=======
+
+
 class StoppingError(UnavailableError):
     """The server was told to stop; another one, or the next one, may answer (HTTP 503)."""
->>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)

@@ -226,11 +226,7 @@ async def _serve(
                 tls.reload()
             gateway.start_reload()
 
-<<<<<<< HEAD
-        await answer_until_stopped(app, listener, listening, reload, tls)
-=======
-        await answer_until_stopped(app, listener, gateway.service, listening, reload)
->>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
+        await answer_until_stopped(app, listener, gateway.service, listening, reload, tls=tls)
 
 
 def _upstreams(options: GatewayOptions, session: aiohttp.ClientSession) -> list[Upstream]:

@@ -14,11 +14,8 @@ from midfill.errors import (
     InvalidRequestError,
     MidfillError,
     QueueFullError,
-<<<<<<< HEAD
     RateLimitError,
-=======
     StoppingError,
->>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
     UnavailableError,
     UpstreamError,
 )

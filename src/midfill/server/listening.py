@@ -21,11 +21,8 @@ from midfill.server.connection_metrics import ConnectionCollector
 from midfill.server.connections import ConnectionCounts, ConnectionLimits, limited_protocol
 from midfill.server.key_ring import KeyRing
 from midfill.server.request_log import Traces
-<<<<<<< HEAD
-from midfill.server.tls import ServerTls
-=======
 from midfill.server.service import ModelService
->>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
+from midfill.server.tls import ServerTls
 from midfill.system.extras import require
 from midfill.system.open_files import raise_open_file_limit
 
@@ -41,11 +38,8 @@ async def answer_until_stopped(
     service: ModelService,
     on_listening: Callable[[], None],
     on_hangup: Callable[[], None] | None = None,
-<<<<<<< HEAD
-    tls: ServerTls | None = None,
-=======
     options: ListenOptions | None = None,
->>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
+    tls: ServerTls | None = None,
 ) -> None:
     """Serve an application until the process is interrupted.
 
@@ -58,11 +52,8 @@ async def answer_until_stopped(
         service: the application's model.
         on_listening: called once clients can connect.
         on_hangup: called at each SIGHUP.
-<<<<<<< HEAD
-        tls: encrypts connections; None speaks plain HTTP.
-=======
         options: bounds; None takes the defaults.
->>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
+        tls: encrypts connections; None speaks plain HTTP.
     """
     options = options or ListenOptions()
     loop = asyncio.get_running_loop()

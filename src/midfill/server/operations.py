@@ -1,11 +1,4 @@
-<<<<<<< HEAD
-"""GET /health, for load balancers, which needs no API key, and GET /metrics."""
-=======
-"""GET /health, /readyz, /livez and /metrics, for load balancers, orchestrators and dashboards.
-
-None of them needs an API key.
-"""
->>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
+"""GET /health, /readyz, /livez, for load balancers, which need no API key; and GET /metrics."""
 
 import msgspec
 from fastapi import APIRouter
@@ -15,13 +8,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from midfill.server.service import ModelService
 
 
-<<<<<<< HEAD
 def health_routes(service: ModelService) -> APIRouter:
-    """Return the router of /health."""
-=======
-def routes(service: ModelService) -> APIRouter:
-    """Return the router of these endpoints."""
->>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
+    """Return the router of /health, /readyz and /livez."""
     router = APIRouter()
 
     @router.get("/livez")

@@ -146,18 +146,13 @@ async def _serve(
                 on_ready(url_of(listener, tls), service.engine.info, service)
 
         app = create_app(service, keys, traces)
-<<<<<<< HEAD
 
         def reload() -> None:
             keys.reload()
             if tls is not None:
                 tls.reload()
 
-        await answer_until_stopped(app, listener, listening, reload, tls)
-=======
-        reload = None if options.api_key_file is None else keys.reload
-        await answer_until_stopped(app, listener, service, listening, reload, options.listen)
->>>>>>> 3d92f07 (Connections are bounded in number and time; an idle engine that hangs is noticed; answers may end before the server does)
+        await answer_until_stopped(app, listener, service, listening, reload, options.listen, tls)
 
 
 def _short_name(model: str) -> str:
