@@ -88,7 +88,8 @@ class LLM:
             model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
             backend: what runs the model: "cpu", "torch", or "auto".
             device: of the torch backend, such as "cuda:1".
-            weights: how the CPU kernels store weights: "auto" (as in the file), "q4", "q8", "f32".
+            weights: how the CPU kernels store weights: "auto" (as in the file), "f32", or rounded
+                to "q4" or "q8" where they have more bits.
             threads: of the CPU; None takes all cores this process may use.
             context: maximum tokens of a prompt and its answer; None takes the model's.
             kv_memory: bytes for KV; None is sized from free memory.

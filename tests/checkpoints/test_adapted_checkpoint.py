@@ -2,17 +2,15 @@
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import quantize
 from packed_steps import Sequence, Stepper
+from requantized_checkpoint import RequantizedCheckpoint
 from tiny_adapters import (
     END_OF_TEXT,
     FIM,
@@ -39,55 +37,16 @@ from midfill.checkpoints.quantized_update import BLOCK_LAYOUTS
 from midfill.forward.runner import Runner
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
-from midfill.models.config import ModelConfig
-from midfill.models.stored_tensor import StoredTensor
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.packed_model import load_packed
 from midfill.runners.torch_runner import TorchRunner
-from midfill.tokens.tokenizer import Tokenizer
 
 IDS = [1, 7, 3, 200, 45, 2, 9, 310, 17, 64, 5, 3, 128, 90]
 ROWS = [3, 1, 200]
 
 
-@dataclass
-class Quantised:
-    """A checkpoint whose matrices are stored quantised, all in one kind.
-
-    K-quants, which the gguf library only reads, get random blocks instead of the base's weights.
-    """
-
-    base: Checkpoint
-    kind: str
-
-    def __post_init__(self) -> None:
-        self.path: Path = self.base.path
-        self.config: ModelConfig = self.base.config
-        self.metadata: Mapping[str, object] = self.base.metadata
-        self.fingerprint = self.content_digest = f"{self.base.content_digest}-{self.kind}"
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.base.tokenizer
-
-    def names(self) -> list[str]:
-        return self.base.names()
-
-    def tensor(self, name: str) -> StoredTensor:
-        tensor = self.base.tensor(name)
-        if len(tensor.shape) < 2:
-            return tensor
-        return replace(tensor, kind=self.kind, data=self._blocks(tensor))
-
-    def _blocks(self, tensor: StoredTensor) -> npt.NDArray[np.generic]:
-        kind = GGMLQuantizationType[self.kind.upper()]
-        rows, inputs = tensor.shape
-        if self.kind in BLOCK_LAYOUTS:
-            return quantize(tensor.to_float32(), kind).reshape(rows, -1)
-        values, size = GGML_QUANT_SIZES[kind]
-        random = np.random.default_rng(len(tensor.name))
-        # Bytes below 28 are small, finite scales wherever a block keeps them in half precision.
-        return random.integers(0, 0x28, (rows, inputs // values * size)).astype(np.uint8)
+def stored_as(base: Checkpoint, kind: str) -> RequantizedCheckpoint:
+    return RequantizedCheckpoint(base, lambda _: kind)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +113,7 @@ class TestQuantisedBases:
     def test_a_merged_tensor_keeps_its_kind_and_size(
         self, base: Path, adapter: Adapter, kind: str
     ) -> None:
-        quantised = Quantised(open_checkpoint(base), kind)
+        quantised = stored_as(open_checkpoint(base), kind)
         adapted = AdaptedCheckpoint(quantised, adapter)
         exact = AdaptedCheckpoint(quantised, adapter, exact=True)
         assert adapted.names() == quantised.names()
@@ -178,7 +137,7 @@ class TestQuantisedBases:
     def test_replaced_rows_are_all_that_changes_of_the_embedding(
         self, base: Path, adapter: Adapter, kind: str
     ) -> None:
-        quantised = Quantised(open_checkpoint(base), kind)
+        quantised = stored_as(open_checkpoint(base), kind)
         before = quantised.tensor("embed.weight")
         after = AdaptedCheckpoint(quantised, adapter).tensor("embed.weight")
         others = np.setdiff1d(np.arange(VOCAB), ROWS)
@@ -193,7 +152,7 @@ class TestQuantisedBases:
         base = write_tiny("llama", tmp_path / "base", **sizes)
         settings = {"target_modules": ["down_proj"], "trainable_token_indices": ROWS}
         folder = write_adapter(base, tmp_path / "lora", size=0.001, **settings)
-        quantised = Quantised(open_checkpoint(base), kind)
+        quantised = stored_as(open_checkpoint(base), kind)
         adapter = load_adapter(folder, quantised)
         adapted = AdaptedCheckpoint(quantised, adapter)
         assert adapted.tensor("layers.0.up.weight").kind == kind
@@ -208,11 +167,11 @@ class TestQuantisedBases:
     def test_the_packed_model_is_as_large_as_the_bases(
         self, base: Path, adapter: Adapter, tmp_path: Path
     ) -> None:
-        quantised = Quantised(open_checkpoint(base), "q4_1")
+        quantised = stored_as(open_checkpoint(base), "q4_1")
         plain = load_packed(quantised, folder=tmp_path)
         packed = load_packed(AdaptedCheckpoint(quantised, adapter), folder=tmp_path)
         for name, matrix in packed.matrices.items():
-            assert matrix.format == plain.matrices[name].format
+            assert matrix.formats == plain.matrices[name].formats
         assert packed.weight_bytes == plain.weight_bytes
         assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
@@ -222,7 +181,7 @@ class TestQuantisedBases:
             base, tmp_path / "lora", target_modules=["o_proj"], trainable_token_indices=ROWS
         )
         edit_tensors(folder, lambda t: {n: v * (100 if "delta" in n else 0) for n, v in t.items()})
-        quantised = Quantised(open_checkpoint(base), "q8_0")
+        quantised = stored_as(open_checkpoint(base), "q8_0")
         adapted = AdaptedCheckpoint(quantised, load_adapter(folder, quantised))
         unseen = [token_id for token_id in IDS if token_id not in ROWS]
         logits = []
@@ -265,7 +224,7 @@ class TestIdentity:
             AdaptedCheckpoint(checkpoint, adapter, exact=True),
             AdaptedCheckpoint(checkpoint, adapter, rounding="nearest"),
             AdaptedCheckpoint(checkpoint, replace(adapter, fingerprint="other")),
-            AdaptedCheckpoint(Quantised(checkpoint, "q8_0"), adapter),
+            AdaptedCheckpoint(stored_as(checkpoint, "q8_0"), adapter),
         ]
         assert len({each.fingerprint for each in others} | {checkpoint.fingerprint}) == 6
         assert len({each.content_digest for each in others} | {checkpoint.content_digest}) == 6
@@ -276,7 +235,7 @@ class TestIdentity:
     ) -> None:
         copied = shutil.copytree(folder, tmp_path / "lora")
         write_record(copied, None, rounding="stochastic")
-        checkpoint = Quantised(open_checkpoint(base), "q4_1")
+        checkpoint = stored_as(open_checkpoint(base), "q4_1")
         own = AdaptedCheckpoint(checkpoint, load_adapter(copied, checkpoint))
         assert own.rounding == "stochastic"
         assert AdaptedCheckpoint(checkpoint, own.adapter, rounding="nearest").rounding == "nearest"

@@ -7,7 +7,9 @@ import numba
 import numpy as np
 import pytest
 import torch
-from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_variant
+from ggml_blocks import with_bad_scale
+from requantized_checkpoint import RequantizedCheckpoint
+from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_tiny, write_variant
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
@@ -15,6 +17,7 @@ from midfill.config import KvDtype
 from midfill.errors import CheckpointError
 from midfill.forward.batch import ForwardBatch
 from midfill.kernels.cpu.kv_cache import KVFormat
+from midfill.models.stored_tensor import StoredTensor
 from midfill.runners.cpu_runner import CpuRunner, choose_kv_format, slot_bytes
 from midfill.runners.packed_model import load_packed
 
@@ -258,6 +261,61 @@ def test_memory_is_stated_in_bytes(llama: Checkpoint) -> None:
     assert sum(tensors) <= runner.weight_bytes < 1.5 * sum(tensors)
 
 
+def kinds_of_q4_k_m(name: str) -> str:
+    """The kinds of a Q4_K_M file: Q6_K for the embedding, and for v and down of some layers."""
+    return (
+        "q6_k" if name in ("embed.weight", "layers.0.v.weight", "layers.1.down.weight") else "q4_k"
+    )
+
+
+@pytest.fixture(scope="module")
+def k_quants(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    folder = write_tiny("llama", tmp_path_factory.mktemp("k-quants"), **sizes)
+    return RequantizedCheckpoint(open_checkpoint(folder), kinds_of_q4_k_m)
+
+
+def test_k_quants_give_the_logits_of_their_exact_weights(k_quants: Checkpoint) -> None:
+    ids = token_ids(40, seed=5)
+    logits = {}
+    for weights in ("auto", "f32"):
+        runner = CpuRunner(k_quants, slots=SLOTS, threads=2, weights=weights, kv_dtype="f32")
+        logits[weights] = run(runner, ids, scattered(), [])
+        if weights == "auto":
+            np.testing.assert_array_equal(
+                run(runner, ids, scattered(1), [1, 6, 9, 30]), logits["auto"]
+            )
+        runner.close()
+    # What is left is the rounding of activations to int8.
+    error = np.linalg.norm(logits["auto"] - logits["f32"]) / np.linalg.norm(logits["f32"])
+    assert error < 0.03
+
+
+def test_k_quants_take_hardly_more_memory_than_in_the_file(
+    k_quants: Checkpoint, tmp_path: Path
+) -> None:
+    matrices = load_packed(k_quants, folder=tmp_path).matrices
+    stored = [k_quants.tensor(name) for name in k_quants.names()]
+    in_file = sum(tensor.data.nbytes for tensor in stored if len(tensor.shape) == 2)
+    packed = {id(matrix.packed): matrix.packed.nbytes for matrix in matrices.values()}
+    assert sum(packed.values()) <= 1.03 * in_file
+
+
+def test_a_scale_that_is_no_number_is_one_clear_line(
+    k_quants: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = k_quants.tensor
+
+    def damaged(name: str) -> StoredTensor:
+        tensor = whole(name)
+        return with_bad_scale(tensor, np.nan) if name == "layers.1.up.weight" else tensor
+
+    monkeypatch.setattr(k_quants, "tensor", damaged)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.up\.weight.*NaN; download it again"):
+        load_packed(k_quants, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_packed_weights_are_made_once_and_a_damaged_cache_is_replaced(
     llama: Checkpoint, tmp_path: Path
 ) -> None:
@@ -284,8 +342,6 @@ def test_packed_weights_are_made_once_and_a_damaged_cache_is_replaced(
 
 
 def test_an_unsupported_shape_is_one_clear_line(tmp_path: Path) -> None:
-    from tiny_checkpoints import write_tiny
-
     odd = open_checkpoint(write_tiny("llama", tmp_path, head_dim=24))
     with pytest.raises(CheckpointError, match=r"head_dim = 24 .* --backend torch"):
         load_packed(odd)

@@ -32,7 +32,7 @@ from midfill.kernels.cpu.clock import (
     WAIT,
     ticks_per_second,
 )
-from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, block_bytes
+from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.reporting.result_table import ResultTable
 from midfill.runners.cpu_runner import CpuRunner, slot_bytes
 from midfill.runners.packed_model import PackedModel
@@ -266,10 +266,9 @@ def _product(
         if name not in model.matrices:
             continue
         matrix = model.matrices[name]
-        stored, kind = matrix.packed.nbytes, WeightFormat(matrix.format)
-        done = 2.0 * rows * stored * GROUP * PANEL / block_bytes(kind)
-        exact = kind is WeightFormat.F32
-        size += stored
+        done = 2.0 * rows * matrix.weight_count
+        exact = WeightFormat.F32 in matrix.formats
+        size += matrix.packed.nbytes
         operations += done
         seconds += done / (roofline.float32_per_second if exact else roofline.int8_per_second)
     return _Least(size, operations, max(seconds, size / roofline.bytes_per_second))

@@ -25,7 +25,7 @@ WeightsFormatOption = Annotated[
     WeightsOption,
     typer.Option(
         "--weights",
-        help="How the CPU kernels store weights: as in the file, or as 4-bit, 8-bit or float32.",
+        help="How the CPU kernels store weights: as in the file, in at most 4 or 8 bits, float32.",
     ),
 ]
 ThreadsOption = Annotated[

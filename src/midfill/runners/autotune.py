@@ -15,10 +15,11 @@ from numba.core.registry import cpu_target
 
 from midfill.kernels.cpu.clock import DOWN, GATE_UP, HEAD, OUTPUT, QKV
 from midfill.kernels.cpu.jit import compiled_folder
-from midfill.kernels.cpu.linear import MAX_QUANTIZED_ROWS, MAX_TILE_ROWS
+from midfill.kernels.cpu.linear import MAX_TILE_ROWS
 from midfill.kernels.cpu.memory import Int64Array, Uint8Array
-from midfill.kernels.cpu.packing import WeightFormat
+from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.tiles import MATRICES, MAX_TABLE_ROWS, cheapest_tile_rows, even_tile_rows
+from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.runners.packed_model import PackedModel
 from midfill.system.cache import store_file
 
@@ -83,17 +84,20 @@ def _tallest(model: PackedModel) -> list[int]:
     """Return the maximum rows of a tile of each of ``tiles.MATRICES``."""
     weights = model.weights
     formats = [
-        {weights.qkv.format}, {weights.o.format},
-        {weights.gate_up.gate.format, weights.gate_up.up.format}, {weights.down.format},
-        {weights.head.format},
+        weights.qkv.formats, weights.o.formats,
+        weights.gate_up.gate.formats | weights.gate_up.up.formats, weights.down.formats,
+        weights.head.formats,
     ]  # fmt: skip
     return [MAX_TILE_ROWS if each == {WeightFormat.F32} else MAX_QUANTIZED_ROWS for each in formats]
 
 
 def _key(model: PackedModel, threads: int) -> str:
     chip = cpu_target.target_context.codegen().magic_tuple()
-    sizes = [(name, m.format, m.outputs, m.inputs) for name, m in model.matrices.items()]
-    return hashlib.sha256(repr((chip, threads, model.config, sizes)).encode()).hexdigest()
+    digest = hashlib.sha256(repr((chip, threads, model.config)).encode())
+    for name, matrix in model.matrices.items():
+        digest.update(repr((name, matrix.outputs, matrix.inputs)).encode())
+        digest.update(matrix.panels[:, 1].tobytes())
+    return digest.hexdigest()
 
 
 def _read(path: Path, model: PackedModel) -> TileTable | None:

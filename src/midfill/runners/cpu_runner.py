@@ -22,11 +22,11 @@ from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS, Batch, Stages, Workspace,
 from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, entry_bytes
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
-from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, panel_count
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.segments import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import ThreadPool
+from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
 from midfill.runners.autotune import (
     MEASURED_ROWS,
@@ -288,7 +288,7 @@ class CpuRunner:
         group = config.query_heads // config.kv_heads
         merged = partial_rows(self._partials, group, config.kv_heads)
         quantized = any(
-            matrix.format != WeightFormat.F32 for matrix in self.model.matrices.values()
+            matrix.formats != {WeightFormat.F32} for matrix in self.model.matrices.values()
         )
 
         def floats(*shape: int) -> Float32Array:

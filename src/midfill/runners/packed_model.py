@@ -15,23 +15,17 @@ from midfill.config import WeightsOption
 from midfill.errors import CheckpointError
 from midfill.kernels.cpu.decoder import DecoderConfig, DecoderWeights
 from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
-from midfill.kernels.cpu.memory import aligned
-from midfill.kernels.cpu.packing import (
-    GROUP,
-    PANEL,
-    PackedMatrix,
-    WeightFormat,
-    natural_format,
-    pack,
-    panel_count,
-)
+from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned, aligned_zeros
+from midfill.kernels.cpu.packing import natural_format, pack, packed_bytes
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
+from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
+from midfill.models.stored_tensor import StoredTensor
 from midfill.runners.rope import rope_tables
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
 from midfill.system.progress import Progress, ignore_progress
 
-PACKING_VERSION = 2
+PACKING_VERSION = 3
 
 _MATRICES = {
     "qkv": ("q", "k", "v"),
@@ -97,8 +91,9 @@ def load_packed(
 
     Args:
         checkpoint: the model.
-        option: "auto" keeps stored weights exactly, except that K-quants become Q8; other options
-            quantise or dequantise every matrix.
+        option: "auto" keeps stored weights exactly, but for a few kinds that are rounded to eight
+            bits (see ``natural_format``); "q4" and "q8" round matrices of more bits, "f32"
+            dequantises all.
         progress: called with (stage, done, total).
         folder: where packed weights are kept; None is the user's cache.
 
@@ -124,22 +119,23 @@ def load_packed(
     return _assemble(checkpoint.config, arrays)
 
 
-def _format_for(kinds: list[str], option: WeightsOption) -> WeightFormat:
-    """Return the format that an option means for matrices of some stored kinds."""
-    if option != "auto":
-        return WeightFormat[option.upper()]
-    return max(natural_format(kind) for kind in kinds)
+def _format_for(kind: str, option: WeightsOption) -> WeightFormat:
+    """Return the format that an option means for matrices of a stored kind."""
+    natural = natural_format(kind)
+    if option == "auto":
+        return natural
+    if option == "f32":
+        return WeightFormat.F32
+    rounded = WeightFormat.Q4_1 if option == "q4" else WeightFormat.Q8_0
+    exact = natural is not WeightFormat.F32 and LAYOUTS[natural].bits <= LAYOUTS[rounded].bits
+    return natural if exact else rounded
 
 
 def block_format(checkpoint: Checkpoint, option: WeightsOption) -> WeightFormat:
     """Return the least precise format among the matrices of the first decoder layer."""
     names = set(checkpoint.names())
-    formats = []
-    for parts in _MATRICES.values():
-        stored = [name for part in parts if (name := f"layers.0.{part}.weight") in names]
-        if stored:
-            formats.append(_format_for([checkpoint.tensor(n).kind for n in stored], option))
-    return min(formats)
+    parts = [f"layers.0.{part}.weight" for parts in _MATRICES.values() for part in parts]
+    return min(_format_for(checkpoint.tensor(n).kind, option) for n in parts if n in names)
 
 
 def _pack_all(
@@ -147,38 +143,60 @@ def _pack_all(
 ) -> dict[str, npt.NDArray[np.generic]]:
     config = checkpoint.config
     names = set(checkpoint.names())
-    steps = 2 + config.layers * len(_MATRICES)
     arrays: dict[str, npt.NDArray[np.generic]] = {}
-    done = 0
-
-    def store(name: str, matrices: list[PackedMatrix]) -> None:
-        arrays[name] = aligned(np.concatenate([matrix.data for matrix in matrices]))
-        arrays[f"{name}.format"] = np.array([matrices[0].weight_format], np.int32)
-
-    for name, source in (("embed", "embed.weight"), ("head", "lm_head.weight")):
-        if source in names:
-            tensor = checkpoint.tensor(source)
-            store(name, [pack([tensor], _format_for([tensor.kind], option))])
-        done += 1
-        progress("packing weights", done, steps)
-    for name, parts in _MATRICES.items():
-        if f"layers.0.{parts[0]}.weight" not in names:
-            continue
-        layers = [
-            [checkpoint.tensor(f"layers.{i}.{part}.weight") for part in parts]
-            for i in range(config.layers)
-        ]
-        if layers[0][0].shape[1] % GROUP:
-            raise CheckpointError(f"{checkpoint.path}: {name} has {layers[0][0].shape[1]} inputs")
-        weight_format = _format_for([tensor.kind for layer in layers for tensor in layer], option)
-        matrices = []
-        for layer in layers:
-            matrices.append(pack(layer, weight_format))
-            done += 1
-            progress("packing weights", done, steps)
-        store(name, matrices)
+    sources = {"embed": [["embed.weight"]], "head": [["lm_head.weight"]]} | {
+        name: [[f"layers.{i}.{part}.weight" for part in parts] for i in range(config.layers)]
+        for name, parts in _MATRICES.items()
+    }
+    present = {name: layers for name, layers in sources.items() if layers[0][0] in names}
+    done, steps = 0, sum(map(len, present.values()))
+    for name, layers in present.items():
+        stacked = _Stacking(
+            [[checkpoint.tensor(part) for part in layer] for layer in layers], option
+        )
+        try:
+            for _ in stacked.pack():
+                done += 1
+                progress("packing weights", done, steps)
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error}; download it again") from None
+        arrays[name], arrays[f"{name}.panels"] = stacked.data, stacked.panels
     arrays.update(_vectors(checkpoint, names))
     return arrays
+
+
+class _Stacking:
+    """Packs one matrix of all layers into one array.
+
+    Attributes:
+        data: uint8, the layers' panels.
+        panels: int64 [layers * panels, 2], see ``LinearWeights``.
+    """
+
+    def __init__(self, layers: list[list[StoredTensor]], option: WeightsOption) -> None:
+        self._layers = layers
+        self._formats = [[_format_for(part.kind, option) for part in layer] for layer in layers]
+        shapes = [[part.shape for part in layer] for layer in layers]
+        pairs = zip(shapes, self._formats, strict=True)
+        self._sizes = [packed_bytes(shape, formats) for shape, formats in pairs]
+        self.data: Uint8Array = aligned_zeros(sum(self._sizes), np.uint8)
+        self.panels: Int64Array = np.zeros((0, 2), np.int64)
+
+    def pack(self) -> Iterator[None]:
+        """Pack; yield after every layer.
+
+        Raises:
+            ValueError: see ``packing.pack``.
+        """
+        at = 0
+        panels = []
+        for layer, formats, size in zip(self._layers, self._formats, self._sizes, strict=True):
+            matrix = pack(layer, formats, self.data[at : at + size])
+            matrix.panels[:, 0] += at
+            panels.append(matrix.panels)
+            at += size
+            yield
+        self.panels = np.concatenate(panels)
 
 
 def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[np.generic]]:
@@ -254,8 +272,8 @@ def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
     first = [config.context * config.is_local(layer) for layer in range(config.layers)]
     windows = [config.window_of(layer) or 0 for layer in range(config.layers)]
     weights = DecoderWeights(
-        embed=stack.linear("embed", "head_bias", config.vocab, hidden, layers=1),
-        head=stack.linear(head, "head_bias", config.vocab, hidden, layers=1),
+        embed=stack.linear("embed", "head_bias", config.vocab, hidden),
+        head=stack.linear(head, "head_bias", config.vocab, hidden),
         qkv=stack.linear(
             "qkv", "qkv_bias", attended + 2 * config.kv_heads * config.head_dim, hidden
         ),
@@ -292,19 +310,14 @@ class _Stack:
         self._config = config
         self._arrays = arrays
 
-    def linear(
-        self, name: str, bias: str, outputs: int, inputs: int, layers: int | None = None
-    ) -> LinearWeights:
+    def linear(self, name: str, bias: str, outputs: int, inputs: int) -> LinearWeights:
         """Return a matrix with its bias; without weights if the model has no such matrix."""
-        packed = self._arrays.get(name, np.zeros(0, np.uint8))
-        stored_format = self._arrays.get(f"{name}.format", self._arrays["embed.format"])
         return LinearWeights(
-            packed=packed,
+            packed=self._arrays.get(name, np.zeros(0, np.uint8)),
+            panels=self._arrays.get(f"{name}.panels", np.zeros((0, 2), np.int64)),
             bias=self._arrays[bias],
-            format=int(stored_format[0]),
             outputs=outputs,
             inputs=inputs,
-            layer_bytes=len(packed) // (layers or self._config.layers),
         )
 
     def norm(self, name: str) -> NormWeights:

@@ -8,17 +8,23 @@ import hashlib
 import itertools
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import typeof
 
+sys.path.append(str(Path(__file__).parents[2] / "helpers"))
+from ggml_blocks import random_matrix
+
 from midfill.kernels.cpu import attention, linear
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations, quantize_row
+from midfill.kernels.cpu.embedding import embed
 from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, allocate_kv, load_entry, write_entry
-from midfill.kernels.cpu.packing import PANEL, PackedMatrix, WeightFormat, pack
+from midfill.kernels.cpu.packing import PackedMatrix, pack
+from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables, norm, rotate
 from midfill.kernels.cpu.segments import SEGMENT
@@ -26,6 +32,7 @@ from midfill.kernels.cpu.simd import exp, load, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext
 from midfill.kernels.cpu.tiles import even_tile_rows
+from midfill.kernels.cpu.weight_formats import PANEL, WeightFormat
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.stored_tensor import StoredTensor
 
@@ -34,7 +41,9 @@ INSTRUCTIONS = ("zmm", "ymm", "vpdpbusd", "pmaddubsw", "pmulld", "vfmadd", "vcvt
 
 rng = np.random.default_rng(0)
 NO_BYTES = np.zeros(0, np.uint8)
-MATRIX = rng.normal(size=(70, 96)).astype(np.float32)
+WIDTH = 512
+"""Inputs: several blocks of every format."""
+MATRIX = rng.normal(size=(70, WIDTH)).astype(np.float32)
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -120,19 +129,25 @@ def one_thread() -> ThreadContext:
 
 
 def linear_weights(matrix: PackedMatrix, bias: np.ndarray) -> linear.LinearWeights:
-    return linear.LinearWeights(
-        matrix.data, bias, int(matrix.weight_format), matrix.outputs, matrix.inputs,
-        len(matrix.data),
-    )  # fmt: skip
+    return linear.LinearWeights(matrix.data, matrix.panels, bias, matrix.outputs, matrix.inputs)
+
+
+def packed(weight_format: WeightFormat) -> PackedMatrix:
+    """Return a matrix [70, WIDTH] of that format."""
+    if weight_format is WeightFormat.F32:
+        tensor = StoredTensor("w", MATRIX.shape, "f32", MATRIX)
+    else:
+        tensor = random_matrix(weight_format.name.lower(), 70, WIDTH)
+    return pack([tensor], [weight_format])
 
 
 def linear_arguments(weight_format: WeightFormat, rows: int, x: np.ndarray) -> tuple[Any, ...]:
-    """Arguments of ``linear`` for some of the rows x[11, 96]; its output is the sixth."""
-    matrix = pack([StoredTensor("w", (70, 96), "f32", MATRIX)], weight_format)
+    """Arguments of ``linear`` for some of the rows x[11, WIDTH]; its output is the sixth."""
+    matrix = packed(weight_format)
     blocks = np.zeros(x.size // 32 * ACTIVATION_BLOCK_BYTES, np.uint8)
     quantize_row(x.reshape(-1), 0, x.size, blocks, 0)
     dense = weight_format is WeightFormat.F32
-    tile_rows = even_tile_rows(linear.MAX_TILE_ROWS if dense else linear.MAX_QUANTIZED_ROWS)
+    tile_rows = even_tile_rows(linear.MAX_TILE_ROWS if dense else MAX_QUANTIZED_ROWS)
     return (
         one_thread(),
         Activations(x.reshape(-1), blocks),
@@ -146,7 +161,7 @@ def linear_arguments(weight_format: WeightFormat, rows: int, x: np.ndarray) -> t
 
 def products(weight_format: WeightFormat) -> list[np.ndarray]:
     """Compute any number of rows: 1 to 8 in one tile or two, and more than that."""
-    x = normal(11, 96)
+    x = normal(11, WIDTH)
     x[5] *= 1e-3
     results = []
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11):
@@ -159,11 +174,10 @@ def products(weight_format: WeightFormat) -> list[np.ndarray]:
 def embeddings() -> list[np.ndarray]:
     results = []
     for weight_format in WeightFormat:
-        matrix = pack([StoredTensor("w", (40, 64), "f32", normal(40, 64))], weight_format)
-        weights = linear_weights(matrix, np.zeros(0, np.float32))
+        weights = linear_weights(packed(weight_format), np.zeros(0, np.float32))
         for token in (0, 20, 39):
-            results.append(np.zeros(64, np.float32))
-            linear.embed(token, weights, 1.5, results[-1], 0)
+            results.append(np.zeros(WIDTH, np.float32))
+            embed(token, weights, 1.5, results[-1], 0)
     return results
 
 
@@ -222,7 +236,7 @@ def instructions() -> list[str]:
 
 def main() -> None:
     if sys.argv[1:] == ["code"]:
-        arguments = linear_arguments(WeightFormat.Q8, 1, normal(11, 96))
+        arguments = linear_arguments(WeightFormat.Q8_0, 1, normal(11, WIDTH))
         linear.linear.compile(tuple(typeof(argument) for argument in arguments))
         print(json.dumps({"instructions": instructions()}))
         return

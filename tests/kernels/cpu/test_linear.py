@@ -2,23 +2,36 @@
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, quantize
+from ggml_blocks import QUANTIZED_KINDS, random_matrix
 
 from midfill.kernels.cpu import linear as kernels
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations, quantize_row
-from midfill.kernels.cpu.packing import PANEL, PackedMatrix, WeightFormat, pack, panel_count, unpack
+from midfill.kernels.cpu.embedding import embed
+from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, unpack
+from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext, ThreadPool
 from midfill.kernels.cpu.tiles import even_tile_rows
+from midfill.kernels.cpu.weight_formats import PANEL, panel_count
 from midfill.models.stored_tensor import StoredTensor
 
-TILE_ROWS = even_tile_rows(kernels.MAX_QUANTIZED_ROWS)
-KINDS = {"q4_1": WeightFormat.Q4, "q8_0": WeightFormat.Q8, "f32": WeightFormat.F32}
+TILE_ROWS = even_tile_rows(MAX_QUANTIZED_ROWS)
+KINDS = (*QUANTIZED_KINDS, "f32")
+
+
+def stored(kind: str, outputs: int, inputs: int) -> StoredTensor:
+    if kind != "f32":
+        return random_matrix(kind, outputs, inputs)
+    values = np.random.default_rng(outputs).normal(size=(outputs, inputs)).astype(np.float32)
+    return StoredTensor("w", values.shape, kind, values)
 
 
 def matrix(kind: str, outputs: int, inputs: int) -> PackedMatrix:
-    values = np.random.default_rng(outputs).normal(size=(outputs, inputs)).astype(np.float32)
-    data = values if kind == "f32" else quantize(values, GGMLQuantizationType[kind.upper()])
-    return pack([StoredTensor("w", values.shape, kind, data)], KINDS[kind])
+    return pack([stored(kind, outputs, inputs)], [natural_format(kind)])
+
+
+def width(kind: str) -> int:
+    """Inputs that fill several blocks of a kind."""
+    return 512 if kind.endswith("_k") else 96
 
 
 def quants(x: np.ndarray) -> np.ndarray:
@@ -49,10 +62,7 @@ def linear_weights(matrix: PackedMatrix, bias: np.ndarray | None = None) -> kern
     padded = np.zeros(panel_count(matrix.outputs) * PANEL, np.float32)
     if bias is not None:
         padded[: matrix.outputs] = bias
-    return kernels.LinearWeights(
-        matrix.data, padded, int(matrix.weight_format), matrix.outputs, matrix.inputs,
-        len(matrix.data),
-    )  # fmt: skip
+    return kernels.LinearWeights(matrix.data, matrix.panels, padded, matrix.outputs, matrix.inputs)
 
 
 def tiling(tile_rows: np.ndarray = TILE_ROWS) -> kernels.Tiling:
@@ -79,10 +89,10 @@ def apply(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_the_same_in_tiles_of_any_height(kind: str) -> None:
-    weights = matrix(kind, 70, 96)
-    x = np.random.default_rng(1).normal(size=(11, 96)).astype(np.float32)
+    weights = matrix(kind, 70, width(kind))
+    x = np.random.default_rng(1).normal(size=(11, width(kind))).astype(np.float32)
     each = np.concatenate([apply(weights, row[None]) for row in x])
-    tallest = kernels.MAX_TILE_ROWS if kind == "f32" else kernels.MAX_QUANTIZED_ROWS
+    tallest = kernels.MAX_TILE_ROWS if kind == "f32" else MAX_QUANTIZED_ROWS
     for height in range(1, tallest + 1):
         together = apply(weights, x, tile_rows=even_tile_rows(height))
         np.testing.assert_array_equal(together, each)
@@ -91,8 +101,8 @@ def test_a_row_is_the_same_in_tiles_of_any_height(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 21])
 def test_product_equals_numpy(kind: str, rows: int) -> None:
-    weights = matrix(kind, 70, 96)
-    x = np.random.default_rng(rows).normal(size=(rows, 96)).astype(np.float32)
+    weights = matrix(kind, 70, width(kind))
+    x = np.random.default_rng(rows).normal(size=(rows, width(kind))).astype(np.float32)
     bias = np.arange(70, dtype=np.float32)
     expected = as_seen(x, kind) @ unpack(weights).astype(np.float64).T + bias
     np.testing.assert_allclose(apply(weights, x, bias), expected, rtol=1e-5, atol=1e-4)
@@ -100,8 +110,8 @@ def test_product_equals_numpy(kind: str, rows: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_residual_adds_to_what_is_there(kind: str) -> None:
-    weights = matrix(kind, 64, 32)
-    x = np.random.default_rng(1).normal(size=(6, 32)).astype(np.float32)
+    weights = matrix(kind, 64, width(kind))
+    x = np.random.default_rng(1).normal(size=(6, width(kind))).astype(np.float32)
     onto = np.random.default_rng(2).normal(size=(6, 64)).astype(np.float32)
     expected = onto + 0.25 * (as_seen(x, kind) @ unpack(weights).T)
     np.testing.assert_allclose(apply(weights, x, onto=onto, multiplier=0.25), expected, atol=1e-5)
@@ -109,8 +119,8 @@ def test_residual_adds_to_what_is_there(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
-    weights = matrix(kind, 96, 128)
-    x = np.random.default_rng(3).normal(size=(23, 128)).astype(np.float32)
+    weights = matrix(kind, 96, width(kind))
+    x = np.random.default_rng(3).normal(size=(23, width(kind))).astype(np.float32)
     together = apply(weights, x)
     for size in (1, 2, 3, 4, 7, 9):
         parts = [apply(weights, x[i : i + size]) for i in range(0, len(x), size)]
@@ -148,30 +158,44 @@ def test_gated_mlp_equals_numpy(activation: int, gated: bool, rows: int) -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_embedding_looks_up_the_rows_of_the_matrix(kind: str) -> None:
-    weights = matrix(kind, 70, 64)
+    weights = matrix(kind, 70, width(kind))
     table = unpack(weights)
     for token in (0, 15, 16, 31, 32, 69):
-        out = np.empty(64, np.float32)
-        kernels.embed(token, linear_weights(weights), 1.0, out, 0)
+        out = np.empty(width(kind), np.float32)
+        embed(token, linear_weights(weights), 1.0, out, 0)
         np.testing.assert_array_equal(out, table[token])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_uses_its_own_part_of_the_weights(kind: str) -> None:
-    first, second = matrix(kind, 64, 96), matrix(kind, 96, 96)
-    second = PackedMatrix(second.weight_format, 64, 96, second.data[: len(first.data)])
-    x = np.random.default_rng(6).normal(size=(3, 96)).astype(np.float32)
-    biases = np.linspace(-1, 1, 128, dtype=np.float32)
-    stacked = kernels.LinearWeights(
-        np.concatenate([first.data, second.data]), biases, int(first.weight_format), 64, 96,
-        len(first.data),
+def stacked(layers: list[PackedMatrix], biases: np.ndarray) -> kernels.LinearWeights:
+    starts = np.cumsum([0, *(len(layer.data) for layer in layers)])
+    panels = [layer.panels + [start, 0] for layer, start in zip(layers, starts, strict=False)]  # noqa: RUF005
+    return kernels.LinearWeights(
+        np.concatenate([layer.data for layer in layers]), np.concatenate(panels), biases,
+        layers[0].outputs, layers[0].inputs,
     )  # fmt: skip
-    for layer, alone in enumerate((first, second)):
+
+
+@pytest.mark.parametrize("kinds", [("q4_1", "q4_1"), ("q4_k", "q6_k"), ("q8_0", "f32")])
+def test_a_layer_uses_its_own_part_of_the_weights(kinds: tuple[str, str]) -> None:
+    size = max(map(width, kinds))
+    layers = [matrix(kind, 64, size) for kind in kinds]
+    x = np.random.default_rng(6).normal(size=(3, size)).astype(np.float32)
+    biases = np.linspace(-1, 1, 128, dtype=np.float32)
+    for layer, alone in enumerate(layers):
         out = np.empty((3, 64), np.float32)
         output = kernels.LinearOutput(out.reshape(-1), 3, 64, False, 1.0)
-        kernels.linear(one_thread(), activations(x), 0, stacked, layer, output, tiling())
+        both = stacked(layers, biases)
+        kernels.linear(one_thread(), activations(x), 0, both, layer, output, tiling())
         expected = apply(alone, x, biases[layer * 64 : layer * 64 + 64])
         np.testing.assert_array_equal(out, expected)
+
+
+def test_matrices_of_several_kinds_lie_one_below_the_other() -> None:
+    parts = [stored(kind, outputs, 256) for kind, outputs in (("q4_k", 64), ("q6_k", 32))]
+    weights = pack(parts, [natural_format(part.kind) for part in parts])
+    x = np.random.default_rng(7).normal(size=(5, 256)).astype(np.float32)
+    each = [apply(pack([part], [natural_format(part.kind)]), x) for part in parts]
+    np.testing.assert_array_equal(apply(weights, x), np.concatenate(each, axis=1))
 
 
 def test_threads_share_the_panels_and_every_panel_is_computed() -> None:

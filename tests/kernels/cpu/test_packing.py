@@ -2,51 +2,82 @@
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, dequantize, quantize
+from ggml_blocks import QUANTIZED_KINDS, random_matrix, with_bad_scale
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from midfill.kernels.cpu.packing import WeightFormat, natural_format, pack, unpack
+from midfill.kernels.cpu.packing import natural_format, pack, packed_bytes, unpack
+from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.models.stored_tensor import StoredTensor
 
 
-def stored(kind: str, weights: np.ndarray) -> StoredTensor:
-    if kind == "f32":
-        return StoredTensor("w", weights.shape, kind, weights)
-    data = quantize(weights, GGMLQuantizationType[kind.upper()])
-    return StoredTensor("w", weights.shape, kind, data)
+def floats(weights: np.ndarray) -> StoredTensor:
+    return StoredTensor("w", weights.shape, "f32", weights)
 
 
 def weights(rows: int, columns: int) -> np.ndarray:
     return np.random.default_rng(rows * columns).normal(size=(rows, columns)).astype(np.float32)
 
 
-@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS)
 def test_ggml_blocks_are_repacked_without_loss(kind: str) -> None:
-    tensor = stored(kind, weights(64, 96))
-    expected = dequantize(tensor.data, GGMLQuantizationType[kind.upper()])
-    matrix = pack([tensor], natural_format(kind))
-    assert matrix.weight_format is not WeightFormat.F32
+    tensor = random_matrix(kind, 70, 512)
+    matrix = pack([tensor], [natural_format(kind)])
+    assert matrix.panels[:, 1].tolist() == [WeightFormat[kind.upper()]] * 3
+    np.testing.assert_array_equal(unpack(matrix), tensor.to_float32())
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS)
+def test_packed_weights_are_hardly_larger_than_ggmls(kind: str) -> None:
+    values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
+    stored = 64 * 512 // values * size
+    assert stored <= packed_bytes([(64, 512)], [natural_format(kind)]) <= 1.04 * stored
+
+
+def test_a_kind_without_a_format_of_its_own_is_rounded_to_eight_bits() -> None:
+    tensor = random_matrix("iq4_xs", 32, 256)
+    matrix = pack([tensor], [natural_format("iq4_xs")])
+    exact = tensor.to_float32()
+    assert np.abs(unpack(matrix) - exact).max() <= np.abs(exact).max() / 250
+
+
+def test_large_matrices_are_packed_in_parts_to_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensor = random_matrix("q6_k", 170, 256)
+    whole = pack([tensor], [WeightFormat.Q6_K])
+    monkeypatch.setattr("midfill.kernels.cpu.packing._CHUNK_WEIGHTS", 64 * 256)
+    parts = pack([tensor], [WeightFormat.Q6_K])
+    np.testing.assert_array_equal(parts.data, whole.data)
+    np.testing.assert_array_equal(parts.panels, whole.panels)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED_KINDS)
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_scales_that_are_no_numbers_are_refused(kind: str, scale: float) -> None:
+    tensor = with_bad_scale(random_matrix(kind, 64, 256), scale)
+    with pytest.raises(ValueError, match=r"tensor w: .*infinite or NaN"):
+        pack([tensor], [natural_format(kind)])
+
+
+def test_each_matrix_keeps_its_own_format_in_a_stack() -> None:
+    q, k = random_matrix("q4_k", 64, 256), random_matrix("q4_k", 32, 256)
+    v = random_matrix("q6_k", 40, 256)
+    matrix = pack([q, k, v], [natural_format(each.kind) for each in (q, k, v)])
+    expected = np.concatenate([each.to_float32() for each in (q, k, v)])
     np.testing.assert_array_equal(unpack(matrix), expected)
-
-
-def test_four_bit_blocks_fit_exactly_into_eight_bits() -> None:
-    tensor = stored("q4_1", weights(32, 64))
-    expected = dequantize(tensor.data, GGMLQuantizationType.Q4_1)
-    np.testing.assert_array_equal(unpack(pack([tensor], WeightFormat.Q8)), expected)
 
 
 def test_floats_stay_floats() -> None:
     original = weights(50, 64)
-    np.testing.assert_array_equal(
-        unpack(pack([stored("f32", original)], WeightFormat.F32)), original
-    )
+    np.testing.assert_array_equal(unpack(pack([floats(original)], [WeightFormat.F32])), original)
 
 
-@pytest.mark.parametrize(("target", "steps"), [(WeightFormat.Q8, 254), (WeightFormat.Q4, 15)])
+@pytest.mark.parametrize(("target", "steps"), [(WeightFormat.Q8_0, 254), (WeightFormat.Q4_1, 15)])
 def test_quantisation_errs_by_at_most_half_a_step(target: WeightFormat, steps: int) -> None:
     original = weights(64, 128)
-    error = np.abs(unpack(pack([stored("f32", original)], target)) - original)
+    error = np.abs(unpack(pack([floats(original)], [target])) - original)
     groups = original.reshape(64, -1, 32)
-    if target is WeightFormat.Q8:
+    if target is WeightFormat.Q8_0:
         span = 2 * np.abs(groups).max(axis=-1)
     else:
         span = groups.max(axis=-1) - groups.min(axis=-1)
@@ -55,18 +86,18 @@ def test_quantisation_errs_by_at_most_half_a_step(target: WeightFormat, steps: i
 
 
 def test_a_constant_group_has_no_step_and_stays_finite() -> None:
-    for target in (WeightFormat.Q4, WeightFormat.Q8):
+    for target in (WeightFormat.Q4_1, WeightFormat.Q8_0):
         constant = np.full((32, 32), 0.5, np.float32)
-        unpacked = unpack(pack([stored("f32", constant)], target))
+        unpacked = unpack(pack([floats(constant)], [target]))
         np.testing.assert_allclose(unpacked, constant, rtol=1e-3)
         zero = np.zeros((32, 32), np.float32)
-        np.testing.assert_array_equal(unpack(pack([stored("f32", zero)], target)), zero)
+        np.testing.assert_array_equal(unpack(pack([floats(zero)], [target])), zero)
 
 
 def test_matrices_are_stacked_in_order_and_padded_only_at_the_end() -> None:
     q, k = weights(64, 32), weights(40, 32)
-    matrix = pack([stored("f32", q), stored("f32", k)], WeightFormat.F32)
+    matrix = pack([floats(q), floats(k)], [WeightFormat.F32] * 2)
     assert matrix.outputs == 104
     np.testing.assert_array_equal(unpack(matrix), np.concatenate([q, k]))
     with pytest.raises(ValueError, match="padding"):
-        pack([stored("f32", k), stored("f32", q)], WeightFormat.F32)
+        pack([floats(k), floats(q)], [WeightFormat.F32] * 2)

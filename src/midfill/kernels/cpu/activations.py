@@ -6,7 +6,7 @@ Each 32 consecutive floats are quantised together to one block of 48 bytes:
     bytes 32-35   scale, float32
     bytes 36-39   scale * (sum of quants), float32
     bytes 40-43   -128 * (sum of quants), int32
-    bytes 44-47   unused
+    bytes 44-47   -128 * (sum of the first 16 quants), int32
 
 So float k of an array belongs to block k // 32. Whoever writes a row quantises it.
 """
@@ -20,7 +20,6 @@ from numba.extending import intrinsic
 
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.memory import Float32Array, Uint8Array
-from midfill.kernels.cpu.packing import GROUP
 from midfill.kernels.cpu.simd import (
     F32,
     F32_VECTOR,
@@ -30,7 +29,6 @@ from midfill.kernels.cpu.simd import (
     LANES,
     Codegen,
     absolute,
-    add,
     address,
     f32x16,
     integer,
@@ -43,10 +41,11 @@ from midfill.kernels.cpu.simd import (
     store_unaligned,
     sum_lanes,
 )
+from midfill.kernels.cpu.weight_formats import GROUP
 
 ACTIVATION_BLOCK_BYTES = 48
-SCALE, SCALED_SUM, OFFSET = 32, 36, 40
-"""Where in a block the three numbers that follow the quants start, in bytes."""
+SCALE, SCALED_SUM, OFFSET, HALF_OFFSET = 32, 36, 40, 44
+"""Where in a block the four numbers that follow the quants start, in bytes."""
 _STEPS = np.float32(127.0)
 
 
@@ -88,23 +87,31 @@ def _put_bytes(typing_context: Any, array: Any, offset: Any, value: Any) -> tupl
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _put_sums(
-    typing_context: Any, array: Any, offset: Any, scale: Any, total: Any
+    typing_context: Any, array: Any, offset: Any, scale: Any, total: Any, first: Any
 ) -> tuple[Any, Codegen]:
-    """Write the three numbers that follow the quants of the block at byte ``offset``."""
+    """Write the four numbers that follow the quants of the block at byte ``offset``.
+
+    ``total`` is the sum of all quants, ``first`` that of the first 16.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, offset, scale, total = arguments
+        array, offset, scale, total, first = arguments
         pointer = address(context, builder, signature.args[0], array, offset)
-        biased = builder.fptosi(builder.fmul(total, F32(-128.0)), I32)
+
+        def biased(value: Any) -> Any:
+            return builder.fptosi(builder.fmul(value, F32(-128.0)), I32)
+
         for at, value in (
             (SCALE, scale),
             (SCALED_SUM, builder.fmul(scale, total)),
-            (OFFSET, biased),
+            (OFFSET, biased(total)),
+            (HALF_OFFSET, biased(first)),
         ):
             store_unaligned(builder, value, builder.gep(pointer, [integer(at)]))
         return context.get_dummy_value()
 
-    return types.void(array, types.intp, types.float32, types.float32), codegen
+    number = types.float32
+    return types.void(array, types.intp, number, number, number), codegen
 
 
 @kernel
@@ -132,4 +139,6 @@ def quantize_row(x: Float32Array, x_at: int, size: int, blocks: Uint8Array, at: 
         block = at + group * ACTIVATION_BLOCK_BYTES
         _put_bytes(blocks, block, low)
         _put_bytes(blocks, block + LANES, high)
-        _put_sums(blocks, block, span / _STEPS, sum_lanes(add(low, high)))
+        # The sums are whole numbers below 2^24: exact in any order.
+        first = sum_lanes(low)
+        _put_sums(blocks, block, span / _STEPS, first + sum_lanes(high), first)

@@ -31,6 +31,7 @@ from midfill.kernels.cpu.clock import (
     lap,
     start_clock,
 )
+from midfill.kernels.cpu.embedding import embed
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV, write_entry
 from midfill.kernels.cpu.linear import (
@@ -38,7 +39,6 @@ from midfill.kernels.cpu.linear import (
     LinearOutput,
     LinearWeights,
     Tiling,
-    embed,
     gated_linear,
     linear,
 )

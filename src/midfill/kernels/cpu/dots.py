@@ -1,11 +1,12 @@
-"""Integer products: rows of int8 activations times panels of 4- or 8-bit weights.
+"""Integer products: rows of int8 activations times panels of weights of 3 to 8 bits.
 
-Products of quants are summed as integers, which is exact. The sum of each group of 32 inputs is
-then scaled and added to the row's, from the first group to the last. So a row has the same bits
-whatever other rows a call computes, and on every chip, whichever instruction sums the products:
-vpdpbusd (VNNI), vpmaddubsw and vpmaddwd (AVX-512BW, AVX2), or plain integer arithmetic.
+Products of quants are summed as integers, which is exact. The sum of the 32 inputs (or 16) that
+share a scale is then scaled and added to the row's, from the first inputs to the last. So a row
+has the same bits whatever other rows a call computes, and on every chip, whichever instruction
+sums the products: vpdpbusd (VNNI), vpmaddubsw and vpmaddwd (AVX-512BW, AVX2), or plain integer
+arithmetic.
 
-Blocks of activations are described in activations.py, panels of weights in packing.py.
+Blocks of activations are described in activations.py, panels of weights in weight_formats.py.
 """
 
 from typing import Any
@@ -15,10 +16,15 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, OFFSET, SCALE, SCALED_SUM
+from midfill.kernels.cpu.activations import (
+    ACTIVATION_BLOCK_BYTES,
+    HALF_OFFSET,
+    OFFSET,
+    SCALE,
+    SCALED_SUM,
+)
 from midfill.kernels.cpu.halves import load_halves
 from midfill.kernels.cpu.memory import LINE
-from midfill.kernels.cpu.packing import GROUP, HEADER_BYTES, PANEL, WeightFormat, block_bytes
 from midfill.kernels.cpu.simd import (
     F32,
     F32_VECTOR,
@@ -39,14 +45,16 @@ from midfill.kernels.cpu.simd import (
     load_unaligned,
     store_unaligned,
 )
+from midfill.kernels.cpu.weight_formats import GROUP, LAYOUTS, PANEL, BlockLayout, WeightFormat
 
 _VECTORS = PANEL // LANES
 _BYTES = ir.VectorType(I8, 4 * LANES)
 _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
-_FETCHED_LINES = {WeightFormat.Q4: 4, WeightFormat.Q8: 6}
-"""Cache lines fetched ahead per block: a third of a block, rounded up."""
-Q4_FETCHED, Q8_FETCHED = (lines * LINE for lines in _FETCHED_LINES.values())
-"""The same in bytes."""
+
+
+def fetched_bytes(layout: BlockLayout) -> int:
+    """Return the bytes prefetched per group: a third of its own, in whole cache lines."""
+    return -(-layout.block_bytes // layout.groups // (3 * LINE)) * LINE
 
 
 def _halved(builder: ir.IRBuilder, vector: Any) -> list[Any]:
@@ -90,7 +98,7 @@ def add_products(
 
     Args:
         sums, weights, x: vectors of 16 int32.
-        small: weights are at most 15.
+        small: weights are below 128.
     """
     if has_feature(context, "avx512vnni"):
         return _call(
@@ -101,7 +109,7 @@ def add_products(
             context, builder, None, "llvm.x86.avx512.vpdpbusd.256", [sums, weights, x], I32_VECTOR
         )
     if has_feature(context, "avx2"):
-        if small:  # two products fit 16 bits
+        if small:  # two products fit 16 bits, as activations are -127 to 127
             wide = "llvm.x86.avx512.pmaddubs.w.512" if has_feature(context, "avx512bw") else None
             operands = [builder.bitcast(each, _BYTES) for each in (weights, x)]
             pairs = _call(context, builder, wide, "llvm.x86.avx2.pmadd.ub.sw", operands, _WORDS)
@@ -134,21 +142,46 @@ def _load_as(builder: ir.IRBuilder, pointer: Any, at: Any, kind: Any) -> Any:
     return value
 
 
-def _weights_of_four(
-    builder: ir.IRBuilder, weight_format: WeightFormat, quants: Any, four: Any
+def _weights_of_fours(
+    builder: ir.IRBuilder, layout: BlockLayout, quants: Any, first: Any, fours: int
 ) -> list[Any]:
-    """Return the quants of four inputs: per output a 32-bit lane, per input a byte of it."""
-    size = 4 * PANEL // (2 if weight_format is WeightFormat.Q4 else 1)
-    pointer = builder.gep(quants, [builder.mul(four, integer(size))])
-    if weight_format is WeightFormat.Q4:
-        packed = load_unaligned(builder, pointer, I32_VECTOR)
-        mask = integers(0x0F0F0F0F)
-        shifted = builder.lshr(packed, integers(4))
-        return [builder.and_(packed, mask), builder.and_(shifted, mask)]
-    return [
-        load_unaligned(builder, builder.gep(pointer, [integer(v * 4 * LANES)]), I32_VECTOR)
-        for v in range(_VECTORS)
-    ]
+    """Return the quants of some fours of inputs: two vectors each, for outputs 0-15 and 16-31.
+
+    In a vector, each output has a 32-bit lane, and each input a byte of it.
+
+    Args:
+        quants: of the group.
+        first: number of the first four in the group.
+        fours: as many as share bytes in a plane, or a multiple of that.
+    """
+    count = fours * _VECTORS
+    weights: list[Any] = [None] * count
+    plane_at = position = 0
+    for bits in layout.planes:
+        shared = 8 // bits
+        offset = builder.mul(first, integer(_VECTORS * LINE // shared))
+        plane = builder.gep(quants, [builder.add(integer(plane_at), offset)])
+        for w in range(count):
+            if w % shared == 0:
+                at = builder.gep(plane, [integer(w // shared * LINE)])
+                packed = load_unaligned(builder, at, I32_VECTOR)
+            part = _bits(builder, packed, w % shared * bits, position, bits)
+            weights[w] = part if weights[w] is None else builder.or_(weights[w], part)
+        plane_at += GROUP * PANEL * bits // 8
+        position += bits
+    return weights
+
+
+def _bits(builder: ir.IRBuilder, packed: Any, at: int, to: int, bits: int) -> Any:
+    """Return some bits of every byte, moved from bit ``at`` to bit ``to``."""
+    if bits == 8:
+        return packed
+    shift = integers(abs(at - to))
+    if at > to:
+        packed = builder.lshr(packed, shift)
+    elif at < to:
+        packed = builder.shl(packed, shift)
+    return builder.and_(packed, integers(((1 << bits) - 1 << to) * 0x01010101))
 
 
 def _fetch(builder: ir.IRBuilder, pointer: Any, lines: int) -> None:
@@ -162,14 +195,12 @@ def _fetch(builder: ir.IRBuilder, pointer: Any, lines: int) -> None:
 class _QuantProducts:
     """Generator of the products of some rows with one panel of quants.
 
-    Keeps a group's integer sums and the float totals over groups: a vector of each per row and
-    half of the panel.
+    Keeps the integer sums of the inputs that share a scale and the float totals over them: a
+    vector of each per row and half of the panel.
     """
 
-    def __init__(
-        self, context: Any, builder: ir.IRBuilder, weight_format: WeightFormat, rows: int
-    ) -> None:
-        self._context, self._builder, self._format = context, builder, weight_format
+    def __init__(self, context: Any, builder: ir.IRBuilder, layout: BlockLayout, rows: int) -> None:
+        self._context, self._builder, self._layout = context, builder, layout
         self._indices = [(r, v) for r in range(rows) for v in range(_VECTORS)]
         self._totals = {index: self._variable(constant(0.0)) for index in self._indices}
         self._sums = {index: self._variable(integers(0)) for index in self._indices}
@@ -179,58 +210,109 @@ class _QuantProducts:
     def _variable(self, value: Any) -> Any:
         return cgutils.alloca_once_value(self._builder, value)
 
-    def add_group(self, block: Any, x_blocks: list[Any]) -> None:
-        """Add a group's products.
+    def add_block(self, block: Any, x_blocks: list[Any], ahead: Any | None) -> None:
+        """Add a block's products.
 
         Args:
-            block: the panel's block, see packing.py.
-            x_blocks: the rows' blocks, see activations.py.
+            block: the panel's block, see weight_formats.py.
+            x_blocks: the rows' first blocks, see activations.py.
+            ahead: distance from a group to what is prefetched meanwhile; None fetches nothing.
         """
-        for r, v in self._indices:
-            first = integers(0)
-            if self._format is WeightFormat.Q8:
-                # Weights are stored 128 too large, to be unsigned.
-                offset = _load_as(self._builder, x_blocks[r], integer(OFFSET), I32)
-                first = splat_i32(self._builder, offset)
-            self._builder.store(first, self._sums[r, v])
-        quants = self._builder.gep(block, [integer(HEADER_BYTES)])
-        with cgutils.for_range(self._builder, integer(GROUP // 4), intp=I64) as four:
-            self._add_four(quants, four.index, x_blocks)
-        for v in range(_VECTORS):
-            self._scale(block, v, x_blocks)
+        layout, builder = self._layout, self._builder
+        body = builder.gep(block, [integer(layout.header_bytes)])
+        lines = fetched_bytes(layout) // LINE
+        if layout.groups == 1:
+            if ahead is not None:
+                _fetch(builder, builder.gep(block, [ahead]), lines)
+            self._add_group(block, body, x_blocks)
+            return
+        with cgutils.for_range(builder, integer(layout.groups), intp=I64) as group:
+            x_at = builder.mul(group.index, integer(ACTIVATION_BLOCK_BYTES))
+            at = builder.mul(group.index, integer(layout.group_bytes))
+            start = builder.gep(body, [at])
+            if ahead is not None:
+                _fetch(builder, builder.gep(start, [ahead]), lines)
+            self._add_group(block, start, [builder.gep(x, [x_at]) for x in x_blocks])
 
-    def _add_four(self, quants: Any, four: Any, x_blocks: list[Any]) -> None:
-        """Add the products of four inputs to the group's sums."""
-        builder = self._builder
-        weights = _weights_of_four(builder, self._format, quants, four)
-        x_four = builder.mul(four, integer(4))
-        for r, x_block in enumerate(x_blocks):
-            activations = splat_i32(builder, _load_as(builder, x_block, x_four, I32))
+    def _add_group(self, block: Any, group: Any, x_blocks: list[Any]) -> None:
+        """Add the products of one group, part by part that has a scale of its own."""
+        builder, layout = self._builder, self._layout
+        quants = builder.gep(group, [integer(layout.integer_bytes)])
+        fours = max(1, 8 // min(layout.planes) // _VECTORS)
+        steps = layout.scaled_inputs // 4 // fours
+        for part in range(GROUP // layout.scaled_inputs):
+            self._start_sums(part, x_blocks)
+            with cgutils.for_range(builder, integer(steps), intp=I64) as step:
+                number = builder.add(step.index, integer(part * steps))
+                self._add_fours(quants, builder.mul(number, integer(fours)), fours, x_blocks)
             for v in range(_VECTORS):
-                added = add_products(
-                    self._context, builder, builder.load(self._sums[r, v]), weights[v],
-                    activations, self._format is WeightFormat.Q4,
-                )  # fmt: skip
-                builder.store(added, self._sums[r, v])
+                self._scale(block, group, part, v, x_blocks)
 
-    def _scale(self, block: Any, v: int, x_blocks: list[Any]) -> None:
-        """Scale the group's sums of one half of the panel and add them to the totals."""
-        builder = self._builder
-        scale, minimum = (
-            load_halves(self._context, builder, builder.gep(block, [integer(at_header)]))
-            for at_header in (v * LANES * 2, HEADER_BYTES // 2 + v * LANES * 2)
-        )
+    def _start_sums(self, part: int, x_blocks: list[Any]) -> None:
+        """Begin the sums with -zero * (sum of activations): quants are stored unsigned."""
+        builder, zero = self._builder, self._layout.zero
         for r, x_block in enumerate(x_blocks):
-            x_scale, x_sum = (
-                broadcast(builder, _load_as(builder, x_block, integer(i), F32))
-                for i in (SCALE, SCALED_SUM)
-            )
+            first = integers(0)
+            if zero:
+                first = splat_i32(builder, _load_as(builder, x_block, integer(OFFSET), I32))
+                if self._layout.scales == 2:
+                    half = splat_i32(builder, _load_as(builder, x_block, integer(HALF_OFFSET), I32))
+                    first = half if part == 0 else builder.sub(first, half)
+                # The block has -128 * sum.
+                first = builder.ashr(first, integers((128 // zero).bit_length() - 1))
+            for v in range(_VECTORS):
+                builder.store(first, self._sums[r, v])
+
+    def _add_fours(self, quants: Any, first: Any, fours: int, x_blocks: list[Any]) -> None:
+        """Add the products of some fours of inputs to the sums."""
+        builder, layout = self._builder, self._layout
+        weights = _weights_of_fours(builder, layout, quants, first, fours)
+        x_at = builder.mul(first, integer(4))
+        for four in range(fours):
+            at = builder.add(x_at, integer(4 * four))
+            for r, x_block in enumerate(x_blocks):
+                activations = splat_i32(builder, _load_as(builder, x_block, at, I32))
+                for v in range(_VECTORS):
+                    added = add_products(
+                        self._context, builder, builder.load(self._sums[r, v]),
+                        weights[four * _VECTORS + v], activations, layout.bits < 8,
+                    )  # fmt: skip
+                    builder.store(added, self._sums[r, v])
+
+    def _scale(self, block: Any, group: Any, part: int, v: int, x_blocks: list[Any]) -> None:
+        """Scale the sums of one half of the panel and add them to the totals."""
+        builder, layout = self._builder, self._layout
+        scale = self._factor(block, group, 0, part, v)
+        minimum = self._factor(block, group, 1, layout.scales, v) if layout.has_minima else None
+        for r, x_block in enumerate(x_blocks):
+            x_scale = broadcast(builder, _load_as(builder, x_block, integer(SCALE), F32))
             product = builder.sitofp(builder.load(self._sums[r, v]), F32_VECTOR)
             total = fused_multiply_add(
                 builder, product, builder.fmul(scale, x_scale), builder.load(self._totals[r, v])
             )
-            total = fused_multiply_add(builder, minimum, x_sum, total)
+            if minimum is not None:
+                x_sum = broadcast(builder, _load_as(builder, x_block, integer(SCALED_SUM), F32))
+                total = fused_multiply_add(builder, minimum, x_sum, total)
             builder.store(total, self._totals[r, v])
+
+    def _factor(self, block: Any, group: Any, half: int, whole: int, v: int) -> Any:
+        """Return 16 scales or minima.
+
+        Args:
+            block, group: where they are.
+            half: number of the block's 32 float16 that are used.
+            whole: number of the group's 32 int8 that are used, where it has any.
+            v: which 16 outputs.
+        """
+        builder = self._builder
+        at = integer((half * PANEL + v * LANES) * 2)
+        factor = load_halves(self._context, builder, builder.gep(block, [at]))
+        if not self._layout.scales:
+            return factor
+        at = integer(whole * PANEL + v * LANES)
+        integers_of_group = _load_as(builder, group, at, ir.VectorType(I8, LANES))
+        widened = builder.sext(integers_of_group, I32_VECTOR)
+        return builder.fmul(factor, builder.sitofp(widened, F32_VECTOR))
 
     def store(self, target: Any) -> None:
         """Store the totals to target[rows, 32]."""
@@ -239,8 +321,9 @@ class _QuantProducts:
             store_unaligned(self._builder, self._builder.load(self._totals[r, v]), pointer)
 
 
-def _multiply_quants(rows: int, weight_format: WeightFormat) -> Any:
-    """Generate the kernel for ``rows`` rows."""
+def quantized_product(rows: int, weight_format: WeightFormat) -> Any:
+    """Generate the product of ``rows`` rows with panels of one format."""
+    layout = LAYOUTS[weight_format]
 
     def operation(
         typing_context: Any,
@@ -256,14 +339,14 @@ def _multiply_quants(rows: int, weight_format: WeightFormat) -> Any:
     ) -> tuple[Any, Codegen]:
         """Compute tile[rows, 32] = rows of activation blocks @ a packed panel.
 
-        With more than one row, a third of a block is prefetched per block read: memory is idle
+        With more than one row, a third of a group is prefetched per group read: memory is idle
         while a panel is reused. One row reads as fast as memory can deliver.
 
         Args:
             x: uint8, activation blocks; rows are x_stride bytes apart, from x_offset on.
-            groups: blocks per row.
+            groups: of 32 inputs per row; a multiple of the format's groups per block.
             panel: uint8, the panel starts at panel_offset.
-            ahead: distance in bytes from a block to what is prefetched meanwhile.
+            ahead: distance in bytes from a group to what is prefetched meanwhile.
             tile: float32, [rows, 32] at tile_offset.
         """
 
@@ -273,14 +356,15 @@ def _multiply_quants(rows: int, weight_format: WeightFormat) -> Any:
             start = address(context, builder, kinds[0], x, x_offset)
             x_rows = [builder.gep(start, [builder.mul(x_stride, integer(r))]) for r in range(rows)]
             panel_pointer = address(context, builder, kinds[4], panel, panel_offset)
-            products = _QuantProducts(context, builder, weight_format, rows)
-            with cgutils.for_range(builder, groups, intp=I64) as group:
-                offset = builder.mul(group.index, integer(block_bytes(weight_format)))
+            products = _QuantProducts(context, builder, layout, rows)
+            count = builder.udiv(groups, integer(layout.groups))
+            with cgutils.for_range(builder, count, intp=I64) as number:
+                offset = builder.mul(number.index, integer(layout.block_bytes))
                 block = builder.gep(panel_pointer, [offset])
-                if rows > 1:
-                    _fetch(builder, builder.gep(block, [ahead]), _FETCHED_LINES[weight_format])
-                x_at = builder.mul(group.index, integer(ACTIVATION_BLOCK_BYTES))
-                products.add_group(block, [builder.gep(row, [x_at]) for row in x_rows])
+                x_step = integer(layout.groups * ACTIVATION_BLOCK_BYTES)
+                x_at = builder.mul(number.index, x_step)
+                x_blocks = [builder.gep(row, [x_at]) for row in x_rows]
+                products.add_block(block, x_blocks, ahead if rows > 1 else None)
             products.store(address(context, builder, kinds[7], tile, at))
             return context.get_dummy_value()
 
@@ -288,13 +372,3 @@ def _multiply_quants(rows: int, weight_format: WeightFormat) -> Any:
         return types.void(x, index, index, index, panel, index, index, tile, index), codegen
 
     return intrinsic(operation)
-
-
-multiply_q4_1 = _multiply_quants(1, WeightFormat.Q4)
-multiply_q4_2 = _multiply_quants(2, WeightFormat.Q4)
-multiply_q4_3 = _multiply_quants(3, WeightFormat.Q4)
-multiply_q4_4 = _multiply_quants(4, WeightFormat.Q4)
-multiply_q8_1 = _multiply_quants(1, WeightFormat.Q8)
-multiply_q8_2 = _multiply_quants(2, WeightFormat.Q8)
-multiply_q8_3 = _multiply_quants(3, WeightFormat.Q8)
-multiply_q8_4 = _multiply_quants(4, WeightFormat.Q8)

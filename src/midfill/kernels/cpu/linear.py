@@ -9,38 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, block_at, quantize
-from midfill.kernels.cpu.dots import (
-    Q4_FETCHED,
-    Q8_FETCHED,
-    multiply_q4_1,
-    multiply_q4_2,
-    multiply_q4_3,
-    multiply_q4_4,
-    multiply_q8_1,
-    multiply_q8_2,
-    multiply_q8_3,
-    multiply_q8_4,
-)
-from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
-from midfill.kernels.cpu.matmul import (
-    multiply_f32_1,
-    multiply_f32_2,
-    multiply_f32_3,
-    multiply_f32_4,
-    multiply_f32_5,
-    multiply_f32_6,
-    multiply_f32_7,
-    multiply_f32_8,
+from midfill.kernels.cpu.memory import Float32Array, Int64Array, Uint8Array
+from midfill.kernels.cpu.panel_products import (
+    multiply_f32,
+    multiply_quants,
+    prefetch_distance,
 )
-from midfill.kernels.cpu.memory import Float32Array, Uint8Array
-from midfill.kernels.cpu.packing import GROUP, PANEL, WeightFormat, block_bytes
 from midfill.kernels.cpu.simd import (
     LANES,
     add,
     divide,
     exp,
-    float_at,
     fma,
     load,
     multiply,
@@ -50,16 +30,12 @@ from midfill.kernels.cpu.simd import (
 )
 from midfill.kernels.cpu.thread_pool import ThreadContext, take_work
 from midfill.kernels.cpu.tiles import MAX_TABLE_ROWS
+from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat
 
-Q4, Q8, DENSE = int(WeightFormat.Q4), int(WeightFormat.Q8), int(WeightFormat.F32)
-_Q4_BLOCK = block_bytes(WeightFormat.Q4)
-_Q8_BLOCK = block_bytes(WeightFormat.Q8)
-_DENSE_BLOCK = block_bytes(WeightFormat.F32)
+_F32 = int(WeightFormat.F32)
 
 MAX_TILE_ROWS = 8
 """Maximum rows of a tile with float32 weights."""
-MAX_QUANTIZED_ROWS = 4
-"""Maximum rows of a tile with quantised weights."""
 
 SILU, GELU_TANH = 0, 1
 
@@ -68,20 +44,28 @@ class LinearWeights(NamedTuple):
     """One linear layer of the model, for all decoder layers.
 
     Attributes:
-        packed: uint8 [layers * layer_bytes], panels as of packing.py, one layer after the other.
+        packed: uint8, panels as of weight_formats.py, one layer after the other.
+        panels: int64 [layers * panels, 2], the first byte and the WeightFormat of each.
         bias: float32 [layers * outputs]; zeros if the model has none. Behind a matrix whose
             outputs are no multiple of 32 (the head), padded to whole panels.
-        format: WeightFormat.
         outputs, inputs: of one layer's matrix; inputs is a multiple of 32.
-        layer_bytes: bytes of one layer's matrix.
     """
 
     packed: Uint8Array
+    panels: Int64Array
     bias: Float32Array
-    format: int
     outputs: int
     inputs: int
-    layer_bytes: int
+
+    @property
+    def formats(self) -> set[WeightFormat]:
+        """The formats of its panels."""
+        return {WeightFormat(number) for number in np.unique(self.panels[:, 1])}
+
+    @property
+    def weight_count(self) -> int:
+        """Weights, padding included."""
+        return len(self.panels) * PANEL * self.inputs
 
 
 class GateUpWeights(NamedTuple):
@@ -130,75 +114,9 @@ class Tiling(NamedTuple):
     products: Float32Array
 
 
-@kernel
-def panel_bytes(weight_format: int, inputs: int) -> int:
-    """Return the bytes of one panel with that many inputs."""
-    if weight_format == Q4:
-        return inputs // GROUP * _Q4_BLOCK
-    if weight_format == Q8:
-        return inputs // GROUP * _Q8_BLOCK
-    return inputs // GROUP * _DENSE_BLOCK
-
-
-@kernel
-def _multiply_f32(
-    x: Float32Array, at: int, stride: int, rows: int, packed: Uint8Array, panel_at: int,
-    tile: Float32Array, tile_at: int,
-) -> None:  # fmt: skip
-    """Compute tile[rows, 32] = x[rows, stride] @ panel[stride, 32] for 1 to 8 rows."""
-    if rows == 8:
-        multiply_f32_8(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 1:
-        multiply_f32_1(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 2:
-        multiply_f32_2(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 3:
-        multiply_f32_3(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 4:
-        multiply_f32_4(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 5:
-        multiply_f32_5(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 6:
-        multiply_f32_6(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    else:
-        multiply_f32_7(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-
-
-@kernel
-def _multiply_q4(
-    x: Uint8Array, at: int, stride: int, rows: int, groups: int, packed: Uint8Array,
-    panel_at: int, ahead: int, tile: Float32Array, tile_at: int,
-) -> None:  # fmt: skip
-    """Compute tile[rows, 32] = rows of activation blocks @ a Q4 panel, for 1 to 4 rows."""
-    if rows == 1:
-        multiply_q4_1(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-    elif rows == 2:
-        multiply_q4_2(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-    elif rows == 3:
-        multiply_q4_3(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-    else:
-        multiply_q4_4(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-
-
-@kernel
-def _multiply_q8(
-    x: Uint8Array, at: int, stride: int, rows: int, groups: int, packed: Uint8Array,
-    panel_at: int, ahead: int, tile: Float32Array, tile_at: int,
-) -> None:  # fmt: skip
-    """Compute tile[rows, 32] = rows of activation blocks @ a Q8 panel, for 1 to 4 rows."""
-    if rows == 1:
-        multiply_q8_1(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-    elif rows == 2:
-        multiply_q8_2(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-    elif rows == 3:
-        multiply_q8_3(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-    else:
-        multiply_q8_4(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-
-
 @inlined_kernel
 def _multiply_panel(
-    x: Activations, at: int, rows: int, weights: LinearWeights, panel_at: int, number: int,
+    x: Activations, at: int, rows: int, weights: LinearWeights, panel: int, number: int,
     tile: Float32Array, tile_at: int,
 ) -> None:  # fmt: skip
     """Compute tile[rows, 32] = x[rows, inputs] @ one panel.
@@ -208,34 +126,21 @@ def _multiply_panel(
         at: element at which the first of these rows starts.
         rows: of the tile.
         weights: all panels.
-        panel_at: byte at which the panel starts.
-        number: of the tile, see ``_prefetch_distance``.
+        panel: its number, counted from the first layer's first.
+        number: of the tile, see ``prefetch_distance``.
         tile: float32, [rows, 32] at tile_at.
     """
     inputs, packed = weights.inputs, weights.packed
-    if weights.format == DENSE:
-        _multiply_f32(x.values, at, inputs, rows, packed, panel_at, tile, tile_at)
+    panel_at, weight_format = weights.panels[panel, 0], weights.panels[panel, 1]
+    if weight_format == _F32:
+        multiply_f32(x.values, at, inputs, rows, packed, panel_at, tile, tile_at)
         return
     block, stride, groups = block_at(at), block_at(inputs), inputs // GROUP
-    ahead = _prefetch_distance(number, groups, weights.format)
-    if weights.format == Q4:
-        _multiply_q4(x.quants, block, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-    else:
-        _multiply_q8(x.quants, block, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-
-
-@kernel
-def _prefetch_distance(number: int, groups: int, weight_format: int) -> int:
-    """Return how many bytes ahead of a panel its tile of that number prefetches weights.
-
-    The first tile reads the panel from memory, those after it from the cache. They would leave
-    memory idle, so the three tiles after the first prefetch a third of the next panel each.
-    """
-    if number == 0:
-        return 0
-    if weight_format == Q4:
-        return groups * _Q4_BLOCK + (number - 1) * Q4_FETCHED
-    return groups * _Q8_BLOCK + (number - 1) * Q8_FETCHED
+    ahead = prefetch_distance(number, groups, weight_format)
+    multiply_quants(
+        x.quants, block, stride, rows, groups, packed, panel_at, weight_format, ahead, tile,
+        tile_at,
+    )  # fmt: skip
 
 
 @kernel
@@ -261,8 +166,7 @@ def linear(
         tiling: how to cut the rows, and this thread's memory.
     """
     panels = (weights.outputs + PANEL - 1) // PANEL
-    size = panel_bytes(weights.format, weights.inputs)
-    weights_at, bias_at = layer * weights.layer_bytes, layer * weights.outputs
+    first_panel, bias_at = layer * panels, layer * weights.outputs
     claim = _panels_per_claim(panels, context.threads)
     products = tiling.products
     top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
@@ -275,8 +179,7 @@ def linear(
             while row < out.rows:
                 count: Any = np.int64(tiling.rows[min(out.rows - row, MAX_TABLE_ROWS)])
                 at = x_at + row * weights.inputs
-                panel_at = weights_at + panel * size
-                _multiply_panel(x, at, count, weights, panel_at, number, products, top)
+                _multiply_panel(x, at, count, weights, first_panel + panel, number, products, top)
                 for r in range(count):
                     for lane in range(0, PANEL, LANES):
                         column = panel * PANEL + lane
@@ -321,10 +224,7 @@ def gated_linear(
     """
     gate, up = weights.gate, weights.up
     panels = up.outputs // PANEL
-    gate_size = panel_bytes(gate.format, gate.inputs)
-    up_size = panel_bytes(up.format, up.inputs)
-    gate_at, up_at = layer * gate.layer_bytes, layer * up.layer_bytes
-    bias_at = layer * up.outputs
+    first_panel, bias_at = layer * panels, layer * up.outputs
     claim = _panels_per_claim(panels, context.threads)
     products = tiling.products
     top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
@@ -339,10 +239,8 @@ def gated_linear(
                 count: Any = np.int64(tiling.rows[min(rows - row, MAX_TABLE_ROWS)])
                 at = x_at + row * up.inputs
                 if weights.gated:
-                    panel_at = gate_at + panel * gate_size
-                    _multiply_panel(x, at, count, gate, panel_at, number, products, top)
-                panel_at = up_at + panel * up_size
-                _multiply_panel(x, at, count, up, panel_at, number, products, up_tile)
+                    _multiply_panel(x, at, count, gate, first_panel + panel, number, products, top)
+                _multiply_panel(x, at, count, up, first_panel + panel, number, products, up_tile)
                 for r in range(count):
                     target = (row + r) * up.outputs + panel * PANEL
                     for lane in range(0, PANEL, LANES):
@@ -357,33 +255,3 @@ def gated_linear(
                     quantize(out, target, PANEL)
                 row += count
                 number += 1
-
-
-@kernel
-def embed(
-    token: int, weights: LinearWeights, multiplier: float, out: Float32Array, out_at: int
-) -> None:
-    """Look up a token: out[out_at + k] = multiplier * weight of output ``token`` and input k."""
-    panel, lane = token // PANEL, token % PANEL
-    packed, inputs = weights.packed, weights.inputs
-    base = panel * panel_bytes(weights.format, inputs)
-    half = PANEL // 2
-    for group in range(inputs // GROUP):
-        if weights.format == DENSE:
-            block = base + group * _DENSE_BLOCK
-            for k in range(GROUP):
-                value = float_at(packed, block + (k * PANEL + lane) * 4)
-                out[out_at + group * GROUP + k] = value * multiplier
-            continue
-        block = base + group * (_Q4_BLOCK if weights.format == Q4 else _Q8_BLOCK)
-        scale = half_to_float(packed, block + lane * 2)
-        minimum = half_to_float(packed, block + (PANEL + lane) * 2)
-        quants = block + 2 * PANEL * 2
-        for k in range(GROUP):
-            four, i = k // 4, k % 4
-            if weights.format == Q4:
-                byte = packed[quants + (four * half + lane % half) * 4 + i]
-                quant = (byte >> 4) if lane >= half else (byte & 15)
-            else:
-                quant = np.int64(packed[quants + (four * PANEL + lane) * 4 + i]) - 128
-            out[out_at + group * GROUP + k] = (quant * scale + minimum) * multiplier

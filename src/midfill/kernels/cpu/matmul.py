@@ -16,7 +16,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from midfill.kernels.cpu.packing import PANEL
 from midfill.kernels.cpu.simd import (
     F32,
     F32_VECTOR,
@@ -32,6 +31,7 @@ from midfill.kernels.cpu.simd import (
     load_unaligned,
     store_unaligned,
 )
+from midfill.kernels.cpu.weight_formats import PANEL
 
 VECTORS = PANEL // LANES
 I8_VECTOR = ir.VectorType(I8, LANES)

@@ -1,0 +1,133 @@
+"""Products of some rows with one panel, of any format: one kernel for each format and height."""
+
+from typing import Any
+
+import numpy as np
+
+from midfill.kernels.cpu.dots import fetched_bytes, quantized_product
+from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.matmul import (
+    multiply_f32_1,
+    multiply_f32_2,
+    multiply_f32_3,
+    multiply_f32_4,
+    multiply_f32_5,
+    multiply_f32_6,
+    multiply_f32_7,
+    multiply_f32_8,
+)
+from midfill.kernels.cpu.memory import Float32Array, Uint8Array
+from midfill.kernels.cpu.weight_formats import (
+    GROUP,
+    LAYOUTS,
+    PANEL,
+    WeightFormat,
+    block_bytes,
+    block_inputs,
+)
+
+_Q3_K, _Q4_0, _Q4_1, _Q4_K, _Q5_0, _Q5_1, _Q5_K, _Q6_K, _Q8_0, _F32 = map(int, WeightFormat)
+
+MAX_QUANTIZED_ROWS = 4
+"""Maximum rows of a tile with quantised weights."""
+
+
+@kernel
+def multiply_f32(
+    x: Float32Array, at: int, stride: int, rows: int, packed: Uint8Array, panel_at: int,
+    tile: Float32Array, tile_at: int,
+) -> None:  # fmt: skip
+    """Compute tile[rows, 32] = x[rows, stride] @ panel[stride, 32] for 1 to 8 rows."""
+    if rows == 8:
+        multiply_f32_8(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
+    elif rows == 1:
+        multiply_f32_1(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
+    elif rows == 2:
+        multiply_f32_2(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
+    elif rows == 3:
+        multiply_f32_3(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
+    elif rows == 4:
+        multiply_f32_4(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
+    elif rows == 5:
+        multiply_f32_5(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
+    elif rows == 6:
+        multiply_f32_6(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
+    else:
+        multiply_f32_7(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
+
+
+def _quantized_kernel(weight_format: WeightFormat) -> Any:
+    """Return the kernel that multiplies rows by a panel of one format."""
+    multiply_1, multiply_2, multiply_3, multiply_4 = (
+        quantized_product(rows, weight_format) for rows in range(1, MAX_QUANTIZED_ROWS + 1)
+    )
+
+    @kernel
+    def multiply(
+        x: Uint8Array, at: int, stride: int, rows: int, groups: int, packed: Uint8Array,
+        panel_at: int, ahead: int, tile: Float32Array, tile_at: int,
+    ) -> None:  # fmt: skip
+        """Compute tile[rows, 32] = rows of activation blocks @ a panel, for 1 to 4 rows."""
+        if rows == 1:
+            multiply_1(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
+        elif rows == 2:
+            multiply_2(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
+        elif rows == 3:
+            multiply_3(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
+        else:
+            multiply_4(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
+
+    return multiply
+
+
+_multiply_q3_k = _quantized_kernel(WeightFormat.Q3_K)
+_multiply_q4_0 = _quantized_kernel(WeightFormat.Q4_0)
+_multiply_q4_1 = _quantized_kernel(WeightFormat.Q4_1)
+_multiply_q4_k = _quantized_kernel(WeightFormat.Q4_K)
+_multiply_q5_0 = _quantized_kernel(WeightFormat.Q5_0)
+_multiply_q5_1 = _quantized_kernel(WeightFormat.Q5_1)
+_multiply_q5_k = _quantized_kernel(WeightFormat.Q5_K)
+_multiply_q6_k = _quantized_kernel(WeightFormat.Q6_K)
+_multiply_q8_0 = _quantized_kernel(WeightFormat.Q8_0)
+
+
+@kernel
+def multiply_quants(
+    x: Uint8Array, at: int, stride: int, rows: int, groups: int, packed: Uint8Array,
+    panel_at: int, weight_format: int, ahead: int, tile: Float32Array, tile_at: int,
+) -> None:  # fmt: skip
+    """Compute tile[rows, 32] = rows of activation blocks @ a panel of any quantised format."""
+    if weight_format == _Q4_1:
+        _multiply_q4_1(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+    elif weight_format == _Q8_0:
+        _multiply_q8_0(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+    elif weight_format == _Q4_K:
+        _multiply_q4_k(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+    elif weight_format == _Q6_K:
+        _multiply_q6_k(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+    elif weight_format == _Q4_0:
+        _multiply_q4_0(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+    elif weight_format == _Q5_0:
+        _multiply_q5_0(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+    elif weight_format == _Q5_K:
+        _multiply_q5_k(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+    elif weight_format == _Q5_1:
+        _multiply_q5_1(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+    elif weight_format == _Q3_K:
+        _multiply_q3_k(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+
+
+_BYTES_PER_GROUP = np.array([block_bytes(f) * GROUP // block_inputs(f) for f in WeightFormat])
+_FETCHED_BYTES = np.array([fetched_bytes(layout) for layout in LAYOUTS.values()])
+
+
+@kernel
+def prefetch_distance(number: int, groups: int, weight_format: int) -> int:
+    """Return how many bytes ahead of a panel its tile of that number prefetches weights.
+
+    The first tile reads the panel from memory, those after it from the cache. They would leave
+    memory idle, so the three tiles after the first prefetch a third of the next panel each.
+    """
+    if number == 0:
+        return 0
+    return groups * _BYTES_PER_GROUP[weight_format] + (number - 1) * _FETCHED_BYTES[weight_format]
