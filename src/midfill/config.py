@@ -35,6 +35,25 @@ class WindowSize(NamedTuple):
     after: int
 
 
+class WarmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where KV is kept that the engine's own memory has no room for, or that it could lose.
+
+    Attributes:
+        memory: bytes in host memory; 0 keeps none there. They outlive the engine process, not the
+            server.
+        disk: bytes on disk; 0 keeps none there.
+        folder: where on disk; None takes one in the cache folder.
+        memory_folder: where in memory; made by whoever starts the engine.
+        scope: digest of what makes tenants' names unique, see ``kv.blob.bind_tenant``.
+    """
+
+    memory: int = 0
+    disk: int = 0
+    folder: str | None = None
+    memory_folder: str | None = None
+    scope: str = ""
+
+
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a model is loaded and run. Crosses the process boundary, so plain values only.
 
@@ -59,6 +78,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         method: compresses the KV of every prompt whose request names no method, or takes it from
             elsewhere: "cake:budget=256", see ``methods.registry``.
         allow_methods: names of the methods that requests may choose; "any" allows all.
+        warm_tier: where KV is kept that may be evicted or lost.
     """
 
     backend: Backend = "auto"
@@ -75,6 +95,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     speculation: bool = True
     method: str = "none"
     allow_methods: tuple[str, ...] = ()
+    warm_tier: WarmTierOptions = WarmTierOptions()
 
     @property
     def adapter_path(self) -> Path | None:

@@ -28,7 +28,7 @@ def finish(engine: Engine) -> list[TransferResult]:
     results: list[TransferResult] = []
     while engine.has_work():
         engine.step()
-        results += engine.transfers.take_results()
+        results += engine.kv_traffic.transfers.take_results()
     check_idle(engine)
     return results
 
@@ -39,20 +39,22 @@ def serve_beside(
     """Serve requests while transfers go on; return the results of these, too."""
     results: list[TransferResult] = []
     answers = serve(
-        engine, requests, after_step=lambda one: results.extend(one.transfers.take_results())
+        engine,
+        requests,
+        after_step=lambda one: results.extend(one.kv_traffic.transfers.take_results()),
     )
     return answers, results
 
 
 def exported(engine: Engine, tokens: list[int], tenant: str = "") -> Exported:
-    engine.transfers.start_export("out", tenant, np.array(tokens, np.int32))
+    engine.kv_traffic.transfers.start_export("out", tenant, np.array(tokens, np.int32))
     (result,) = finish(engine)
     assert isinstance(result, Exported)
     return result
 
 
 def imported(engine: Engine, blob: bytes, tenant: str = "") -> int:
-    engine.transfers.start_import("in", tenant, blob)
+    engine.kv_traffic.transfers.start_import("in", tenant, blob)
     (result,) = finish(engine)
     assert isinstance(result, Imported)
     return result.tokens
@@ -108,7 +110,7 @@ def test_only_what_is_cached_is_exported() -> None:
     source = toy_engine.engine()
     serve(source, [request("a", PROMPT)])
     assert exported(source, [*PROMPT[:50], PROMPT[50] ^ 1]).tokens == 50
-    source.transfers.start_export("none", "", np.array([PROMPT[0] ^ 1], np.int32))
+    source.kv_traffic.transfers.start_export("none", "", np.array([PROMPT[0] ^ 1], np.int32))
     assert finish(source) == [TransferFailed("none", "none of these tokens is cached")]
 
 
@@ -117,7 +119,7 @@ def test_a_prompt_that_begins_with_loading_kv_waits_for_it() -> None:
     serve(source, [request("a", PROMPT)])
     blob = exported(source, PROMPT).blob
 
-    target.transfers.start_import("in", "", blob)
+    target.kv_traffic.transfers.start_import("in", "", blob)
     target.add(request("waits", [*PROMPT, 3]))
     target.add(request("elsewhere", [PROMPT[0] ^ 1, 2, 3], tenant="bob"))
     assert target.stats().loading == 1
@@ -133,7 +135,7 @@ def test_a_prompt_that_begins_with_loading_kv_waits_for_it() -> None:
 def test_a_prompt_that_waits_can_be_cancelled() -> None:
     source, target = toy_engine.engine(), toy_engine.engine()
     serve(source, [request("a", PROMPT)])
-    target.transfers.start_import("in", "", exported(source, PROMPT).blob)
+    target.kv_traffic.transfers.start_import("in", "", exported(source, PROMPT).blob)
     target.add(request("waits", PROMPT))
     target.cancel("waits")
     outputs = target.step()
@@ -146,7 +148,7 @@ def test_steps_go_on_beside_a_transfer() -> None:
     serve(source, [request("a", PROMPT)])
     target.add(request("decoding", PROMPT[:5]))
     target.step()
-    target.transfers.start_import("in", "", exported(source, PROMPT).blob)
+    target.kv_traffic.transfers.start_import("in", "", exported(source, PROMPT).blob)
     answers, results = serve_beside(target)
     assert answers["decoding", 0].finish_reason == "length"
     assert results == [Imported("in", 90)]
@@ -157,7 +159,7 @@ def test_without_room_the_rest_is_computed() -> None:
     serve(source, [request("a", PROMPT)])
     target.add(request("holds", PROMPT[:1], toy_engine.sampling(max_tokens=30)))
     target.step()
-    target.transfers.start_import("in", "", exported(source, PROMPT).blob)
+    target.kv_traffic.transfers.start_import("in", "", exported(source, PROMPT).blob)
     target.step()
     answers, (result,) = serve_beside(target)
     assert answers["holds", 0].finish_reason == "length"
@@ -169,7 +171,7 @@ def test_a_path_that_is_exported_is_not_evicted() -> None:
     source = toy_engine.engine(slots=120)
     serve(source, [request("a", PROMPT)])
     blob = exported(source, PROMPT).blob
-    source.transfers.start_export("out", "", np.array(PROMPT, np.int32))
+    source.kv_traffic.transfers.start_export("out", "", np.array(PROMPT, np.int32))
     other = toy_engine.prompt(60, seed=9)
     answers, (result,) = serve_beside(source, [request("b", other)])
     assert answers["b", 0].tokens == toy_engine.truth(other)
@@ -180,9 +182,9 @@ def test_a_path_that_is_exported_is_not_evicted() -> None:
 def test_tenants_share_no_kv() -> None:
     source, target = toy_engine.engine(), toy_engine.engine()
     serve(source, [request("a", PROMPT, tenant="alice")])
-    source.transfers.start_export("theirs", "bob", np.array(PROMPT, np.int32))
+    source.kv_traffic.transfers.start_export("theirs", "bob", np.array(PROMPT, np.int32))
     assert finish(source) == [TransferFailed("theirs", "none of these tokens is cached")]
-    target.transfers.start_import("in", "bob", exported(source, PROMPT, "alice").blob)
+    target.kv_traffic.transfers.start_import("in", "bob", exported(source, PROMPT, "alice").blob)
     assert finish(target) == [TransferFailed("in", "the KV belongs to another tenant")]
     assert target.stats().slots_cached == 0
 
@@ -190,7 +192,7 @@ def test_tenants_share_no_kv() -> None:
 @pytest.mark.parametrize("damage", [b"", b"midfill", b"\x00" * 500])
 def test_what_is_no_blob_is_refused_and_harms_nobody(damage: bytes) -> None:
     target = toy_engine.engine()
-    target.transfers.start_import("in", "", damage)
+    target.kv_traffic.transfers.start_import("in", "", damage)
     answers, (result,) = serve_beside(target, [request("a", PROMPT)])
     assert answers["a", 0].tokens == toy_engine.truth(PROMPT)
     assert isinstance(result, TransferFailed)

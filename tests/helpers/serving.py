@@ -20,6 +20,7 @@ from midfill.engine.speculation import Speculation
 from midfill.engine.step_cost import StepCost
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.runner import Runner
+from midfill.tiers.warm_tier import WarmTier
 
 GREEDY = EngineSamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -74,6 +75,7 @@ def build_engine(
     method: Method | None = None,
     methods: Mapping[str, Method | None] | None = None,
     by_layers: bool = False,
+    warm_tier: WarmTier | None = None,
 ) -> Engine:
     """Build an engine with the policies that are served, sized for the test.
 
@@ -94,6 +96,7 @@ def build_engine(
         token_bytes=token_bytes,
         method=method,
         find_method=None if methods is None else methods.__getitem__,
+        warm_tier=warm_tier,
     )
 
 

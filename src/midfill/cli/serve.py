@@ -24,6 +24,7 @@ from midfill.cli.options import (
     WeightsFormatOption,
     WindowOption,
 )
+from midfill.cli.values import parse_size
 from midfill.config import (
     DEFAULT_MAX_QUEUED_TOKENS,
     DEFAULT_STEP_TIMEOUT,
@@ -186,6 +187,30 @@ OtlpTracesOption = Annotated[
         help="Send a trace of each request to this OpenTelemetry collector, with OTLP over HTTP.",
     ),
 ]
+WarmTierMemoryOption = Annotated[
+    int,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="Host memory for KV that has no room in the KV pool, like 4GB. It outlives the engine"
+        " process, not the server.",
+    ),
+]
+WarmTierDiskOption = Annotated[
+    int,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="Disk space for KV, like 20GB: documents stay warm when the server is restarted.",
+    ),
+]
+WarmTierFolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Where --warm-tier-disk keeps its files; by default in midfill's cache folder.",
+    ),
+]
 OldStreamIntervalOption = Annotated[
     float | None, typer.Option("--stream-interval", min=0, metavar="MS", hidden=True)
 ]
@@ -229,11 +254,20 @@ def serve(
     log_level: LogLevelOption = "info",
     otlp_traces_endpoint: OtlpTracesOption = None,
     allow_method: AllowMethodOption = None,
+    warm_tier_memory: WarmTierMemoryOption = "0",  # type: ignore[assignment]
+    warm_tier_disk: WarmTierDiskOption = "0",  # type: ignore[assignment]
+    warm_tier_folder: WarmTierFolderOption = None,
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
     from midfill.cli.progress import show_progress
-    from midfill.config import ListenOptions, LogOptions, ModelOptions, ServeOptions
+    from midfill.config import (
+        ListenOptions,
+        LogOptions,
+        ModelOptions,
+        ServeOptions,
+        WarmTierOptions,
+    )
     from midfill.server.run import run_server
     from midfill.system.logs import configure_logs
 
@@ -277,6 +311,11 @@ def serve(
             speculation=speculation,
             method=method,
             allow_methods=tuple(allow_method or ()),
+            warm_tier=WarmTierOptions(
+                memory=warm_tier_memory,
+                disk=warm_tier_disk,
+                folder=None if warm_tier_folder is None else str(warm_tier_folder.absolute()),
+            ),
         ),
     )
     with ExitStack() as shown:

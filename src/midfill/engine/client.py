@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from msgspec import structs
+
 from midfill import errors
 from midfill.config import (
     DEFAULT_MAX_QUEUED_TOKENS,
@@ -49,6 +51,7 @@ from midfill.errors import (
     QueueFullError,
 )
 from midfill.system.progress import Progress
+from midfill.tiers.memory_folder import MemoryFolder
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +125,7 @@ class EngineClient:
         self._queued: dict[str, int] = {}  # prompt tokens by request id, until the first output
         self._first_start: asyncio.Future[EngineInfo] | None = None
         self._transfers = Transfers()
+        self._memory_folder: MemoryFolder | None = None
 
     @property
     def process_id(self) -> int | None:
@@ -140,6 +144,7 @@ class EngineClient:
         Raises:
             MidfillError: it can't start; the error that loading raised, or EngineDeadError.
         """
+        self._give_memory_folder()
         self._first_start = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
         return await self._first_start
@@ -150,6 +155,21 @@ class EngineClient:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
+        if self._memory_folder is not None:
+            self._memory_folder.remove()
+
+    def _give_memory_folder(self) -> None:
+        """Make the folder of the warm tier in memory, which outlives engine processes.
+
+        Raises:
+            MidfillError: there is no room for it.
+        """
+        options = self._start.options
+        if not options.warm_tier.memory or options.warm_tier.memory_folder is not None:
+            return
+        self._memory_folder = MemoryFolder(options.warm_tier.memory)
+        tier = structs.replace(options.warm_tier, memory_folder=str(self._memory_folder.path))
+        self._start = structs.replace(self._start, options=structs.replace(options, warm_tier=tier))
 
     def submit(self, *requests: EngineRequest) -> OutputStream:
         """Queue requests, all or none; the stream yields their outputs.

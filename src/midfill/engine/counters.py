@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from midfill.engine.kv_transfers import TransferCounts
+from midfill.engine.kv_traffic import KvTraffic
 from midfill.engine.request import EngineStats
 from midfill.engine.request_queues import RequestQueues
 from midfill.engine.sparse_prefill import KeyPairs
@@ -46,7 +46,7 @@ class EngineCounters:
         queues: RequestQueues,
         drafts: DraftCounts,
         pairs: KeyPairs,
-        transfers: TransferCounts,
+        traffic: KvTraffic,
     ) -> EngineStats:
         """Return the counters, with the gauges of an engine's queues and pool as of now."""
         pool = queues.pool
@@ -78,6 +78,7 @@ class EngineCounters:
             listed_pairs=listed,
             causal_pairs=causal,
             loading=len(queues.loading),
-            exported_bytes=transfers.exported_bytes,
-            imported_bytes=transfers.imported_bytes,
+            exported_bytes=traffic.transfers.counts.exported_bytes,
+            imported_bytes=traffic.transfers.counts.imported_bytes,
+            warm_tier=traffic.tier_stats(),
         )

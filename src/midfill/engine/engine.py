@@ -2,7 +2,7 @@
 
 A step goes through six stages:
 
-0. cached KV is exported and imported, a bounded part of it (``kv_transfers.py``);
+0. KV is copied from and to elsewhere, a bounded part of it (``kv_traffic.py``);
 1. the policies plan it from the queues' state (``scheduler.py``, ``policies/``);
 2. drafts are proposed and chosen (``speculation.py``);
 3. the plan is applied: preemptions, admissions, slots (``plan_execution.py``);
@@ -22,8 +22,8 @@ from midfill.engine.blending import Blending
 from midfill.engine.compression import Compression
 from midfill.engine.counters import EngineCounters
 from midfill.engine.drafting import Draft
-from midfill.engine.kv_copies import KvCopies, layout_name
-from midfill.engine.kv_transfers import IdentitySource, KvTransfers
+from midfill.engine.kv_traffic import KvTraffic
+from midfill.engine.kv_transfers import IdentitySource
 from midfill.engine.layered_step import run_step
 from midfill.engine.method_kinds import MethodKinds
 from midfill.engine.plan_execution import PlanExecution
@@ -46,12 +46,10 @@ from midfill.engine.verification import Verification, sibling_groups, verify
 from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
-from midfill.kv.blob import KvIdentity
 from midfill.kv.sequence_kv import SequenceKV
+from midfill.tiers.warm_tier import WarmTier
 
 _log = logging.getLogger(__name__)
-
-_TRANSFER_WAIT_SECONDS = 0.002  # so long, messages wait while nothing but a transfer is going on
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,7 @@ class Engine:
         method: Method | None = None,
         find_method: Callable[[str], Method | None] | None = None,
         kv_source: IdentitySource | None = None,
+        warm_tier: WarmTier | None = None,
     ) -> None:
         """Create an idle engine; ``engine.loading`` composes its parts.
 
@@ -104,6 +103,7 @@ class Engine:
             find_method: returns the method that a request names, or raises InvalidRequestError;
                 None refuses such requests.
             kv_source: what exported KV is bound to; None binds it to the runner's layout alone.
+            warm_tier: keeps KV that may be evicted; None keeps none.
         """
         self._runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -121,10 +121,7 @@ class Engine:
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
         self._counters = EngineCounters()
-        copies = KvCopies(runner, self._queues.pool)
-        if kv_source is None:
-            kv_source = IdentitySource(lambda: KvIdentity("", layout_name(runner)))
-        self.transfers = KvTransfers(copies, self._queues.pool, kv_source)
+        self.kv_traffic = KvTraffic(runner, self._queues, kv_source, warm_tier)
         self._methods = MethodKinds(runner, self._compression.config)
         self._tenants = TenantCounters()
         self._execution = PlanExecution(
@@ -154,7 +151,7 @@ class Engine:
             if method is not None:
                 self._methods.attach(method, request, sequence)
         self._next_sequence_id += len(sequence.answer_indices)
-        if self._is_loading(sequence):
+        if self.kv_traffic.starts_loading(sequence):
             self._queues.hold(sequence)
         else:
             self._queues.add(sequence)
@@ -168,6 +165,7 @@ class Engine:
         for sequence in self._queues.sequences_of(request_id):
             cancelled = [one for one in sequence.answer_indices if index is None or one == index]
             if len(cancelled) == len(sequence.answer_indices):
+                self.kv_traffic.forget(sequence)
                 self._undelivered += self._finish(sequence, "cancelled")
             elif cancelled:
                 self._undelivered += sequence.final_outputs("cancelled", indices=cancelled)
@@ -176,7 +174,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return bool(self._queues or self._undelivered or self.transfers)
+        return bool(self._queues or self._undelivered or self.kv_traffic)
 
     def step(self) -> list[EngineOutput]:
         """Run one forward pass over what the policies choose; return the new outputs.
@@ -186,8 +184,8 @@ class Engine:
         """
         started = time.perf_counter()
         outputs, self._undelivered = self._undelivered, []
-        if self.transfers:
-            self._transfer()
+        if self.kv_traffic:
+            self.kv_traffic.step(may_wait=not outputs)
         if self._queues:
             plan, drafts = self._plan()
             for sequence_id in plan.drop:
@@ -200,20 +198,6 @@ class Engine:
         self._counters.busy_seconds += time.perf_counter() - started
         return outputs
 
-    def _transfer(self) -> None:
-        """Continue exports and imports; queue the sequences whose KV is there."""
-        if len(self._queues.sequences) == len(self._queues.loading) and not self._undelivered:
-            self.transfers.wait(_TRANSFER_WAIT_SECONDS)
-        self.transfers.step()
-        if self._queues.loading:
-            self._queues.queue_loaded(self._is_loading)
-
-    def _is_loading(self, sequence: Sequence) -> bool:
-        """Whether KV is on its way to the cache that a new sequence would find there."""
-        if sequence.background or not isinstance(sequence.cache_root, str):
-            return False
-        return self.transfers.awaits(sequence.tenant, sequence.matchable_tokens)
-
     @property
     def key_pairs(self) -> KeyPairs:
         """What was computed of prompts' attention under methods of sparse prefill."""
@@ -222,7 +206,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return gauges and counters as of now."""
         drafts = DraftCounts() if self._speculation is None else self._speculation.counts
-        return self._counters.stats(self._queues, drafts, self.key_pairs, self.transfers.counts)
+        return self._counters.stats(self._queues, drafts, self.key_pairs, self.kv_traffic)
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return the numbers of every tenant that has or had a request, as of now."""
@@ -277,6 +261,7 @@ class Engine:
         self._counters.computed_tokens += rows
         self._counters.forward_seconds += computed - started
         self._counters.sampling_seconds += sampled - computed
+        self.kv_traffic.record_step(rows, sampled - started)
         if self._speculation is not None:
             if all(one.span is None and not one.sequence.listed_chunk for one in scheduled):
                 keys = sum(one.rows * (one.sequence.computed + one.rows) for one in scheduled)
@@ -355,6 +340,7 @@ class Engine:
             # An answer that started again may have other tokens than those that were computed.
             computed = min(first.computed, first.length - 1)
             _held(first).cache_prefix(first.cache_keys(computed))
+            self.kv_traffic.note(first)
         fits, failure = True, ""
         if not first.decoding:  # where siblings fork, they share what stays
             try:

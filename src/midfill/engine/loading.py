@@ -23,6 +23,7 @@ from midfill.engine.policies.smart_spec import SmartSpec
 from midfill.engine.scheduler import SchedulerPolicy
 from midfill.engine.speculation import Speculation
 from midfill.engine.step_cost import MeasuredStepCost
+from midfill.engine.warm_cache import open_warm_tier
 from midfill.forward.runner import Runner
 from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kv.blob import KvIdentity
@@ -61,6 +62,9 @@ def load_engine(
     allowed = AllowedMethods(options.allow_methods, options.method)
     runner = load_runner(checkpoint, options, progress)
     shelf = MethodShelf(lambda: _served_model(checkpoint, runner, options), allowed)
+    source = IdentitySource(
+        lambda: kv_identity(checkpoint, runner, options), options.warm_tier.scope
+    )
     engine = Engine(
         runner if wrap is None else wrap(runner),
         checkpoint.tokenizer.eos_token_ids,
@@ -70,7 +74,8 @@ def load_engine(
         token_bytes=checkpoint.tokenizer.token_bytes,
         method=shelf.default,
         find_method=lambda name: extra[name] if name in extra else shelf.find(name),
-        kv_source=IdentitySource(lambda: kv_identity(checkpoint, runner, options)),
+        kv_source=source,
+        warm_tier=open_warm_tier(options.warm_tier, source, runner),
     )
     info = EngineInfo(
         backend=runner.description,

@@ -3,7 +3,7 @@
 Started by ``engine.process_handle`` as ``python -m midfill.engine.process ADDRESS``. Requests and
 cancellations are received between steps, so they take effect within one step. An idle engine sleeps
 in the socket. Standard input is a pipe that the server holds: when it closes, because the server
-ends or died, this process ends at once. There is nothing to save.
+ends or died, this process ends at once; only KV on its way to the warm tier is written before.
 """
 
 import contextlib
@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.05  # minimum between two reports of one loading stage
 _STATS_SECONDS = 0.05  # maximum age of the server's numbers while the engine works
+_SAVE_SECONDS = 2.0  # less than the server waits for this process to end
 _MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
 
 _Handled = Submit | Cancel | ExportKv | ImportKv | Ping
@@ -98,7 +99,8 @@ def main(address: str) -> NoReturn:
     """Load the model and run the engine; exit with status 1 if the model can't be loaded."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     faulthandler.enable()  # a crash, or the server's SIGABRT, tells where each thread was
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    end = _End()
+    threading.Thread(target=end.watch, name="parent-watch", daemon=True).start()
     channel = _Channel(address)
     started = time.perf_counter()
     try:
@@ -113,6 +115,7 @@ def main(address: str) -> NoReturn:
         channel.send(Failed(type(error).__name__, message))
         channel.close()
         sys.exit(1)
+    end.before = lambda: engine.kv_traffic.close(_SAVE_SECONDS)
     channel.send(Ready(info))
     run_loop(engine, buffer, channel)
 
@@ -127,7 +130,7 @@ def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoRet
             inbox.handle(*channel.receive())
             received += 1
         produced = engine.step()
-        for result in engine.transfers.take_results():
+        for result in engine.kv_traffic.transfers.take_results():
             channel.send(_transfer_message(result))
         now = time.monotonic()
         buffer.add(produced, now)
@@ -172,9 +175,9 @@ class Inbox:
                     self._engine.cancel(cancelled, index)
                 case ExportKv(transfer_id, tenant, token_ids):
                     tokens = np.array(token_ids, np.int32)
-                    self._engine.transfers.start_export(transfer_id, tenant, tokens)
+                    self._engine.kv_traffic.transfers.start_export(transfer_id, tenant, tokens)
                 case ImportKv(transfer_id, tenant, blob):
-                    self._engine.transfers.start_import(transfer_id, tenant, blob)
+                    self._engine.kv_traffic.transfers.start_import(transfer_id, tenant, blob)
                 case Ping():
                     self._send(Pong())
         except Exception:
@@ -237,11 +240,23 @@ def _throttled(send: Send) -> Progress:
     return progress
 
 
-def _end_with_parent() -> None:
-    """End this process when standard input ends, which means that the server is gone."""
-    while os.read(0, 4096):
-        pass
-    os._exit(0)
+class _End:
+    """Ends this process when standard input ends, which means that the server is gone.
+
+    Attributes:
+        before: called first, for what is to be saved.
+    """
+
+    def __init__(self) -> None:
+        self.before: Callable[[], None] = lambda: None
+
+    def watch(self) -> None:
+        """Wait for the end of standard input."""
+        while os.read(0, 4096):
+            pass
+        with contextlib.suppress(Exception):
+            self.before()
+        os._exit(0)
 
 
 if __name__ == "__main__":

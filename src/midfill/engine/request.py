@@ -157,6 +157,31 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int | None = None
 
 
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the warm tier holds and did since the engine's start.
+
+    Attributes:
+        used_bytes, capacity_bytes: of its files, by folder: memory, disk.
+        loaded_chunks: read, by folder.
+        evicted_chunks: removed to make room, by folder.
+        loaded_tokens: tokens whose KV came from it.
+        stored_tokens: tokens whose KV was handed to it.
+        rejected_chunks: removed since they were damaged, or not what their name says.
+        failed_writes: not written for lack of space or another error.
+        dropped_chunks: not stored since their KV was evicted first.
+    """
+
+    used_bytes: dict[str, int]
+    capacity_bytes: dict[str, int]
+    loaded_chunks: dict[str, int]
+    evicted_chunks: dict[str, int]
+    loaded_tokens: int = 0
+    stored_tokens: int = 0
+    rejected_chunks: int = 0
+    failed_writes: int = 0
+    dropped_chunks: int = 0
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's gauges and counters; counters grow from the engine's start.
 
@@ -191,7 +216,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
             sparse prefill lists, in all layers and query heads.
         causal_pairs: how many dense attention has for the same chunks.
         loading: queued answers whose KV is on its way to the cache; ``waiting`` leaves them out.
-        exported_bytes, imported_bytes: KV that left the cache as bytes, or came to it so.
+        exported_bytes, imported_bytes: KV that left the cache as bytes, or came to it so; the warm
+            tier's is not counted here.
+        warm_tier: what the warm tier did; None without one.
     """
 
     running: int = 0
@@ -222,6 +249,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     loading: int = 0
     exported_bytes: int = 0
     imported_bytes: int = 0
+    warm_tier: TierStats | None = None
 
 
 class TenantStats(msgspec.Struct, frozen=True, kw_only=True):

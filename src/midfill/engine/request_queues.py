@@ -28,6 +28,7 @@ class RequestQueues:
         waiting: the queue, head first.
         background: prompts to be cached when the engine is idle, oldest first.
         loading: new sequences whose KV is on its way to the cache, in order of arrival.
+        on_release: called with a sequence before it leaves its KV to the cache.
     """
 
     def __init__(self, slots: int, max_running: int) -> None:
@@ -43,6 +44,7 @@ class RequestQueues:
         self.waiting: deque[Sequence] = deque()
         self.background: deque[Sequence] = deque()
         self.loading: list[Sequence] = []
+        self.on_release: Callable[[Sequence], None] = lambda sequence: None
         self._max_running = max_running
         self._sequence_ids: dict[str, set[int]] = {}
         self._branches = Branches(self.pool.cache)
@@ -135,6 +137,7 @@ class RequestQueues:
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's slots; the KV it has computed stays cached."""
         if sequence.kv is not None:
+            self.on_release(sequence)
             sequence.kv.release(sequence.cache_keys(sequence.computed))
         sequence.forget_kv()
 

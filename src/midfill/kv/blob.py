@@ -50,6 +50,12 @@ class KvIdentity:
     layout: str
     variant: str = ""
 
+    @property
+    def name(self) -> str:
+        """A name for files of such KV."""
+        fields = (self.model, self.layout, self.variant)
+        return hashlib.sha256(msgspec.msgpack.encode(fields)).hexdigest()[:32]
+
     def root(self, tenant: bytes) -> bytes:
         """Return the digest that a tenant's chains of tokens begin with, see ``chain``."""
         fields = (self.model, self.layout, self.variant)

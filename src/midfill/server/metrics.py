@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from midfill.engine.request import EngineStats, TenantStats
+from midfill.engine.request import EngineStats, TenantStats, TierStats
 
 MAX_TENANTS = 50  # a tenant's histograms are about two hundred time series
 OTHERS = "other"  # the tenants beyond
@@ -218,6 +218,39 @@ class _EngineCollector(Collector):
         """Yield the metrics as of now."""
         yield from self._of_tenants()
         yield from self._of_engine()
+        if (tier := self._engine.stats.warm_tier) is not None:
+            yield from self._of_warm_tier(tier)
+
+    def _of_warm_tier(self, tier: TierStats) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        by_folder = {
+            "bytes": (GaugeMetricFamily, "KV in the warm tier.", tier.used_bytes),
+            "capacity_bytes": (GaugeMetricFamily, "Its size.", tier.capacity_bytes),
+            "loaded_chunks": (CounterMetricFamily, "Chunks of KV read.", tier.loaded_chunks),
+            "evicted_chunks": (
+                CounterMetricFamily,
+                "Chunks removed to make room.",
+                tier.evicted_chunks,
+            ),
+        }
+        for name, (kind, help, values) in by_folder.items():
+            family = kind(f"midfill:warm_tier_{name}", help, labels=[_MODEL, "folder"])
+            for folder, value in values.items():
+                family.add_metric([self._model, folder], value)
+            yield family
+        counters = {
+            "stored_tokens": ("Tokens whose KV was handed to the warm tier.", tier.stored_tokens),
+            "loaded_tokens": ("Tokens whose KV was loaded from it.", tier.loaded_tokens),
+            "rejected_chunks": ("Chunks removed since they were damaged.", tier.rejected_chunks),
+            "failed_writes": ("Chunks that could not be written.", tier.failed_writes),
+            "dropped_chunks": (
+                "Chunks whose KV was evicted before it was stored.",
+                tier.dropped_chunks,
+            ),
+        }
+        for name, (help, value) in counters.items():
+            counter = CounterMetricFamily(f"midfill:warm_tier_{name}", help, labels=[_MODEL])
+            counter.add_metric([self._model], value)
+            yield counter
 
     def _of_tenants(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         tenants = self._by_label()

@@ -2,20 +2,24 @@
 
 import asyncio
 import contextlib
+import hashlib
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from msgspec import structs
+
 from midfill.checkpoints.opening import open_model
-from midfill.config import ServeOptions
+from midfill.config import ModelOptions, ServeOptions
 from midfill.engine.client import EngineClient
 from midfill.engine.messages import EngineInfo
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
+from midfill.server.key_file import key_digest
 from midfill.server.key_ring import KeyRing
 from midfill.server.limits import RateLimits
 from midfill.server.listening import (
@@ -89,7 +93,7 @@ async def open_service(
     checkpoint = open_model(path, run.adapter_path, run.weights)
     engine = EngineClient(
         path,
-        run,
+        _with_scope(run, options.api_keys),
         on_progress,
         max_queued_tokens=options.max_queued_tokens,
         logs=options.logs,
@@ -153,6 +157,18 @@ async def _serve(
                 tls.reload()
 
         await answer_until_stopped(app, listener, service, listening, reload, options.listen, tls)
+
+
+def _with_scope(options: ModelOptions, api_keys: Sequence[str]) -> ModelOptions:
+    """Return the engine's options with what makes the tenants' names unique beyond this server.
+
+    Keys without a file have names by their order, which may be others' at the next start.
+    """
+    if not api_keys:
+        return options
+    digests = b"".join(key_digest(key.encode()) for key in api_keys)
+    tier = structs.replace(options.warm_tier, scope=hashlib.sha256(digests).hexdigest())
+    return structs.replace(options, warm_tier=tier)
 
 
 def _short_name(model: str) -> str:

@@ -1,0 +1,317 @@
+"""WarmCache: the engine's side of the warm tier (``tiers.warm_tier``).
+
+What prompts and answers leave in the prefix cache is handed to the tier chunk by chunk: while the
+engine is idle, and beside its steps for a small share of their time. So a document that is at rest
+is stored, and what is evicted later has its copy. A new request whose KV the tier holds, and the
+cache doesn't, waits while it is loaded, if that takes less time than computing it
+(``tiers.load_policy``), and never much longer: what hasn't come by then is computed.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from midfill.arrays import Int32Array
+from midfill.config import WarmTierOptions
+from midfill.engine.kv_copies import KvCopies, NoRoomError
+from midfill.engine.kv_transfers import MAX_STEP_BYTES, IdentitySource
+from midfill.engine.request import TierStats
+from midfill.engine.sequence import Sequence
+from midfill.errors import MidfillError
+from midfill.forward.runner import Runner
+from midfill.kv.blob import RAW, BlobError, KvBlob, bind_tenant, chain
+from midfill.kv.pool import KVPool
+from midfill.system.cache import cache_folder
+from midfill.tiers.chunk_folder import ChunkFolder
+from midfill.tiers.disk_folder import open_disk_folder
+from midfill.tiers.load_policy import MeasuredRate, chunks_to_load
+from midfill.tiers.warm_tier import TierLoad, WantedChunk, WarmTier
+
+CHUNK_TOKENS = 64
+"""Tokens per chunk: what is left at a text's end, and computed, is at most one small step."""
+_MAX_NOTES = 256
+_BUSY_SHARE = 0.05  # of the time of steps, to copy chunks beside them
+_MAX_CREDIT = 0.05  # seconds that may add up
+_MIN_PREFILL_ROWS = 32  # of steps that tell how fast prompts are computed
+_PATIENCE, _MIN_PATIENCE = 2.0, 0.05  # times what computing would take; seconds
+_UNKNOWN_SECONDS = 1.0  # to compute a chunk, before the first measurement
+
+
+def open_warm_tier(
+    options: WarmTierOptions, source: IdentitySource, runner: Runner
+) -> WarmTier | None:
+    """Open the tier that an engine's options ask for; None if they ask for none.
+
+    Args:
+        options: where KV is kept.
+        source: what the KV is bound to.
+        runner: computes the KV.
+
+    Raises:
+        MidfillError: a folder can't be used, or holds no chunk.
+    """
+    if not options.memory and not options.disk:
+        return None
+    chunk_bytes = KvCopies(runner, KVPool(1)).token_bytes * CHUNK_TOKENS
+    for name, size in (("memory", options.memory), ("disk", options.disk)):
+        if 0 < size < 2 * chunk_bytes:
+            raise MidfillError(
+                f"--warm-tier-{name} is {size} bytes, but KV is kept in chunks of {CHUNK_TOKENS}"
+                f" tokens, {chunk_bytes} bytes each for this model; give it many times as much"
+            )
+    memory = disk = None
+    if options.memory and options.memory_folder is not None:
+        memory = ChunkFolder(Path(options.memory_folder), options.memory, durable=False)
+    if options.disk:
+        folder = cache_folder() / "kv" if options.folder is None else Path(options.folder)
+        disk = open_disk_folder(folder.expanduser(), source.identity.name, options.disk)
+    return WarmTier(source.identity, memory=memory, disk=disk)
+
+
+@dataclass
+class _Note:
+    """Tokens that were in the cache, of which ``chunks`` have been looked at."""
+
+    tenant: str
+    tokens: Int32Array
+    key: bytes
+    chunks: int = 0
+
+
+@dataclass
+class _Loading:
+    """A sequence's KV on its way: ``done`` tokens are cached."""
+
+    tokens: Int32Array
+    tenant: str
+    load: TierLoad
+    done: int
+    deadline: float
+
+
+class WarmCache:
+    """Stores cached KV in a tier and loads it from there. Belongs to one engine.
+
+    Args:
+        tier: where KV is stored.
+        copies: copies KV.
+        pool: the engine's slots.
+        source: what the KV is bound to.
+    """
+
+    def __init__(
+        self, tier: WarmTier, copies: KvCopies, pool: KVPool, source: IdentitySource
+    ) -> None:
+        self._tier = tier
+        self._copies = copies
+        self._pool = pool
+        self._source = source
+        self._notes: deque[_Note] = deque()
+        self._loading: dict[int, _Loading] = {}
+        self._prefill, self._import = MeasuredRate(), MeasuredRate()
+        self._credit = 0.0
+        self._loaded_tokens = self._stored_tokens = 0
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether any sequence waits for KV."""
+        return bool(self._loading)
+
+    @property
+    def can_store(self) -> bool:
+        """Whether there is something to store, and the tier takes it."""
+        return bool(self._notes) and not self._tier.is_full
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to store or to load."""
+        return bool(self._notes or self._loading)
+
+    def stats(self) -> TierStats:
+        """Return gauges and counters as of now."""
+        counts, folders = self._tier.counts, self._tier.folders
+        return TierStats(
+            used_bytes={name: folder.used_bytes for name, folder in folders.items()},
+            capacity_bytes={name: folder.capacity for name, folder in folders.items()},
+            loaded_chunks={name: counts.loaded_chunks[name] for name in folders},
+            evicted_chunks={name: folder.evicted_chunks for name, folder in folders.items()},
+            loaded_tokens=self._loaded_tokens,
+            stored_tokens=self._stored_tokens,
+            rejected_chunks=counts.rejected_chunks,
+            failed_writes=counts.failed_writes,
+            dropped_chunks=counts.dropped_chunks,
+        )
+
+    # --- storing ---
+
+    def note(self, tenant: str, tokens: Int32Array) -> None:
+        """Have what is cached of [n] int32 ``tokens`` stored soon."""
+        if len(tokens) < CHUNK_TOKENS:
+            return
+        last = self._notes[-1] if self._notes else None
+        if last is not None and last.tenant == tenant and _begins_with(tokens, last.tokens):
+            last.tokens = tokens.copy()
+            return
+        self._notes.append(_Note(tenant, tokens.copy(), self._root(tenant)))
+        if len(self._notes) > _MAX_NOTES:
+            self._notes.popleft()
+
+    def record_step(self, rows: int, seconds: float) -> None:
+        """Learn from a step how fast prompts are computed, and how much time storing may take."""
+        if rows >= _MIN_PREFILL_ROWS:
+            self._prefill.record(rows, seconds)
+        self._credit = min(self._credit + _BUSY_SHARE * seconds, _MAX_CREDIT)
+
+    def store(self, *, idle: bool) -> None:
+        """Hand chunks to the tier, the latest prompts' first.
+
+        Args:
+            idle: whether no request waits for it.
+        """
+        budget = max(MAX_STEP_BYTES // self._copies.token_bytes, 1)
+        started = time.perf_counter()
+        while self._notes and budget > 0 and not self._tier.is_full:
+            if not idle and self._credit <= 0:
+                break
+            copied = self._store_next(self._notes[-1])
+            budget -= copied
+            now = time.perf_counter()
+            self._credit -= 0.0 if idle else now - started
+            started = now
+
+    def _store_next(self, note: _Note) -> int:
+        """Store the next chunk of a text that isn't stored; return how many tokens were copied."""
+        while (note.chunks + 1) * CHUNK_TOKENS <= len(note.tokens):
+            start, end = note.chunks * CHUNK_TOKENS, (note.chunks + 1) * CHUNK_TOKENS
+            tokens = note.tokens[start:end]
+            parent, note.key = note.key, chain(note.key, tokens)
+            note.chunks += 1
+            if note.key in self._tier:
+                self._tier.touch(note.key)
+                continue
+            slots = self._pool.cache.find(note.tenant, note.tokens[:end])
+            if len(slots) < end:
+                self._tier.counts.dropped_chunks += 1
+                break
+            self._tier.store(
+                KvBlob(
+                    identity=self._source.identity,
+                    tenant=bind_tenant(note.tenant, self._source.scope),
+                    parent=parent,
+                    start=start,
+                    tokens=tokens,
+                    codec=RAW,
+                    data=self._copies.dump(slots[start:]),
+                )
+            )
+            self._stored_tokens += CHUNK_TOKENS
+            return CHUNK_TOKENS
+        self._notes.remove(note)
+        return 0
+
+    # --- loading ---
+
+    def start_loading(self, sequence: Sequence) -> bool:
+        """Load a new sequence's KV if that is cheaper than computing it; return whether it is."""
+        tokens, tenant = sequence.matchable_tokens, sequence.tenant
+        cached = self._copies.cached(tenant, tokens)
+        wanted = self._stored_chunks(tenant, tokens, cached)
+        if not wanted:
+            return False
+        each = self._prefill.seconds(CHUNK_TOKENS)
+        compute = [_UNKNOWN_SECONDS if each is None else each] * len(wanted)
+        count = chunks_to_load([self._load_seconds(chunk.key) for chunk in wanted], compute)
+        if not count:
+            return False
+        patience = max(_PATIENCE * sum(compute[:count]), _MIN_PATIENCE)
+        deadline = time.monotonic() + patience
+        load = self._tier.load(wanted[:count])
+        self._loading[sequence.sequence_id] = _Loading(
+            tokens.copy(), tenant, load, cached, deadline
+        )
+        return True
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether a sequence's KV is on its way."""
+        return sequence.sequence_id in self._loading
+
+    def forget(self, sequence: Sequence) -> None:
+        """Load no more for a sequence."""
+        loading = self._loading.pop(sequence.sequence_id, None)
+        if loading is not None:
+            loading.load.cancelled = True
+
+    def load(self) -> None:
+        """Put what has arrived into the cache, a bounded part of it."""
+        budget = max(MAX_STEP_BYTES // self._copies.token_bytes, 1)
+        for sequence_id, one in list(self._loading.items()):
+            finished = one.load.finished  # before looking at what has arrived
+            try:
+                while one.load.arrived and budget > 0:
+                    budget -= self._take(one, one.load.arrived.popleft())
+            except (BlobError, NoRoomError):
+                one.load.arrived.clear()
+                finished = True
+            if (finished and not one.load.arrived) or time.monotonic() > one.deadline:
+                one.load.cancelled = True
+                del self._loading[sequence_id]
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until something arrives or is written, at most for so long."""
+        if not any(one.load.arrived or one.load.finished for one in self._loading.values()):
+            self._tier.changed.wait(seconds)
+        self._tier.changed.clear()
+
+    def close(self, seconds: float) -> None:
+        """Write what was handed over, for at most so long."""
+        self._tier.flush(seconds)
+
+    def _take(self, one: _Loading, blob: KvBlob) -> int:
+        """Put a chunk into the cache; return how many tokens were copied.
+
+        Raises:
+            BlobError, NoRoomError: it doesn't go there.
+        """
+        started = time.perf_counter()
+        self._copies.check(blob)
+        end = blob.start + len(blob.tokens)
+        one.done = max(one.done, self._copies.cached(one.tenant, one.tokens[:end]))
+        if one.done >= end:
+            return 0
+        count = end - one.done
+        self._copies.insert(one.tenant, one.tokens[:end], one.done, blob, one.done - blob.start)
+        one.done = end
+        self._loaded_tokens += count
+        self._import.record(count, time.perf_counter() - started)
+        return count
+
+    def _stored_chunks(self, tenant: str, tokens: Int32Array, cached: int) -> list[WantedChunk]:
+        """Return the chunks after what is cached, as far as the tier holds them."""
+        binding, key = bind_tenant(tenant, self._source.scope), self._root(tenant)
+        wanted: list[WantedChunk] = []
+        for start in range(0, len(tokens) - CHUNK_TOKENS + 1, CHUNK_TOKENS):
+            part = tokens[start : start + CHUNK_TOKENS]
+            parent, key = key, chain(key, part)
+            if start + CHUNK_TOKENS <= cached:
+                continue
+            if self._tier.place(key) is None:
+                break
+            wanted.append(WantedChunk(key, binding, parent, start, part.copy()))
+        return wanted
+
+    def _load_seconds(self, key: bytes) -> float:
+        """Return how long it takes to load a chunk, as far as it is known."""
+        place = self._tier.place(key)
+        size = CHUNK_TOKENS * self._copies.token_bytes
+        read = None if place is None else self._tier.rates[place].seconds(size)
+        return (read or 0.0) + (self._import.seconds(CHUNK_TOKENS) or 0.0)
+
+    def _root(self, tenant: str) -> bytes:
+        return self._source.identity.root(bind_tenant(tenant, self._source.scope))
+
+
+def _begins_with(tokens: Int32Array, beginning: Int32Array) -> bool:
+    count = len(beginning)
+    return len(tokens) >= count and np.array_equal(tokens[:count], beginning)

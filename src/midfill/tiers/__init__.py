@@ -1,0 +1,1 @@
+"""Where KV goes that has no place in the pool: host memory and disk."""

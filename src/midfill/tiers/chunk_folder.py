@@ -1,0 +1,216 @@
+"""ChunkFolder: chunks of KV as files, bounded, the least recently used removed first.
+
+A file appears whole or not at all: it is written under another name, flushed where the folder is
+to survive a power cut, and renamed. Its name is the chunk's key, and what it holds is checked by
+whoever loads it. The folder belongs to one process at a time and is private to the user.
+"""
+
+import contextlib
+import os
+import stat
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import filelock
+
+from midfill.errors import MidfillError
+from midfill.system.atomic import rename_synced
+
+_SUFFIX, _PARTIAL = ".kv", ".partial"
+_KEY_BYTES = 32
+_PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
+
+
+class ChunkFolder:
+    """Files of chunks by key. Any thread may call it.
+
+    Attributes:
+        path: the folder.
+        capacity: maximum bytes of all files together.
+        evicted_chunks: how many were removed to make room, since the start.
+    """
+
+    def __init__(self, path: Path, capacity: int, *, durable: bool) -> None:
+        """Open a folder, creating it if needed, and see what it holds.
+
+        Args:
+            path: the folder.
+            capacity: maximum bytes of all files together; what exceeds it is removed at once.
+            durable: flush files to the disk before they get their names.
+
+        Raises:
+            MidfillError: it can't be used, or another process uses it.
+        """
+        self.path = path
+        self.capacity = capacity
+        self.evicted_chunks = 0
+        self._durable = durable
+        self._mutex = threading.Lock()
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._used = 0
+        self._writes = 0
+        make_private(path)
+        self._lock = filelock.FileLock(path / "lock", blocking=False)
+        try:
+            self._lock.acquire()
+        except filelock.Timeout:
+            raise MidfillError(
+                f"{path} is in use by another server of this model; give this one a folder of its"
+                " own with --warm-tier-folder"
+            ) from None
+        except OSError as error:
+            raise _unusable(path, error) from None
+        self._scan()
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a chunk is there; changes nothing."""
+        return key in self._sizes
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return len(self._sizes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files."""
+        return self._used
+
+    def touch(self, key: bytes) -> None:
+        """Mark a chunk as just used, if it is there."""
+        with self._mutex:
+            if key in self._sizes:
+                self._sizes.move_to_end(key)
+
+    def store(self, key: bytes, content: bytes) -> None:
+        """Write a chunk, removing others to make room. One thread at a time may store.
+
+        Raises:
+            OSError: it can't be written; nothing of it is left.
+        """
+        if len(content) > self.capacity:
+            return
+        self._make_room(len(content))
+        self._writes += 1
+        partial = self.path / f".{key.hex()}.{os.getpid()}.{self._writes}{_PARTIAL}"
+        try:
+            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                _write_all(file.fileno(), content)
+            if self._durable:
+                rename_synced(partial, self._file(key))
+            else:
+                partial.rename(self._file(key))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+        with self._mutex:
+            self._used += len(content) - self._sizes.pop(key, 0)
+            self._sizes[key] = len(content)
+
+    def load(self, key: bytes) -> bytes | None:
+        """Return what a chunk's file holds and mark it as just used; None if there is no such file.
+
+        Nothing is known of the content. A file that others could have written is removed.
+        """
+        if key not in self._sizes:
+            return None
+        try:
+            handle = os.open(self._file(key), os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            with os.fdopen(handle, "rb", buffering=0) as file:
+                status = os.fstat(handle)
+                content = file.read() if _is_private(status) else b""
+            os.utime(self._file(key))
+        except OSError:
+            content = b""
+        if not content:
+            self.remove(key)
+            return None
+        self.touch(key)
+        return content
+
+    def remove(self, key: bytes) -> None:
+        """Remove a chunk, if it is there."""
+        with self._mutex:
+            self._used -= self._sizes.pop(key, 0)
+        with contextlib.suppress(OSError):
+            self._file(key).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let other processes use the folder."""
+        self._lock.release()
+
+    def _make_room(self, size: int) -> None:
+        while self._used + size > self.capacity and self._sizes:
+            with self._mutex:
+                oldest = next(iter(self._sizes))
+            self.remove(oldest)
+            self.evicted_chunks += 1
+
+    def _scan(self) -> None:
+        """Find the files of earlier processes; remove what a killed one left unfinished."""
+        found: list[tuple[float, bytes, int]] = []
+        try:
+            with os.scandir(self.path) as entries:
+                for entry in entries:
+                    if entry.name.endswith(_PARTIAL):
+                        Path(entry.path).unlink(missing_ok=True)
+                    elif (key := _key(entry.name)) is not None:
+                        status = entry.stat(follow_symlinks=False)
+                        found.append((status.st_mtime, key, status.st_size))
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+        for _, key, size in sorted(found):
+            self._sizes[key] = size
+            self._used += size
+        self._make_room(0)
+
+    def _file(self, key: bytes) -> Path:
+        return self.path / f"{key.hex()}{_SUFFIX}"
+
+
+def make_private(path: Path) -> None:
+    """Create a folder that only this user can look into; one that exists has to be so.
+
+    Raises:
+        MidfillError: it can't be created, or others can look into it.
+    """
+    try:
+        path.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise _unusable(path, error) from None
+    if not _is_private(status) or status.st_mode & 0o077:
+        raise MidfillError(
+            f"{path} holds KV, from which text can be read, but others may look into it; make it"
+            f" yours alone (chmod 700), or name another with --warm-tier-folder"
+        )
+
+
+def _unusable(path: Path, error: OSError) -> MidfillError:
+    return MidfillError(f"{path} can't be used for the warm tier: {error.strerror or error}")
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Return whether something is this user's and nobody else may write to it."""
+    if not hasattr(os, "geteuid"):
+        return True
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid == os.geteuid() and not others_write
+
+
+def _key(name: str) -> bytes | None:
+    """Return the key of a chunk's file; None for other files."""
+    with contextlib.suppress(ValueError):
+        key = bytes.fromhex(name.removesuffix(_SUFFIX))
+        if name == f"{key.hex()}{_SUFFIX}" and len(key) == _KEY_BYTES:
+            return key
+    return None
+
+
+def _write_all(handle: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(handle, view) :]

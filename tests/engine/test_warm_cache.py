@@ -1,0 +1,230 @@
+"""The warm tier behind an engine: what is evicted or lost is loaded, to the same bits."""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import toy_engine
+from serving import Answer, build_engine, request, serve
+from tiny_checkpoints import VOCAB, write_variant
+from toy_runner import ToyRunner
+
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.engine.engine import Engine
+from midfill.engine.kv_copies import layout_name
+from midfill.engine.request import EngineSamplingParams, TierStats
+from midfill.engine.warm_cache import CHUNK_TOKENS
+from midfill.forward.runner import Runner
+from midfill.kv.blob import KvIdentity
+from midfill.runners.cpu_runner import CpuRunner
+from midfill.tiers.chunk_folder import ChunkFolder
+from midfill.tiers.warm_tier import WarmTier
+
+PROMPT = toy_engine.prompt(150)
+STORED = 2 * CHUNK_TOKENS
+LARGE = 100 * 2**20
+
+OpenTier = Callable[[Runner], WarmTier]
+
+
+@pytest.fixture(autouse=True)
+def computing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy computes faster than anything can be loaded, so it isn't measured."""
+    monkeypatch.setattr("midfill.engine.warm_cache._MIN_PREFILL_ROWS", 10_000)
+
+
+@pytest.fixture
+def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
+    """Opens the tier of one folder again and again, as processes that follow each other do."""
+    opened: list[ChunkFolder] = []
+
+    def open_again(runner: Runner) -> WarmTier:
+        while opened:
+            opened.pop().close()
+        opened.append(ChunkFolder(tmp_path / "kv", LARGE, durable=False))
+        return WarmTier(KvIdentity("", layout_name(runner)), memory=None, disk=opened[0])
+
+    yield open_again
+    while opened:
+        opened.pop().close()
+
+
+def build(open_tier: OpenTier, slots: int = 512) -> Engine:
+    runner = ToyRunner(slots)
+    return build_engine(runner, (), warm_tier=open_tier(runner))
+
+
+def ask(engine: Engine, prompt: list[int], tenant: str = "") -> Answer:
+    """Serve a request, and wait until all is written that it left."""
+    answer = serve(engine, [request("a", prompt, tenant=tenant)])["a", 0]
+    engine.kv_traffic.close(10)
+    return answer
+
+
+def tier_stats(engine: Engine) -> TierStats:
+    stats = engine.stats().warm_tier
+    assert stats is not None
+    return stats
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "kv").glob("*.kv"))
+
+
+def test_the_next_engine_loads_what_the_last_one_computed(open_tier: OpenTier) -> None:
+    cold = ask(build(open_tier), PROMPT)
+    assert cold.cached_tokens == 0
+    assert cold.tokens == toy_engine.truth(PROMPT)
+    again = build(open_tier)
+    warm = ask(again, PROMPT)
+    assert warm.cached_tokens == STORED
+    assert warm.tokens == cold.tokens
+    assert tier_stats(again).loaded_tokens == STORED
+    assert tier_stats(again).loaded_chunks == {"disk": 2}
+
+
+def test_evicted_kv_comes_back(open_tier: OpenTier) -> None:
+    engine = build(open_tier, slots=200)
+    ask(engine, PROMPT)
+    ask(engine, toy_engine.prompt(170, seed=1))
+    assert engine.stats().evicted_tokens > 0
+    back = ask(engine, PROMPT)
+    assert back.cached_tokens >= STORED
+    assert back.tokens == toy_engine.truth(PROMPT)
+
+
+def test_an_answer_is_stored_with_its_prompt(open_tier: OpenTier) -> None:
+    prompt = PROMPT[:120]
+    answer = ask(build(open_tier), prompt)
+    warm = ask(build(open_tier), [*prompt, *answer.tokens, 1])
+    assert warm.cached_tokens == STORED, "the second chunk ends in the answer"
+
+
+def test_texts_that_begin_alike_share_their_chunks(open_tier: OpenTier, tmp_path: Path) -> None:
+    engine = build(open_tier)
+    ask(engine, PROMPT)
+    ask(engine, [*PROMPT[:100], *toy_engine.prompt(50, seed=2)])
+    assert len(files(tmp_path)) == 3
+
+
+def test_tenants_never_share(open_tier: OpenTier) -> None:
+    ask(build(open_tier), PROMPT, tenant="alice")
+    again = build(open_tier)
+    assert ask(again, PROMPT, tenant="bob").cached_tokens == 0
+    assert tier_stats(again).loaded_tokens == 0
+    assert ask(again, PROMPT, tenant="alice").cached_tokens == STORED
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "emptied", "exchanged", "gone"])
+def test_a_damaged_file_is_never_used(open_tier: OpenTier, tmp_path: Path, damage: str) -> None:
+    engine = build(open_tier)
+    ask(engine, PROMPT)
+    ask(engine, toy_engine.prompt(70, seed=5))
+    for file in (before := files(tmp_path)):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        match damage:
+            case "truncated":
+                file.write_bytes(file.read_bytes()[:-1])
+            case "flipped":
+                file.write_bytes(content)
+            case "emptied":
+                file.write_bytes(b"")
+            case "gone":
+                file.unlink()
+    if damage == "exchanged":
+        contents = [file.read_bytes() for file in before]
+        for file, content in zip(before, [*contents[1:], contents[0]], strict=True):
+            file.write_bytes(content)
+    again = build(open_tier) if damage != "gone" else engine
+    if damage == "gone":
+        ask(again, toy_engine.prompt(190, seed=7))
+        ask(again, toy_engine.prompt(190, seed=8))
+        ask(again, toy_engine.prompt(190, seed=9))
+    answer = ask(again, PROMPT)
+    assert answer.cached_tokens == 0
+    assert answer.tokens == toy_engine.truth(PROMPT)
+    if damage in ("truncated", "flipped", "exchanged"):
+        assert tier_stats(again).rejected_chunks == 1
+    ask(build(open_tier), PROMPT)  # finds the second file, which nobody has looked at
+    assert ask(build(open_tier), PROMPT).cached_tokens == STORED, "both were stored again"
+
+
+def test_kv_of_another_model_is_never_used(open_tier: OpenTier, tmp_path: Path) -> None:
+    ask(build(open_tier), PROMPT)
+    runner = ToyRunner(512, layers=3)
+    other = build_engine(runner, (), warm_tier=open_tier(runner))
+    assert ask(other, PROMPT).cached_tokens == 0
+
+
+def test_a_full_disk_costs_time_only(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    engine = build(open_tier)
+    monkeypatch.setattr(ChunkFolder, "store", fail)
+    assert ask(engine, PROMPT).tokens == toy_engine.truth(PROMPT)
+    ask(engine, toy_engine.prompt(100, seed=3))
+    assert tier_stats(engine).failed_writes == 3
+    assert [one.message for one in caplog.records if "No space left" in one.message] == [
+        caplog.records[0].message
+    ], "said once"
+
+
+def test_loading_that_takes_too_long_is_given_up(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(build(open_tier), PROMPT)
+    engine = build(open_tier)
+    monkeypatch.setattr("midfill.engine.warm_cache._MIN_PATIENCE", 0.0)
+    monkeypatch.setattr("midfill.engine.warm_cache._PATIENCE", 0.0)
+    answer = ask(engine, PROMPT)
+    assert answer.tokens == toy_engine.truth(PROMPT)
+    assert answer.cached_tokens in (0, CHUNK_TOKENS, STORED)
+
+
+def test_a_request_that_loads_can_be_cancelled(open_tier: OpenTier) -> None:
+    ask(build(open_tier), PROMPT)
+    engine = build(open_tier)
+    engine.add(request("a", PROMPT))
+    assert engine.stats().loading == 1
+    engine.cancel("a")
+    answers = serve(engine)
+    assert answers["a", 0].finish_reason == "cancelled"
+    assert engine.stats().loading == 0
+
+
+def test_what_costs_more_to_load_is_computed(open_tier: OpenTier) -> None:
+    tier_engine = build(open_tier)
+    ask(tier_engine, PROMPT)
+    runner = ToyRunner(512)
+    tier = open_tier(runner)
+    tier.rates["disk"].record(1, 100)
+    engine = build_engine(runner, (), warm_tier=tier)
+    assert ask(engine, PROMPT).cached_tokens == 0
+    assert tier.counts.loaded_chunks["disk"] == 0
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "i8"])
+def test_loaded_kv_has_the_bits_of_computed_kv(
+    open_tier: OpenTier, tmp_path_factory: pytest.TempPathFactory, kv_dtype: str
+) -> None:
+    folder = write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama")
+    checkpoint = open_checkpoint(folder)
+    prompt = random.Random(3).choices(range(1, VOCAB), k=300)
+    sampling = EngineSamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
+
+    def answer() -> Answer:
+        runner = CpuRunner(checkpoint, slots=512, threads=1, weights="f32", kv_dtype=kv_dtype)
+        engine = build_engine(runner, (), warm_tier=open_tier(runner))
+        answer = serve(engine, [request("a", prompt, sampling)])["a", 0]
+        engine.kv_traffic.close(10)
+        return answer
+
+    cold, warm = answer(), answer()
+    assert warm.cached_tokens == 4 * CHUNK_TOKENS
+    assert warm.tokens == cold.tokens
+    assert warm.logprobs == cold.logprobs
