@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from running_server import RunningServer, start
 
-PROMPT = "def tokenizer(model):\n    return variant" * 9
+PROMPT = "def tokenizer(model):\n    return variant" * 14
 SIZES = ("--kv-memory", "4MB", "--warm-tier-memory", "16MB", "--warm-tier-disk", "16MB")
 
 
