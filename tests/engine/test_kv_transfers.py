@@ -179,6 +179,20 @@ def test_a_path_that_is_exported_is_not_evicted() -> None:
     assert result.blob == blob
 
 
+def test_several_transfers_go_on_at_once() -> None:
+    source, target = toy_engine.engine(1000), toy_engine.engine(1000)
+    prompts = [toy_engine.prompt(90 - 7 * number, seed=number) for number in range(4)]
+    serve(source, [request(f"{number}", prompt) for number, prompt in enumerate(prompts)])
+    for number, prompt in enumerate(prompts):
+        source.kv_traffic.transfers.start_export(f"{number}", "", np.array(prompt, np.int32))
+    blobs = finish(source)
+    for one in blobs:
+        assert isinstance(one, Exported)
+        target.kv_traffic.transfers.start_import(one.transfer_id, "", one.blob)
+    lengths = {f"{number}": len(prompt) for number, prompt in enumerate(prompts)}
+    assert {one.transfer_id: one.tokens for one in finish(target)} == lengths  # type: ignore[union-attr]
+
+
 def test_tenants_share_no_kv() -> None:
     source, target = toy_engine.engine(), toy_engine.engine()
     serve(source, [request("a", PROMPT, tenant="alice")])

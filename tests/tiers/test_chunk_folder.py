@@ -1,6 +1,8 @@
 """ChunkFolder: files that are whole or absent, bounded, private, and found again."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -192,3 +194,44 @@ def test_models_that_are_served_keep_their_space(tmp_path: Path) -> None:
     served.store(key(1), bytes(5000))
     assert open_disk_folder(tmp_path, "f" * 32, 1000).capacity == 1000
     assert served.load(key(1)) is not None
+
+
+def test_servers_of_one_model_have_a_folder_each(tmp_path: Path) -> None:
+    name = "0" * 32
+    first, second = (open_disk_folder(tmp_path, name, 1000) for _ in range(2))
+    assert (first.path.name, second.path.name) == (name, f"{name}-2")
+    second.store(key(1), bytes(400))
+    second.close()
+    first.close()
+    assert open_disk_folder(tmp_path, name, 1000).capacity == 600, "the other's files count"
+
+
+_STORE_FOR_EVER = """
+import sys
+from pathlib import Path
+from midfill.tiers.chunk_folder import ChunkFolder
+folder = ChunkFolder(Path(sys.argv[1]), 10**6, durable=True)
+for number in range(10**9):
+    folder.store(number.to_bytes(32, "big"), number.to_bytes(4, "big") * 25_000)
+    print(number, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_whole_files(tmp_path: Path) -> None:
+    for kill_after in (1, 7, 12):
+        with subprocess.Popen(
+            [sys.executable, "-c", _STORE_FOR_EVER, str(tmp_path / "kv")],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            for _ in range(kill_after):
+                assert process.stdout.readline()
+            process.kill()
+        folder = open_folder(tmp_path / "kv", 10**6)
+        assert folder.chunks > 0
+        assert folder.used_bytes <= 10**6
+        for name in names(tmp_path / "kv"):
+            number = int(name.removesuffix(".kv"), 16)
+            assert folder.load(key(number)) == number.to_bytes(4, "big") * 25_000
+        folder.close()

@@ -50,7 +50,7 @@ class TransferFailed:
 TransferResult = Exported | Imported | TransferFailed
 
 
-@dataclass
+@dataclass(eq=False)
 class TransferCounts:
     """What was transferred since the start, in bytes of KV."""
 
@@ -76,7 +76,7 @@ class IdentitySource:
         return self.find()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Export:
     transfer_id: str
     tenant: str
@@ -88,7 +88,7 @@ class _Export:
     result: Future[bytes] | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Import:
     transfer_id: str
     tenant: str

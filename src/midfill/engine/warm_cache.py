@@ -71,7 +71,7 @@ def open_warm_tier(
     return WarmTier(source.identity, memory=memory, disk=disk)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Note:
     """Tokens that were in the cache, of which ``chunks`` have been looked at."""
 
@@ -81,7 +81,7 @@ class _Note:
     chunks: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Loading:
     """A sequence's KV on its way: ``done`` tokens are cached."""
 
@@ -217,6 +217,8 @@ class WarmCache:
         """Load a new sequence's KV if that is cheaper than computing it; return whether it is."""
         tokens, tenant = sequence.matchable_tokens, sequence.tenant
         cached = self._copies.cached(tenant, tokens)
+        if len(tokens) - cached < CHUNK_TOKENS or self._tier.is_stalled:
+            return False
         wanted = self._stored_chunks(tenant, tokens, cached)
         if not wanted:
             return False
@@ -241,7 +243,7 @@ class WarmCache:
         """Load no more for a sequence."""
         loading = self._loading.pop(sequence.sequence_id, None)
         if loading is not None:
-            loading.load.cancelled = True
+            loading.load.cancel()
 
     def load(self) -> None:
         """Put what has arrived into the cache, a bounded part of it."""
@@ -250,12 +252,12 @@ class WarmCache:
             finished = one.load.finished  # before looking at what has arrived
             try:
                 while one.load.arrived and budget > 0:
-                    budget -= self._take(one, one.load.arrived.popleft())
+                    budget -= self._take(one, one.load.take())
             except (BlobError, NoRoomError):
                 one.load.arrived.clear()
                 finished = True
             if (finished and not one.load.arrived) or time.monotonic() > one.deadline:
-                one.load.cancelled = True
+                one.load.cancel()
                 del self._loading[sequence_id]
 
     def wait(self, seconds: float) -> None:

@@ -22,6 +22,10 @@ _KEY_BYTES = 32
 _PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
 
 
+class FolderInUseError(MidfillError):
+    """Another process uses a folder."""
+
+
 class ChunkFolder:
     """Files of chunks by key. Any thread may call it.
 
@@ -40,7 +44,8 @@ class ChunkFolder:
             durable: flush files to the disk before they get their names.
 
         Raises:
-            MidfillError: it can't be used, or another process uses it.
+            FolderInUseError: another process uses it.
+            MidfillError: it can't be used.
         """
         self.path = path
         self.capacity = capacity
@@ -55,7 +60,7 @@ class ChunkFolder:
         try:
             self._lock.acquire()
         except filelock.Timeout:
-            raise MidfillError(
+            raise FolderInUseError(
                 f"{path} is in use by another server of this model; give this one a folder of its"
                 " own with --warm-tier-folder"
             ) from None
@@ -137,6 +142,11 @@ class ChunkFolder:
             self._used -= self._sizes.pop(key, 0)
         with contextlib.suppress(OSError):
             self._file(key).unlink(missing_ok=True)
+
+    def shrink(self, capacity: int) -> None:
+        """Set the maximum of bytes, removing what exceeds it."""
+        self.capacity = capacity
+        self._make_room(0)
 
     def close(self) -> None:
         """Let other processes use the folder."""

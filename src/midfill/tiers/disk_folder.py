@@ -1,4 +1,7 @@
-"""The warm tier's folder on disk: one folder of chunks per model, all of them bounded together."""
+"""The warm tier's folder on disk: one folder of chunks per model, all of them bounded together.
+
+Several servers of one model have a folder each.
+"""
 
 import re
 import shutil
@@ -8,9 +11,10 @@ from pathlib import Path
 import filelock
 
 from midfill.system.cache import mark_used
-from midfill.tiers.chunk_folder import ChunkFolder, make_private
+from midfill.tiers.chunk_folder import ChunkFolder, FolderInUseError, make_private
 
-_NAME = re.compile(r"[0-9a-f]{32}")
+_NAME = re.compile(r"[0-9a-f]{32}(-\d+)?")
+_MAX_SERVERS = 64  # of one model on one machine
 _OTHERS_SHARE = 0.5  # of the space, at most, for models that aren't served now
 
 
@@ -26,16 +30,22 @@ def open_disk_folder(folder: Path, name: str, size: int) -> ChunkFolder:
         size: bytes for all.
 
     Raises:
-        MidfillError: it can't be used, or another server uses it.
+        MidfillError: it can't be used.
     """
-    path = folder / name
     if not folder.exists():
         make_private(folder)
-    make_private(path)
-    left = size - _shrink_others(folder, path, int(_OTHERS_SHARE * size))
-    opened = ChunkFolder(path, left, durable=True)
-    mark_used(path)
+    opened = _open_first_free(folder, name, size)
+    opened.shrink(size - _shrink_others(folder, opened.path, int(_OTHERS_SHARE * size)))
+    mark_used(opened.path)
     return opened
+
+
+def _open_first_free(folder: Path, name: str, size: int) -> ChunkFolder:
+    for number in range(1, _MAX_SERVERS):
+        with suppress(FolderInUseError):
+            path = folder / (name if number == 1 else f"{name}-{number}")
+            return ChunkFolder(path, size, durable=True)
+    return ChunkFolder(folder / name, size, durable=True)
 
 
 def _shrink_others(folder: Path, own: Path, size: int) -> int:

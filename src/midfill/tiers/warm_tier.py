@@ -27,6 +27,10 @@ MAX_QUEUED_BYTES = 64 * 2**20
 """KV that waits to be written; beyond it the engine hands over no more."""
 
 
+MAX_ARRIVED = 16
+"""Chunks that are read ahead of being taken."""
+
+
 class WantedChunk(NamedTuple):
     """A chunk that is to be loaded.
 
@@ -45,7 +49,7 @@ class WantedChunk(NamedTuple):
     tokens: Int32Array
 
 
-@dataclass
+@dataclass(eq=False)
 class TierLoad:
     """Chunks on their way from the tier, in order.
 
@@ -53,16 +57,28 @@ class TierLoad:
         chunks: what is loaded.
         arrived: what has come and was not taken yet.
         finished: whether nothing more will come. Set after the last chunk has arrived.
-        cancelled: set by whoever needs no more.
+        cancelled: whether no more is needed.
     """
 
     chunks: Sequence[WantedChunk]
     arrived: deque[KvBlob] = field(default_factory=deque)
     finished: bool = False
     cancelled: bool = False
+    room: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(MAX_ARRIVED))
+
+    def take(self) -> KvBlob:
+        """Return the next chunk that has arrived."""
+        self.room.release()
+        return self.arrived.popleft()
+
+    def cancel(self) -> None:
+        """Say that no more is needed."""
+        self.cancelled = True
+        self.arrived.clear()
+        self.room.release(MAX_ARRIVED)
 
 
-@dataclass
+@dataclass(eq=False)
 class TierCounts:
     """What the tier did since the start.
 
@@ -110,6 +126,7 @@ class WarmTier:
         self._loads: deque[TierLoad] = deque()
         self._wake_writer, self._wake_reader = threading.Condition(), threading.Condition()
         self._failed = False
+        self._reading: TierLoad | None = None
         for target in (self._write_chunks, self._read_chunks):
             threading.Thread(target=target, name=f"kv-tier{target.__name__}", daemon=True).start()
 
@@ -121,6 +138,12 @@ class WarmTier:
     def is_full(self) -> bool:
         """Whether no more can be handed over now."""
         return self._queued_bytes >= MAX_QUEUED_BYTES
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a file is being read that nobody waits for any more: new loads would wait."""
+        reading = self._reading
+        return reading is not None and reading.cancelled
 
     def place(self, key: bytes) -> str | None:
         """Return the fastest folder that holds a chunk; None if none does."""
@@ -196,9 +219,10 @@ class WarmTier:
             with self._wake_reader:
                 while not self._loads:
                     self._wake_reader.wait()
-                load = self._loads.popleft()
+                load = self._reading = self._loads.popleft()
             try:
                 for wanted in load.chunks:
+                    load.room.acquire()
                     blob = None if load.cancelled else self._read(wanted)
                     if blob is None:
                         break
@@ -208,6 +232,7 @@ class WarmTier:
                 _log.exception("chunks of KV could not be loaded")
             finally:
                 load.finished = True
+                self._reading = None
                 self.changed.set()
 
     def _read(self, wanted: WantedChunk) -> KvBlob | None:
