@@ -49,4 +49,3 @@ def test_decodes_ride_along_in_every_step(report: SchedulerReport) -> None:
 def test_the_table_has_a_row_for_each(report: SchedulerReport) -> None:
     text = scheduler_table(report).markdown()
     assert text.count("| by layers |") == 2
-    assert f"A prefill of {PROMPT} rows that stops {LAYERS + 1} times" in text

@@ -85,13 +85,12 @@ class ToyRunner:
     def cells(self) -> "ToyCells":
         return ToyCells(self._kv)
 
-    def observed_queries(self, batch: ForwardBatch) -> np.ndarray:
+    def observed_queries(
+        self, batch: ForwardBatch, first: int = 0, end: int | None = None
+    ) -> np.ndarray:
         rows = torch.from_numpy(batch.observed_rows).long()
-        observed = [layer[rows] for layer in self._queries if len(layer) == batch.rows]
-        missing = [torch.full_like(observed[0], torch.nan)] * (self.config.layers - len(observed))
-        first = next(i for i, layer in enumerate(self._queries) if len(layer) == batch.rows)
-        queries = [*missing[:first], *observed, *missing[first:]]
-        return torch.stack(queries)[:, :, None].float().numpy()
+        observed = [layer[rows] for layer in self._queries[first:end]]
+        return torch.stack(observed)[:, :, None].float().numpy()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         self.batches.append(batch)

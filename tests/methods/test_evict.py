@@ -1,6 +1,7 @@
 """What eviction methods keep, against loops over single scores."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,6 +84,30 @@ def test_cake_follows_its_equations() -> None:
         for head in range(KV_HEADS):
             expected = best(scores[head], budgets[layer]) + list(range(TOKENS - WINDOW, TOKENS))
             assert kept_of(selection, layer, head) == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cakes_cascade_ends_with_what_one_decision_keeps(seed: int) -> None:
+    method = Cake(budget=20, window=WINDOW, tau1=1.6, tau2=0.4, cascade=1)
+    keys, _ = fake_keys(TOKENS, seed)
+    queries = fake_queries(WINDOW, seed + 1)
+    selection = method.select(keys, queries)
+    assert selection is not None
+    trimmer = method.start_cascade(CONFIG, TOKENS)
+    ranked: list[np.ndarray] = []
+    one_layer = replace(CONFIG, layers=1)
+    for layer in range(LAYERS):
+        heads = np.arange(layer * KV_HEADS, (layer + 1) * KV_HEADS)
+        ranked.append(trimmer.rank(keys.of_heads(one_layer, heads), queries[layer : layer + 1]))
+        sizes = trimmer.sizes()
+        assert sizes.sum() <= 20 * LAYERS
+        ranked = [kept[:, :size] for kept, size in zip(ranked, sizes, strict=True)]
+    for layer, head in np.ndindex(LAYERS, KV_HEADS):
+        expected = set(kept_of(selection, layer, head))
+        found = set(ranked[layer][head].tolist())
+        # A layer whose share would have grown again keeps what it still has.
+        assert found <= expected
+        assert len(expected) - len(found) <= 2
 
 
 def test_cake_without_variance_scores_like_snapkv() -> None:

@@ -10,7 +10,6 @@ from statistics import median
 from typing import NamedTuple, cast
 
 import msgspec
-import numpy as np
 
 from midfill.bench.counting_runner import CountingRunner, Work
 from midfill.checkpoints.model_store import resolve, resolve_adapter
@@ -19,7 +18,6 @@ from midfill.config import ModelOptions, SchedulerName
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.forward.batch import ForwardBatch
 from midfill.forward.runner import Runner
 from midfill.reporting.result_table import ResultTable
 from midfill.runners.cpu_runner import CpuRunner
@@ -68,22 +66,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     work: Work
 
 
-class Stops(msgspec.Struct, frozen=True, kw_only=True):
-    """What it costs to stop after each layer.
-
-    Attributes:
-        rows: of the prefill.
-        stops: number of stops.
-        ratio: time with stops over time in one call, the median over pairs.
-        processor: the same of processor time.
-    """
-
-    rows: int
-    stops: int
-    ratio: float
-    processor: float
-
-
 class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one call measured."""
 
@@ -94,7 +76,6 @@ class SchedulerReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt: int
     repeats: int
     outcomes: list[Outcome]
-    stops: Stops
 
 
 def measure_schedulers(
@@ -126,8 +107,6 @@ def measure_schedulers(
                 outcome = bench.prefill(case, streams)
                 if repeat:  # the first one warms up
                     rounds.setdefault((case.name, streams), []).append(outcome)
-    progress("stops after each layer")
-    stops = measure_stops(runner, rows=min(1024, prompt), pairs=2 * repeats)
     runner.close()
     return SchedulerReport(
         model=model,
@@ -137,7 +116,6 @@ def measure_schedulers(
         prompt=prompt,
         repeats=repeats,
         outcomes=[_median(outcomes) for outcomes in rounds.values()],
-        stops=stops,
     )
 
 
@@ -211,40 +189,6 @@ class _Bench:
         engine.add(EngineRequest(request_id=name, token_ids=prompt, sampling=sampling))
 
 
-def measure_stops(runner: CpuRunner, *, rows: int, pairs: int) -> Stops:
-    """Compare a prefill in one call with one that stops after each layer, in turn.
-
-    The runner's first slots are overwritten.
-    """
-    numbers = np.arange(rows, dtype=np.int32)
-    ends = np.array([0, rows], np.int32)
-    last = numbers[-1:]
-    batch = ForwardBatch(numbers, numbers, numbers, ends, ends, numbers, last)
-    layers = runner.config.layers
-
-    def in_one_call() -> None:
-        runner.forward(batch)
-
-    def layer_by_layer() -> None:
-        hidden = runner.embed(batch)
-        for layer in range(layers):
-            runner.run_layers(batch, hidden, layer, layer + 1)
-        runner.compute_logits(batch, hidden)
-
-    ratios, processor = [], []
-    for pair in range(pairs + 1):
-        times: dict[Callable[[], None], tuple[float, float]] = {}
-        order = (in_one_call, layer_by_layer) if pair % 2 else (layer_by_layer, in_one_call)
-        for run in order:
-            started, used = time.perf_counter(), time.process_time()
-            run()
-            times[run] = time.perf_counter() - started, time.process_time() - used
-        if pair:  # the first one warms up
-            ratios.append(times[layer_by_layer][0] / times[in_one_call][0])
-            processor.append(times[layer_by_layer][1] / times[in_one_call][1])
-    return Stops(rows=rows, stops=layers + 1, ratio=median(ratios), processor=median(processor))
-
-
 def _median(outcomes: Sequence[Outcome]) -> Outcome:
     """Return the medians of the times; the work is the same in each repeat."""
     times = {
@@ -255,8 +199,7 @@ def _median(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def scheduler_table(report: SchedulerReport) -> ResultTable:
-    """Return the table of a report, with what it says about stops below."""
-    stops = report.stops
+    """Return the table of a report."""
     return ResultTable(
         rows=[_cells(one) for one in report.outcomes],
         labels=2,
@@ -265,10 +208,7 @@ def scheduler_table(report: SchedulerReport) -> ResultTable:
             f" answers that are being decoded, without speculation; medians of {report.repeats}"
             " runs, in turn. Weights: of a layer, or the head, once per call that runs it. Rows:"
             " times the layers that they run through. Keys: once per request, call and layer."
-            f" A prefill of {stops.rows:,} rows that stops {stops.stops} times takes"
-            f" {stops.ratio:.3f} times as long as one without stops, and {stops.processor:.3f}"
-            f" times the processor time (medians of pairs). Threads: {report.threads};"
-            f" {report.machine}; load {report.load:.1f}."
+            f" Threads: {report.threads}; {report.machine}; load {report.load:.1f}."
         ),
     )
 

@@ -266,10 +266,7 @@ def schedulers(
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
-    """Compare prefill by chunks and by layers, beside running answers and alone.
-
-    Also shows what it costs to stop a prefill after each layer.
-    """
+    """Compare prefill by chunks and by layers, beside running answers and alone."""
     from midfill.bench.schedulers import measure_schedulers, scheduler_table
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
@@ -283,6 +280,52 @@ def schedulers(
         )
     table = scheduler_table(report)
     publish(report, table.drawn(), table.markdown(), section="schedulers", json=json, docs=docs)
+
+
+@app.command()
+def stops(
+    model: ModelArgument = None,
+    rows: Annotated[int, typer.Option(min=1, help="Of the prefill.")] = 1024,
+    pairs: Annotated[int, typer.Option(min=6, help="Runs of each kind.")] = 40,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure what it costs a prefill to stop after each layer, as some methods have it do."""
+    from midfill.bench.stops import measure_stops, stops_table
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+
+    with show_steps("loading") as progress:
+        report = measure_stops(
+            model or DEFAULT_MODEL, rows=rows, pairs=pairs, threads=threads, progress=progress
+        )
+    table = stops_table(report)
+    publish(report, table.drawn(), table.markdown(), section="stops", json=json, docs=docs)
+
+
+@app.command()
+def cascade(
+    model: ModelArgument = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, whose medians are shown.")] = 3,
+    files: Annotated[int, typer.Option(min=1, help="Prompts whose next tokens are scored.")] = 4,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure CAKE's cascade beside its one-shot form: slots, time, and what answers see."""
+    from midfill.bench.cascade import cascade_table, measure_cascade
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+
+    with show_steps("loading") as progress:
+        report = measure_cascade(
+            model or DEFAULT_MODEL,
+            repeats=repeats,
+            files=files,
+            threads=threads,
+            progress=progress,
+        )
+    table = cascade_table(report)
+    publish(report, table.drawn(), table.markdown(), section="cascade", json=json, docs=docs)
 
 
 @app.command()

@@ -129,9 +129,13 @@ def schedule(
 def _layer_rows(entry: ScheduledSequence) -> LayerRows:
     """Return what a sequence runs, before the first layer."""
     sequence, pruning = entry.sequence, entry.sequence.pruning
+    assert sequence.kv is not None
+    if sequence.is_cascading:
+        assert sequence.cascade is not None
+        sequence.cascade.begin(sequence.kv)
+        return LayerRows(sequence.computed, entry.token_ids().copy(), sequence.cascade)
     rows = LayerRows(sequence.computed, entry.token_ids().copy(), pruning)
     if pruning is not None:
-        assert sequence.kv is not None
         checked = rows.first < sequence.prompt_length + sequence.checked_tokens
         decodes = rows.first >= sequence.prompt_length
         fixed = decodes and (checked or sequence.empty_check is not None)
@@ -236,11 +240,12 @@ def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
     sequence, kv = entry.sequence, entry.sequence.kv
     assert kv is not None
     in_order = rows.keys is None and int(rows.numbers[-1]) - int(rows.numbers[0]) < len(rows)
+    slots = kv.slots if rows.slots is None else rows.slots
     if rows.keys is None:
-        kv_slots = kv.slots[: int(rows.numbers[-1]) + 1 - kv.first]
+        kv_slots = slots[: int(rows.numbers[-1]) + 1 - kv.first]
         visible = rows.numbers - np.int32(kv.first - 1)
     else:
-        kv_slots = kv.slots[rows.keys - kv.first]
+        kv_slots = slots[rows.keys - kv.first]
         visible = np.searchsorted(rows.keys, rows.numbers, side="right").astype(np.int32)
     wanted = np.array([*entry.logit_rows(), *observed_rows(entry)], np.int32)
     places = rows.places(wanted + np.int32(sequence.computed)).tolist()
@@ -248,7 +253,7 @@ def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
     return BatchRows(
         token_ids=rows.token_ids,
         positions=rows.numbers,
-        write_slots=kv.slots[rows.numbers - kv.first],
+        write_slots=slots[rows.numbers - kv.first],
         kv_slots=kv_slots,
         visible_slots=None if in_order else visible,
         logit_rows=places[:logits],

@@ -29,7 +29,6 @@ from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
 from midfill.kv.ragged import KeyTerms, RaggedIndex, cells_of_slots
 from midfill.kv.sequence_kv import SequenceKV
-from midfill.models.config import ModelConfig
 
 
 class Compression:
@@ -46,9 +45,9 @@ class Compression:
         self._full_layers = FullLayers(runner.config)
 
     @property
-    def config(self) -> ModelConfig:
-        """The model as methods see it."""
-        return self._full_layers.config
+    def full_layers(self) -> FullLayers:
+        """The layers that methods decide on."""
+        return self._full_layers
 
     def observe(
         self,
@@ -84,6 +83,12 @@ class Compression:
                 state.compressor.observe(seen, queries)
         point = sequence.computed
         if point != sequence.compression_point:
+            return True
+        if sequence.is_cascading:
+            assert sequence.cascade is not None
+            state.take()
+            state.pass_point(point)
+            sequence.cascade.finish(kv, self._pool)
             return True
         keys = self._keys(kv, point)
         seen = self._full_layers.keys(keys)

@@ -112,7 +112,6 @@ class Engine:
         self._vocabulary = Vocabulary(token_bytes, runner.config.vocab)
         context = runner.config.context
         self._context = min(context, options.context or context)
-        self._max_length = min(self._context, runner.slots)
         self._queues = RequestQueues(runner.slots, options.max_running)
         self._compression = Compression(runner, self._queues.pool)
         self._blending = Blending(runner, self._queues.pool)
@@ -122,7 +121,7 @@ class Engine:
         self._next_sequence_id = 0
         self._counters = EngineCounters()
         self.kv_traffic = KvTraffic(runner, self._queues, kv_source, warm_tier)
-        self._methods = MethodKinds(runner, self._compression.config)
+        self._methods = MethodKinds(runner, self._compression.full_layers)
         self._tenants = TenantCounters()
         self._execution = PlanExecution(
             runner.config.layers, self._queues, self._blending, self._counters, self._tenants,
@@ -136,14 +135,16 @@ class Engine:
             InvalidRequestError: the request can never run, or its request_id is in flight. A
                 background prompt that doesn't fit the pool is not refused but dropped later.
         """
-        max_length = self._context if request.background else self._max_length
+        method = self._method_of(request)
+        max_length = self._context
+        if not request.background:
+            max_length = min(max_length, self._methods.max_length(method, request))
         validate(request, self._runner.config.vocab, max_length)
         if request.request_id in self._queues:
             raise InvalidRequestError(
                 f"a request with id {request.request_id!r} is in flight already",
                 param="request_id",
             )
-        method = self._method_of(request)
         sequence = Sequence(request, self._next_sequence_id, max_length, self._eos_token_ids)
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
         if not request.background:
@@ -197,6 +198,11 @@ class Engine:
                 outputs += self._run(scheduled)
         self._counters.busy_seconds += time.perf_counter() - started
         return outputs
+
+    @property
+    def context(self) -> int:
+        """Maximum tokens of a prompt with its answer's first, where it names no method."""
+        return self._methods.longest_prompt(self._method, self._context)
 
     @property
     def key_pairs(self) -> KeyPairs:

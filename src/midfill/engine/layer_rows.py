@@ -28,6 +28,8 @@ class LayerRows:
         next_layer: number of layers that the rows have gone through.
         keys: [n] int32, ascending: the tokens that rows attend to, each to those up to its own;
             None is all from the sequence's first to ``end``.
+        slots: [end] int32, where the KV of the first ``end`` tokens is in the next layer, as
+            ``ForwardBatch.kv_slots`` says it; None is in the sequence's slots.
         changes: drops rows and has rows join; None runs all rows through all layers.
         queries: float32 [layers, n, query_heads, head_dim], the rotated queries of the rows that
             are observed, filled layer by layer; None where none is.
@@ -42,6 +44,7 @@ class LayerRows:
         "next_layer",
         "numbers",
         "queries",
+        "slots",
         "token_ids",
     )
 
@@ -62,6 +65,7 @@ class LayerRows:
         self.hidden: torch.Tensor | None = None
         self.next_layer = 0
         self.keys: Int32Array | None = None
+        self.slots: Int32Array | None = None
         self.changes = changes
         self.queries: Float32Array | None = None
 
@@ -118,7 +122,7 @@ class LayerRows:
 
 
 class RowChanges(Protocol):
-    """Changes which rows go on, and which keys they see, between layers."""
+    """Changes which rows go on, which keys they see and where these are, between layers."""
 
     @property
     def stops(self) -> tuple[int, ...]:

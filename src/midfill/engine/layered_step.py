@@ -55,18 +55,22 @@ def run_step(runner: Runner, scheduled: SequenceOf[ScheduledSequence]) -> StepOu
     if all(entry.sequence.layer_rows is None for entry in scheduled):
         batch = build_batch(scheduled)
         logits = runner.forward(batch)
-        return StepOutputs(logits, _observed(runner, batch, scheduled))
+        return StepOutputs(logits, _observed(runner, batch, scheduled, 0, runner.config.layers))
     return _run_in_parts(runner, scheduled)
 
 
 def _observed(
-    runner: Runner, batch: ForwardBatch, scheduled: SequenceOf[ScheduledSequence]
+    runner: Runner,
+    batch: ForwardBatch,
+    scheduled: SequenceOf[ScheduledSequence],
+    first: int,
+    end: int,
 ) -> list[Float32Array | None]:
-    """Return the queries that a batch's rows left, per sequence."""
+    """Return the queries that a batch's rows left in some layers, per sequence."""
     counts = [len(observed_rows(entry)) for entry in scheduled]
     if not any(counts):
         return [None] * len(scheduled)
-    queries = runner.observed_queries(batch)
+    queries = runner.observed_queries(batch, first, end)
     ends = np.cumsum(counts)
     return [
         queries[:, end - count : end] if count else None
@@ -178,10 +182,10 @@ def _hand_out(
     end: int,
 ) -> None:
     """Give each sequence its hidden rows, and the queries that were observed in these layers."""
-    observed = _observed(runner, batch, [one.entry for one in active])
+    observed = _observed(runner, batch, [one.entry for one in active], first, end)
     ends = pairwise(batch.query_indptr.tolist())
     for share, (start, stop), queries in zip(active, ends, observed, strict=True):
         share.rows.hidden = hidden[start:stop]
         share.rows.next_layer = end
         if queries is not None:
-            share.rows.keep_queries(first, runner.config.layers, queries[first:end])
+            share.rows.keep_queries(first, runner.config.layers, queries)

@@ -83,7 +83,7 @@ def load_engine(
         weight_bytes=runner.weight_bytes,
         kv_bytes=runner.kv_bytes,
         slots=runner.slots,
-        context=min(options.context or runner.config.context, runner.slots),
+        context=engine.context,
         max_running=options.max_running,
         load_seconds=time.perf_counter() - started,
         adapter=str(name) if (name := checkpoint.metadata.get(ADAPTER_KEY)) is not None else None,

@@ -5,14 +5,16 @@ of a prompt's attention, and that drop rows between layers. A method may be of t
 the third at once: heads that keep few keys need not see the others while the prompt is computed.
 """
 
+from midfill.compression.cascade import CascadingMethod
+from midfill.compression.full_layers import FullLayers
 from midfill.compression.method import CompressionMethod, Method
+from midfill.engine.cascade import Cascade, CascadeSize
 from midfill.engine.request import EngineRequest
 from midfill.engine.row_pruning import RowPruning
 from midfill.engine.sequence import Sequence
 from midfill.engine.sparse_prefill import ChunkNumbers, KeyPairs, SparsePrefill
 from midfill.engine.validation import check_prunable
 from midfill.forward.runner import Runner
-from midfill.models.config import ModelConfig
 from midfill.prefill.method import PrefillMethod
 from midfill.pruning.method import PruningMethod
 from midfill.reuse.method import ReuseMethod
@@ -25,15 +27,15 @@ class MethodKinds:
         key_pairs: what was computed of prompts' attention under methods of sparse prefill.
     """
 
-    def __init__(self, runner: Runner, compressed: ModelConfig) -> None:
+    def __init__(self, runner: Runner, full_layers: FullLayers) -> None:
         """Create it.
 
         Args:
             runner: the model.
-            compressed: the model as methods of compression see it.
+            full_layers: the layers that methods of compression decide on.
         """
         self._runner = runner
-        self._compressed = compressed
+        self._full_layers = full_layers
         self._chunk_numbers = ChunkNumbers()
         self.key_pairs = KeyPairs(runner.config)
 
@@ -55,4 +57,37 @@ class MethodKinds:
             sparse = SparsePrefill(method, tokens, self._chunk_numbers, self.key_pairs)
             sequence.sparse_prefill = sparse if sparse.lists_any else None
         if isinstance(method, CompressionMethod):
-            sequence.compress_with(method, self._compressed)
+            sequence.compress_with(method, self._full_layers.config)
+        trims, prompt = _trimming(method), sequence.compress_after
+        if trims is not None and trims.kept_tokens(prompt) is not None:
+            sequence.cascade = Cascade(trims, self._runner, self._full_layers, prompt)
+
+    def max_length(self, method: Method | None, request: EngineRequest) -> int:
+        """Return how many tokens of a request, prompt and answer together, the KV cache holds."""
+        size, slots = self._cascade_size(method), self._runner.slots
+        if size is None:
+            return slots
+        return size.most_tokens(request.compress_after or len(request.token_ids), slots)
+
+    def longest_prompt(self, method: Method | None, context: int) -> int:
+        """Return how long a prompt may be, its answer's first token included.
+
+        Args:
+            method: of its request.
+            context: maximum tokens that the model sees.
+        """
+        size, slots = self._cascade_size(method), self._runner.slots
+        if size is None:
+            return min(context, slots)
+        return min(context, size.longest_prompt(slots, context) + 1)
+
+    def _cascade_size(self, method: Method | None) -> CascadeSize | None:
+        trims = _trimming(method)
+        if trims is None:
+            return None
+        return CascadeSize(trims, self._full_layers, self._runner)
+
+
+def _trimming(method: object) -> CascadingMethod | None:
+    """Return a method that trims prompts while they are prefilled; None if this doesn't."""
+    return method if isinstance(method, CascadingMethod) and method.cascades else None

@@ -71,7 +71,9 @@ class PlanExecution:
         for sequence_id, slot in zip(plan.decodes, slots, strict=True):
             _held(sequences[sequence_id]).append(slot)
         for sequence in admitted:
-            _held(sequence).reserve(sequence.length - sequence.computed)
+            slots = sequence.slots_needed
+            needed = sequence.length - sequence.computed if slots is None else slots
+            _held(sequence).reserve(needed)
         for chunk in plan.background:
             sequence = sequences[chunk.sequence_id]
             _held(sequence).reserve(min(chunk.tokens, sequence.length - sequence.computed))

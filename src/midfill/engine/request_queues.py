@@ -101,8 +101,9 @@ class RequestQueues:
     def match_prefix(self, sequence: Sequence) -> None:
         """Let a sequence that holds no slots share its longest cached prefix."""
         tokens, root = cached_tokens(sequence, self.pool), sequence.cache_root
-        kv = sequence.kv = SequenceKV(self.pool, root, sequence.max_length)
-        kv.is_private = sequence.pruning is not None
+        capacity = sequence.max_length + (sequence.slots_needed or 0)
+        kv = sequence.kv = SequenceKV(self.pool, root, capacity)
+        kv.is_private = sequence.pruning is not None or sequence.cascade is not None
         found = self._find_branch(sequence, self.pool.cache.peek(root, tokens))
         sequence.reused_tokens = 0
         if found is None:
@@ -181,7 +182,9 @@ class RequestQueues:
 
     def _queued(self, sequences: Iterable[Sequence]) -> tuple[WaitingSequence, ...]:
         return tuple(
-            WaitingSequence(one.sequence_id, one.length, one.prefill, self._next_chunk(one))
+            WaitingSequence(
+                one.sequence_id, one.length, one.prefill, self._next_chunk(one), one.slots_needed
+            )
             for one in sequences
         )
 
@@ -232,7 +235,7 @@ class _QueueCacheView:
     def common_prefix(self, first: int, second: int) -> int:
         """See ``CacheView.common_prefix``."""
         a, b = self._sequences[first], self._sequences[second]
-        if a.cache_root != b.cache_root:
+        if a.cache_root != b.cache_root or b.is_cascading:
             return 0
         span = min(len(a.matchable_tokens), b.length)
         differs = a.tokens[:span] != b.tokens[:span]

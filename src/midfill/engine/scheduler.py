@@ -54,12 +54,23 @@ class WaitingSequence(NamedTuple):
             in chunks only ("chunks"), or as the policy likes ("any").
         indivisible: how many tokens after its cached prefix run in one step or not at all; 0: any
             number.
+        slots: how many it takes at its admission; None is one for each token that is not cached.
     """
 
     sequence_id: int
     length: int
     prefill: Literal["any", "layers", "chunks"] = "any"
     indivisible: int = 0
+    slots: int | None = None
+
+    def needs(self, cached: CachedPrefix) -> int:
+        """Return how many of the available slots its admission takes.
+
+        Args:
+            cached: what it finds in the cache; this is locked then, and no longer available.
+        """
+        own = self.length - cached.tokens if self.slots is None else self.slots
+        return cached.evictable + own
 
 
 class CacheView(Protocol):

@@ -12,6 +12,7 @@ from midfill.arrays import Int32Array
 from midfill.compression.method import CompressionMethod
 from midfill.engine.acceptance import Calibration
 from midfill.engine.blend import Blend
+from midfill.engine.cascade import Cascade
 from midfill.engine.compression_state import CompressionState
 from midfill.engine.empty_answer import EmptyAnswerCheck
 from midfill.engine.layer_rows import LayerRows
@@ -66,6 +67,7 @@ class Sequence:
         checked_tokens: how many tokens the check has followed, once it has decided.
         compress_after: how many of the prompt's tokens a method sees and compresses.
         compression: the method that decides which keys stay; None keeps all.
+        cascade: trims the prompt's KV while it is prefilled; None leaves it whole until then.
         pruning: the method that drops rows between layers; None drops none.
         sparse_prefill: the method that lists what the prompt's rows attend to; None lets them
             attend to everything.
@@ -90,6 +92,7 @@ class Sequence:
         "by_layers",
         "cached_tokens",
         "calibration",
+        "cascade",
         "checked_tokens",
         "compress_after",
         "compression",
@@ -158,6 +161,7 @@ class Sequence:
         self.checked_tokens = 0
         self.compress_after = request.compress_after or self.prompt_length
         self.compression: CompressionState | None = None
+        self.cascade: Cascade | None = None
         self.pruning: RowPruning | None = None
         self.sparse_prefill: SparsePrefill | None = None
         self.reuse: ReuseMethod | None = None
@@ -221,6 +225,8 @@ class Sequence:
         if self.compression is not None:
             # At least one row before the first point runs: compression follows a step.
             limit = min(limit, self.compression.first_observed, self.compress_after - 1)
+        if self.cascade is not None:
+            limit = min(limit, self.cascade.exact_tokens(self.length))
         next_scored = self.next_scored
         if next_scored is not None:
             limit = min(limit, next_scored - 1)
@@ -272,12 +278,22 @@ class Sequence:
     @property
     def prefill(self) -> Literal["any", "layers", "chunks"]:
         """How its tokens may be computed, see ``scheduler.WaitingSequence``."""
-        if self.pruning is not None:
+        if self.pruning is not None or self.is_cascading:
             return "layers"
         in_blocks = self.compression is not None and self.compression.observes_blocks
         by_method = self.reuse is not None or self.sparse_prefill is not None
         cut = self.background or self.interrupted or in_blocks or by_method
         return "chunks" if cut else "any"
+
+    @property
+    def is_cascading(self) -> bool:
+        """Whether its prompt's KV is yet to be trimmed while it is prefilled."""
+        return self.cascade is not None and (self.kv is None or self.kv.prefix is None)
+
+    @property
+    def slots_needed(self) -> int | None:
+        """Number of slots that it takes at its admission; None is one per uncached token."""
+        return None if self.cascade is None else self.cascade.slots_needed(self.length)
 
     @property
     def index(self) -> int:
@@ -303,6 +319,8 @@ class Sequence:
             self.pruning.restart()
         if self.compression is not None:
             self.compression.restart()
+        if self.cascade is not None:
+            self.cascade.restart()
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
@@ -362,6 +380,7 @@ class Sequence:
             sibling.answer_indices = (index,)
             sibling.calibration = Calibration()
             sibling.compression = self.compression and self.compression.fork()
+            sibling.cascade = self.cascade and self.cascade.fork()
             sibling.forget_kv()
             sibling.prompt_logprobs = None  # the first one reports them
             sibling.admitted = None

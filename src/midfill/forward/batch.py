@@ -23,6 +23,10 @@ class ForwardBatch:
     ``kv_length - q + i + 1`` of them, and before these to the cells of ``ragged[b]``. Where rows
     don't follow one another, or others have KV after them, ``visible_slots`` says how many.
 
+    A slot is the same in all layers, usually. A batch that runs through a single layer may also
+    name the cells that a slot has for another: ``slot + n * kv_heads * slots of the cache`` is the
+    slot n layers on, and n may be negative (``kv.places``).
+
     Attributes:
         token_ids: [rows] int32.
         positions: [rows] int32, for the rotary embedding.

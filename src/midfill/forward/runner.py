@@ -86,11 +86,14 @@ class Runner(Protocol):
         """
         ...
 
-    def observed_queries(self, batch: ForwardBatch) -> Float32Array:
+    def observed_queries(
+        self, batch: ForwardBatch, first: int = 0, end: int | None = None
+    ) -> Float32Array:
         """Return the rotated queries of the last batch's observed rows.
 
         Args:
-            batch: the last one; after ``run_layers``, only the layers that it ran are defined.
+            batch: the last one.
+            first, end: the layers, which it must have run through; None is all after ``first``.
 
         Returns:
             float32 [layers, observed rows, query_heads, head_dim], the caller's own.

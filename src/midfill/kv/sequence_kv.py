@@ -155,12 +155,12 @@ class SequenceKV:
         return np.concatenate((own, self._pool.allocate(missing)))
 
     def truncate(self, tokens: int) -> None:
-        """Free the slots of all tokens after the first ``tokens``.
+        """Free the slots of all tokens after the first ``tokens``, if there are any.
 
         Raises:
             ValueError: some of them belong to the cache, or are compressed.
         """
-        count = tokens - self.first
+        count = min(tokens - self.first, self.reserved)
         if count < self.shared:
             raise ValueError(f"can't truncate to {count} slots: the cache holds {self.shared}")
         self._pool.slots.free(self._buffer[count : self.reserved])

@@ -193,11 +193,14 @@ class CpuRunner:
         self._run(batch, self._checked(batch, hidden), Stages(False, 0, 0, True))
         return self._logits(len(batch.logit_rows))
 
-    def observed_queries(self, batch: ForwardBatch) -> Float32Array:
+    def observed_queries(
+        self, batch: ForwardBatch, first: int = 0, end: int | None = None
+    ) -> Float32Array:
         """See ``Runner.observed_queries``."""
         config, rows = self.config, len(batch.observed_rows)
         shape = (config.layers, rows, config.query_heads, config.head_dim)
-        return self._workspace.observed[: math.prod(shape)].reshape(shape).copy()
+        every = self._workspace.observed[: math.prod(shape)].reshape(shape)
+        return every[first:end].copy()
 
     def phase_ticks(self) -> Int64Array:
         """Return each thread's ticks in each phase of all steps so far: [threads, phases]."""

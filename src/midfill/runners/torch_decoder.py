@@ -4,8 +4,10 @@ This is the reference that other implementations are tested against, and what ru
 of all requests are packed. A caller may run a range of layers and change the rows between them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -60,6 +62,8 @@ class PreparedBatch:
             layers, and in those with ``ModelConfig.is_local``.
         write_slots: [rows] int64.
         attention: which keys each row attends to.
+        across_layers: whether both name slots of the whole cache, layer after layer, and not of
+            the layer that runs: the batch names cells of other layers.
         ragged: requests with cells.
         sparse: requests whose keys a planner chooses.
         observed_rows: [n] int64, rows whose queries are kept.
@@ -68,6 +72,7 @@ class PreparedBatch:
     turns: tuple[Turns, Turns]
     write_slots: torch.Tensor
     attention: AttentionMetadata
+    across_layers: bool
     ragged: tuple[RaggedRequest, ...]
     sparse: tuple[SparseRequest, ...]
     observed_rows: torch.Tensor
@@ -98,13 +103,28 @@ class Decoder:
         self._tables = (tables[0], tables[-1])
         self._windows = {config.window_of(layer) for layer in range(config.layers)}
 
-    def prepare(self, batch: ForwardBatch) -> PreparedBatch:
-        """Copy to the device, once for all layers, what they need of a batch."""
+    def prepare(self, batch: ForwardBatch, first: int = 0) -> PreparedBatch:
+        """Copy to the device, once for all layers, what they need of a batch.
+
+        Args:
+            batch: the rows.
+            first: the first layer that they run through.
+        """
         positions = self._indices(batch.positions)
+        slots = self.kv_cache.keys.shape[1]
+        across = _names_other_layers(batch, slots)
+        if across:
+            local = partial(_across_layers, layer=first, slots=slots, heads=self.config.kv_heads)
+            numbered = replace(
+                batch, write_slots=local(batch.write_slots), kv_slots=local(batch.kv_slots)
+            )
+        else:
+            numbered = batch
         return PreparedBatch(
             turns=(_at(self._tables[0], positions), _at(self._tables[1], positions)),
-            write_slots=self._indices(batch.write_slots),
-            attention=prepare_metadata(batch, self._windows, self.device),
+            write_slots=self._indices(numbered.write_slots),
+            attention=prepare_metadata(numbered, self._windows, self.device),
+            across_layers=across,
             ragged=prepare_ragged(batch, self.kv_cache.keys.shape, self.device),
             sparse=prepare_sparse(batch, self.device),
             observed_rows=self._indices(batch.observed_rows),
@@ -177,10 +197,13 @@ class Decoder:
         """
         cache = self.kv_cache
         keys, values = cache.keys[index], cache.values[index]
-        keys[batch.write_slots] = k
-        values[batch.write_slots] = v
+        shown = (keys, values)
+        if batch.across_layers:
+            shown = (cache.keys.flatten(0, 1), cache.values.flatten(0, 1))
+        shown[0][batch.write_slots] = k
+        shown[1][batch.write_slots] = v
         window, scale = self.config.window_of(index), self.config.score_scale
-        attended = attend(q, keys, values, batch.attention, window, scale)
+        attended = attend(q, *shown, batch.attention, window, scale)
         for request in batch.ragged:
             attended[request.rows] = attend_ragged(
                 q, cache.keys, cache.values, request, index, window, scale
@@ -218,6 +241,18 @@ class Decoder:
 
     def _indices(self, array: Int32Array) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, torch.int64, non_blocking=True)
+
+
+def _names_other_layers(batch: ForwardBatch, slots: int) -> bool:
+    """Whether a batch names cells of other layers than the one that it runs through."""
+    named = batch.kv_slots
+    return bool(len(named)) and bool(named.min() < 0 or named.max() >= slots)
+
+
+def _across_layers(numbers: Int32Array, *, layer: int, slots: int, heads: int) -> Int32Array:
+    """Return where named slots are in the whole cache, layer after layer; see ``ForwardBatch``."""
+    away, slot = np.divmod(numbers, np.int32(heads * slots))
+    return (layer + away) * np.int32(slots) + slot
 
 
 def _linear(values: torch.Tensor, affine: Affine) -> torch.Tensor:

@@ -70,13 +70,11 @@ class TorchRunner:
         hidden = self.run_layers(batch, self.embed(batch), 0, self.config.layers)
         return self.compute_logits(batch, hidden)
 
-    def observed_queries(self, batch: ForwardBatch) -> Float32Array:
+    def observed_queries(
+        self, batch: ForwardBatch, first: int = 0, end: int | None = None
+    ) -> Float32Array:
         """See ``Runner.observed_queries``."""
-        shape = (len(batch.observed_rows), self.config.query_heads, self.config.head_dim)
-        observed = [
-            found.float().cpu() if found.shape == shape else torch.zeros(shape)
-            for found in self.decoder.observed
-        ]
+        observed = [found.float().cpu() for found in self.decoder.observed[first:end]]
         queries: Float32Array = torch.stack(observed).numpy()
         return queries
 
@@ -90,7 +88,7 @@ class TorchRunner:
         self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
     ) -> torch.Tensor:
         """Run layers first <= i < end; see ``Decoder.run_layers``."""
-        return self.decoder.run_layers(self.decoder.prepare(batch), hidden, first, end)
+        return self.decoder.run_layers(self.decoder.prepare(batch, first), hidden, first, end)
 
     @torch.inference_mode()
     def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,11 @@ class MethodSession:
         return self.info.kv_bytes // self.info.slots
 
     @property
+    def layers(self) -> int:
+        """Of the model."""
+        return self.info.layers
+
+    @property
     def cell_list_bytes(self) -> int:
         """Bytes of the list of the cells that one slot holds."""
         config = self._runner.config

@@ -149,7 +149,7 @@ class LayeredPrefill:
         for sequence in state.waiting[:places]:
             cached = state.cache.cached_prefix(sequence.sequence_id)
             tokens = sequence.length - cached.tokens
-            available -= cached.evictable + tokens
+            available -= sequence.needs(cached)
             if not self._by_layers(sequence) or (merged and total + tokens > self.max_tokens):
                 break
             others = [sequence_id for sequence_id, _ in merged]

@@ -148,8 +148,7 @@ class SarathiServe:
             if rows >= self._budget(0):
                 break
             cached = state.cache.cached_prefix(sequence.sequence_id)
-            # Its cached prefix will be locked, so it no longer counts as available.
-            available -= cached.evictable + sequence.length - cached.tokens
+            available -= sequence.needs(cached)
             tokens = self._chunk(sequence.length - cached.tokens, cached.tokens, rows)
             if sequence.indivisible:
                 tokens = self._whole(sequence.indivisible, rows, decodes)

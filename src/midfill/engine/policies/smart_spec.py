@@ -105,11 +105,10 @@ def _allocated_slots(state: ScheduleState, plan: StepPlan) -> int:
     """Return how many of the available slots ``plan`` uses."""
     allocated = len(plan.decodes)
     if plan.admit:
-        lengths = {sequence.sequence_id: sequence.length for sequence in state.waiting}
+        waiting = {sequence.sequence_id: sequence for sequence in state.waiting}
         for chunk in plan.admit:
             cached = state.cache.cached_prefix(chunk.sequence_id)
-            # A cached prefix is locked by its use, so it is not evictable any more.
-            allocated += cached.evictable + lengths[chunk.sequence_id] - cached.tokens
+            allocated += waiting[chunk.sequence_id].needs(cached)
     return allocated
 
 

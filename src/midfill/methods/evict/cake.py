@@ -1,8 +1,10 @@
 """CAKE: one budget for all layers, divided by how widely and how changeably each attends.
 
 Source: Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences",
-ICLR 2025, arXiv 2503.12491, sections 4.1 (preferences), 4.3 (scores). This is the one-shot form,
-applied once the whole prompt is computed; it keeps what the cascade would keep in the end.
+ICLR 2025, arXiv 2503.12491, sections 4.1 (preferences), 4.2 (the cascade), 4.3 (scores). One-shot,
+it decides once the whole prompt is computed. As a cascade, it trims each layer of the prompt as
+soon as it has run, and all layers before it again: in the end it keeps the same, unless a layer's
+budget would have grown again.
 """
 
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from midfill.compression.window_attention import (
 )
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import budget_tokens, check_budget, check_observation
+from midfill.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Cake(OneShot):
         tau1, tau2: temperatures of dispersion and shift in a layer's preference. The paper tunes
             them per model and budget, 0.4 to 2.3; 1 where nobody has.
         kernel: width of the pooling along tokens; the code's 5.
+        cascade: 1 trims while the prompt is prefilled, so that it never holds all slots, and leaves
+            nothing of it in the prefix cache; 0 does it once the prompt is computed.
     """
 
     budget: float = 256
@@ -43,10 +48,13 @@ class Cake(OneShot):
     tau1: float = 1.0
     tau2: float = 1.0
     kernel: int = 5
+    cascade: int = 0
 
     def __post_init__(self) -> None:
         check_observation(self.window, self.kernel, least=2)  # one row has no variance
         check_budget(self.budget, self.window)
+        if self.cascade not in (0, 1):
+            raise InvalidRequestError(f"cascade must be 0 or 1, not {self.cascade}", param="method")
         for name in ("tau1", "tau2"):
             if getattr(self, name) <= 0:
                 raise InvalidRequestError(f"{name} must be above 0", param="method")
@@ -59,8 +67,8 @@ class Cake(OneShot):
     def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
         """See ``SequenceCompressor.select``."""
         count, window = int(keys.counts[0]), self.window
-        budget = budget_tokens(self.budget, count, window)
-        if count <= budget + window or queries.shape[1] < window:
+        budget = self.kept_tokens(count)
+        if budget is None or queries.shape[1] < window:
             return None
         preferences: list[float] = []
         scores: list[Float32Array] = []
@@ -77,6 +85,20 @@ class Cake(OneShot):
             for head in layer_scores
         ]
         return Selection.of_heads(kept)
+
+    @property
+    def cascades(self) -> bool:
+        """See ``CascadingMethod.cascades``."""
+        return self.cascade > 0
+
+    def kept_tokens(self, prompt: int) -> int | None:
+        """See ``CascadingMethod.kept_tokens``."""
+        budget = budget_tokens(self.budget, prompt, self.window)
+        return None if prompt <= budget + self.window else budget
+
+    def start_cascade(self, config: ModelConfig, prompt: int) -> "CakeTrimmer":
+        """See ``CascadingMethod.start_cascade``."""
+        return CakeTrimmer(self, config, prompt)
 
     def preference(self, weights: Float32Array) -> float:
         """Return a layer's preference H^(1/tau1) * V^(1/tau2), equation 5.
@@ -98,6 +120,34 @@ class Cake(OneShot):
         variance = weights.var(axis=1, ddof=1)
         varied = weights.mean(axis=1) + np.float32(self.gamma) * variance
         return group_mean(average_pool(varied, self.kernel), kv_heads)
+
+
+class CakeTrimmer:
+    """Implements ``compression.cascade.LayerTrimmer``."""
+
+    def __init__(self, cake: Cake, config: ModelConfig, prompt: int) -> None:
+        """Begin with a prompt that doesn't stay as a whole; arguments as of ``start_cascade``."""
+        budget = cake.kept_tokens(prompt)
+        assert budget is not None
+        self._cake = cake
+        self._kv_heads = config.kv_heads
+        self._total = (budget - cake.window) * config.layers
+        self._others = prompt - cake.window
+        self._preferences: list[float] = []
+
+    def rank(self, keys: SequenceKeys, queries: Float32Array) -> Int32Array:
+        """See ``LayerTrimmer.rank``: the window, then all others by their scores."""
+        cake, window = self._cake, self._cake.window
+        weights = window_attention(keys, queries, 0)[:, :, :-window]
+        self._preferences.append(cake.preference(weights))
+        scores = cake.scores(weights, self._kv_heads)
+        recent = np.arange(self._others, self._others + window, dtype=np.int32)
+        return np.stack([np.concatenate((recent, top_keys(head, self._others))) for head in scores])
+
+    def sizes(self) -> Int64Array:
+        """See ``LayerTrimmer.sizes``: the budget, divided over the layers so far."""
+        preferences = np.array(self._preferences)
+        return divide_budget(preferences, self._total, self._others) + self._cake.window
 
 
 def divide_budget(preferences: Float64Array, total: int, most: int) -> Int64Array:
