@@ -87,6 +87,10 @@ class UpstreamError(UnavailableError):
     """No server behind a gateway could answer (HTTP 502, or 503 if trying again makes sense)."""
 
 
+class DeadlineError(UnavailableError):
+    """A request that could not be answered within the time that its client gives it (HTTP 503)."""
+
+
 class QueueFullError(UnavailableError):
     """Too many tokens are queued (HTTP 429)."""
 

@@ -21,6 +21,7 @@ from midfill.engine.batching import ScheduledSequence, schedule
 from midfill.engine.blending import Blending
 from midfill.engine.compression import Compression
 from midfill.engine.counters import EngineCounters
+from midfill.engine.deadlines import Deadlines
 from midfill.engine.drafting import Draft
 from midfill.engine.kv_traffic import KvTraffic
 from midfill.engine.kv_transfers import IdentitySource
@@ -113,6 +114,7 @@ class Engine:
         context = runner.config.context
         self._context = min(context, options.context or context)
         self._queues = RequestQueues(runner.slots, options.max_running)
+        self._deadlines = Deadlines(self._queues.__contains__)
         self._compression = Compression(runner, self._queues.pool)
         self._blending = Blending(runner, self._queues.pool)
         self._method = method
@@ -152,6 +154,7 @@ class Engine:
             if method is not None:
                 self._methods.attach(method, request, sequence)
         self._next_sequence_id += len(sequence.answer_indices)
+        self._deadlines.add(request)
         if self.kv_traffic.starts_loading(sequence):
             self._queues.hold(sequence)
         else:
@@ -187,6 +190,7 @@ class Engine:
         outputs, self._undelivered = self._undelivered, []
         if self.kv_traffic:
             self.kv_traffic.step(may_wait=not outputs)
+        outputs += self._expire()
         if self._queues:
             plan, drafts = self._plan()
             for sequence_id in plan.drop:
@@ -216,7 +220,7 @@ class Engine:
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return the numbers of every tenant that has or had a request, as of now."""
-        return self._tenants.stats(self._queues.running, self._queues.waiting)
+        return self._tenants.stats(self._queues.running, self._queues.waiting.counts())
 
     def find_method(self, specification: str) -> Method | None:
         """Return the method that a request may name; None computes everything and keeps it.
@@ -235,6 +239,15 @@ class Engine:
             InvalidRequestError: the request names a method that can't be used.
         """
         return self._method if request.method is None else self.find_method(request.method)
+
+    def _expire(self) -> list[EngineOutput]:
+        """End the requests that nobody waits for any more, before a step is spent on them."""
+        outputs: list[EngineOutput] = []
+        for deadline in self._deadlines.take_expired(time.monotonic()):
+            for sequence in self._queues.sequences_of(deadline.request_id):
+                if deadline.whole or sequence.length == sequence.prompt_length:
+                    outputs += self._finish(sequence, "expired")
+        return outputs
 
     # --- planning ---
 
@@ -376,6 +389,7 @@ class Engine:
         sequence.decoding = True
         self._counters.generated_tokens += len(one.tokens)
         self._tenants.record_tokens(sequence, len(one.tokens))
+        self._queues.waiting.charge(sequence.tenant, len(one.tokens))
         if sequence.kv is not None:
             sequence.computed = sequence.length - 1
             sequence.kv.truncate(sequence.computed)

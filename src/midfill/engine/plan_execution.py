@@ -100,6 +100,8 @@ class PlanExecution:
             self._counters.prompt_tokens += sequence.prompt_length
             self._counters.cached_tokens += sequence.computed
             self._tenants.record_admission(sequence)
+            tokens = sequence.prompt_length - sequence.computed
+            self._queues.waiting.charge(sequence.tenant, tokens)
 
     def blend(self, plan: StepPlan, outputs: list[EngineOutput]) -> StepPlan:
         """Run the chunks of prefills that are blended; return the plan with what they leave.

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "expired", "error"]
 
 
 class EngineSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +84,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             comes before the token in front of it may be cached.
         method: compresses the prompt's KV or takes it from elsewhere, see ``methods.registry``;
             "none" computes and keeps all of it, None leaves it to the engine.
+        deadline: when the client gives up, by ``time.monotonic``, a clock that processes of a
+            machine share; None is never. Answers that are streamed need a token by then, others
+            must be complete; otherwise they end with "expired".
         document: the planner's id of the document; "" if there is none. An engine of several
             machines keeps a document's KV in one place.
     """
@@ -101,6 +104,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     score_from: int = 1
     method: str | None = None
     document: str = ""
+    deadline: float | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

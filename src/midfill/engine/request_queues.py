@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from midfill.arrays import Int32Array
+from midfill.engine.policies.deficit_round_robin import DeficitRoundRobin
 from midfill.engine.scheduler import RunningSequence, ScheduleState, WaitingSequence
 from midfill.engine.sequence import Sequence
+from midfill.engine.waiting_queue import WaitingQueue
 from midfill.kv.branches import Branch, Branches
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import CachedPrefix
@@ -25,7 +27,7 @@ class RequestQueues:
         pool: the KV slots.
         sequences: all sequences by id.
         running: sequences that hold slots, in order of arrival.
-        waiting: the queue, head first.
+        waiting: the queue: what has run before, then what is new, tenants in turn.
         background: prompts to be cached when the engine is idle, oldest first.
         loading: new sequences whose KV is on its way to the cache, in order of arrival.
         on_release: called with a sequence before it leaves its KV to the cache.
@@ -41,7 +43,7 @@ class RequestQueues:
         self.pool = KVPool(slots)
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(DeficitRoundRobin())
         self.background: deque[Sequence] = deque()
         self.loading: list[Sequence] = []
         self.on_release: Callable[[Sequence], None] = lambda sequence: None
@@ -63,10 +65,11 @@ class RequestQueues:
         return [self.sequences[one] for one in sorted(self._sequence_ids.get(request_id, ()))]
 
     def state(self) -> ScheduleState:
-        """Return what a policy may look at."""
+        """Return what a policy may look at; of the queue no more than a step could admit."""
+        places = self._max_running - len(self.running)
         return ScheduleState(
             running=tuple(_running(sequence) for sequence in self.running),
-            waiting=self._queued(self.waiting),
+            waiting=self._queued(self.waiting.head(places)),
             available_slots=self.pool.available,
             cache=self._cache_view,
             background=self._queued(self.background),
@@ -87,8 +90,7 @@ class RequestQueues:
         loaded = [sequence for sequence in self.loading if not is_loading(sequence)]
         for sequence in loaded:
             self.loading.remove(sequence)
-            later = (n for n, one in enumerate(self.waiting) if _arrival(one) > _arrival(sequence))
-            self.waiting.insert(next(later, len(self.waiting)), sequence)
+            self.waiting.insert(sequence)
 
     def admit(self, sequence: Sequence) -> None:
         """Move a waiting sequence to the running ones and match its prefix in the cache."""
@@ -133,7 +135,7 @@ class RequestQueues:
         """Move a running sequence to the head of the queue and release its slots."""
         self.running.remove(sequence)
         self.release(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.resume([sequence])
 
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's slots; the KV it has computed stays cached."""
@@ -178,7 +180,7 @@ class RequestQueues:
             other.compression = first.compression and first.compression.fork()
             self.running.append(other)
         self.running.sort(key=_arrival)
-        self.waiting.extendleft(reversed(others[places:]))
+        self.waiting.resume(others[places:])
 
     def _queued(self, sequences: Iterable[Sequence]) -> tuple[WaitingSequence, ...]:
         return tuple(

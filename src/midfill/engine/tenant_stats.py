@@ -1,6 +1,6 @@
 """TenantCounters: what each tenant has used and is using of the engine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from midfill.engine.request import TenantStats
@@ -33,16 +33,21 @@ class TenantCounters:
         self._of(sequence).generated_tokens += count
 
     def stats(
-        self, running: Iterable[Sequence], waiting: Iterable[Sequence]
+        self, running: Iterable[Sequence], waiting: Mapping[str, int]
     ) -> dict[str, TenantStats]:
-        """Return the numbers of every tenant that has or had a request."""
-        now_running, now_waiting = _count(running), _count(waiting)
-        tenants = dict.fromkeys((*self._counters, *now_waiting))
+        """Return the numbers of every tenant that has or had a request.
+
+        Args:
+            running: the sequences that hold slots.
+            waiting: how many of each tenant wait.
+        """
+        now_running = _count(running)
+        tenants = dict.fromkeys((*self._counters, *waiting))
         none = _Counters()
         return {
             tenant: TenantStats(
                 running=now_running.get(tenant, 0),
-                waiting=now_waiting.get(tenant, 0),
+                waiting=waiting.get(tenant, 0),
                 prompt_tokens=counters.prompt_tokens,
                 cached_tokens=counters.cached_tokens,
                 generated_tokens=counters.generated_tokens,

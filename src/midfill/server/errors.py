@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from midfill.errors import (
+    DeadlineError,
     EngineDeadError,
     InvalidRequestError,
     MidfillError,
@@ -81,6 +82,8 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         code = "engine_dead" if error.retry_after is None else "engine_restarting"
         return ApiError(503, str(error), code=code, headers=retry_header(error))
+    if isinstance(error, DeadlineError):
+        return ApiError(503, str(error), code="deadline_exceeded", headers=retry_header(error))
     if isinstance(error, StoppingError):
         return ApiError(503, str(error), code="server_stopping", headers=retry_header(error))
     if isinstance(error, UpstreamError):
