@@ -18,6 +18,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MAX_QUEUED_TOKENS = 262_144
 DEFAULT_STEP_TIMEOUT = 120.0
+DEFAULT_COMPLETION_TIMEOUT = 120.0
 
 
 class FimTokens(NamedTuple):
@@ -170,6 +171,11 @@ class ServeOptions:
         max_body_bytes: maximum size of a request body.
         max_queued_tokens: maximum number of prompt tokens whose requests wait for their first
             token; requests beyond it are refused with status 429.
+        max_queued_tokens_per_key: the same per API key; None is half of it where requests of other
+            keys wait, too.
+        completion_timeout: seconds for which an infill request waits for its first token, or for
+            its answer if that is not streamed, unless the client says how long it waits; 0 is for
+            ever.
         step_timeout: seconds that a step of the engine may take, after which it is taken to hang
             and restarted; 0 lets it take for ever.
         listen: what bounds connections, and the server's end.
@@ -200,6 +206,8 @@ class ServeOptions:
     snippets: int | None = None
     max_body_bytes: int = 16 * 1024 * 1024
     max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS
+    max_queued_tokens_per_key: int | None = None
+    completion_timeout: float = DEFAULT_COMPLETION_TIMEOUT
     step_timeout: float = DEFAULT_STEP_TIMEOUT
     listen: ListenOptions = field(default_factory=ListenOptions)
     idle_prefill: bool = True

@@ -1,8 +1,9 @@
-"""Too many queued tokens: 429 with Retry-After, from every endpoint, streamed or not."""
+"""More than can be done in time: 429 or 503 with Retry-After, from every endpoint."""
 
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,3 +60,49 @@ def test_requests_beyond_the_queue_are_refused(
 def test_openais_client_recognises_the_error(full_queue: RunningServer) -> None:
     with pytest.raises(openai.RateLimitError):
         full_queue.openai().completions.create(model="tiny-llama", prompt=TEXT)
+
+
+@pytest.mark.parametrize("header", ["X-Request-Timeout", "X-Stainless-Read-Timeout"])
+def test_nothing_is_computed_for_a_client_that_no_longer_waits(
+    server: RunningServer, header: str
+) -> None:
+    engine = server.engine_process()
+    before = server.metric("computed_tokens_total")
+    answers = []
+
+    def ask() -> None:
+        body = {"prompt": f"{header} {TEXT}", "max_tokens": 1}
+        answers.append(server.post("/v1/completions", body, headers={header: "0.3"}))
+
+    waiting = threading.Thread(target=ask)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        waiting.start()
+        server.wait_for(lambda: server.metric("queued_tokens") > 0)
+        time.sleep(0.4)  # what the client has
+    finally:
+        os.kill(engine, signal.SIGCONT)
+        waiting.join(60)
+    (response,) = answers
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    assert server.metric("computed_tokens_total") == before
+    assert server.metric("queued_tokens") == 0
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "inf", "nan"])
+def test_a_timeout_that_is_no_time_is_refused(server: RunningServer, value: str) -> None:
+    headers = {"X-Request-Timeout": value}
+    response = server.post("/v1/completions", {"prompt": "a"}, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "X-Request-Timeout"
+
+
+@pytest.mark.parametrize("value", ["None", "600", ""])
+def test_what_libraries_say_of_their_timeouts_is_never_an_error(
+    server: RunningServer, value: str
+) -> None:
+    headers = {"X-Stainless-Read-Timeout": value}
+    response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers)
+    assert response.status_code == 200

@@ -26,6 +26,7 @@ from midfill.cli.options import (
 )
 from midfill.cli.values import parse_size
 from midfill.config import (
+    DEFAULT_COMPLETION_TIMEOUT,
     DEFAULT_MAX_QUEUED_TOKENS,
     DEFAULT_STEP_TIMEOUT,
     LogFormat,
@@ -112,6 +113,23 @@ MaxQueuedTokensOption = Annotated[
         min=1,
         help="Maximum number of prompt tokens whose requests wait for their first token. Requests"
         " beyond it are refused with status 429.",
+    ),
+]
+MaxQueuedPerKeyOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="The same for each API key; if not set, half of it where requests of other keys wait,"
+        " too.",
+    ),
+]
+CompletionTimeoutOption = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        metavar="SECONDS",
+        help="Time for which an infill request waits for its first token (for its answer, if that"
+        " is not streamed) unless its client says how long it waits; 0 is for ever.",
     ),
 ]
 StepTimeoutOption = Annotated[
@@ -241,6 +259,8 @@ def serve(
     token_budget: TokenBudgetOption = 128,
     scheduler: SchedulerOption = "sarathi-serve",
     max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
+    max_queued_tokens_per_key: MaxQueuedPerKeyOption = None,
+    completion_timeout: CompletionTimeoutOption = DEFAULT_COMPLETION_TIMEOUT,
     step_timeout: StepTimeoutOption = DEFAULT_STEP_TIMEOUT,
     max_connections: MaxConnectionsOption = 2048,
     client_timeout: ClientTimeoutOption = 30,
@@ -287,6 +307,8 @@ def serve(
         window=window,
         snippets=snippets,
         max_queued_tokens=max_queued_tokens,
+        max_queued_tokens_per_key=max_queued_tokens_per_key,
+        completion_timeout=completion_timeout,
         step_timeout=step_timeout,
         listen=ListenOptions(
             max_connections=max_connections,

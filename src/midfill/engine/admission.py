@@ -8,6 +8,7 @@ worth more to a client than an answer that comes too late, and costs the others 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from midfill.engine.request import EngineRequest
 from midfill.errors import QueueFullError
@@ -18,18 +19,25 @@ _SAFETY = 0.7  # share of the time until a deadline that a request may wait in t
 _MAX_RETRY_SECONDS = 60
 
 
-@dataclass(slots=True)
-class _Queued:
+class _Queued(NamedTuple):
     """A request without an output: its tenant, and its prompt's tokens."""
 
     tenant: str
     tokens: int
 
 
+@dataclass(slots=True)
+class _TenantQueue:
+    """What a tenant has queued."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
 class Admission:
     """The prompt tokens of requests that have produced no output yet; background ones don't count.
 
-    Times are those of any clock that does not jump, in seconds.
+    Times are ``time.monotonic``'s.
 
     Args:
         max_tokens: maximum over all tenants.
@@ -44,36 +52,42 @@ class Admission:
         self._max_tokens = max_tokens
         self._max_tenant_tokens = max_tenant_tokens
         self._queued: dict[str, _Queued] = {}
-        self._tenants: dict[str, int] = {}
+        self._tenants: dict[str, _TenantQueue] = {}
         self._speed = QueueSpeed()
         self.queued_tokens = 0
 
-    def __bool__(self) -> bool:
-        """Whether any request is queued."""
-        return bool(self._queued)
+    def check(self, tenant: str, tokens: int, deadline: float | None, now: float) -> None:
+        """Refuse a request that may not be queued.
 
-    def check(self, requests: Iterable[EngineRequest], now: float) -> None:
-        """Refuse requests that may not be queued together.
+        One whose tenant has nothing queued is refused only where too much is queued in all, and
+        one that comes alone never.
 
-        A request is always accepted where its tenant has nothing queued, nor anybody else.
+        Args:
+            tenant: whose it is.
+            tokens: of its prompts; 0 where they are not known yet.
+            deadline: when its client gives up; None is never.
+            now: the time.
 
         Raises:
             QueueFullError: too much is queued.
         """
-        asking = [one for one in requests if not one.background]
-        if not asking or not self._queued:
+        if not self._queued:
             return
-        tokens = sum(len(one.token_ids) for one in asking)
-        tenant = asking[0].tenant
         if self.queued_tokens + tokens > self._max_tokens:
             raise self._full(self.queued_tokens, tokens, self._max_tokens, "")
-        own = self._tenants.get(tenant, 0)
-        bound = self._max_tenant_tokens
-        if bound is None and (len(self._tenants) > 1 or not own):
-            bound = self._max_tokens // 2
-        if own and bound is not None and own + tokens > bound:
+        own = self._tokens_of(tenant)
+        bound = self._tenant_bound(tenant)
+        if own and own + tokens > bound:
             raise self._full(own, tokens, bound, " of yours")
-        self._check_deadlines(asking, tenant, now)
+        if deadline is None:
+            return
+        wait, left = self.expected_wait(tenant), _SAFETY * (deadline - now)
+        if wait > left:
+            raise QueueFullError(
+                f"the queue is about {wait:.0f} s long, too long for a request that has"
+                f" {max(deadline - now, 0.0):.0f} s. Try again in a moment",
+                retry_after=_retry(wait - left),
+            )
 
     def add(self, requests: Iterable[EngineRequest], now: float) -> None:
         """Queue requests."""
@@ -82,10 +96,12 @@ class Admission:
                 continue
             if not self._queued:
                 self._speed.resume(now)
-            tokens = len(one.token_ids)
-            self._queued[one.request_id] = _Queued(one.tenant, tokens)
-            self._tenants[one.tenant] = self._tenants.get(one.tenant, 0) + tokens
-            self.queued_tokens += tokens
+            queued = _Queued(one.tenant, len(one.token_ids))
+            self._queued[one.request_id] = queued
+            tenant = self._tenants.setdefault(one.tenant, _TenantQueue())
+            tenant.requests += 1
+            tenant.tokens += queued.tokens
+            self.queued_tokens += queued.tokens
 
     def remove(self, request_id: str, now: float, *, answered: bool) -> None:
         """Remove a request that has its first output, or has ended without any."""
@@ -93,10 +109,10 @@ class Admission:
         if one is None:
             return
         self.queued_tokens -= one.tokens
-        left = self._tenants[one.tenant] - one.tokens
-        if left or any(other.tenant == one.tenant for other in self._queued.values()):
-            self._tenants[one.tenant] = left
-        else:
+        tenant = self._tenants[one.tenant]
+        tenant.requests -= 1
+        tenant.tokens -= one.tokens
+        if not tenant.requests:
             del self._tenants[one.tenant]
         if answered:
             self._speed.record(one.tokens, now)
@@ -105,27 +121,24 @@ class Admission:
         """Remove all requests: the engine has ended."""
         self._queued.clear()
         self._tenants.clear()
-        self.queued_tokens = 0
         self._speed = QueueSpeed()
+        self.queued_tokens = 0
 
     def expected_wait(self, tenant: str) -> float:
         """Return how many seconds a new request of a tenant will probably be queued."""
         # Tenants take turns, so only as much of the others' comes first as of its own.
         turns = len(self._tenants) + (tenant not in self._tenants)
-        tokens = min(self.queued_tokens, self._tenants.get(tenant, 0) * turns)
-        return self._speed.seconds(tokens)
+        return self._speed.seconds(min(self.queued_tokens, self._tokens_of(tenant) * turns))
 
-    def _check_deadlines(self, asking: list[EngineRequest], tenant: str, now: float) -> None:
-        deadline = min((one.deadline for one in asking if one.deadline is not None), default=None)
-        if deadline is None:
-            return
-        wait, left = self.expected_wait(tenant), _SAFETY * (deadline - now)
-        if wait > left:
-            raise QueueFullError(
-                f"the queue is about {wait:.0f} s long, too much for a request that has"
-                f" {deadline - now:.0f} s. Try again in a moment",
-                retry_after=_retry(wait - left),
-            )
+    def _tokens_of(self, tenant: str) -> int:
+        queued = self._tenants.get(tenant)
+        return 0 if queued is None else queued.tokens
+
+    def _tenant_bound(self, tenant: str) -> int:
+        if self._max_tenant_tokens is not None:
+            return self._max_tenant_tokens
+        is_alone = len(self._tenants) <= 1 and tenant in self._tenants
+        return self._max_tokens if is_alone else self._max_tokens // 2
 
     def _full(self, queued: int, tokens: int, bound: int, whose: str) -> QueueFullError:
         excess = self._speed.seconds(max(queued + tokens - bound, 0))

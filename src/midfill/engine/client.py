@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,7 @@ from midfill.config import (
     LogOptions,
     ModelOptions,
 )
+from midfill.engine.admission import Admission
 from midfill.engine.messages import (
     Cancel,
     EngineInfo,
@@ -48,7 +50,6 @@ from midfill.errors import (
     InvalidRequestError,
     KvTransferError,
     MidfillError,
-    QueueFullError,
 )
 from midfill.system.progress import Progress
 from midfill.tiers.memory_folder import MemoryFolder
@@ -60,7 +61,6 @@ EngineState = Literal["starting", "ready", "unresponsive", "restarting", "dead"]
 _MIN_RESTART_SECONDS = 0.5  # before restarting an engine that died without having answered
 _MAX_RESTART_SECONDS = 5.0  # the delay doubles up to this
 _MAX_LOAD_SILENCE = 900.0  # seconds between two reports of a restarting engine
-_QUEUE_RETRY_SECONDS = 1
 _MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, which find its caches
 
 
@@ -81,8 +81,6 @@ class EngineClient:
         stats: the engine's numbers after its last step.
         tenants: its numbers by tenant, of the last twentieth of a second or newer.
         restarts: how often the engine was restarted.
-        queued_tokens: prompt tokens of requests that have produced no output yet, background
-            requests not counted.
     """
 
     def __init__(
@@ -93,6 +91,7 @@ class EngineClient:
         max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS,
         logs: LogOptions | None = None,
         step_timeout: float = DEFAULT_STEP_TIMEOUT,
+        max_tenant_tokens: int | None = None,
     ) -> None:
         """Prepare an engine; ``start`` starts it.
 
@@ -101,6 +100,7 @@ class EngineClient:
             options: how to run it.
             on_progress: called with (stage, done, total) during the first load.
             max_queued_tokens: maximum of ``queued_tokens``; beyond it ``submit`` refuses requests.
+            max_tenant_tokens: the same of each tenant; None is half of it where others wait, too.
             logs: what the engine process logs, and how.
             step_timeout: seconds that a step may take; 0 lets it take for ever.
         """
@@ -109,10 +109,9 @@ class EngineClient:
         self.stats = EngineStats()
         self.tenants: dict[str, TenantStats] = {}
         self.restarts = 0
-        self.queued_tokens = 0
         self._start = Start(str(path), options, logs or LogOptions())
         self._on_progress = on_progress
-        self._max_queued_tokens = max_queued_tokens
+        self._admission = Admission(max_queued_tokens, max_tenant_tokens)
         self._step_timeout = step_timeout
         self._watchdog = Watchdog(step_timeout)
         self._load_watchdog = Watchdog(
@@ -122,10 +121,14 @@ class EngineClient:
         self._answered = False  # whether the current process has produced any output
         self._supervisor: asyncio.Task[None] | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._queued: dict[str, int] = {}  # prompt tokens by request id, until the first output
         self._first_start: asyncio.Future[EngineInfo] | None = None
         self._transfers = Transfers()
         self._memory_folder: MemoryFolder | None = None
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of requests without an output, background requests not counted."""
+        return self._admission.queued_tokens
 
     @property
     def process_id(self) -> int | None:
@@ -174,33 +177,34 @@ class EngineClient:
     def submit(self, *requests: EngineRequest) -> OutputStream:
         """Queue requests, all or none; the stream yields their outputs.
 
-        Requests are refused while too many tokens are queued, unless nothing else is queued.
+        They are of one tenant and have one deadline. They are refused while too many tokens are
+        queued, unless nothing else is queued.
 
         Raises:
             EngineDeadError: the engine is not ready.
-            QueueFullError: too many tokens are queued.
+            QueueFullError: too many tokens are queued, or too many for the deadline.
         """
         if not self._is_up or self._process is None:
             raise self._not_ready()
-        counts = {
-            request.request_id: len(request.token_ids)
-            for request in requests
-            if not request.background
-        }
-        tokens = sum(counts.values())
-        if counts and self._queued and self.queued_tokens + tokens > self._max_queued_tokens:
-            raise QueueFullError(
-                f"{self.queued_tokens} prompt tokens are queued and this request has {tokens};"
-                f" at most {self._max_queued_tokens} are queued. Try again in a moment",
-                retry_after=_QUEUE_RETRY_SECONDS,
-            )
+        now = time.monotonic()
+        asking = [request for request in requests if not request.background]
+        if asking:
+            tokens = sum(len(request.token_ids) for request in asking)
+            self._admission.check(asking[0].tenant, tokens, asking[0].deadline, now)
         self._process.send(*map(Submit, requests))
         stream = OutputStream(self, requests)
         for request in requests:
             self._streams[request.request_id] = stream
-        self._queued |= counts
-        self.queued_tokens += tokens
+        self._admission.add(asking, now)
         return stream
+
+    def check_admission(self, tenant: str, deadline: float | None) -> None:
+        """Refuse a request of which only its tenant and deadline are known.
+
+        Raises:
+            QueueFullError: ``submit`` would refuse it, whatever its prompt.
+        """
+        self._admission.check(tenant, 0, deadline, time.monotonic())
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Have the engine end a request, or one of its answers, if it is unfinished."""
@@ -250,10 +254,7 @@ class EngineClient:
     def forget(self, request_id: str) -> None:
         """Route no more outputs of a request."""
         self._streams.pop(request_id, None)
-        self._dequeue(request_id)
-
-    def _dequeue(self, request_id: str) -> None:
-        self.queued_tokens -= self._queued.pop(request_id, 0)
+        self._admission.remove(request_id, time.monotonic(), answered=False)
 
     # --- the process's life ---
 
@@ -374,7 +375,8 @@ class EngineClient:
 
     def _route(self, output: EngineOutput) -> None:
         self._answered = True
-        self._dequeue(output.request_id)
+        answered = output.finish_reason not in ("cancelled", "expired", "error")
+        self._admission.remove(output.request_id, time.monotonic(), answered=answered)
         stream = self._streams.get(output.request_id)
         if stream is not None:  # otherwise it was cancelled while the output was on its way
             stream.put(output)
@@ -400,8 +402,7 @@ class EngineClient:
         self.stats, self.tenants = EngineStats(), {}
         self._fail_first_start(EngineDeadError(reason))
         streams, self._streams = self._streams, {}
-        self._queued.clear()
-        self.queued_tokens = 0
+        self._admission.clear()
         error = EngineDeadError(f"{reason} while this request was in flight")
         if self.state == "restarting":
             error = EngineDeadError(

@@ -40,7 +40,9 @@ class WaitingQueue:
         tenant = sequence.tenant
         if tenant not in self._new:
             self._new[tenant] = {}
-            self._turns = (*self._turns, Turn(tenant, self._debts.pop(tenant, 0)))
+            # Where nobody else waits, it is this tenant's turn at once.
+            deficit = self._debts.pop(tenant, 0) + (0 if self._turns else self._policy.quantum)
+            self._turns = (*self._turns, Turn(tenant, deficit))
         self._new[tenant][sequence.sequence_id] = sequence
 
     def insert(self, sequence: Sequence) -> None:
@@ -91,10 +93,11 @@ class WaitingQueue:
         chosen = [one for one, _ in zip(self._resuming.values(), range(limit), strict=False)]
         if len(self._turns) == 1:
             (turn,) = self._turns
-            if turn.deficit:
-                self._turns = (Turn(turn.tenant, 0),)  # what it had computed alone was nobody's
+            self._turns = (turn._replace(deficit=self._policy.quantum),)  # it kept nobody waiting
             queued = self._new[turn.tenant].values()
-            return chosen + [one for one, _ in zip(queued, range(limit - len(chosen)), strict=False)]
+            return chosen + [
+                one for one, _ in zip(queued, range(limit - len(chosen)), strict=False)
+            ]
         self._turns = turns = self._policy.advance(self._turns)
         queues = {tenant: iter(queued.values()) for tenant, queued in self._new.items()}
         limit = min(limit, len(chosen) + _MAX_CHOSEN)

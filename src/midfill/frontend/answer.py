@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 
 from midfill.engine.request import EngineOutput, TokenLogprobs
-from midfill.errors import GenerationError
+from midfill.errors import DeadlineError, GenerationError
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopScanner, StopStrings
 from midfill.infill.trim import Trimmer
@@ -139,11 +139,17 @@ class Answer:
 
         Raises:
             GenerationError: the engine failed on this answer.
+            DeadlineError: it would have come too late.
         """
         if self.finished:
             return None
         if output.finish_reason == "error":
             raise GenerationError(output.error or "the engine failed on this request")
+        if output.finish_reason == "expired":
+            raise DeadlineError(
+                "no answer within the time that the request gives; try again in a moment",
+                retry_after=1,
+            )
         finish_reason: str | None = output.finish_reason
         if self._sampling.max_tokens == 0:  # the engine's one token is none of the answer
             return self._delta("", "", "length")

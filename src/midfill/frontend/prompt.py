@@ -102,6 +102,7 @@ class Prompt:
         sampling: SamplingParams,
         tenant: str = "",
         stream_interval: float = 0.0,
+        deadline: float | None = None,
     ) -> EngineRequest:
         """Return the request for the engine; see ``EngineRequest`` for the arguments.
 
@@ -118,6 +119,7 @@ class Prompt:
             stop_bytes=sampling.stop_bytes,
             method=self.method,
             document="" if self.report is None else self.report.document or "",
+            deadline=deadline,
         )
 
 

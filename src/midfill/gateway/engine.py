@@ -105,6 +105,9 @@ class GatewayEngine:
         """Seconds after which a refused request may succeed."""
         return self._pool.retry_after
 
+    def check_admission(self, tenant: str, deadline: float | None) -> None:
+        """Do nothing: upstreams queue."""
+
     def submit(self, *requests: EngineRequest) -> OutputStream:
         """Start requests, all or none; the stream yields their outputs.
 

@@ -89,6 +89,7 @@ class Generation:
         on_complete: Callable[[], None],
         request_id: str = "",
         arrived: float | None = None,
+        deadline: float | None = None,
     ) -> None:
         """Prepare the requests; ``deltas`` submits them.
 
@@ -104,6 +105,7 @@ class Generation:
             on_complete: called once all answers are complete.
             request_id: the API request's id; the ids of the engine's requests begin with it.
             arrived: when it arrived, by ``time.perf_counter``; None: now.
+            deadline: when its client gives up, by ``time.monotonic``; None: never.
         """
         self._engine = engine
         self._metrics = metrics
@@ -118,7 +120,7 @@ class Generation:
         # Clients choose request ids, so they may be used twice.
         identity = f"{request_id}-{uuid.uuid4().hex}".lstrip("-")
         self._requests = [
-            prompt.request(f"{identity}-{index}", sampling, tenant, stream_interval)
+            prompt.request(f"{identity}-{index}", sampling, tenant, stream_interval, deadline)
             for index, prompt in enumerate(prompts)
         ]
         self._places = {request.request_id: i for i, request in enumerate(self._requests)}

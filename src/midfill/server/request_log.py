@@ -65,6 +65,7 @@ class RequestLog:
             method=scope["method"],
             path=scope["path"],
             arrived=time.perf_counter(),
+            headers=scope["headers"],
         )
 
         async def watched_receive() -> Message:

@@ -1,5 +1,6 @@
 """RequestRecord: what is known of one HTTP request; whoever handles the request adds to it."""
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ class RequestRecord:
     Attributes:
         request_id: the client's ``X-Request-Id``, or a new one.
         method, path: of the request.
+        headers: of the request, names in lower case.
         arrived: when its head had arrived.
         tenant: who sent it; None if that was not asked, "" if there are no keys.
         encodings: start and end of each time that it had something encoded, waiting included.
@@ -29,6 +31,7 @@ class RequestRecord:
     method: str
     path: str
     arrived: float
+    headers: Sequence[tuple[bytes, bytes]] = ()
     tenant: str | None = None
     encodings: list[tuple[float, float]] = field(default_factory=list)
     model: str | None = None

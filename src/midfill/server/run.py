@@ -98,6 +98,7 @@ async def open_service(
         max_queued_tokens=options.max_queued_tokens,
         logs=options.logs,
         step_timeout=options.step_timeout,
+        max_tenant_tokens=options.max_queued_tokens_per_key,
     )
     try:
         # Both take a while: building the tokenizer and starting the engine.
@@ -119,6 +120,7 @@ async def open_service(
             methods=methods,
             idle_prefill=options.idle_prefill,
             stream_interval=options.stream_interval,
+            completion_timeout=options.completion_timeout,
             tenants=tenants,
             limits=limits,
         )

@@ -46,6 +46,14 @@ class ServedEngine(Protocol):
         """Seconds after which a refused request may succeed."""
         ...
 
+    def check_admission(self, tenant: str, deadline: float | None) -> None:
+        """Refuse a request of which only its tenant and deadline are known.
+
+        Raises:
+            QueueFullError: ``submit`` would refuse it, whatever its prompt.
+        """
+        ...
+
     def submit(self, *requests: EngineRequest) -> OutputStream:
         """Queue requests, all or none; the stream yields their outputs.
 

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
-from midfill.errors import StoppingError
+from midfill.errors import DeadlineError, StoppingError
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.response import Response
@@ -31,13 +31,14 @@ from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_stops import with_token_stops
 from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
+from midfill.server.client_timeout import client_timeout
 from midfill.server.errors import ApiError
 from midfill.server.generation import Generation
 from midfill.server.idle_prefill import IdlePrefill
 from midfill.server.limits import RateLimits
 from midfill.server.method_choice import MethodChoice, NoMethods
 from midfill.server.metrics import Metrics
-from midfill.server.request_record import current_request
+from midfill.server.request_record import RequestRecord, current_request
 from midfill.server.served_engine import ServedEngine
 from midfill.server.superseding import Superseding
 from midfill.tokens.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ class ModelService:
         tenants: Sequence[str] = ("",),
         context: int | None = None,
         limits: RateLimits | None = None,
+        completion_timeout: float = 0.0,
     ) -> None:
         """Serve ``engine``.
 
@@ -86,6 +88,8 @@ class ModelService:
                 asks for it.
             stream_interval: seconds for which tokens of a streamed answer may be held back.
             tenants: everybody who may send requests.
+            completion_timeout: seconds after which nobody waits any more for an infill request
+                whose client doesn't say how long it waits; 0 is for ever.
             context: see the attribute; None where the encoder counts the model's own tokens.
         """
         self.name = name
@@ -108,6 +112,7 @@ class ModelService:
         self._superseding = Superseding()
         self._generations: WeakSet[Generation] = WeakSet()
         self._stopping = False
+        self._completion_timeout = completion_timeout or None
 
     @property
     def context(self) -> int:
@@ -149,13 +154,53 @@ class ModelService:
         """Call ``function(encoder, *args)`` on the encoding thread, e.g. ``PromptEncoder.chat``."""
         loop = asyncio.get_running_loop()
         started, record = time.perf_counter(), current_request.get()
+        deadline = self._deadline(record, None)
+
+        def call() -> T:
+            if deadline is not None and time.monotonic() > deadline:
+                raise DeadlineError(
+                    "no time is left of what the request gives; try again in a moment",
+                    retry_after=1,
+                )
+            return function(self._prompts, *args, **kwargs)
+
         try:
-            return await loop.run_in_executor(
-                self._encoding, lambda: function(self._prompts, *args, **kwargs)
-            )
+            return await loop.run_in_executor(self._encoding, call)
         finally:
             if record is not None:
                 record.encodings.append((started, time.perf_counter()))
+
+    async def encode_request(
+        self,
+        function: Callable[Concatenate[PromptEncoder, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Encode the prompts of a request, unless too many are queued to take them.
+
+        Refused here, a request costs no more than its body.
+
+        Raises:
+            QueueFullError: too much is queued.
+        """
+        record = current_request.get()
+        if record is not None:
+            self.engine.check_admission(record.tenant or "", self._deadline(record, None))
+        return await self.encode(function, *args, **kwargs)
+
+    def _deadline(self, record: RequestRecord | None, default: float | None) -> float | None:
+        """Return when a request's client gives up, by ``time.monotonic``; None if it never does.
+
+        Args:
+            record: of the request.
+            default: seconds that it waits if it doesn't say so.
+        """
+        if record is None:
+            return None
+        seconds = client_timeout(record.headers) or default
+        if seconds is None:
+            return None
+        return time.monotonic() - (time.perf_counter() - record.arrived) + seconds
 
     def generate(
         self,
@@ -194,6 +239,10 @@ class ModelService:
             on_complete=lambda: self._prefill_next(generation.responses, tenant),
             request_id="" if record is None else record.request_id,
             arrived=None if record is None else record.arrived,
+            deadline=self._deadline(
+                record,
+                self._completion_timeout if any(one.infilling for one in prompts) else None,
+            ),
         )
         self._generations.add(generation)
         if record is not None:

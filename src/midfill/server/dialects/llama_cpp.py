@@ -113,7 +113,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if body.announces_context:
             service.prefill_context(body.request(tenant))
             return json_response(Results(body, sampling, service).of_prefill([Prompt([], "")]))
-        prompt = await service.encode(lambda encoder: body.encode(encoder, tenant))
+        prompt = await service.encode_request(lambda encoder: body.encode(encoder, tenant))
         return await _answer(request, body, [prompt], sampling, tenant)
 
     @router.post("/completion", openapi_extra=body_reference(CompletionBody))
@@ -122,7 +122,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         """Continue raw prompts."""
         body = await read_json(request, CompletionBody, limit, any_content_type=True)
         sampling = body.sampling(service)
-        prompts = await service.encode(lambda encoder: body.encode(encoder, tenant))
+        prompts = await service.encode_request(lambda encoder: body.encode(encoder, tenant))
         return await _answer(request, body, prompts, sampling, tenant)
 
     async def _answer(

@@ -67,7 +67,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         body = await read_json(request, FimBody, service.max_body_bytes)
         model = service.check_model(body.model)
         sampling = body.sampling(service)
-        prompt = await service.encode(lambda encoder: body.encode(encoder, tenant))
+        prompt = await service.encode_request(lambda encoder: body.encode(encoder, tenant))
         generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
         head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
         if body.stream:

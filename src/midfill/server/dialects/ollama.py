@@ -125,7 +125,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if body.only_loads:
             reason = "unload" if body.unloads else "load"
             return json_response(_message(body, "") | {"done": True, "done_reason": reason})
-        prompt = await service.encode(lambda encoder: body.encode(encoder, tenant))
+        prompt = await service.encode_request(lambda encoder: body.encode(encoder, tenant))
         if prompt.infilling and (body.options or Options()).num_predict is None:
             sampling = limited_to_a_hole(sampling)
         streamed = body.stream is not False

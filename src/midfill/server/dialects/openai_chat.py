@@ -73,7 +73,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         _refuse_unsupported(body)
         sampling = _sampling(body, service)
         messages = [message.fields() for message in body.messages]
-        prompt = await service.encode(PromptEncoder.chat, messages)
+        prompt = await service.encode_request(PromptEncoder.chat, messages)
         generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
         answer = _ChatCompletion(body, sampling.n, generation, model)
         if body.stream:

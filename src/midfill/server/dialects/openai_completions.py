@@ -183,7 +183,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         sampling = _sampling(body, service)
         superseded = body.midfill.superseded if body.midfill is not None else None
         _check_method(body, service)
-        prompts = await service.encode(_encode_prompts, body, tenant)
+        prompts = await service.encode_request(_encode_prompts, body, tenant)
         sampling = _for_prompts(sampling, body, prompts)
         check_answer_count(len(prompts), sampling.n)
         generation = service.generate(

@@ -117,7 +117,7 @@ async def complete_segments(
         post_processing=PostProcessing(lines="block"),
     )
     check_sampling(sampling, service.tokenizer.vocab_size)
-    prompt = await service.encode(lambda encoder: segments.encode(encoder, tenant))
+    prompt = await service.encode_request(lambda encoder: segments.encode(encoder, tenant))
     generation = service.generate([prompt], sampling, tenant, streamed=False)
     (result,) = await generation.whole()
     choices = [{"index": 0, "text": result.text}]
