@@ -118,6 +118,36 @@ class TestHalfWords:
 
         run(test())
 
+    @pytest.mark.parametrize("owner", ["vllm", "sglang", "llamacpp"])
+    def test_a_server_that_can_is_made_to_write_it_first(self, owner: str) -> None:
+        def say(prompt: str) -> str:
+            return "nt(x)" if prompt.endswith(" (pri") else " quit()"
+
+        async def test() -> None:
+            with StubUpstream(StubModel(answer=say, owner=owner, forces="yes")) as upstream:
+                async with serve(upstream.url) as gateway:
+                    answer = await gateway.complete(prompt="x = 1; (pri", suffix="\n")
+                assert answer["choices"][0]["text"] == "nt(x)"
+                (request,) = upstream.received
+                assert request.prompt.endswith("x = 1; (")
+
+        run(test())
+
+    @pytest.mark.parametrize("owner", ["vllm", "sglang"])
+    def test_a_server_whose_answers_would_not_end_is_asked_again_instead(self, owner: str) -> None:
+        def say(prompt: str) -> str:
+            return "nt(x)" if prompt.endswith("pri") else " quit()"
+
+        async def test() -> None:
+            with StubUpstream(StubModel(answer=say, owner=owner, forces="own-end")) as upstream:
+                async with serve(upstream.url) as gateway:
+                    answer = await gateway.complete(prompt="x = 1; pri", suffix="\n")
+                assert answer["choices"][0]["text"] == "nt(x)"
+                assert len(upstream.tried) == 1
+                assert len(upstream.received) == 2
+
+        run(test())
+
     @pytest.mark.parametrize("owner", ["vllm", "sglang"])
     def test_its_tokens_do_not_count(self, owner: str) -> None:
         async def test() -> None:

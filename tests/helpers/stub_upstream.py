@@ -38,6 +38,8 @@ class StubModel:
         tokenizes: whether it has /tokenize.
         piece: characters per message.
         block: tokens of its cache's blocks.
+        forces: whether it knows regular expressions and grammars for an answer; "own-end" lets no
+            token end such an answer but the tokenizer's own.
     """
 
     answer: Callable[[str], str] = lambda prompt: "x + 1" if prompt.endswith(" ") else " x + 1"
@@ -49,6 +51,7 @@ class StubModel:
     tokenizes: bool = True
     piece: int = 2
     block: int = 1
+    forces: Literal["yes", "own-end", "no"] = "no"
 
     def ids(self, text: str, *, parse: bool = True) -> list[int]:
         """Tokenise a text."""
@@ -103,6 +106,7 @@ class StubUpstream:
         received: the completions that it was asked for.
         hold: seconds between two pieces of an answer.
         chats: the chats that it was asked for.
+        tried: requests that only find out what it can do.
     """
 
     model: StubModel = field(default_factory=StubModel)
@@ -110,6 +114,7 @@ class StubUpstream:
     received: list[Received] = field(default_factory=list)
     hold: float = 0.0
     chats: list[dict[str, Any]] = field(default_factory=list)
+    tried: list[dict[str, Any]] = field(default_factory=list)
     port: int = 0
     healthy: bool = True
     tokenized: int = 0
@@ -242,7 +247,10 @@ class StubUpstream:
         prompt = body["prompt"]
         ids = prompt if isinstance(prompt, list) else [_BOS, *self.model.ids(prompt)]
         request = Received(path, body, self.model.text(ids), ids, headers)
-        self.received.append(request)
+        if body["prompt"] == "1" and body.get("logit_bias"):
+            self.tried.append(body)
+        else:
+            self.received.append(request)
         cached = self._look_up(ids)
         if not await self._misbehave(request, writer):
             return
@@ -303,11 +311,22 @@ class StubUpstream:
             return True
         return False
 
+    def _answer(self, body: dict[str, Any], prompt: str) -> str:
+        """Return what the model writes, after what it has to begin with."""
+        stops = {str(each) for each in body.get("stop_token_ids", ())}
+        wanted = stops.intersection(body.get("logit_bias", {}))
+        if self.model.forces == "no":
+            return "" if wanted else self.model.answer(prompt)
+        start = _forced_start(body)
+        if wanted and self.model.forces == "own-end" and start:
+            wanted = set()
+        return start if wanted else start + self.model.answer(prompt + start)
+
     def _chunks(
         self, path: str, body: dict[str, Any], request: Received, cached: int
     ) -> list[dict[str, Any]]:
         limit = body.get("max_tokens", body.get("n_predict"))
-        text = self.model.answer(request.prompt)
+        text = self._answer(body, request.prompt)
         ended = "length" if len(text) >= limit else "stop"
         text = text[:limit]
         pieces = [text[at : at + self.model.piece] for at in range(0, len(text), self.model.piece)]
@@ -335,6 +354,14 @@ class StubUpstream:
             end = {"index": index, "text": "", "finish_reason": ended}
             chunks.append({"choices": [end]})
         return [*chunks, {"choices": [], "usage": usage}]
+
+
+def _forced_start(body: dict[str, Any]) -> str:
+    """Return what an answer has to begin with."""
+    grammar = re.fullmatch(r'root ::= "(.*)" \[\^\\x00\]\*', body.get("grammar", ""))
+    regex = body.get("structured_outputs", {}).get("regex", body.get("regex", ""))
+    start = grammar[1] if grammar else regex.removesuffix(r"[\s\S]*")
+    return re.sub(r"\\(.)", lambda match: {"n": "\n"}.get(match[1], match[1]), start)
 
 
 def begin(writer: asyncio.StreamWriter) -> None:

@@ -109,7 +109,7 @@ def measure_gateway(load: GatewayLoad) -> GatewayReport:
         MidfillError: one of them does not start, or a request fails.
     """
     texts = _documents(load)
-    with _stub() as stub, _gateway(stub) as (gateway, process):
+    with _stub() as stub, run_gateway_process(stub) as (gateway, process):
         before = _cpu_seconds(process)
         direct, through = asyncio.run(_measure(load, texts, stub, gateway))
         after = _cpu_seconds(process)
@@ -240,9 +240,17 @@ def _stub() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _gateway(upstream: str) -> Iterator[tuple[str, int]]:
-    """Run a gateway in front of a server; yield its URL and its process's id."""
-    options = ["--upstream", upstream, "--port", "0", "--log-level", "warning"]
+def run_gateway_process(upstream: str, *further: str) -> Iterator[tuple[str, int]]:
+    """Run a gateway in front of a server; yield its URL and its process's id.
+
+    Args:
+        upstream: the server's URL.
+        further: options of the command.
+
+    Raises:
+        MidfillError: it does not start.
+    """
+    options = ["--upstream", upstream, "--port", "0", "--log-level", "warning", *further]
     with _process([sys.executable, "-m", "midfill", "gateway", *options]) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from midfill.cli.bench_blocks import blocks
-from midfill.cli.bench_gateway import gateway
+from midfill.cli.bench_gateway import gateway, gateway_rounds
 from midfill.cli.bench_methods import methods
 from midfill.cli.bench_options import (
     ClientFimTokensOption,
@@ -52,6 +52,7 @@ app.command()(methods)
 app.command()(prefill)
 app.command()(plugins)
 app.command()(gateway)
+app.command()(gateway_rounds)
 app.command()(blocks)
 app.command()(reuse)
 

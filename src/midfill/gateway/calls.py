@@ -34,6 +34,7 @@ class Call:
         stop: texts of special tokens that end an answer and whose ids are unknown.
         cache_salt: requests with different ones share no KV, where the upstream knows of it; "" for
             all who may.
+        begins_with: what the upstream has to make the answer begin with, if it can.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Call:
     answers: int = 1
     stop: tuple[str, ...] = ()
     cache_salt: str = ""
+    begins_with: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

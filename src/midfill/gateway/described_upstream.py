@@ -44,6 +44,17 @@ class DescribedUpstream:
     metadata: Mapping[str, object] = field(default_factory=dict)
 
     @property
+    def end_token(self) -> int | None:
+        """The model's id of a sentinel, which ends its answers; None if none is known."""
+        if self.format is None:
+            return None
+        found = (self.format.middle or self.format.suffix).token_id
+        if isinstance(self.tokenizer, CharacterTokenizer):
+            known, _ = self.tokenizer.model_ids([found])
+            return known[0] if known else None
+        return found
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether prompts are made of the model's own tokens."""
         return not isinstance(self.tokenizer, CharacterTokenizer)

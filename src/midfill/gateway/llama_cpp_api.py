@@ -5,6 +5,7 @@ from typing import Any
 
 from midfill.gateway.calls import Call, Piece, UpstreamFailedError
 from midfill.gateway.openai_api import error_text, whole
+from midfill.gateway.start_grammars import start_grammar
 
 _SAME = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
 _REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
@@ -35,6 +36,8 @@ class LlamaCppApi:
         }
         if sampling.logit_bias:
             body["logit_bias"] = [[key, bias] for key, bias in sampling.logit_bias.items()]
+        if call.begins_with:
+            body["grammar"] = start_grammar(call.begins_with)
         if sampling.seed is not None:
             body["seed"] = sampling.seed % 2**31
         return body

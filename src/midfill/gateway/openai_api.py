@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from midfill.engine.validation import MAX_ANSWERS
 from midfill.gateway.calls import Call, Piece, UpstreamFailedError
+from midfill.gateway.start_grammars import start_regex
 
 OpenAIKind = Literal["vllm", "sglang", "midfill", "openai"]
 
@@ -64,10 +65,19 @@ class CompletionsApi:
             own["skip_special_tokens"] = False  # or the text that ends the answer never shows
         if call.cache_salt:
             own["cache_salt"] = call.cache_salt
+        if call.begins_with:
+            own |= self._start_fields(call.begins_with)
         if self._kind == "vllm":
             own["return_token_ids"] = True
             own["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         return own
+
+    def _start_fields(self, text: str) -> dict[str, Any]:
+        """Return what makes the answer begin with a text."""
+        regex = start_regex(text)
+        return (
+            {"structured_outputs": {"regex": regex}} if self._kind == "vllm" else {"regex": regex}
+        )
 
     def pieces(self, event: Mapping[str, Any]) -> Iterator[Piece]:
         """Yield what a streamed event says; see ``UpstreamApi``."""

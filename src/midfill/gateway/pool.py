@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from midfill.errors import QueueFullError, UpstreamError
 from midfill.gateway.calls import UpstreamFailedError
 from midfill.gateway.discovery import discover, find_models
+from midfill.gateway.forced_start import forces_start
 from midfill.gateway.routing import choose
 from midfill.gateway.upstream import ApiName, Upstream
 
@@ -24,17 +25,23 @@ class UpstreamPool:
         upstreams: as they were discovered.
         api: which servers later ones are.
         model: the model that all serve.
+        end_token: what ``forces_start`` tries upstreams with.
 
     Attributes:
         upstreams: those in use, and those that are draining.
     """
 
     def __init__(
-        self, upstreams: Sequence[Upstream], api: ApiName = "auto", model: str | None = None
+        self,
+        upstreams: Sequence[Upstream],
+        api: ApiName = "auto",
+        model: str | None = None,
+        end_token: int | None = None,
     ) -> None:
         self.upstreams = list(upstreams)
         self._api: ApiName = api
         self._model = model
+        self._end_token = end_token
         self._known = {each.address: each.fault for each in upstreams}
 
     @property
@@ -93,6 +100,13 @@ class UpstreamPool:
             each.draining = True
         self.upstreams = [*upstreams, *leaving]
 
+    async def try_out(self) -> None:
+        """Find out what the upstreams that have answered can do."""
+        await asyncio.gather(*(self._try_out(each) for each in self.upstreams if each.known))
+
+    async def _try_out(self, upstream: Upstream) -> None:
+        upstream.forces_start = await forces_start(upstream, self._end_token)
+
     async def watch(self) -> None:
         """Check the upstreams' health again and again."""
         while True:
@@ -109,6 +123,7 @@ class UpstreamPool:
             await upstream.check_health()
             if not upstream.known:
                 await discover(upstream, self._api, self._model)
+                await self._try_out(upstream)
             names = [model.name for model in await find_models(upstream)]
             if upstream.model not in names:
                 raise UpstreamFailedError(

@@ -4,8 +4,9 @@ The upstream that holds the document's KV is asked first, then, as long as nothi
 the next best ones. What arrives are ``Piece``s; each becomes an ``EngineOutput`` whose tokens are
 given by what they stand for, since not all upstreams name tokens.
 
-Answers that have to begin with a half word are held until they do (``HealedStart``), and asked for
-again, with the half word in the prompt, where they don't.
+Answers that have to begin with a half word are held until they do (``HealedStart``). Upstreams that
+can be made to begin with it are (``forced_start``); of others, answers that begin otherwise are
+asked for again, with the half word in the prompt.
 """
 
 import asyncio
@@ -174,7 +175,8 @@ class PromptAnswers:
         request = self._request
         unhealed = bool(request.begins_with) and not ask.healed
         ids = self._calls.unhealed(request) if unhealed else request.token_ids
-        call = await self._calls.of(request, ids, ask.indices, upstream)
+        forced = request.begins_with.decode() if ask.healed and upstream.forces_start else ""
+        call = await self._calls.of(request, ids, ask.indices, upstream, forced)
         try:
             async with contextlib.aclosing(upstream.pieces(call)) as pieces:
                 async for piece in pieces:

@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT_CONTEXT = 8192  # tokens, where no server says
 _RETRY_SECONDS = 0.5
+_ENCODED_AT_ONCE = 65_536  # bytes of a request; characters are encoded within a millisecond
 
 OnReady = Callable[[str, "Gateway"], None]
 
@@ -159,7 +160,8 @@ async def open_gateway(
         found = await _wait_for_models(upstreams, options)
         asked, served = next(iter(found.items()))
         model = await describe(asked, served, options)
-        pool = UpstreamPool(upstreams, options.upstream_api, served.name)
+        pool = UpstreamPool(upstreams, options.upstream_api, served.name, model.end_token)
+        await pool.try_out()
         service = _service(options, served, model, pool, tenants, limits)
         watch = asyncio.create_task(pool.watch(), name="health checks")
         try:
@@ -198,6 +200,7 @@ def _service(
         tenants=tenants,
         limits=limits,
         context=context,
+        encodes_at_once=0 if model.has_tokenizer else _ENCODED_AT_ONCE,
     )
     service.metrics.add(UpstreamCollector(pool, engine.counts))
     return service

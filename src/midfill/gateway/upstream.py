@@ -62,6 +62,7 @@ class Upstream:
         draining: whether it gets no new requests.
         slow_checks: health checks in a row that it was too slow to answer.
         failures, requests: counters.
+        forces_start: whether it can be made to begin an answer with a given text.
         block_tokens: its cache's granularity in tokens; None if unknown.
     """
 
@@ -78,6 +79,7 @@ class Upstream:
         self.slow_checks = 0
         self.failures = 0
         self.requests = 0
+        self.forces_start = False
         self.block_tokens: int | None = None
         self._session = session
         self._timeout = aiohttp.ClientTimeout(
@@ -95,8 +97,12 @@ class Upstream:
         """How it is asked."""
         return LlamaCppApi() if self.kind == "llama.cpp" else CompletionsApi(self.kind)
 
-    async def pieces(self, call: Call) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, call: Call, *, short: bool = False) -> AsyncGenerator[Piece, None]:
         """Send a call; yield what its answers consist of. Closing the generator cancels it.
+
+        Args:
+            call: what to ask.
+            short: whether the whole answer has to come within seconds.
 
         Raises:
             UpstreamFailedError: it can't be reached, or doesn't answer as it should.
@@ -107,7 +113,8 @@ class Upstream:
         self.requests += 1
         self.breaker.record_sent()
         try:
-            async with self._post(api.path, api.body(call)) as response:
+            limits = self._limits if short else self._timeout
+            async with self._post(api.path, api.body(call), limits) as response:
                 kind = response.content_type
                 if kind != "text/event-stream":
                     raise UpstreamFailedError(
@@ -205,13 +212,13 @@ class Upstream:
 
     @contextlib.asynccontextmanager
     async def _post(
-        self, path: str, body: Mapping[str, Any]
+        self, path: str, body: Mapping[str, Any], limits: aiohttp.ClientTimeout
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         async with self._session.post(
             self.address + path,
             data=msgspec.json.encode(body),
             headers=_JSON,
-            timeout=self._timeout,
+            timeout=limits,
         ) as response:
             if response.status != 200:
                 raise await _refusal(response, path)

@@ -31,7 +31,12 @@ class UpstreamCalls:
         self._salts = salts
 
     async def of(
-        self, request: EngineRequest, ids: Sequence[int], indices: Sequence[int], upstream: Upstream
+        self,
+        request: EngineRequest,
+        ids: Sequence[int],
+        indices: Sequence[int],
+        upstream: Upstream,
+        begins_with: str = "",
     ) -> Call:
         """Return what to ask an upstream.
 
@@ -40,6 +45,7 @@ class UpstreamCalls:
             ids: the prompt.
             indices: which of its answers.
             upstream: the server.
+            begins_with: what it has to make the answers begin with.
         """
         sampling, stop = request.sampling, list[str]()
         if isinstance(self._tokenizer, CharacterTokenizer):
@@ -62,6 +68,7 @@ class UpstreamCalls:
             answers=len(indices),
             stop=tuple(stop),
             cache_salt=salt,
+            begins_with=begins_with,
         )
 
     def unhealed(self, request: EngineRequest) -> list[int]:

@@ -9,6 +9,7 @@ from fastapi.responses import Response
 
 from midfill.server.errors import ApiError
 from midfill.server.json_decoding import decode_json
+from midfill.server.request_record import current_request
 
 T = TypeVar("T")
 
@@ -50,7 +51,10 @@ async def read_json(
         InvalidRequestError: see ``decode_json``.
     """
     _check_headers(request, any_content_type and "origin" not in request.headers)
-    return decode_json(await _read(request, limit), kind)
+    data = await _read(request, limit)
+    if (record := current_request.get()) is not None:
+        record.body_bytes = len(data)
+    return decode_json(data, kind)
 
 
 def _check_headers(request: Request, any_content_type: bool) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import math
@@ -77,6 +78,9 @@ async def answer_until_stopped(
     # From here on connections wait in the backlog until uvicorn accepts them, so that clients
     # can connect as soon as on_listening is called.
     listener.listen(config.backlog)
+    # What is there now stays: collections of garbage, which stop everything, need not look at it.
+    gc.collect()
+    gc.freeze()
     on_listening()
     loop.remove_signal_handler(signal.SIGTERM)
     if on_hangup is not None and hasattr(signal, "SIGHUP"):  # not on Windows

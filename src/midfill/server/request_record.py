@@ -17,6 +17,7 @@ class RequestRecord:
         headers: of the request, names in lower case.
         arrived: when its head had arrived.
         tenant: who sent it; None if that was not asked, "" if there are no keys.
+        body_bytes: size of its body; None until it is read.
         encodings: start and end of each time that it had something encoded, waiting included.
         model: name of the model that answers; None if none does.
         generation: its answers; None if it has none.
@@ -33,6 +34,7 @@ class RequestRecord:
     arrived: float
     headers: Sequence[tuple[bytes, bytes]] = ()
     tenant: str | None = None
+    body_bytes: int | None = None
     encodings: list[tuple[float, float]] = field(default_factory=list)
     model: str | None = None
     generation: Generation | None = None

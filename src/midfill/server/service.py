@@ -3,7 +3,8 @@
 The way of a request:
 
 1. A dialect reads and checks its body, and makes SamplingParams of it.
-2. It calls ``encode``: the prompts are planned and tokenised on the encoding thread.
+2. It calls ``encode``: the prompts are planned and tokenised, on the encoding thread where that may
+   take long.
 3. It calls ``generate``: a Generation holds one engine request and one Response per prompt.
 4. It iterates over ``Generation.deltas``: the requests go to the engine process through
    ``ServedEngine.submit``, tokens come back, and the Responses turn them into text.
@@ -17,6 +18,7 @@ same document may, too (``superseding``).
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +80,7 @@ class ModelService:
         context: int | None = None,
         limits: RateLimits | None = None,
         completion_timeout: float = 0.0,
+        encodes_at_once: int = 0,
     ) -> None:
         """Serve ``engine``.
 
@@ -91,6 +94,8 @@ class ModelService:
             completion_timeout: seconds after which nobody waits any more for an infill request
                 whose client doesn't say how long it waits; 0 is for ever.
             context: see the attribute; None where the encoder counts the model's own tokens.
+            encodes_at_once: requests with bodies of up to so many bytes are encoded on the event
+                loop's thread: where encoding is fast, handing it over takes longer.
         """
         self.name = name
         self.aliases = tuple(alias for alias in dict.fromkeys(aliases) if alias != name)
@@ -106,6 +111,8 @@ class ModelService:
         # One thread, since the encoder is not thread-safe: it remembers documents. Not the event
         # loop's thread, which a long text would block.
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")
+        self._encoding_lock = threading.Lock()
+        self._encodes_at_once = encodes_at_once
         self._idle_prefill = IdlePrefill(engine, self.encode)
         self._prefills_unasked = idle_prefill
         self._stream_interval = stream_interval
@@ -151,12 +158,15 @@ class ModelService:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """Call ``function(encoder, *args)`` on the encoding thread, e.g. ``PromptEncoder.chat``."""
+        """Call ``function(encoder, *args)``, e.g. ``PromptEncoder.chat``.
+
+        It runs on the encoding thread, unless the request is small and nothing runs there.
+        """
         loop = asyncio.get_running_loop()
         started, record = time.perf_counter(), current_request.get()
         deadline = self._deadline(record, None)
 
-        def call() -> T:
+        def encode() -> T:
             if deadline is not None and time.monotonic() > deadline:
                 raise DeadlineError(
                     "no time is left of what the request gives; try again in a moment",
@@ -164,8 +174,17 @@ class ModelService:
                 )
             return function(self._prompts, *args, **kwargs)
 
+        def encode_apart() -> T:
+            with self._encoding_lock:
+                return encode()
+
         try:
-            return await loop.run_in_executor(self._encoding, call)
+            if self._is_small(record) and self._encoding_lock.acquire(blocking=False):
+                try:
+                    return encode()
+                finally:
+                    self._encoding_lock.release()
+            return await loop.run_in_executor(self._encoding, encode_apart)
         finally:
             if record is not None:
                 record.encodings.append((started, time.perf_counter()))
@@ -201,6 +220,11 @@ class ModelService:
         if seconds is None:
             return None
         return time.monotonic() - (time.perf_counter() - record.arrived) + seconds
+
+    def _is_small(self, record: RequestRecord | None) -> bool:
+        """Whether a request is encoded sooner than handed over."""
+        size = None if record is None else record.body_bytes
+        return size is not None and size <= self._encodes_at_once
 
     def generate(
         self,
