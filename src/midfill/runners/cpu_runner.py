@@ -235,7 +235,7 @@ class CpuRunner:
         )  # fmt: skip
 
     def _execute(self, prepared: Batch, hidden: Float32Array, stages: Stages) -> None:
-        self._pool.run(
+        self._pool.run_on_standby(
             forward, self.model.config, self.model.weights, self._kv_cache, prepared,
             hidden.reshape(-1), self._workspace, stages,
         )  # fmt: skip

@@ -30,7 +30,8 @@ from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables, norm, 
 from midfill.kernels.cpu.segments import SEGMENT
 from midfill.kernels.cpu.simd import exp, load, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
-from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext
+from midfill.kernels.cpu.standby import sync_size
+from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kernels.cpu.tiles import even_tile_rows
 from midfill.kernels.cpu.weight_formats import PANEL, WeightFormat
 from midfill.kv.ragged import KeyTerms, RaggedIndex
@@ -125,7 +126,7 @@ def functions() -> list[np.ndarray]:
 
 
 def one_thread() -> ThreadContext:
-    return ThreadContext(0, 1, np.zeros(SYNC_SIZE, np.int64), np.zeros((1, 16), np.int64))
+    return ThreadContext(0, 1, np.zeros(sync_size(1), np.int64), np.zeros((1, 16), np.int64))
 
 
 def linear_weights(matrix: PackedMatrix, bias: np.ndarray) -> linear.LinearWeights:

@@ -12,7 +12,8 @@ from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, LayerKV, write_entry
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.segments import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
-from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext
+from midfill.kernels.cpu.standby import sync_size
+from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kv.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
 
 QUERY_HEADS, KV_HEADS, DIM = 6, 2, 32
@@ -57,7 +58,7 @@ class Pool:
 
 
 def one_thread() -> ThreadContext:
-    return ThreadContext(0, 1, np.zeros(SYNC_SIZE, np.int64), np.zeros((1, 16), np.int64))
+    return ThreadContext(0, 1, np.zeros(sync_size(1), np.int64), np.zeros((1, 16), np.int64))
 
 
 NO_QUANTS = np.zeros(0, np.uint8)

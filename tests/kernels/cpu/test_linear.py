@@ -9,7 +9,8 @@ from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations,
 from midfill.kernels.cpu.embedding import embed
 from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, unpack
 from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
-from midfill.kernels.cpu.thread_pool import SYNC_SIZE, ThreadContext, ThreadPool
+from midfill.kernels.cpu.standby import sync_size
+from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
 from midfill.kernels.cpu.tiles import even_tile_rows
 from midfill.kernels.cpu.weight_formats import PANEL, panel_count
 from midfill.models.stored_tensor import StoredTensor
@@ -55,7 +56,7 @@ def as_seen(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def one_thread() -> ThreadContext:
-    return ThreadContext(0, 1, np.zeros(SYNC_SIZE, np.int64), np.zeros((1, 16), np.int64))
+    return ThreadContext(0, 1, np.zeros(sync_size(1), np.int64), np.zeros((1, 16), np.int64))
 
 
 def linear_weights(matrix: PackedMatrix, bias: np.ndarray | None = None) -> kernels.LinearWeights:
@@ -196,6 +197,19 @@ def test_matrices_of_several_kinds_lie_one_below_the_other() -> None:
     x = np.random.default_rng(7).normal(size=(5, 256)).astype(np.float32)
     each = [apply(pack([part], [natural_format(part.kind)]), x) for part in parts]
     np.testing.assert_array_equal(apply(weights, x), np.concatenate(each, axis=1))
+
+
+@pytest.mark.parametrize(("panels", "threads"), [(1, 1), (3, 4), (18, 2), (4748, 2), (100, 7)])
+def test_claims_cover_every_panel_once_and_end_with_single_ones(panels: int, threads: int) -> None:
+    claims, taken = [], 0
+    while taken < panels:
+        first, end = kernels._claimed_panels(len(claims), panels, threads)
+        assert first == taken
+        claims.append(end - first)
+        taken = end
+    assert claims == sorted(claims, reverse=True)
+    assert claims[-1] == 1
+    assert kernels._claimed_panels(len(claims), panels, threads)[0] >= panels
 
 
 def test_threads_share_the_panels_and_every_panel_is_computed() -> None:

@@ -45,6 +45,21 @@ def atomic_store(typing_context: Any, array: Any, index: Any, value: Any) -> tup
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def atomic_replace(
+    typing_context: Any, array: Any, index: Any, expected: Any, value: Any
+) -> tuple[Any, Codegen]:
+    """Set array[index] = value (int64) if it is ``expected``; return whether it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index, expected, value = arguments
+        pointer = address(context, builder, signature.args[0], array, index)
+        outcome = builder.cmpxchg(pointer, expected, value, "acq_rel", "acquire")
+        return builder.extract_value(outcome, 1)
+
+    return types.boolean(array, types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def spin_pause(typing_context: Any) -> tuple[Any, Codegen]:
     """Tell the core that this loop waits."""
     machine = platform.machine()

@@ -45,6 +45,14 @@ from midfill.kernels.cpu.linear import (
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array, Uint8Array
 from midfill.kernels.cpu.rows import NormWeights, RopeTables, norm, rotate
 from midfill.kernels.cpu.softmax import SoftmaxSums
+from midfill.kernels.cpu.standby import (
+    await_run,
+    current_run,
+    publish,
+    published,
+    signature_of,
+    start_workers,
+)
 from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kernels.cpu.tiles import (
     DOWN_TILES,
@@ -382,23 +390,12 @@ def _compute_logits(
     end_phase(context, HEAD)
 
 
-@entry_point
-def forward(
+@kernel
+def _forward(
     thread: int, threads: int, sync: Int64Array, config: DecoderConfig, weights: DecoderWeights,
     cache: KVCache, batch: Batch, hidden: Float32Array, workspace: Workspace, stages: Stages,
 ) -> None:  # fmt: skip
-    """Run a part of the forward pass over a batch, on one of ``threads`` threads.
-
-    Args:
-        thread, threads, sync: see ThreadPool.run.
-        config: the model.
-        weights: of the model.
-        cache: K and V of all slots; those of the batch's rows are written, layer by layer.
-        batch: the step.
-        hidden: float32 [rows * hidden], updated in place.
-        workspace: large enough for the batch; takes the logits.
-        stages: what to run.
-    """
+    """Run a part of the forward pass, see ``forward``."""
     context = ThreadContext(thread, threads, sync, workspace.clock)
     start_clock(workspace.clock, thread)
     rows, width = len(batch.token_ids), config.hidden
@@ -417,3 +414,36 @@ def forward(
             _mlp_block(context, config, weights, layer, rows, hidden, workspace)
     if stages.logits and len(batch.logit_rows) > 0:
         _compute_logits(context, config, weights, batch, hidden, workspace)
+
+
+@entry_point
+def forward(
+    thread: int, threads: int, sync: Int64Array, config: DecoderConfig, weights: DecoderWeights,
+    cache: KVCache, batch: Batch, hidden: Float32Array, workspace: Workspace, stages: Stages,
+) -> None:  # fmt: skip
+    """Run a part of the forward pass over a batch, on one of ``threads`` threads.
+
+    Args:
+        thread, threads, sync: see ThreadPool.run_on_standby.
+        config: the model.
+        weights: of the model.
+        cache: K and V of all slots; those of the batch's rows are written, layer by layer.
+        batch: the step.
+        hidden: float32 [rows * hidden], updated in place.
+        workspace: large enough for the batch; takes the logits.
+        stages: what to run.
+    """
+    arguments = (config, weights, cache, batch, hidden, workspace, stages)
+    signature = signature_of(arguments)
+    if thread == 0:
+        publish(sync, arguments)
+        if start_workers(sync, threads, signature):
+            _forward(thread, threads, sync, *arguments)
+        return
+    running = True
+    while running:
+        run = current_run(sync)
+        _forward(thread, threads, sync, *arguments)
+        running = await_run(sync, thread, run, signature)
+        if running:
+            arguments = published(sync, arguments)

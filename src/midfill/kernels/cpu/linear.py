@@ -144,9 +144,18 @@ def _multiply_panel(
 
 
 @kernel
-def _panels_per_claim(panels: int, threads: int) -> int:
-    """Return how many panels to claim at once: long runs stream well, short ones balance load."""
-    return max(1, panels // (threads * 4))
+def _claimed_panels(claim: int, panels: int, threads: int) -> tuple[int, int]:
+    """Return the first panel of a claim of that number, and the end.
+
+    The first claims are long runs, which stream well; each takes a part of what is left. The last
+    ones are single panels, so that the threads end at about the same time.
+    """
+    first: Any = np.int64(0)
+    size: Any = np.int64(0)
+    for _ in range(claim + 1):
+        first += size
+        size = max(1, (panels - first) // (2 * threads))
+    return first, min(first + size, panels)
 
 
 @kernel
@@ -167,14 +176,14 @@ def linear(
     """
     panels = (weights.outputs + PANEL - 1) // PANEL
     first_panel, bias_at = layer * panels, layer * weights.outputs
-    claim = _panels_per_claim(panels, context.threads)
     products = tiling.products
     top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
     while True:
-        first = take_work(context.sync, claim)
+        claim = take_work(context.sync, 1)
+        first, end = _claimed_panels(claim, panels, context.threads)
         if first >= panels:
             break
-        for panel in range(first, min(first + claim, panels)):
+        for panel in range(first, end):
             row = number = 0
             while row < out.rows:
                 count: Any = np.int64(tiling.rows[min(out.rows - row, MAX_TABLE_ROWS)])
@@ -225,15 +234,15 @@ def gated_linear(
     gate, up = weights.gate, weights.up
     panels = up.outputs // PANEL
     first_panel, bias_at = layer * panels, layer * up.outputs
-    claim = _panels_per_claim(panels, context.threads)
     products = tiling.products
     top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
     up_tile: Any = np.int64(MAX_TILE_ROWS * PANEL)
     while True:
-        first = take_work(context.sync, claim)
+        claim = take_work(context.sync, 1)
+        first, end = _claimed_panels(claim, panels, context.threads)
         if first >= panels:
             break
-        for panel in range(first, min(first + claim, panels)):
+        for panel in range(first, end):
             row = number = 0
             while row < rows:
                 count: Any = np.int64(tiling.rows[min(rows - row, MAX_TABLE_ROWS)])

@@ -4,7 +4,8 @@ A forward pass has hundreds of short parallel phases. Starting a parallel region
 take longer than some of them last. So the pool enters the compiled function once per step, and
 its threads meet inside at barriers of a few hundred nanoseconds.
 
-The threads share ``sync``, int64 [80]: counters at the indices below, each on its own cache lines.
+The threads share ``sync``, int64: counters at the indices below, each on its own cache lines, and
+what standby.py keeps there.
 """
 
 import threading
@@ -24,15 +25,20 @@ from midfill.kernels.cpu.atomics import (
 )
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.memory import Int64Array
+from midfill.kernels.cpu.standby import (
+    CLAIMED,
+    LEAVE,
+    REFUSED,
+    RUN,
+    SPINS_BEFORE_YIELD,
+    YIELDS_BEFORE_SLEEP,
+    await_workers,
+    dismiss,
+    set_waiting,
+    sync_size,
+)
 
 ARRIVED, GENERATION, WORK, STARTED, ENDED = 0, 16, 32, 48, 64
-SYNC_SIZE = 80
-SPINS_BEFORE_YIELD = 64
-"""A few microseconds. A thread that spins for longer may hold the very core that the others wait
-for; yielding a core that nobody else wants costs next to nothing."""
-_YIELDS_BEFORE_SLEEP = 3000
-"""Some milliseconds, longer than a busy engine takes from one step to the next: a core that went
-to sleep needs a good part of a millisecond to wake up."""
 
 
 class ThreadContext(NamedTuple):
@@ -41,7 +47,7 @@ class ThreadContext(NamedTuple):
     Attributes:
         thread: this thread's index, 0 <= thread < threads.
         threads: threads that run the step.
-        sync: int64 [80], shared; see the module.
+        sync: int64, shared; see the module.
         clock: int64 [threads, 16], see clock.py.
     """
 
@@ -86,11 +92,12 @@ def _spin_until(sync: Int64Array, index: int, value: int) -> None:
         spins += 1
         if spins >= SPINS_BEFORE_YIELD:
             sched_yield()
-        if spins >= SPINS_BEFORE_YIELD + _YIELDS_BEFORE_SLEEP:
+        if spins >= SPINS_BEFORE_YIELD + YIELDS_BEFORE_SLEEP:
             return
 
 
-_Task = tuple[int, Callable[..., None], tuple[Any, ...]]
+_Task = tuple[int, Callable[..., None], tuple[Any, ...], bool]
+"""The run's number, what to call with which arguments, and whether its end is reported there."""
 _Outcome = tuple[int, BaseException | None]
 
 
@@ -105,12 +112,12 @@ class ThreadPool:
 
     Attributes:
         threads: threads that run a function, the calling one included.
-        sync: int64 [80], the counters they share.
+        sync: int64 [sync_size(threads)], the counters they share.
     """
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.sync: Int64Array = np.zeros(SYNC_SIZE, np.int64)
+        self.sync: Int64Array = np.zeros(sync_size(threads), np.int64)
         self._tasks: list[SimpleQueue[_Task | None]] = []
         self._done: SimpleQueue[_Outcome] = SimpleQueue()
         self._runs = 0
@@ -125,7 +132,7 @@ class ThreadPool:
             )
             workers[-1].start()
         # Joined at exit: a thread that wakes up during interpreter shutdown can crash the process.
-        self._end = weakref.finalize(self, _end_workers, self._tasks, workers)
+        self._end = weakref.finalize(self, _end_workers, self.sync, self._tasks, workers)
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call function(thread, threads, sync, *arguments) on every thread and wait for all.
@@ -135,8 +142,9 @@ class ThreadPool:
         """
         self._runs += 1
         self.sync[ENDED] = 0
-        for tasks in self._tasks:
-            tasks.put((self._runs, function, arguments))
+        for thread, tasks in enumerate(self._tasks, 1):
+            set_waiting(self.sync, thread, LEAVE)
+            tasks.put((self._runs, function, arguments, False))
         self.sync[STARTED] = self._runs
         failures: list[BaseException] = []
         try:
@@ -154,6 +162,28 @@ class ThreadPool:
         if failures:
             raise failures[0]
 
+    def run_on_standby(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a kernel that waits for its next run in compiled code, see standby.py.
+
+        Such a kernel raises nothing once it is compiled for its arguments.
+        """
+        self._runs += 1
+        run, workers = self._runs, range(1, self.threads)
+        self.sync[RUN] = run
+        self.sync[REFUSED] = 0
+        task = (run, function, arguments, True)
+        for thread in workers:
+            if not set_waiting(self.sync, thread, CLAIMED):
+                self._tasks[thread - 1].put(task)
+        self.sync[STARTED] = run
+        function(0, self.threads, self.sync, *arguments)
+        if self.sync[REFUSED]:
+            for thread in workers:
+                if dismiss(self.sync, thread):
+                    self._tasks[thread - 1].put(task)
+            function(0, self.threads, self.sync, *arguments)
+        await_workers(self.sync, self.threads, run)
+
     def close(self) -> None:
         """End the threads; ``run`` must not be called again."""
         self._end()
@@ -169,22 +199,25 @@ def _work(
     """Run tasks until None arrives; the body of a worker thread."""
     run = 0
     while (task := tasks.get()) is not None:
-        run, function, arguments = task
+        run, function, arguments, on_standby = task
         outcome: BaseException | None = None
         try:
             function(thread, threads, sync, *arguments)
         except BaseException as failure:
             outcome = failure
-        done.put((run, outcome))
-        sync[ENDED] += 1  # if two threads collide here, the caller sleeps in the queue
+        if not on_standby:
+            done.put((run, outcome))
+            sync[ENDED] += 1  # if two threads collide here, the caller sleeps in the queue
         del task, function, arguments, outcome
-        _spin_until(sync, STARTED, run + 1)
+        if not on_standby:
+            _spin_until(sync, STARTED, run + 1)
 
 
 def _end_workers(
-    queues: "list[SimpleQueue[_Task | None]]", workers: list[threading.Thread]
+    sync: Int64Array, queues: "list[SimpleQueue[_Task | None]]", workers: list[threading.Thread]
 ) -> None:
-    for tasks in queues:
+    for thread, tasks in enumerate(queues, 1):
+        set_waiting(sync, thread, LEAVE)
         tasks.put(None)
     for worker in workers:
         worker.join()
