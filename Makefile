@@ -7,6 +7,8 @@
 # make web        build the browser pages anew from web/; needs Node.js
 # make web-check  whether the built pages are what web/ builds
 # make docs       build the documentation site into build/docs; open index.html there
+# make fuzz       a million inputs for the parsers; TARGETS="gguf planner" RUNS=0.1 for fewer
+# make fuzz-api   CALLS=50000 calls of the server's API, valid and not
 # make bench      the EFIM rounds load on this machine
 
 PYTHON ?= python3
@@ -14,8 +16,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 ARGS ?=
+TARGETS ?=
+RUNS ?= 1
+CALLS ?= 50000
 
-.PHONY: serve test test-slow test-python gateway-test lint web web-check docs bench format clean
+.PHONY: serve test test-slow test-python gateway-test lint web web-check docs bench fuzz \
+	fuzz-api format clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -58,6 +64,12 @@ docs: $(VENV)/.installed-docs
 bench: $(VENV)/.installed-dev
 	$(BIN)/midfill bench rounds $(ARGS)
 
+fuzz: $(VENV)/.installed-fuzz
+	$(BIN)/python tests/fuzz/run.py --runs $(RUNS) $(TARGETS)
+
+fuzz-api: $(VENV)/.installed-dev
+	$(BIN)/python tests/fuzz/api.py --calls $(CALLS)
+
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix src tests examples docs
 	$(BIN)/ruff format src tests examples docs
@@ -73,6 +85,10 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[dev]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-fuzz: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install -e '.[fuzz]'
+	touch $@
 
 $(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e '.[docs]'

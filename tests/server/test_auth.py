@@ -18,7 +18,7 @@ from midfill.server.key_file import add_key, set_limits
 from midfill.server.limits import TenantLimits
 from midfill.server.run import run_server
 
-KEYS = ("first key", "second key", "Schlüssel")
+KEYS = ("first key", "second key", "voilà")  # in UTF-8 the last one ends like a blank
 
 
 @pytest.fixture(scope="module")

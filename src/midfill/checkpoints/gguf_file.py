@@ -111,7 +111,7 @@ class GgufFile:
             return flat.reshape(tensor.shape)
         rows = math.prod(tensor.shape[:-1])
         raw = np.frombuffer(self._map, np.uint8, tensor.size, tensor.offset)
-        return raw.reshape(rows, tensor.size // rows if rows else 0)
+        return raw.reshape(rows, tensor.size // rows)
 
     def bytes_at(self, where: slice) -> bytes:
         """Return a copy of a range of the file."""
@@ -194,6 +194,8 @@ class _Reader:
             if not 1 <= dimensions <= _MAX_DIMENSIONS:
                 self.fail(f"tensor {name!r} has {dimensions} dimensions")
             shape = self._unpack(f"<{dimensions}Q")
+            if not all(shape):
+                self.fail(f"tensor {name!r} is empty")
             type_number, offset = self._unpack("<IQ")
             entries.append((name, shape[::-1], type_number, offset))
         return entries

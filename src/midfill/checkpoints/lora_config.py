@@ -1,5 +1,6 @@
 """LoraConfig: adapter_config.json as PEFT writes it, as far as it matters after training."""
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,8 +52,8 @@ class LoraConfig:
     def rank(self, module: str) -> int:
         """Return the rank for a module, given its name in transformers."""
         rank = self._number(self._for_module(self._rank_pattern, module, self._rank), "r")
-        if rank != int(rank) or rank < 1:
-            raise CheckpointError(f"{self.path}: a rank r of {rank} is not possible")
+        if not rank.is_integer() or rank < 1:
+            raise CheckpointError(f"{self.path}: a rank r of {rank:g} is not possible")
         return int(rank)
 
     def scale(self, module: str) -> float:
@@ -117,6 +118,11 @@ class LoraConfig:
         return default
 
     def _number(self, value: object, field: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
-            raise CheckpointError(f"{self.path}: {field} must be a number, not {value!r}")
-        return value
+        try:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                number = float(value)
+                if math.isfinite(number):
+                    return number
+        except OverflowError:
+            pass
+        raise CheckpointError(f"{self.path}: {field} must be a finite number, not {value!r:.40}")

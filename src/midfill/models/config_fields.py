@@ -122,7 +122,10 @@ class ConfigFields:
     def _finite(value: object) -> float | None:
         if isinstance(value, bool) or not isinstance(value, Real):
             return None
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            return None
         return number if math.isfinite(number) else None
 
     def _wrong(self, key: str, expected: str, value: object) -> CheckpointError:

@@ -79,12 +79,13 @@ def _find_name(request: Request, keys: KeyRing, *, basic: bool) -> str:
 
 def _sent_key(header: str, *, basic: bool) -> bytes | None:
     """Return the key of an Authorization header; None if it holds none."""
-    scheme, _, value = header.partition(" ")
-    # Headers are decoded as Latin-1, whatever bytes the client sent.
-    sent = value.strip().encode("latin-1")
-    if scheme.lower() == "bearer":
+    # Headers are decoded as Latin-1, whatever bytes the client sent. As text, the last byte of a
+    # key in UTF-8 could be a blank.
+    name, _, value = header.encode("latin-1").partition(b" ")
+    scheme, sent = name.lower(), value.strip(b" \t")
+    if scheme == b"bearer":
         return sent
-    if scheme.lower() != "basic" or not basic:
+    if scheme != b"basic" or not basic:
         return None
     try:
         return base64.b64decode(sent, validate=True).partition(b":")[2]

@@ -231,7 +231,10 @@ class _Reader:
     def _token_types(self) -> Sequence[int]:
         if _PREFIX + "token_type" not in self._metadata:
             return [_TokenType.NORMAL] * len(self.tokens)
-        return [int(kind) for kind in self.numbers("token_type")]
+        types = self.numbers("token_type")
+        if not all(isinstance(kind, int) for kind in types):
+            self.fail("token_type", "must be a list of whole numbers")
+        return [int(kind) for kind in types]
 
     def _value(self, key: str) -> object:
         value = self._metadata.get(_PREFIX + key)

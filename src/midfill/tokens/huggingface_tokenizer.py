@@ -5,6 +5,7 @@ which tokens begin and end a sequence.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tokenizers import AddedToken
 
 from midfill.errors import CheckpointError
 from midfill.tokens.tokenizer import Tokenizer
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # an escape that may be half a character
 
 
 def load_folder(folder: Path) -> Tokenizer:
@@ -46,11 +49,16 @@ def load_folder(folder: Path) -> Tokenizer:
 def read_json(path: Path, *, optional: bool = False) -> dict[str, object]:
     """Read a JSON object from a file; {} for a missing file if it is optional.
 
+    Its texts are whole Unicode characters, so that they can be tokenised and written anywhere.
+
     Raises:
         CheckpointError: the file is missing, unreadable or no JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         if optional:
             return {}
@@ -130,7 +138,11 @@ def _chat_template(folder: Path, settings: Mapping[str, object]) -> str | None:
     """Return chat_template.jinja, or the (default) template in tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text in UTF-8"
+            raise CheckpointError(f"{path}: can't be read: {reason}") from None
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {

@@ -109,7 +109,18 @@ def read_snapshot(url: str, api_key: str | None = None, timeout: float = 5.0) ->
 
 
 def parse_snapshot(text: str, now: float) -> Snapshot:
-    """Return the metrics of a text in Prometheus' format, read at time ``now``."""
+    """Return the metrics of a text in Prometheus' format, read at time ``now``.
+
+    Raises:
+        ServerGoneError: it is no such text.
+    """
+    try:
+        return _parse_snapshot(text, now)
+    except (ValueError, KeyError):  # whatever the parser finds wrong, and a bucket without bound
+        raise ServerGoneError("the server's metrics are not in Prometheus' format") from None
+
+
+def _parse_snapshot(text: str, now: float) -> Snapshot:
     lines = [line for line in text.splitlines() if _WANTED.match(line)]
     values: dict[tuple[str, str], float] = {}
     buckets: dict[tuple[str, str], dict[float, float]] = {}

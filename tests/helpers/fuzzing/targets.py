@@ -1,0 +1,6 @@
+"""All targets by name."""
+
+from fuzzing import editors, models, requests
+from fuzzing.target import Target
+
+TARGETS: dict[str, Target] = {**models.TARGETS, **requests.TARGETS, **editors.TARGETS}
