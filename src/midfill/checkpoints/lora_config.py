@@ -125,4 +125,4 @@ class LoraConfig:
                     return number
         except OverflowError:
             pass
-        raise CheckpointError(f"{self.path}: {field} must be a finite number, not {value!r:.40}")
+        raise CheckpointError(f"{self.path}: {field} must be a number, not {value!r:.40}")
