@@ -38,17 +38,23 @@ def computing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     """Opens the tier of one folder again and again, as processes that follow each other do."""
-    opened: list[ChunkFolder] = []
+    opened: list[WarmTier] = []
+
+    def close() -> None:
+        while opened:
+            tier = opened.pop()
+            tier.close()
+            tier.folders["disk"].close()
 
     def open_again(runner: Runner) -> WarmTier:
-        while opened:
-            opened.pop().close()
-        opened.append(ChunkFolder(tmp_path / "kv", LARGE, durable=False))
-        return WarmTier(KvIdentity("", layout_name(runner)), memory=None, disk=opened[0])
+        close()
+        folder = ChunkFolder(tmp_path / "kv", LARGE, durable=False)
+        identity = KvIdentity("", layout_name(runner))
+        opened.append(WarmTier(identity, memory=None, disk=folder))
+        return opened[0]
 
     yield open_again
-    while opened:
-        opened.pop().close()
+    close()
 
 
 def build(open_tier: OpenTier, slots: int = 512) -> Engine:

@@ -125,7 +125,7 @@ class WarmTier:
         self._queued_bytes = 0
         self._loads: deque[TierLoad] = deque()
         self._wake_writer, self._wake_reader = threading.Condition(), threading.Condition()
-        self._failed = False
+        self._failed = self._closed = False
         self._reading: TierLoad | None = None
         for target in (self._write_chunks, self._read_chunks):
             threading.Thread(target=target, name=f"kv-tier{target.__name__}", daemon=True).start()
@@ -177,13 +177,22 @@ class WarmTier:
             while self._queued and (left := end - time.monotonic()) > 0:
                 self._wake_writer.wait(left)
 
+    def close(self) -> None:
+        """End the threads; what isn't written yet is lost."""
+        self._closed = True
+        for condition in (self._wake_writer, self._wake_reader):
+            with condition:
+                condition.notify_all()
+
     # --- the threads ---
 
     def _write_chunks(self) -> None:
         while True:
             with self._wake_writer:
-                while not self._queued:
+                while not self._queued and not self._closed:
                     self._wake_writer.wait()
+                if self._closed:
+                    return
                 key, blob = next(iter(self._queued.items()))
             try:
                 self._write(key, blob)
@@ -217,8 +226,10 @@ class WarmTier:
     def _read_chunks(self) -> None:
         while True:
             with self._wake_reader:
-                while not self._loads:
+                while not self._loads and not self._closed:
                     self._wake_reader.wait()
+                if self._closed:
+                    return
                 load = self._reading = self._loads.popleft()
             try:
                 for wanted in load.chunks:
