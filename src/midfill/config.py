@@ -46,6 +46,8 @@ class WarmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
         folder: where on disk; None takes one in the cache folder.
         memory_folder: where in memory; made by whoever starts the engine.
         scope: digest of what makes tenants' names unique, see ``kv.blob.bind_tenant``.
+        codec: how KV is written: "none" as it was computed, "cachegen" smaller and not exact, see
+            ``methods.codecs``.
     """
 
     memory: int = 0
@@ -53,6 +55,7 @@ class WarmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: str | None = None
     memory_folder: str | None = None
     scope: str = ""
+    codec: str = "none"
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,11 +3,12 @@
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import toy_engine
-from serving import Answer, build_engine, request, serve
+from serving import Answer, background, build_engine, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 from toy_runner import ToyRunner
 
@@ -18,6 +19,7 @@ from midfill.engine.request import EngineSamplingParams, TierStats
 from midfill.engine.warm_cache import CHUNK_TOKENS
 from midfill.forward.runner import Runner
 from midfill.kv.blob import KvIdentity
+from midfill.methods.codecs import open_codec
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.tiers.chunk_folder import ChunkFolder
 from midfill.tiers.warm_tier import WarmTier
@@ -273,3 +275,93 @@ def test_loaded_kv_has_the_bits_of_computed_kv(
     assert warm.cached_tokens == 4 * CHUNK_TOKENS
     assert warm.tokens == cold.tokens
     assert warm.logprobs == cold.logprobs
+
+
+# KV that a codec has changed.
+
+
+@dataclass
+class Coded:
+    """Engines of one model, one after the other, over a tier that CacheGen writes."""
+
+    make_runner: Callable[[], Runner]
+    open: Callable[[Runner], WarmTier]
+
+    def engine(self) -> Engine:
+        runner = self.make_runner()
+        return build_engine(runner, (), warm_tier=self.open(runner))
+
+
+@pytest.fixture
+def coded(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coded]:
+    checkpoint = open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+    opened: list[WarmTier] = []
+
+    def close() -> None:
+        while opened:
+            tier = opened.pop()
+            tier.close()
+            tier.folders["disk"].close()
+
+    def open_again(runner: Runner) -> WarmTier:
+        close()
+        codec = open_codec("cachegen:shallow=64,deep=64", runner, checkpoint.tokenizer, lambda: "m")
+        assert codec is not None
+        folder = ChunkFolder(tmp_path / "kv", LARGE, durable=False)
+        identity = KvIdentity("", layout_name(runner), codec.name)
+        opened.append(WarmTier(identity, memory=None, disk=folder, codec=codec))
+        return opened[0]
+
+    yield Coded(lambda: CpuRunner(checkpoint, slots=512, threads=1, weights="f32"), open_again)
+    close()
+
+
+CODED_PROMPT = random.Random(3).choices(range(1, VOCAB), k=300)
+
+
+def test_coded_kv_is_smaller_and_told_apart_from_exact_kv(coded: Coded, tmp_path: Path) -> None:
+    engine = coded.engine()
+    cold = serve(engine, [request("cold", CODED_PROMPT)])["cold", 0]
+    engine.kv_traffic.close(10)
+    assert len(files(tmp_path)) == 4
+    raw = 64 * 3 * 2 * 32 * 2 * 4
+    assert all(file.stat().st_size < raw / 3 for file in files(tmp_path))
+
+    engine = coded.engine()
+    engine.add(request("warm", CODED_PROMPT))
+    outputs = [output for _ in range(200) for output in engine.step()]
+    assert outputs[0].reused_tokens == 4 * CHUNK_TOKENS
+    assert outputs[0].cached_tokens == 0
+    assert tier_stats(engine).loaded_tokens == 4 * CHUNK_TOKENS
+
+    # Nobody who expects exact KV finds it: a background prompt computes all of it.
+    serve(engine, [background("exact", CODED_PROMPT)])
+    assert engine.stats().background_tokens == 300
+    answer = serve(engine, [request("again", CODED_PROMPT)])["again", 0]
+    assert answer.cached_tokens == 299
+    assert answer.tokens == cold.tokens
+
+
+def test_the_next_keystroke_goes_on_after_coded_kv(coded: Coded) -> None:
+    engine = coded.engine()
+    serve(engine, [request("cold", CODED_PROMPT)])
+    engine.kv_traffic.close(10)
+    engine = coded.engine()
+    serve(engine, [request("warm", CODED_PROMPT)])
+    loaded = tier_stats(engine).loaded_tokens
+    engine.add(request("next", [*CODED_PROMPT, 5, 6]))
+    assert engine.stats().loading == 0
+    (first, *_) = [output for _ in range(50) for output in engine.step()]
+    assert first.reused_tokens >= 299
+    assert tier_stats(engine).loaded_tokens == loaded
+    assert tier_stats(engine).stored_tokens == 0, "only exact KV is stored"
+
+
+def test_methods_that_expect_kv_as_computed_get_no_coded_kv(coded: Coded) -> None:
+    engine = coded.engine()
+    serve(engine, [request("cold", CODED_PROMPT)])
+    engine.kv_traffic.close(10)
+    engine = coded.engine()
+    scored = EngineSamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    serve(engine, [request("scored", CODED_PROMPT, scored)])
+    assert tier_stats(engine).loaded_tokens == 0

@@ -24,7 +24,7 @@ from midfill.cli.options import (
     WeightsFormatOption,
     WindowOption,
 )
-from midfill.cli.values import parse_size
+from midfill.cli.values import parse_codec, parse_size
 from midfill.config import (
     DEFAULT_COMPLETION_TIMEOUT,
     DEFAULT_MAX_QUEUED_TOKENS,
@@ -229,6 +229,15 @@ WarmTierFolderOption = Annotated[
         help="Where --warm-tier-disk keeps its files; by default in midfill's cache folder.",
     ),
 ]
+WarmTierCodecOption = Annotated[
+    str,
+    typer.Option(
+        parser=parse_codec,
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="How the warm tier writes KV: none, as it was computed, or cachegen, about a fifth as"
+        " large, whose answers are not exact.",
+    ),
+]
 OldStreamIntervalOption = Annotated[
     float | None, typer.Option("--stream-interval", min=0, metavar="MS", hidden=True)
 ]
@@ -277,6 +286,7 @@ def serve(
     warm_tier_memory: WarmTierMemoryOption = "0",  # type: ignore[assignment]
     warm_tier_disk: WarmTierDiskOption = "0",  # type: ignore[assignment]
     warm_tier_folder: WarmTierFolderOption = None,
+    warm_tier_codec: WarmTierCodecOption = "none",
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
@@ -336,6 +346,7 @@ def serve(
             warm_tier=WarmTierOptions(
                 memory=warm_tier_memory,
                 disk=warm_tier_disk,
+                codec=warm_tier_codec,
                 folder=None if warm_tier_folder is None else str(warm_tier_folder.absolute()),
             ),
         ),

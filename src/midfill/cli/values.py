@@ -78,6 +78,19 @@ def parse_method(text: str) -> str:
     return _checked(text, resolve_method)
 
 
+def parse_codec(text: str) -> str:
+    """Return the specification of a codec of stored KV, checked.
+
+    Raises:
+        typer.BadParameter: there is no such codec or option, or a value doesn't fit.
+    """
+    if text == "none":
+        return text
+    from midfill.methods.codecs import check_codec
+
+    return _checked(text, check_codec)
+
+
 def parse_calibration(text: str) -> str:
     """Return the specification of a method's calibration, checked.
 

@@ -27,10 +27,13 @@ from midfill.engine.warm_cache import open_warm_tier
 from midfill.forward.runner import Runner
 from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kv.blob import KvIdentity
+from midfill.methods.codecs import open_codec
 from midfill.methods.shelf import AllowedMethods, MethodShelf
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.loading import load_runner
 from midfill.system.progress import Progress
+from midfill.tiers.warm_tier import WarmTier
+from midfill.tokens.tokenizer import Tokenizer
 
 
 def load_engine(
@@ -75,7 +78,7 @@ def load_engine(
         method=shelf.default,
         find_method=lambda name: extra[name] if name in extra else shelf.find(name),
         kv_source=source,
-        warm_tier=open_warm_tier(options.warm_tier, source, runner),
+        warm_tier=_open_warm_tier(options, source, runner, checkpoint.tokenizer),
     )
     info = EngineInfo(
         backend=runner.description,
@@ -109,6 +112,16 @@ def speculation(options: ModelOptions) -> Speculation | None:
     if not options.speculation:
         return None
     return Speculation(SmartSpec(options.token_budget), AcceptanceRates(), MeasuredStepCost())
+
+
+def _open_warm_tier(
+    options: ModelOptions, source: IdentitySource, runner: Runner, tokenizer: Tokenizer
+) -> WarmTier | None:
+    tier = options.warm_tier
+    if not tier.memory and not tier.disk:
+        return None
+    codec = open_codec(tier.codec, runner, tokenizer, lambda: source.identity.name)
+    return open_warm_tier(tier, source, runner, codec)
 
 
 def kv_identity(checkpoint: Checkpoint, runner: Runner, options: ModelOptions) -> KvIdentity:

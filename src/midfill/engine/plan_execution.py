@@ -98,7 +98,10 @@ class PlanExecution:
         if is_new:
             sequence.admitted = time.perf_counter()
             self._counters.prompt_tokens += sequence.prompt_length
-            self._counters.cached_tokens += sequence.computed
+            if sequence.loaded_variant:
+                self._counters.reused_tokens += sequence.reused_tokens
+            else:
+                self._counters.cached_tokens += sequence.computed
             self._tenants.record_admission(sequence)
             tokens = sequence.prompt_length - sequence.computed
             self._queues.waiting.charge(sequence.tenant, tokens)

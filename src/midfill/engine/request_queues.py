@@ -110,6 +110,7 @@ class RequestQueues:
         sequence.reused_tokens = 0
         if found is None:
             sequence.computed = kv.match_prefix(tokens)
+            sequence.reused_tokens = sequence.computed if sequence.loaded_variant else 0
         else:
             sequence.computed = kv.match_branch(tokens, found[0])
             sequence.reused_tokens = sequence.computed - kv.base

@@ -73,6 +73,8 @@ class Sequence:
             attend to everything.
         reuse: the method that repairs KV from elsewhere; None copies none.
         blend: a prefill that is being blended; None before and after.
+        loaded_variant: names the tree of KV that a lossy codec has coded, where its own is; ""
+            where it is exact.
         reused_tokens: of how many prompt tokens KV was copied from elsewhere, and kept.
         stop_token_ids: token ids that end generation, the model's end tokens included.
         prompt_logprobs: of the prompt's tokens, from ``score_from`` on, as far as they are
@@ -105,6 +107,7 @@ class Sequence:
         "kv",
         "layer_rows",
         "length",
+        "loaded_variant",
         "max_length",
         "not_empty",
         "params",
@@ -165,6 +168,7 @@ class Sequence:
         self.pruning: RowPruning | None = None
         self.sparse_prefill: SparsePrefill | None = None
         self.reuse: ReuseMethod | None = None
+        self.loaded_variant = ""
         self.blend: Blend | None = None
         self.reused_tokens = 0
         end_tokens = frozenset() if request.sampling.ignore_eos else eos_token_ids
@@ -190,6 +194,8 @@ class Sequence:
     @property
     def cache_root(self) -> CacheRoot:
         """The prefix cache's tree that it shares: the tenant's own, or one of its method."""
+        if self.loaded_variant:
+            return MethodRoot(self.tenant, self.loaded_variant)
         sparse = self.sparse_prefill
         return self.tenant if sparse is None else MethodRoot(self.tenant, sparse.variant)
 

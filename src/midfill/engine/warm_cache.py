@@ -7,6 +7,7 @@ cache doesn't, waits while it is loaded, if that takes less time than computing 
 (``tiers.load_policy``), and never much longer: what hasn't come by then is computed.
 """
 
+import dataclasses
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ from midfill.errors import MidfillError
 from midfill.forward.runner import Runner
 from midfill.kv.blob import RAW, BlobError, KvBlob, bind_tenant, chain
 from midfill.kv.pool import KVPool
+from midfill.kv.radix_cache import CacheRoot, MethodRoot
 from midfill.system.cache import cache_folder
 from midfill.tiers.chunk_folder import ChunkFolder
+from midfill.tiers.codec import ChunkCodec
 from midfill.tiers.disk_folder import open_disk_folder
 from midfill.tiers.load_policy import MeasuredRate, chunks_to_load
 from midfill.tiers.warm_tier import TierLoad, WantedChunk, WarmTier
@@ -41,7 +44,10 @@ _UNKNOWN_SECONDS = 1.0  # to compute a chunk, before the first measurement
 
 
 def open_warm_tier(
-    options: WarmTierOptions, source: IdentitySource, runner: Runner
+    options: WarmTierOptions,
+    source: IdentitySource,
+    runner: Runner,
+    codec: ChunkCodec | None = None,
 ) -> WarmTier | None:
     """Open the tier that an engine's options ask for; None if they ask for none.
 
@@ -49,6 +55,7 @@ def open_warm_tier(
         options: where KV is kept.
         source: what the KV is bound to.
         runner: computes the KV.
+        codec: how KV is written; None writes it as it is.
 
     Raises:
         MidfillError: a folder can't be used, or holds no chunk.
@@ -62,13 +69,16 @@ def open_warm_tier(
                 f"--warm-tier-{name} is {size} bytes, but KV is kept in chunks of {CHUNK_TOKENS}"
                 f" tokens, {chunk_bytes} bytes each for this model; give it many times as much"
             )
+    identity = source.identity
+    if codec is not None:
+        identity = dataclasses.replace(identity, variant=codec.name)
     memory = disk = None
     if options.memory and options.memory_folder is not None:
         memory = ChunkFolder(Path(options.memory_folder), options.memory, durable=False)
     if options.disk:
         folder = cache_folder() / "kv" if options.folder is None else Path(options.folder)
-        disk = open_disk_folder(folder.expanduser(), source.identity.name, options.disk)
-    return WarmTier(source.identity, memory=memory, disk=disk)
+        disk = open_disk_folder(folder.expanduser(), identity.name, options.disk)
+    return WarmTier(identity, memory=memory, disk=disk, codec=codec)
 
 
 @dataclass(eq=False)
@@ -85,8 +95,9 @@ class _Note:
 class _Loading:
     """A sequence's KV on its way: ``done`` tokens are cached."""
 
+    sequence: Sequence
     tokens: Int32Array
-    tenant: str
+    root: CacheRoot
     load: TierLoad
     done: int
     deadline: float
@@ -114,6 +125,7 @@ class WarmCache:
         self._prefill, self._import = MeasuredRate(), MeasuredRate()
         self._credit = 0.0
         self._loaded_tokens = self._stored_tokens = 0
+        self._variant = tier.identity.variant
 
     @property
     def is_loading(self) -> bool:
@@ -197,7 +209,7 @@ class WarmCache:
                 break
             self._tier.store(
                 KvBlob(
-                    identity=self._source.identity,
+                    identity=self._tier.identity,
                     tenant=bind_tenant(note.tenant, self._source.scope),
                     parent=parent,
                     start=start,
@@ -214,24 +226,37 @@ class WarmCache:
     # --- loading ---
 
     def start_loading(self, sequence: Sequence) -> bool:
-        """Load a new sequence's KV if that is cheaper than computing it; return whether it is."""
-        tokens, tenant = sequence.matchable_tokens, sequence.tenant
-        cached = self._copies.cached(tenant, tokens)
-        if len(tokens) - cached < CHUNK_TOKENS or self._tier.is_stalled:
+        """Load a new sequence's KV if that is cheaper than computing it; return whether it is.
+
+        KV that a codec has changed goes to a tree of its own, and so does all that the sequence
+        computes after it.
+        """
+        tokens, tenant, variant = sequence.matchable_tokens, sequence.tenant, self._variant
+        exact = self._copies.cached(tenant, tokens)
+        left = len(tokens) - exact
+        if left < CHUNK_TOKENS or (variant and not _takes_any(sequence)):
+            return False
+        root = MethodRoot(tenant, variant) if variant else tenant
+        cached = self._copies.cached(root, tokens) if variant else exact
+        if cached - exact > left * 3 // 4:
+            sequence.loaded_variant = variant
+            return False
+        if self._tier.is_stalled:
             return False
         wanted = self._stored_chunks(tenant, tokens, cached)
-        if not wanted:
-            return False
         each = self._prefill.seconds(CHUNK_TOKENS)
-        compute = [_UNKNOWN_SECONDS if each is None else each] * len(wanted)
+        each = _UNKNOWN_SECONDS if each is None else each
+        missing = [min(max(one.start + CHUNK_TOKENS - exact, 0), CHUNK_TOKENS) for one in wanted]
+        compute = [each * tokens / CHUNK_TOKENS for tokens in missing]
         count = chunks_to_load([self._load_seconds(chunk.key) for chunk in wanted], compute)
         if not count:
             return False
         patience = max(_PATIENCE * sum(compute[:count]), _MIN_PATIENCE)
         deadline = time.monotonic() + patience
         load = self._tier.load(wanted[:count])
+        sequence.loaded_variant = variant
         self._loading[sequence.sequence_id] = _Loading(
-            tokens.copy(), tenant, load, cached, deadline
+            sequence, tokens.copy(), root, load, cached, deadline
         )
         return True
 
@@ -259,6 +284,12 @@ class WarmCache:
             if (finished and not one.load.arrived) or time.monotonic() > one.deadline:
                 one.load.cancel()
                 del self._loading[sequence_id]
+                self._end(one)
+
+    def _end(self, one: _Loading) -> None:
+        """Have a sequence use its tenant's own tree if that holds as much."""
+        if one.done <= self._copies.cached(one.sequence.tenant, one.tokens):
+            one.sequence.loaded_variant = ""
 
     def wait(self, seconds: float) -> None:
         """Sleep until something arrives or is written, at most for so long."""
@@ -279,11 +310,11 @@ class WarmCache:
         started = time.perf_counter()
         self._copies.check(blob)
         end = blob.start + len(blob.tokens)
-        one.done = max(one.done, self._copies.cached(one.tenant, one.tokens[:end]))
+        one.done = max(one.done, self._copies.cached(one.root, one.tokens[:end]))
         if one.done >= end:
             return 0
         count = end - one.done
-        self._copies.insert(one.tenant, one.tokens[:end], one.done, blob, one.done - blob.start)
+        self._copies.insert(one.root, one.tokens[:end], one.done, blob, one.done - blob.start)
         one.done = end
         self._loaded_tokens += count
         self._import.record(count, time.perf_counter() - started)
@@ -311,7 +342,13 @@ class WarmCache:
         return (read or 0.0) + (self._import.seconds(CHUNK_TOKENS) or 0.0)
 
     def _root(self, tenant: str) -> bytes:
-        return self._source.identity.root(bind_tenant(tenant, self._source.scope))
+        return self._tier.identity.root(bind_tenant(tenant, self._source.scope))
+
+
+def _takes_any(sequence: Sequence) -> bool:
+    """Whether a sequence has no method that expects KV as it was computed, or reads all of it."""
+    methods = (sequence.reuse, sequence.compression, sequence.pruning, sequence.sparse_prefill)
+    return all(method is None for method in methods) and sequence.prompt_logprobs is None
 
 
 def _begins_with(tokens: Int32Array, beginning: Int32Array) -> bool:

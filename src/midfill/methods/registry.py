@@ -166,7 +166,7 @@ def resolve_method(specification: str) -> Method | ModelSpecific | None:
     if name in ("", OFF) and not listed:
         return None
     check_name(name)
-    method: Method | ModelSpecific = _make(METHODS[name].load(), name, listed)
+    method: Method | ModelSpecific = make_options(METHODS[name].load(), name, listed)
     return method
 
 
@@ -179,12 +179,21 @@ def resolve_calibrator(specification: str) -> tuple[str, Calibrator]:
     """
     name, _, listed = specification.partition(":")
     check_name(name)
-    calibrator: Calibrator = _make(METHODS[name].load_calibrator(), name, listed)
+    calibrator: Calibrator = make_options(METHODS[name].load_calibrator(), name, listed)
     return name, calibrator
 
 
-def _make(factory: type[Any], name: str, listed: str) -> Any:
-    """Return ``factory`` with the options that "option=value,option=value" lists."""
+def make_options(factory: type[Any], name: str, listed: str) -> Any:
+    """Return ``factory`` with the options that "option=value,option=value" lists.
+
+    Args:
+        factory: a dataclass.
+        name: for messages.
+        listed: "" leaves all at their defaults.
+
+    Raises:
+        InvalidRequestError: there is no such option, or a value doesn't fit.
+    """
     known, kinds = list(defaults(factory)), get_type_hints(factory)
     values: dict[str, object] = {}
     for item in filter(None, listed.split(",")):

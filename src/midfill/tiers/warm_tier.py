@@ -6,6 +6,7 @@ and read by another; the engine only hands chunks over and takes them back. What
 believed only if its checksum is right and it is what was asked for.
 """
 
+import dataclasses
 import logging
 import threading
 import time
@@ -17,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from midfill.arrays import Int32Array
-from midfill.kv.blob import BlobError, KvBlob, KvIdentity, decode_blob
+from midfill.kv.blob import RAW, BlobError, KvBlob, KvIdentity, decode_blob
 from midfill.tiers.chunk_folder import ChunkFolder
+from midfill.tiers.codec import ChunkCodec
 from midfill.tiers.load_policy import MeasuredRate
 
 _log = logging.getLogger(__name__)
@@ -102,25 +104,33 @@ class WarmTier:
     """Stores and loads chunks. Belongs to one engine, whose thread calls it.
 
     Attributes:
+        identity: of the KV in it.
         counts: what it did.
         rates: bytes per second that are loaded, by folder.
     """
 
     def __init__(
-        self, identity: KvIdentity, *, memory: ChunkFolder | None, disk: ChunkFolder | None
+        self,
+        identity: KvIdentity,
+        *,
+        memory: ChunkFolder | None,
+        disk: ChunkFolder | None,
+        codec: ChunkCodec | None = None,
     ) -> None:
         """Start the threads.
 
         Args:
-            identity: of the KV that may be loaded.
+            identity: of the KV that may be loaded; its variant names the codec.
             memory, disk: where chunks are kept; None: not there.
+            codec: how their KV is written; None writes it as it was computed.
         """
         self.counts = TierCounts()
         folders = {"memory": memory, "disk": disk}
         self.folders = {name: one for name, one in folders.items() if one is not None}
         self.rates = {name: MeasuredRate() for name in self.folders}
         self.changed = threading.Event()
-        self._identity = identity
+        self.identity = identity
+        self._codec = codec
         self._queued: dict[bytes, KvBlob] = {}  # in order of arrival
         self._queued_bytes = 0
         self._loads: deque[TierLoad] = deque()
@@ -205,6 +215,9 @@ class WarmTier:
             self.changed.set()
 
     def _write(self, key: bytes, blob: KvBlob) -> None:
+        if self._codec is not None:
+            code = self._codec.encode(bytes(blob.data), len(blob.tokens))
+            blob = dataclasses.replace(blob, codec=self._codec.name, data=code)
         content = blob.encode()
         for name, folder in self.folders.items():
             if key in folder:
@@ -242,8 +255,8 @@ class WarmTier:
             except Exception:
                 _log.exception("chunks of KV could not be loaded")
             finally:
-                load.finished = True
                 self._reading = None
+                load.finished = True
                 self.changed.set()
 
     def _read(self, wanted: WantedChunk) -> KvBlob | None:
@@ -272,8 +285,13 @@ class WarmTier:
             BlobError: it is damaged, or not the one that is wanted.
         """
         blob = decode_blob(content)
-        blob.require(self._identity, wanted.tenant)
+        blob.require(self.identity, wanted.tenant)
         same = (blob.parent, blob.start) == (wanted.parent, wanted.start)
         if not same or not np.array_equal(blob.tokens, wanted.tokens):
             raise BlobError("the KV is of other tokens than its name says")
-        return blob
+        if self._codec is None:
+            return blob
+        if blob.codec != self._codec.name:
+            raise BlobError(f"the KV is coded as {blob.codec!r}, not {self._codec.name!r}")
+        data = self._codec.decode(blob.data, len(blob.tokens))
+        return dataclasses.replace(blob, codec=RAW, data=data)

@@ -1,0 +1,1 @@
+"""Entropy coding of stored KV, compiled apart from the other kernels when first needed."""

@@ -1,0 +1,60 @@
+"""Codecs of stored KV by name: what "cachegen:deep=16" means.
+
+A codec's module is imported when it is first asked for.
+"""
+
+from collections.abc import Callable
+
+from midfill.errors import InvalidRequestError
+from midfill.forward.runner import Runner
+from midfill.methods.registry import OFF, make_options
+from midfill.tiers.codec import ChunkCodec
+from midfill.tokens.tokenizer import Tokenizer
+
+CODECS = ("cachegen",)
+
+
+def check_codec(specification: str) -> None:
+    """Check that there is a codec "name:option=value,option=value"; "none" is none.
+
+    Raises:
+        InvalidRequestError: there is no such codec or option, or a value doesn't fit.
+    """
+    name, _, listed = specification.partition(":")
+    if name == OFF and not listed:
+        return
+    if name not in CODECS:
+        raise InvalidRequestError(
+            f"there is no codec {name!r}; there are {OFF}, {', '.join(CODECS)}", param="codec"
+        )
+    from midfill.methods.store.cachegen import CacheGen
+
+    make_options(CacheGen, name, listed)
+
+
+def open_codec(
+    specification: str, runner: Runner, tokenizer: Tokenizer, name: Callable[[], str]
+) -> ChunkCodec | None:
+    """Return a codec for a runner's KV; None writes it as it was computed.
+
+    Args:
+        specification: see ``check_codec``.
+        runner: the model, not in use yet: its slots may be overwritten.
+        tokenizer: the model's.
+        name: returns the name of the model's KV.
+
+    Raises:
+        InvalidRequestError: there is no such codec, or it doesn't suit the KV.
+    """
+    check_codec(specification)
+    codec, _, listed = specification.partition(":")
+    if codec == OFF:
+        return None
+    from midfill.methods.store.cachegen import CacheGen, CacheGenCodec, KvShape
+    from midfill.methods.store.cachegen_profile import load_tables
+
+    method = make_options(CacheGen, codec, listed)
+    config = runner.config
+    layout = runner.cells.layout.format
+    shape = KvShape(layout, config.layers, config.kv_heads, config.head_dim)
+    return CacheGenCodec(method, shape, load_tables(method, shape, runner, tokenizer, name()))

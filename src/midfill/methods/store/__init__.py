@@ -1,0 +1,1 @@
+"""Methods that code stored KV."""
