@@ -325,19 +325,19 @@ def test_packed_weights_are_made_once_and_a_damaged_cache_is_replaced(
         steps.append(what)
 
     first = load_packed(llama, "q8", progress, tmp_path)
-    assert steps
     (cached,) = tmp_path.iterdir()
     whole = cached.read_bytes()
+    assert "packing weights" in steps
     steps.clear()
     second = load_packed(llama, "q8", progress, tmp_path)
-    assert not steps
+    assert set(steps) == {"reading weights"}
     np.testing.assert_array_equal(first.weights.qkv.packed, second.weights.qkv.packed)
     # Otherwise the kernels would be compiled twice: for the first start, and for all others.
     assert numba.typeof(first.weights) == numba.typeof(second.weights)
 
     cached.write_bytes(whole[: len(whole) // 2])
     load_packed(llama, "q8", progress, tmp_path)
-    assert steps
+    assert "packing weights" in steps
     assert cached.read_bytes() == whole
 
 

@@ -7,25 +7,25 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError
 from midfill.kernels.cpu.decoder import DecoderConfig, DecoderWeights
 from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
-from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned, aligned_zeros
+from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
 from midfill.kernels.cpu.packing import natural_format, pack, packed_bytes
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
 from midfill.models.stored_tensor import StoredTensor
+from midfill.runners.packed_file import read_arrays, write_arrays
 from midfill.runners.rope import rope_tables
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
+from midfill.system.mapped_files import release_pages
 from midfill.system.progress import Progress, ignore_progress
 
-PACKING_VERSION = 3
+PACKING_VERSION = 4
 
 _MATRICES = {
     "qkv": ("q", "k", "v"),
@@ -109,10 +109,11 @@ def load_packed(
     path = (
         folder or cache_folder() / "packed"
     ) / f"{checkpoint.fingerprint}-{option}-v{PACKING_VERSION}.safetensors"
-    arrays = _read_cache(path)
+    progress = progress or ignore_progress
+    arrays = read_arrays(path, progress)
     if arrays is None:
-        arrays = _pack_all(checkpoint, option, progress or ignore_progress)
-        store_file(path, lambda file: _write_cache(file, arrays))
+        arrays = _pack_all(checkpoint, option, progress)
+        store_file(path, lambda file: write_arrays(file, arrays))
         remove_unused(path.parent)
     else:
         mark_used(path)
@@ -192,6 +193,8 @@ class _Stacking:
         panels = []
         for layer, formats, size in zip(self._layers, self._formats, self._sizes, strict=True):
             matrix = pack(layer, formats, self.data[at : at + size])
+            for part in layer:
+                release_pages(part.data)
             matrix.panels[:, 0] += at
             panels.append(matrix.panels)
             at += size
@@ -243,22 +246,6 @@ def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[n
         "q_norm": layers(("q_norm.weight", config.head_dim)),
         "k_norm": layers(("k_norm.weight", config.head_dim)),
     }
-
-
-def _read_cache(path: Path) -> dict[str, npt.NDArray[np.generic]] | None:
-    try:
-        with safe_open(path, framework="numpy") as stored:
-            # One by one, so that at most one of them is in memory twice.
-            return {name: aligned(stored.get_tensor(name)) for name in stored.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError):
-        return None  # missing, truncated or damaged: packed again and replaced
-
-
-def _write_cache(path: Path, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
-    try:
-        save_file(arrays, path)
-    except SafetensorError as error:  # of a full disk, too
-        raise OSError(str(error)) from error
 
 
 def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
