@@ -17,6 +17,7 @@ from midfill.models.config import ModelConfig
 from midfill.prefill.method import PrefillMethod
 from midfill.pruning.method import PruningMethod
 from midfill.reuse.method import ReuseMethod
+from midfill.reuse.parallel import ParallelMethod
 
 
 @dataclass(frozen=True)
@@ -185,5 +186,5 @@ class ModelSpecific(Protocol):
         ...
 
 
-Method = CompressionMethod | PrefillMethod | PruningMethod | ReuseMethod
+Method = CompressionMethod | ParallelMethod | PrefillMethod | PruningMethod | ReuseMethod
 """What a request can ask for."""

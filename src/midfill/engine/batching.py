@@ -10,9 +10,11 @@ import numpy as np
 from midfill.arrays import Int32Array
 from midfill.engine.drafting import NO_DRAFT, Draft
 from midfill.engine.layer_rows import LayerRows
+from midfill.engine.parallel_contexts import ContextRows
 from midfill.engine.scheduler import StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.forward.batch import ForwardBatch
+from midfill.forward.groups import KeyGroup
 from midfill.forward.sparse import SparsePlanner
 from midfill.kv.ragged import RaggedIndex
 
@@ -164,6 +166,7 @@ class BatchRows(NamedTuple):
         logit_rows, observed_rows: counted from its first row.
         ragged: the cells that it sees before its slots.
         planner: lists the keys that its rows attend to; None where that is all.
+        group: its first keys, where these have a temperature and a scale of their own.
     """
 
     token_ids: Int32Array
@@ -175,6 +178,7 @@ class BatchRows(NamedTuple):
     observed_rows: Iterable[int]
     ragged: RaggedIndex | None
     planner: SparsePlanner | None = None
+    group: KeyGroup | None = None
 
 
 def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
@@ -206,6 +210,7 @@ def pack(parts: SequenceOf[BatchRows]) -> ForwardBatch:
         ragged=_ragged(parts),
         observed_rows=np.array(observed, dtype=np.int32),
         sparse=_planners(parts),
+        groups=_groups(parts),
     )
     if all(part.visible_slots is None for part in parts):
         return batch
@@ -221,6 +226,8 @@ def _rows_of(entry: ScheduledSequence) -> BatchRows:
     sequence, kv = entry.sequence, entry.sequence.kv
     assert kv is not None
     start, end = sequence.computed, sequence.computed + entry.rows
+    if sequence.parallel is not None:
+        return _parallel_rows(entry, sequence.parallel.rows(kv.slots, start, end))
     visible = kv.slots[: end - kv.first]
     return BatchRows(
         token_ids=entry.token_ids(),
@@ -235,10 +242,27 @@ def _rows_of(entry: ScheduledSequence) -> BatchRows:
     )
 
 
+def _parallel_rows(entry: ScheduledSequence, rows: ContextRows) -> BatchRows:
+    """Return the rows of a sequence whose contexts are computed apart from each other."""
+    return BatchRows(
+        token_ids=entry.token_ids(),
+        positions=rows.positions,
+        write_slots=rows.kv_slots[len(rows.kv_slots) - entry.rows :],
+        kv_slots=rows.kv_slots,
+        visible_slots=None,
+        logit_rows=entry.logit_rows(),
+        observed_rows=range(0),
+        ragged=None,
+        group=rows.group,
+    )
+
+
 def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
     """Return the rows that a sequence runs through some layers."""
     sequence, kv = entry.sequence, entry.sequence.kv
     assert kv is not None
+    if sequence.parallel is not None:
+        return _rows_of(entry)
     in_order = rows.keys is None and int(rows.numbers[-1]) - int(rows.numbers[0]) < len(rows)
     slots = kv.slots if rows.slots is None else rows.slots
     if rows.keys is None:
@@ -283,6 +307,12 @@ def _planners(parts: SequenceOf[BatchRows]) -> tuple[SparsePlanner | None, ...]:
     """Return each request's planner; nothing if none has any."""
     planners = tuple(part.planner for part in parts)
     return () if all(planner is None for planner in planners) else planners
+
+
+def _groups(parts: SequenceOf[BatchRows]) -> tuple[KeyGroup | None, ...]:
+    """Return each request's group of first keys; nothing if none has any."""
+    groups = tuple(part.group for part in parts)
+    return () if all(group is None for group in groups) else groups
 
 
 def _ragged(parts: SequenceOf[BatchRows]) -> tuple[RaggedIndex | None, ...]:

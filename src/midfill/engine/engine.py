@@ -27,6 +27,7 @@ from midfill.engine.kv_traffic import KvTraffic
 from midfill.engine.kv_transfers import IdentitySource
 from midfill.engine.layered_step import run_step
 from midfill.engine.method_kinds import MethodKinds
+from midfill.engine.parallel_contexts import ContextPlaces
 from midfill.engine.plan_execution import PlanExecution
 from midfill.engine.prompt_scores import record_scores
 from midfill.engine.request import (
@@ -125,8 +126,12 @@ class Engine:
         self.kv_traffic = KvTraffic(runner, self._queues, kv_source, warm_tier)
         self._methods = MethodKinds(runner, self._compression.full_layers)
         self._tenants = TenantCounters()
+        config, pool = runner.config, self._queues.pool
+        contexts = ContextPlaces(
+            pool.cache, runner.cells, config.layers * config.kv_heads, runner.slots
+        )
         self._execution = PlanExecution(
-            runner.config.layers, self._queues, self._blending, self._counters, self._tenants,
+            config.layers, self._queues, self._blending, contexts, self._counters, self._tenants,
             self._fail,
         )  # fmt: skip
 
@@ -140,6 +145,7 @@ class Engine:
         method = self._method_of(request)
         max_length = self._context
         if not request.background:
+            max_length += self._methods.saved_positions(method, request)
             max_length = min(max_length, self._methods.max_length(method, request))
         validate(request, self._runner.config.vocab, max_length)
         if request.request_id in self._queues:
@@ -301,6 +307,8 @@ class Engine:
             return []
         sequence.layer_rows = None
         sequence.computed += entry.tokens
+        if sequence.parallel is not None:
+            self._execution.commit_contexts(sequence)
         if sequence.background:
             self._counters.background_tokens += entry.tokens
             finished = sequence.computed == sequence.length

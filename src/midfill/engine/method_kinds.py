@@ -1,7 +1,8 @@
 """MethodKinds: puts a method to work on a sequence, as what it is.
 
-There are four kinds: methods that make KV smaller, that take KV from elsewhere, that compute a part
-of a prompt's attention, and that drop rows between layers. A method may be of the first kind and
+There are five kinds: methods that make KV smaller, that take KV from elsewhere, that compute files
+apart from each other, that compute a part of a prompt's attention, and that drop rows between
+layers. A method may be of the first kind and
 the third at once: heads that keep few keys need not see the others while the prompt is computed.
 """
 
@@ -9,15 +10,17 @@ from midfill.compression.cascade import CascadingMethod
 from midfill.compression.full_layers import FullLayers
 from midfill.compression.method import CompressionMethod, Method
 from midfill.engine.cascade import Cascade, CascadeSize
+from midfill.engine.parallel_contexts import ParallelContexts
 from midfill.engine.request import EngineRequest
 from midfill.engine.row_pruning import RowPruning
 from midfill.engine.sequence import Sequence
 from midfill.engine.sparse_prefill import ChunkNumbers, KeyPairs, SparsePrefill
-from midfill.engine.validation import check_prunable
+from midfill.engine.validation import check_parallel, check_prunable
 from midfill.forward.runner import Runner
 from midfill.prefill.method import PrefillMethod
 from midfill.pruning.method import PruningMethod
 from midfill.reuse.method import ReuseMethod
+from midfill.reuse.parallel import ParallelMethod
 
 
 class MethodKinds:
@@ -47,6 +50,9 @@ class MethodKinds:
         """
         if isinstance(method, ReuseMethod):
             sequence.reuse = method
+        if isinstance(method, ParallelMethod) and len(request.contexts) > 1:
+            check_parallel(request)
+            sequence.parallel = ParallelContexts(method, request.contexts)
         if isinstance(method, PruningMethod):
             check_prunable(request)
             sequence.pruning = RowPruning(
@@ -68,6 +74,12 @@ class MethodKinds:
         if size is None:
             return slots
         return size.most_tokens(request.compress_after or len(request.token_ids), slots)
+
+    def saved_positions(self, method: Method | None, request: EngineRequest) -> int:
+        """Return by how much a request may exceed the context, since its files share positions."""
+        if not isinstance(method, ParallelMethod) or len(request.contexts) < 2:
+            return 0
+        return ParallelContexts(method, request.contexts).saved_positions
 
     def longest_prompt(self, method: Method | None, context: int) -> int:
         """Return how long a prompt may be, its answer's first token included.

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from midfill.engine.blending import Blending
 from midfill.engine.counters import EngineCounters
+from midfill.engine.parallel_contexts import ContextPlaces
 from midfill.engine.request import EngineOutput
 from midfill.engine.request_queues import RequestQueues
 from midfill.engine.scheduler import Chunk, StepPlan
@@ -25,6 +26,7 @@ class PlanExecution:
         layers: of the model.
         queues: the engine's sequences.
         blending: prefills with KV from elsewhere.
+        contexts: where files are cached that are computed apart from each other.
         counters, tenants: count what is done.
         fail: ends sequences with an error and returns their last outputs.
     """
@@ -34,6 +36,7 @@ class PlanExecution:
         layers: int,
         queues: RequestQueues,
         blending: Blending,
+        contexts: ContextPlaces,
         counters: EngineCounters,
         tenants: TenantCounters,
         fail: Callable[[list[Sequence], str], list[EngineOutput]],
@@ -44,6 +47,7 @@ class PlanExecution:
         self._counters = counters
         self._tenants = tenants
         self._fail = fail
+        self._contexts = contexts
 
     def preempt(self, sequence: Sequence) -> None:
         """Put a running sequence back into the queue."""
@@ -81,6 +85,8 @@ class PlanExecution:
             _held(sequences[chunk.sequence_id]).reserve(chunk.tokens)
         outputs: list[EngineOutput] = []
         for sequence in admitted:  # once nothing is evicted any more in this step
+            if sequence.parallel is not None:
+                self._copy_contexts(sequence)
             if sequence.reuse is not None:
                 try:
                     self._blending.start(sequence)
@@ -89,6 +95,27 @@ class PlanExecution:
                 except Exception as error:
                     outputs += self._fail([sequence], _blend_failure(error))
         return outputs
+
+    def _copy_contexts(self, sequence: Sequence) -> None:
+        """Copy the KV of files that are cached elsewhere."""
+        assert sequence.parallel is not None
+        copied = self._contexts.copy(
+            sequence.parallel, sequence.cache_root, sequence.tokens, _held(sequence),
+            sequence.computed,
+        )  # fmt: skip
+        sequence.computed = sequence.parallel.skip(sequence.computed)
+        if sequence.admitted is not None:  # for the first time
+            sequence.cached_tokens = (sequence.cached_tokens or 0) + copied
+            self._counters.cached_tokens += copied
+
+    def commit_contexts(self, sequence: Sequence) -> None:
+        """Note where a sequence's files are, and go on after those whose KV was copied."""
+        contexts = sequence.parallel
+        assert contexts is not None
+        if sequence.computed <= contexts.end:
+            sequence.computed = contexts.skip(sequence.computed)
+        if not sequence.decoding:
+            self._contexts.record(contexts, sequence.cache_root, sequence.tokens, sequence.computed)
 
     def _admit(self, sequence: Sequence, *, by_layers: bool) -> None:
         is_new = sequence.cached_tokens is None

@@ -87,6 +87,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         deadline: when the client gives up, by ``time.monotonic``, a clock that processes of a
             machine share; None is never. Answers that are streamed need a token by then, others
             must be complete; otherwise they end with "expired".
+        contexts: numbers of the first token of each file that the prompt shows, in order, and of
+            what follows them; empty if it shows none. Only methods that compute files apart from
+            each other ask for it.
         document: the planner's id of the document; "" if there is none. An engine of several
             machines keeps a document's KV in one place.
     """
@@ -102,6 +105,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_bytes: bytes = b""
     compress_after: int = 0
     score_from: int = 1
+    contexts: tuple[int, ...] = ()
     method: str | None = None
     document: str = ""
     deadline: float | None = None

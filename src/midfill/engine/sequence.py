@@ -16,6 +16,7 @@ from midfill.engine.cascade import Cascade
 from midfill.engine.compression_state import CompressionState
 from midfill.engine.empty_answer import EmptyAnswerCheck
 from midfill.engine.layer_rows import LayerRows
+from midfill.engine.parallel_contexts import ParallelContexts
 from midfill.engine.request import (
     EngineOutput,
     EngineRequest,
@@ -71,6 +72,7 @@ class Sequence:
         pruning: the method that drops rows between layers; None drops none.
         sparse_prefill: the method that lists what the prompt's rows attend to; None lets them
             attend to everything.
+        parallel: files that are computed apart from each other; None computes all in order.
         reuse: the method that repairs KV from elsewhere; None copies none.
         blend: a prefill that is being blended; None before and after.
         loaded_variant: names the tree of KV that a lossy codec has coded, where its own is; ""
@@ -110,6 +112,7 @@ class Sequence:
         "loaded_variant",
         "max_length",
         "not_empty",
+        "parallel",
         "params",
         "prompt_length",
         "prompt_logprobs",
@@ -167,6 +170,7 @@ class Sequence:
         self.cascade: Cascade | None = None
         self.pruning: RowPruning | None = None
         self.sparse_prefill: SparsePrefill | None = None
+        self.parallel: ParallelContexts | None = None
         self.reuse: ReuseMethod | None = None
         self.loaded_variant = ""
         self.blend: Blend | None = None
@@ -196,6 +200,8 @@ class Sequence:
         """The prefix cache's tree that it shares: the tenant's own, or one of its method."""
         if self.loaded_variant:
             return MethodRoot(self.tenant, self.loaded_variant)
+        if self.parallel is not None:
+            return MethodRoot(self.tenant, repr(self.parallel.method))
         sparse = self.sparse_prefill
         return self.tenant if sparse is None else MethodRoot(self.tenant, sparse.variant)
 
@@ -206,6 +212,8 @@ class Sequence:
             [n] int32: the tokens, or what stands for those in whole chunks of sparse prefill, the
             only ones whose KV other sequences may use then.
         """
+        if self.parallel is not None:
+            return self.parallel.cache_keys(self._tokens[:computed])
         sparse = self.sparse_prefill
         return self._tokens[:computed] if sparse is None else sparse.cache_keys(computed)
 
@@ -264,10 +272,10 @@ class Sequence:
         """
         if self.pruning is not None:
             return max(self.computed + 1, self.prompt_length)
-        if self.sparse_prefill is not None:
-            end = self.sparse_prefill.chunk_end(self.computed)
-            if end is not None:
-                return end
+        cut = self.sparse_prefill or self.parallel
+        end = None if cut is None else cut.chunk_end(self.computed)
+        if end is not None:
+            return end
         point = self.compression_point
         if point is None and self.compression is not None and self.compression.decides_again:
             return self.length
@@ -287,7 +295,7 @@ class Sequence:
         if self.pruning is not None or self.is_cascading:
             return "layers"
         in_blocks = self.compression is not None and self.compression.observes_blocks
-        by_method = self.reuse is not None or self.sparse_prefill is not None
+        by_method = any(one is not None for one in (self.reuse, self.parallel, self.sparse_prefill))
         cut = self.background or self.interrupted or in_blocks or by_method
         return "chunks" if cut else "any"
 
@@ -327,6 +335,8 @@ class Sequence:
             self.compression.restart()
         if self.cascade is not None:
             self.cascade.restart()
+        if self.parallel is not None:
+            self.parallel.restart()
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
@@ -387,6 +397,7 @@ class Sequence:
             sibling.calibration = Calibration()
             sibling.compression = self.compression and self.compression.fork()
             sibling.cascade = self.cascade and self.cascade.fork()
+            sibling.parallel = self.parallel and self.parallel.fork()
             sibling.forget_kv()
             sibling.prompt_logprobs = None  # the first one reports them
             sibling.admitted = None

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from midfill.engine.request import EngineRequest, EngineSamplingParams
@@ -178,6 +179,26 @@ def check_prunable(request: EngineRequest) -> None:
     if request.sampling.prompt_logprobs is not None:
         raise InvalidRequestError(
             "a method that drops rows of the prompt leaves no log probabilities of its tokens",
+            param="prompt_logprobs",
+        )
+
+
+def check_parallel(request: EngineRequest) -> None:
+    """Refuse a request whose files can't be computed apart from each other.
+
+    Raises:
+        InvalidRequestError: the files are not within the prompt, or its tokens are to be scored.
+    """
+    bounds, count = request.contexts, len(request.token_ids)
+    ascending = all(a <= b for a, b in pairwise(bounds))
+    if not ascending or not bounds[0] >= 0 or not 1 < bounds[-1] < count:
+        raise InvalidRequestError(
+            f"contexts must be ascending and end before the prompt's last token, {count - 1}",
+            param="contexts",
+        )
+    if request.sampling.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "a method that computes files apart from each other scores no prompt",
             param="prompt_logprobs",
         )
 

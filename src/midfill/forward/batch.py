@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from midfill.arrays import Int32Array
+from midfill.arrays import BoolArray, Int32Array
+from midfill.forward.groups import KeyGroup
 from midfill.forward.sparse import SparsePlanner
 from midfill.kv.ragged import RaggedIndex
 
@@ -41,6 +42,9 @@ class ForwardBatch:
             the last of them; ascending within a request. Empty where all rows are as above.
         sparse: one per request, what chooses the keys that its rows attend to; None where they
             attend to all that come before them. Empty if all do. Such a request sees no cells.
+        groups: one per request, its first keys where these have a temperature and a scale of their
+            own; None where they haven't. Empty if none has. Such a request sees no cells, has no
+            planner, and no layer has a window.
     """
 
     token_ids: Int32Array
@@ -54,6 +58,7 @@ class ForwardBatch:
     observed_rows: Int32Array = field(default_factory=_no_rows)
     visible_slots: Int32Array = field(default_factory=_no_rows)
     sparse: tuple[SparsePlanner | None, ...] = ()
+    groups: tuple[KeyGroup | None, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -64,6 +69,14 @@ class ForwardBatch:
     def requests(self) -> int:
         """Number of requests that the rows belong to."""
         return len(self.query_indptr) - 1
+
+    def special_requests(self) -> BoolArray:
+        """Return which requests have an attention of their own: [requests] bool."""
+        special = np.zeros(self.requests, bool)
+        for chosen in (self.sparse, self.groups):
+            if chosen:
+                special |= [one is not None for one in chosen]
+        return special
 
     def slots_seen(self) -> Int32Array:
         """Return how many of its request's slots each row attends to: [rows] int32."""

@@ -56,6 +56,7 @@ class Prompt:
         layout: what ``token_ids`` was made of; None for chats and token ids.
         parts: the ids of BOS and of each of the layout's segments, also those that were left out.
         method: compresses its KV, see ``EngineRequest``.
+        contexts: where the files that it shows begin and end, see ``EngineRequest``.
     """
 
     token_ids: list[int]
@@ -72,6 +73,7 @@ class Prompt:
     layout: PromptLayout | None = None
     parts: tuple[Sequence[int], ...] = ()
     method: str | None = None
+    contexts: tuple[int, ...] = ()
 
     def with_empty_threshold(self, asked: float | None) -> "Prompt":
         """Return the prompt with the threshold that a client asks for; None keeps the model's.
@@ -118,6 +120,7 @@ class Prompt:
             stream_interval=stream_interval,
             stop_bytes=sampling.stop_bytes,
             method=self.method,
+            contexts=self.contexts,
             document="" if self.report is None else self.report.document or "",
             deadline=deadline,
         )

@@ -220,6 +220,7 @@ class PromptEncoder:
             suffix=suffix,
             layout=layout,
             parts=tuple(parts),
+            contexts=_context_bounds(layout, parts, self.format),
         )
         end = layout.segments[-1] if layout.segments else None
         is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")
@@ -367,6 +368,29 @@ def _context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int
         for segment, part in zip(layout.segments, parts[1:], strict=True)
         if isinstance(segment, TextSegment) and segment.role == "context"
     )
+
+
+def _context_bounds(
+    layout: PromptLayout, parts: Sequence[Sequence[int]], format: FimFormat | None
+) -> tuple[int, ...]:
+    """Return the number of each shown file's first token, and of what follows them.
+
+    A file ends with the separator after it. Families without separators show one text.
+    """
+    separator = None if format is None else format.file_separator
+    segments, at = layout.segments, len(parts[0])
+    bounds: list[int] = []
+    for number, segment in enumerate(segments):
+        start, at = at, at + len(parts[number + 1])
+        if not isinstance(segment, TextSegment) or segment.role != "context":
+            continue
+        after = segments[number + 1] if number + 1 < len(segments) else None
+        before = segments[number - 1] if number else None
+        if separator is None:
+            bounds += [start, at]
+        elif before == separator == after:
+            bounds += [start, at + len(parts[number + 2])]
+    return tuple(dict.fromkeys(bounds))
 
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:

@@ -137,6 +137,10 @@ METHODS = {
             f"{_REUSE}.cacheblend", "CacheBlend",
         ),
         MethodEntry(
+            "ape", "reuse", "APE", "Yang et al., ICLR 2025, arXiv 2502.05431",
+            f"{_REUSE}.ape", "Ape",
+        ),
+        MethodEntry(
             "lazyllm", "rows", "LazyLLM", "Fu et al., 2024, arXiv 2407.14057",
             f"{_ROWS}.lazyllm", "LazyLLM",
         ),

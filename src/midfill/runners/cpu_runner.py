@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from midfill.arrays import BoolArray
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import KvDtype, WeightsOption
 from midfill.forward.batch import ForwardBatch
@@ -41,6 +42,7 @@ from midfill.system.cores import available_threads
 from midfill.system.progress import Progress
 
 if TYPE_CHECKING:
+    from midfill.runners.cpu_groups import GroupedAttention
     from midfill.runners.cpu_sparse import SparseAttention
 
 
@@ -111,6 +113,7 @@ class CpuRunner:
         self._tile_rows = default_tile_rows(self.model)
         self._rows, self._outputs, self._partials, self._observed = MAX_SOLO_ROWS, 1, 1, 0
         self._sparse: SparseAttention | None = None
+        self._groups: GroupedAttention | None = None
         self._hidden = self._allocate_hidden(self._rows)
         self._workspace = self._allocate_workspace()
         if progress is not None:
@@ -213,24 +216,39 @@ class CpuRunner:
     def _run(self, batch: ForwardBatch, hidden: Float32Array, stages: Stages) -> None:
         prepared = self._prepare(batch)
         self._reserve(batch, prepared.attention.partials)
-        is_sparse = any(planner is not None for planner in batch.sparse)
-        if is_sparse and stages.end_layer > stages.first_layer:
-            self._run_sparse(batch, prepared, hidden, stages)
+        special = batch.special_requests()
+        if special.any() and stages.end_layer > stages.first_layer:
+            self._run_special(batch, special, prepared, hidden, stages)
         else:
             self._execute(prepared, hidden, stages)
 
-    def _run_sparse(
-        self, batch: ForwardBatch, prepared: Batch, hidden: Float32Array, stages: Stages
+    def _run_special(
+        self,
+        batch: ForwardBatch,
+        special: BoolArray,
+        prepared: Batch,
+        hidden: Float32Array,
+        stages: Stages,
     ) -> None:
-        """Run layers in which some requests attend to what a method lists."""
-        from midfill.runners.cpu_sparse import SparseAttention, run_sparse_layers
+        """Run layers in which some requests have an attention of their own."""
+        from midfill.runners.cpu_parts import run_special_layers
 
-        if self._sparse is None:
-            self._sparse = SparseAttention(
-                self.config, self._pool, self._kv_cache, self.model.weights.qkv.outputs
-            )
-        run_sparse_layers(
-            self._sparse, batch, prepared, self._workspace, stages,
+        stride = self.model.weights.qkv.outputs
+        attend = []
+        if batch.sparse:
+            from midfill.runners.cpu_sparse import SparseAttention, attend_listed
+
+            if self._sparse is None:
+                self._sparse = SparseAttention(self.config, self._pool, self._kv_cache, stride)
+            attend.append(attend_listed(self._sparse, batch, self._workspace))
+        if batch.groups:
+            from midfill.runners.cpu_groups import GroupedAttention
+
+            if self._groups is None:
+                self._groups = GroupedAttention(self.config, self._pool, self._kv_cache, stride)
+            attend.append(self._groups.attend(batch, self._workspace))
+        run_special_layers(
+            self.config, special, attend, prepared, stages,
             lambda part, stage: self._execute(part, hidden, stage),
         )  # fmt: skip
 

@@ -1,8 +1,6 @@
-"""Sparse prefill on the CPU kernels: a step that stops before each layer's attention.
+"""Sparse prefill on the CPU kernels: requests that attend to what their planners list.
 
-There, each planner chooses its request's keys, and the kernels of sparse attention compute that
-request. All other rows of the step, decodes of other requests among them, then go through dense
-attention as always. Loaded when a step first needs it.
+Loaded when a step first needs it.
 """
 
 from collections.abc import Callable
@@ -13,14 +11,8 @@ import numpy as np
 from midfill.arrays import Float32Array, Int32Array, Int64Array
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.sparse import SparsePlanner
-from midfill.kernels.cpu.attention import (
-    PARTIAL,
-    REQUEST,
-    AttentionHeads,
-    AttentionMetadata,
-    Queries,
-)
-from midfill.kernels.cpu.decoder import Batch, Stages, Workspace
+from midfill.kernels.cpu.attention import AttentionHeads, Queries
+from midfill.kernels.cpu.decoder import Workspace
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.segments import SEGMENT
@@ -173,37 +165,23 @@ class _CpuProbe:
         return self._attention.mean_keys(self.layer, self._request, block)
 
 
-def run_sparse_layers(
-    attention: SparseAttention,
-    batch: ForwardBatch,
-    prepared: Batch,
-    workspace: Workspace,
-    stages: Stages,
-    execute: Callable[[Batch, Stages], None],
-) -> None:
-    """Run a part of the forward pass in which some requests attend to listed keys.
+def attend_listed(
+    attention: SparseAttention, batch: ForwardBatch, workspace: Workspace
+) -> Callable[[int], None]:
+    """Return what computes the attention of the requests with a planner, in a layer.
 
     Args:
-        attention: computes these.
+        attention: does it.
         batch: the step.
-        prepared: the batch as the kernels take it, all of it to be computed densely.
         workspace: of the step, large enough.
-        stages: what to run; at least one layer.
-        execute: runs a part of the forward pass over a prepared batch.
     """
     requests = _sparse_requests(batch)
-    others = prepared._replace(attention=_without(prepared.attention, batch))
-    first, end = stages.first_layer, stages.end_layer
-    execute(prepared, Stages(stages.embed, first, first, False, project=True))
-    for layer in range(first, end):
-        last = layer + 1 == end
-        one = Stages(False, layer, layer + 1, last and stages.logits, True, not last)
-        if attention.config.window_of(layer) is not None:
-            execute(prepared, one)
-            continue
+
+    def attend(layer: int) -> None:
         for request in requests:
             attention.attend(layer, request, workspace)
-        execute(others, one)
+
+    return attend
 
 
 def _sparse_requests(batch: ForwardBatch) -> list[_Request]:
@@ -218,15 +196,3 @@ def _sparse_requests(batch: ForwardBatch) -> list[_Request]:
             _Request(planner, SparseRequest(row, end - row, len(slots) - (end - row), slots))
         )
     return found
-
-
-def _without(metadata: AttentionMetadata, batch: ForwardBatch) -> AttentionMetadata:
-    """Return the attention of the requests without a planner."""
-    tiles = metadata.tiles[: metadata.tile_count]
-    ends = np.append(tiles[1:, PARTIAL], metadata.partials)
-    dense = np.array([planner is None for planner in batch.sparse], bool)[tiles[:, REQUEST]]
-    kept, counts = tiles[dense], (ends - tiles[:, PARTIAL])[dense]
-    partials = int(counts.sum()) if metadata.partials else 0
-    if metadata.partials:
-        kept[:, PARTIAL] = np.cumsum(counts) - counts
-    return metadata._replace(tiles=kept, tile_count=len(kept), partials=partials)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.attention.dense import AttentionMetadata, attend, prepare_metadata
+from midfill.attention.grouped import GroupedRequest, attend_groups, prepare_groups
 from midfill.attention.ragged import RaggedRequest, attend_ragged, prepare_ragged
 from midfill.attention.sparse import SparseRequest, attend_sparse, prepare_sparse
 from midfill.forward.batch import ForwardBatch
@@ -66,6 +67,7 @@ class PreparedBatch:
             the layer that runs: the batch names cells of other layers.
         ragged: requests with cells.
         sparse: requests whose keys a planner chooses.
+        groups: requests whose first keys have a temperature and a scale of their own.
         observed_rows: [n] int64, rows whose queries are kept.
     """
 
@@ -75,6 +77,7 @@ class PreparedBatch:
     across_layers: bool
     ragged: tuple[RaggedRequest, ...]
     sparse: tuple[SparseRequest, ...]
+    groups: tuple[GroupedRequest, ...]
     observed_rows: torch.Tensor
 
 
@@ -127,6 +130,7 @@ class Decoder:
             across_layers=across,
             ragged=prepare_ragged(batch, self.kv_cache.keys.shape, self.device),
             sparse=prepare_sparse(batch, self.device),
+            groups=prepare_groups(batch, self.device),
             observed_rows=self._indices(batch.observed_rows),
         )
 
@@ -210,6 +214,8 @@ class Decoder:
             )
         for chosen in batch.sparse if window is None else ():
             attended[chosen.rows] = attend_sparse(q, keys, values, chosen, index, scale)
+        for grouped in batch.groups:
+            attended[grouped.rows] = attend_groups(q, keys, values, grouped, scale)
         return attended
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:

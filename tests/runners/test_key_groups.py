@@ -1,0 +1,137 @@
+"""Rows whose first keys are a group with a temperature and a scale, on both runners."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import VOCAB, write_variant
+
+from midfill.attention.grouped import attend_groups, prepare_groups
+from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.forward.batch import ForwardBatch
+from midfill.forward.groups import KeyGroup
+from midfill.forward.runner import Runner
+from midfill.runners.cpu_runner import CpuRunner
+from midfill.runners.torch_runner import TorchRunner
+
+BEFORE, ROWS = 300, 70
+TEMPERED = KeyGroup(260, 0.7, 0.8)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+
+
+@pytest.fixture(scope="module", params=[("f32", 1), ("f16", 2), ("i8", 2)])
+def cpu(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Iterator[CpuRunner]:
+    kv, threads = request.param
+    runner = CpuRunner(checkpoint, slots=500, threads=threads, weights="f32", kv_dtype=kv)
+    yield runner
+    runner.close()
+
+
+def batch(first: int, rows: int, group: KeyGroup | None = None) -> ForwardBatch:
+    """Rows of one request whose token i is in slot i + 7."""
+    numbers = np.arange(first, first + rows, dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(1, VOCAB, 400).astype(np.int32)
+    return ForwardBatch(
+        token_ids=tokens[numbers],
+        positions=numbers,
+        write_slots=numbers + 7,
+        query_indptr=np.array([0, rows], np.int32),
+        kv_indptr=np.array([0, first + rows], np.int32),
+        kv_slots=np.arange(7, 7 + first + rows, dtype=np.int32),
+        logit_rows=np.arange(rows, dtype=np.int32),
+        groups=() if group is None else (group,),
+    )
+
+
+def logits(runner: Runner, group: KeyGroup | None, parts: list[int]) -> torch.Tensor:
+    """Logits of the rows after the first ones, run in parts of so many."""
+    runner.forward(batch(0, BEFORE))
+    found, first = [], BEFORE
+    for rows in parts:
+        found.append(runner.forward(batch(first, rows, group)).clone())
+        first += rows
+    return torch.cat(found)
+
+
+def test_the_cpu_kernels_agree_with_torch(cpu: CpuRunner, checkpoint: Checkpoint) -> None:
+    expected = logits(TorchRunner(checkpoint, slots=500), TEMPERED, [ROWS])
+    found = logits(cpu, TEMPERED, [ROWS])
+    tolerance = {"f32": 1e-3, "f16": 0.02, "i8": 0.6}[cpu.kv_format.value]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0.0)
+
+
+def test_a_row_has_the_same_bits_however_it_is_run(cpu: CpuRunner) -> None:
+    whole = logits(cpu, TEMPERED, [ROWS])
+    assert torch.equal(whole, logits(cpu, TEMPERED, [1, 3, ROWS - 4]))
+
+
+def test_other_requests_of_the_step_keep_their_bits(cpu: CpuRunner) -> None:
+    cpu.forward(batch(0, BEFORE))
+    alone = [cpu.forward(batch(BEFORE, rows, group)).clone() for rows, group in ((9, TEMPERED),)]
+    plain = replace(batch(20, 5), write_slots=np.arange(450, 455, dtype=np.int32))
+    plain = replace(plain, kv_slots=np.append(plain.kv_slots[:20], plain.write_slots))
+    expected = cpu.forward(plain).clone()
+    own = batch(BEFORE, 9, TEMPERED)
+    both = ForwardBatch(
+        token_ids=np.append(plain.token_ids, own.token_ids),
+        positions=np.append(plain.positions, own.positions),
+        write_slots=np.append(plain.write_slots, own.write_slots),
+        query_indptr=np.array([0, 5, 14], np.int32),
+        kv_indptr=np.array([0, 25, 25 + BEFORE + 9], np.int32),
+        kv_slots=np.append(plain.kv_slots, own.kv_slots),
+        logit_rows=np.arange(14, dtype=np.int32),
+        groups=(None, TEMPERED),
+    )
+    found = cpu.forward(both)
+    assert torch.equal(found[:5], expected)
+    assert torch.equal(found[5:], alone[0])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_without_temperature_and_scale_it_is_one_softmax(
+    cpu: CpuRunner, checkpoint: Checkpoint, backend: str
+) -> None:
+    runner: Runner = cpu if backend == "cpu" else TorchRunner(checkpoint, slots=500)
+    neutral, dense = (logits(runner, group, [ROWS]) for group in (KeyGroup(260, 1.0, 1.0), None))
+    # Rounded KV of later layers can turn out differently for a rounding of 1e-6 before.
+    kv = "f32" if backend == "torch" else cpu.kv_format.value
+    tolerance = {"f32": 1e-4, "f16": 0.01, "i8": 0.3}[kv]
+    torch.testing.assert_close(neutral, dense, atol=tolerance, rtol=0.0)
+    near = logits(runner, KeyGroup(260, 1.0001, 1.0), [ROWS])
+    torch.testing.assert_close(near, dense, atol=max(10 * tolerance, 0.02), rtol=0.0)
+    assert not torch.allclose(logits(runner, TEMPERED, [ROWS]), dense, atol=0.3)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_torch_follows_the_formula(rows: int) -> None:
+    rng = np.random.default_rng(1)
+    heads, kv_heads, dim, total = 9, 3, 8, 20
+    q, k, v = (
+        rng.normal(size=(count, width, dim)).astype(np.float32)
+        for count, width in ((rows, heads), (total, kv_heads), (total, kv_heads))
+    )
+    group, scale = KeyGroup(11, 0.7, 0.8), 0.5
+    numbers = np.arange(total, dtype=np.int32)
+    one = ForwardBatch(
+        token_ids=numbers[:rows], positions=numbers[:rows], write_slots=numbers[total - rows :],
+        query_indptr=np.array([0, rows], np.int32), kv_indptr=np.array([0, total], np.int32),
+        kv_slots=numbers, logit_rows=numbers[:0], groups=(group,),
+    )  # fmt: skip
+    tensors: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
+    (prepared,) = prepare_groups(one, torch.device("cpu"))
+    found = attend_groups(tensors(q), tensors(k), tensors(v), prepared, scale).numpy()
+    for row, head in np.ndindex(rows, heads):
+        seen = total - rows + row + 1
+        scores = np.array([q[row, head] @ k[key, head // 3] * scale for key in range(seen)])
+        inside, others = np.exp(scores[:11] / 0.7), np.exp(scores[11:])
+        mass, rest = inside.sum() ** (0.7 * 0.8), others.sum()
+        own = v[:seen, head // 3]
+        expected = mass * (inside @ own[:11]) / inside.sum() + rest * (others @ own[11:]) / rest
+        np.testing.assert_allclose(found[row, head], expected / (mass + rest), atol=1e-5)
