@@ -13,7 +13,9 @@ from midfill.cli.progress import show_steps
 if TYPE_CHECKING:
     from midfill.bench.reuse.results import ReuseReport
 
-_METHODS = "cacheblend:ratio=0 cacheblend:ratio=0.15 cacheblend:ratio=0.3"
+_METHODS = (
+    "cacheblend:ratio=0 cacheblend:ratio=0.15 cacheblend:ratio=0.3 ape:temperature=1,scale=1 ape"
+)
 
 
 def reuse(

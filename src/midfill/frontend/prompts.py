@@ -220,7 +220,7 @@ class PromptEncoder:
             suffix=suffix,
             layout=layout,
             parts=tuple(parts),
-            contexts=_context_bounds(layout, parts, self.format),
+            contexts=context_bounds(layout, parts, self.format),
         )
         end = layout.segments[-1] if layout.segments else None
         is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")
@@ -370,7 +370,7 @@ def _context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int
     )
 
 
-def _context_bounds(
+def context_bounds(
     layout: PromptLayout, parts: Sequence[Sequence[int]], format: FimFormat | None
 ) -> tuple[int, ...]:
     """Return the number of each shown file's first token, and of what follows them.

@@ -13,8 +13,9 @@ from midfill.bench.reuse.results import FULL, ReuseOptions, ReuseReport, Trial
 from midfill.errors import MidfillError
 
 NOTHING, SOME = (f"cacheblend:ratio={ratio},check_layer=0" for ratio in ("0", "0.3"))
+APART = "ape:temperature=0.8"
 OPTIONS = ReuseOptions(
-    methods=[NOTHING, SOME],
+    methods=[NOTHING, SOME, APART],
     windows=["700/300"],
     jumps=3,
     contexts=2,
@@ -57,8 +58,19 @@ def test_every_prompt_is_asked_with_every_method(report: ReuseReport) -> None:
     assert len(of_kind(report, "jump 700/300")) == 3
     assert len(of_kind(report, "files")) == 2
     assert len(of_kind(report, "typing, PSM")) == len(of_kind(report, "typing, planner")) == 2
-    assert all(list(trial.asked) == [NOTHING, SOME, FULL] for trial in report.trials)
+    for trial in report.trials:
+        files = [APART] if trial.kind == "files" else []
+        assert list(trial.asked) == [NOTHING, SOME, *files, FULL]
     assert all(trial.tokens > trial.cached for trial in report.trials)
+
+
+def test_files_that_are_computed_apart_are_measured_where_there_are_some(
+    report: ReuseReport,
+) -> None:
+    for trial in of_kind(report, "files"):
+        # This family has no separator, so its files are one text, which no other order has.
+        assert trial.asked[APART].row_layers == 3 * (trial.tokens - trial.cached)
+        assert trial.asked[APART].divergence > 0
 
 
 def test_files_that_moved_are_copied_and_cost_their_share(report: ReuseReport) -> None:
@@ -95,7 +107,7 @@ def test_the_table_has_a_row_for_each_kind_and_method(report: ReuseReport) -> No
     assert [(row["prompts"], row["method"]) for row in table.rows] == [
         (kind, method)
         for kind in ("jump 700/300 (3)", "files (2)", "typing, PSM (2)", "typing, planner (2)")
-        for method in (FULL, NOTHING, SOME)
+        for method in (FULL, NOTHING, SOME, *([APART] if kind == "files (2)" else []))
     ]
     first = table.rows[0]
     assert (first["rows x layers"], first["key pairs"], first["KL mean"], first["same"]) == (

@@ -11,7 +11,8 @@ with the same files in another order, so that no prefix of them is cached.
 all of the suffix moves with each keystroke, and as the planner does it, where it stays.
 
 Each prompt is asked for with every method, and last without, by a tenant of its own; by another one
-once it has been computed in full.
+once it has been computed in full. Methods that compute files apart from each other are measured
+with files only, and their tenant has asked the earlier requests with the method, too.
 """
 
 import os
@@ -21,13 +22,15 @@ from typing import Literal
 
 from midfill.bench.documents import unseen_documents
 from midfill.bench.methods.results import Hole
-from midfill.bench.reuse.results import FULL, Asked, ReuseOptions, ReuseReport, Trial
+from midfill.bench.reuse.results import FILES, FULL, Asked, ReuseOptions, ReuseReport, Trial
 from midfill.bench.reuse.session import Measured, ReuseSession
 from midfill.errors import MidfillError
 from midfill.frontend.prompt import Prompt
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
+from midfill.methods.registry import resolve_method
+from midfill.reuse.parallel import ParallelMethod
 from midfill.system.machine import describe_machine
 
 _DOCUMENTS = 40
@@ -153,7 +156,7 @@ class _Run:
             request = InfillRequest(
                 prefix=hole.prefix, suffix=hole.suffix, context=tuple(shuffled), tenant=f"{number}"
             )
-            yield self._trial("files", hole, before, encoder.infill(request))
+            yield self._trial(FILES, hole, before, encoder.infill(request))
 
     def typing(self, layout: Literal["psm", "auto"], holes: Sequence[Hole]) -> Iterator[Trial]:
         """Yield one trial per hole."""
@@ -181,6 +184,11 @@ class _Run:
         tenant = self._prepared(before)
         found: dict[str, Measured] = {}
         for method in (*self._options.methods, FULL):
+            if isinstance(resolve_method(method), ParallelMethod):
+                if kind == FILES:
+                    own = self._prepared(before, method)
+                    found[method] = self._session.ask(prompt, method, own, _MAX_TOKENS)
+                continue
             found[method] = self._session.ask(prompt, method, tenant, _MAX_TOKENS)
             if method != FULL and not found[method].reused_tokens:
                 tenant = self._prepared(before)  # the prompt was computed, and is cached now
@@ -193,12 +201,12 @@ class _Run:
             asked={method: self._asked(one, full, hole) for method, one in found.items()},
         )
 
-    def _prepared(self, before: Sequence[Prompt]) -> str:
+    def _prepared(self, before: Sequence[Prompt], method: str = FULL) -> str:
         """Return a tenant who has asked some prompts."""
         self._tenants += 1
         tenant = f"trial {self._tenants}"
         for prompt in before:
-            self._session.ask(prompt, FULL, tenant, 1)
+            self._session.ask(prompt, method, tenant, 1)
         return tenant
 
     def _asked(self, one: Measured, full: Measured, hole: Hole) -> Asked:

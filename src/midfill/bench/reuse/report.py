@@ -12,7 +12,10 @@ def reuse_table(report: ReuseReport) -> ResultTable:
     """Return a row per kind of prompt and method."""
     kinds = dict.fromkeys(trial.kind for trial in report.trials)
     rows = [
-        _row(report, kind, method) for kind in kinds for method in (FULL, *report.options.methods)
+        _row(report, kind, method)
+        for kind in kinds
+        for method in (FULL, *report.options.methods)
+        if any(trial.kind == kind and method in trial.asked for trial in report.trials)
     ]
     options = report.options
     few, many = options.files

@@ -6,6 +6,8 @@ from midfill.system.machine import Machine
 
 FULL = "none"
 """Specification under which everything is computed that is no exact prefix."""
+FILES = "files"
+"""The kind of prompts that show files."""
 
 
 class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):
