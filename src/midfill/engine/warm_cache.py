@@ -347,7 +347,13 @@ class WarmCache:
 
 def _takes_any(sequence: Sequence) -> bool:
     """Whether a sequence has no method that expects KV as it was computed, or reads all of it."""
-    methods = (sequence.reuse, sequence.compression, sequence.pruning, sequence.sparse_prefill)
+    methods = (
+        sequence.reuse,
+        sequence.parallel,
+        sequence.compression,
+        sequence.pruning,
+        sequence.sparse_prefill,
+    )
     return all(method is None for method in methods) and sequence.prompt_logprobs is None
 
 
