@@ -1,4 +1,4 @@
-"""midfill bench tiers: what loading KV saves beside computing it."""
+"""midfill bench tiers and codecs: what loading KV saves, and what coding it costs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -43,3 +43,33 @@ def tiers(
         )
     table = tier_table(report)
     publish(report, table.drawn(), table.markdown(), section="tiers", json=json, docs=docs)
+
+
+def codecs(
+    model: ModelArgument = None,
+    levels: Annotated[
+        str | None,
+        typer.Option(help="Options of CacheGen, separated by blanks, as in 'deep=16 deep=8'."),
+    ] = None,
+    texts: Annotated[int, typer.Option(min=1, help="Files, and texts with a needle.")] = 12,
+    context: Annotated[int, typer.Option(min=64, help="Tokens whose KV is coded.")] = 1024,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure codecs of stored KV: bytes per token beside what they change in answers."""
+    from midfill.bench.codecs import DEFAULT_LEVELS, codec_table, measure_codecs
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.reporting.publish import publish
+
+    with show_steps("loading") as progress:
+        report = measure_codecs(
+            model or DEFAULT_MODEL,
+            levels=tuple((levels or DEFAULT_LEVELS).split()),
+            texts=texts,
+            context=context,
+            threads=threads,
+            progress=progress,
+        )
+    table = codec_table(report)
+    publish(report, table.drawn(), table.markdown(), section="codecs", json=json, docs=docs)
