@@ -234,8 +234,8 @@ WarmTierCodecOption = Annotated[
     typer.Option(
         parser=parse_codec,
         metavar="NAME[:OPTION=VALUE,...]",
-        help="How the warm tier writes KV: none, as it was computed, or cachegen, about a fifth as"
-        " large, whose answers are not exact.",
+        help="How the warm tier writes KV: none, as it was computed, or cachegen, less than a"
+        " quarter as large, whose answers are not exact.",
     ),
 ]
 OldStreamIntervalOption = Annotated[

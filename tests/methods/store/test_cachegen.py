@@ -19,6 +19,7 @@ from midfill.methods.store.cachegen import (
 )
 
 SHAPE = KvShape("f32", layers=6, kv_heads=2, head_dim=8)
+METHOD = CacheGen(shallow=32, deep=16)
 BINS = 16
 
 
@@ -34,7 +35,7 @@ def numbers(tokens: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
     return scale * np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def codec(method: CacheGen = CacheGen()) -> CacheGenCodec:  # noqa: B008
+def codec(method: CacheGen = METHOD) -> CacheGenCodec:
     bins = method.layer_bins(SHAPE.layers)
     symbols, _ = quantize(numbers(100, seed=9), bins)
     tables = cumulative_tables(count_symbols(symbols, method.bins), bins)
@@ -81,7 +82,7 @@ def test_a_code_of_nonsense_is_read_without_harm(code: bytes, count: int) -> Non
 def test_tables_give_every_possible_symbol_a_part() -> None:
     counts = np.zeros((2, 3, 5, 32), np.int64)
     counts[0, 0, 0, 4] = 10**9
-    tables = cumulative_tables(counts, CacheGen().layer_bins(3)).astype(np.int64)
+    tables = cumulative_tables(counts, METHOD.layer_bins(3)).astype(np.int64)
     assert (tables[..., -1] == TOTAL).all()
     parts = np.diff(tables)
     assert (parts[:, 2, :, :15] > 0).all()
@@ -91,7 +92,7 @@ def test_tables_give_every_possible_symbol_a_part() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 3e4])
 def test_no_value_is_further_off_than_half_a_step(scale: float) -> None:
-    bins = CacheGen().layer_bins(SHAPE.layers)
+    bins = METHOD.layer_bins(SHAPE.layers)
     given_numbers = numbers(20, scale=scale / 10)
     symbols, scales = quantize(given_numbers, bins)
     error = np.abs(dequantize(symbols, scales, bins) - given_numbers)
@@ -104,7 +105,7 @@ def test_no_value_is_further_off_than_half_a_step(scale: float) -> None:
 @pytest.mark.parametrize("kv_format", ["f16", "f32"])
 def test_kv_survives_coding_as_quantising_left_it(tokens: int, kv_format: str) -> None:
     shape = KvShape(kv_format, SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim)
-    method = CacheGen()
+    method = METHOD
     bins = method.layer_bins(shape.layers)
     one = codec()
     one = CacheGenCodec(method, shape, one._tables)
@@ -152,7 +153,7 @@ def test_fewer_steps_take_fewer_bytes() -> None:
 
 
 def test_codecs_of_other_profiles_or_steps_have_other_names() -> None:
-    other = CacheGenCodec(CacheGen(), SHAPE, codec()._tables.copy()[::-1])
+    other = CacheGenCodec(METHOD, SHAPE, codec()._tables.copy()[::-1])
     assert len({codec().name, other.name, codec(CacheGen(deep=8)).name}) == 3
 
 

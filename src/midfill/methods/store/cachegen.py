@@ -40,15 +40,15 @@ _SHALLOW_KEYS, _SHALLOW_VALUES = 1 / 3, 1 / 16  # of the layers; 10 and 2 of 32 
 
 @dataclass(frozen=True)
 class CacheGen:
-    """Hyper-parameters; the defaults are those of the authors' code for a model of 7B.
+    """Hyper-parameters. Those of the authors' code, for a model of 7B, are 32 and 16.
 
     Attributes:
         shallow: number of steps in the first layers.
         deep: number of steps in the others.
     """
 
-    shallow: int = 32
-    deep: int = 16
+    shallow: int = 64
+    deep: int = 32
 
     def __post_init__(self) -> None:
         for name in ("shallow", "deep"):
