@@ -113,10 +113,13 @@ class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         format: "text" for people, "json" for programs: an object per line.
         level: what is less urgent is not logged. Each finished request is a line of level "info".
+        redact: leave out whatever a client could have chosen: its request ids, unknown paths,
+            messages of exceptions, and what libraries log.
     """
 
     format: LogFormat = "text"
     level: LogLevel = "info"
+    redact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

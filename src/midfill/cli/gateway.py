@@ -16,6 +16,7 @@ from midfill.cli.serve import (
     LogLevelOption,
     OtlpTracesOption,
     PortOption,
+    RedactOption,
     ServedNameOption,
     SslCaCertsOption,
     SslCertfileOption,
@@ -113,6 +114,7 @@ def gateway(
     ssl_ca_certs: SslCaCertsOption = None,
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "info",
+    redact: RedactOption = False,
     otlp_traces_endpoint: OtlpTracesOption = None,
 ) -> None:
     """Stand in front of vLLM, SGLang or llama.cpp, and lay out prompts so that their caches hit."""
@@ -127,7 +129,7 @@ def gateway(
     api = next((name for name in get_args(ApiName) if name == upstream_api), None)
     if api is None:
         raise typer.BadParameter(f"{upstream_api!r} is none of {', '.join(get_args(ApiName))}")
-    logs = LogOptions(format=log_format, level=log_level)
+    logs = LogOptions(format=log_format, level=log_level, redact=redact)
     configure_logs(logs)
     options = GatewayOptions(
         upstreams=tuple(upstream or ()),

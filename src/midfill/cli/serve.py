@@ -190,6 +190,15 @@ LogLevelOption = Annotated[
     LogLevel,
     typer.Option(help="What is less urgent is not logged. Each finished request is info."),
 ]
+RedactOption = Annotated[
+    bool,
+    typer.Option(
+        "--redact",
+        help="Leave out of logs and traces whatever a client could have chosen: its request ids,"
+        " unknown paths, messages of exceptions, what libraries log. Prompts, answers and keys are"
+        " never logged.",
+    ),
+]
 AllowMethodOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -281,6 +290,7 @@ def serve(
     method: MethodOption = "none",
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "info",
+    redact: RedactOption = False,
     otlp_traces_endpoint: OtlpTracesOption = None,
     allow_method: AllowMethodOption = None,
     warm_tier_memory: WarmTierMemoryOption = "0",  # type: ignore[assignment]
@@ -301,7 +311,7 @@ def serve(
     from midfill.server.run import run_server
     from midfill.system.logs import configure_logs
 
-    logs = LogOptions(format=log_format, level=log_level)
+    logs = LogOptions(format=log_format, level=log_level, redact=redact)
     configure_logs(logs)
     folder = resolve_adapter(model or DEFAULT_MODEL, adapter)
     options = ServeOptions(

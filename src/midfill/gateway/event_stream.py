@@ -39,14 +39,14 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return {"error": _decode(line.removeprefix(_ERROR))}
     if not line.startswith(_FIELD):
         if line and b":" not in line:
-            raise UpstreamFailedError(f"sent {line[:40]!r} in a stream of events")
+            raise UpstreamFailedError("sent a line that is no event in a stream of events")
         return None
     data = line.removeprefix(_FIELD).strip()
     if data == _DONE or not data:
         return None
     value = _decode(data)
     if not isinstance(value, dict):
-        raise UpstreamFailedError(f"sent an event that is no JSON object: {data[:40]!r}")
+        raise UpstreamFailedError("sent an event that is no JSON object")
     return value
 
 
@@ -54,4 +54,4 @@ def _decode(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise UpstreamFailedError(f"sent an event that is no JSON: {data[:40]!r}") from None
+        raise UpstreamFailedError("sent an event that is no JSON") from None

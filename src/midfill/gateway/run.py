@@ -81,7 +81,9 @@ class Gateway:
     def app(self, keys: KeyRing, traces: Traces | None = None) -> ASGIApp:
         """Return the ASGI application."""
         dialects = [each for each in DIALECTS if each is not openai_chat.DIALECT]
-        return create_app(self.service, keys, traces, [*dialects, chat_dialect(self.pool)])
+        spoken = [*dialects, chat_dialect(self.pool)]
+        redact = self._options.logs.redact
+        return create_app(self.service, keys, traces, spoken, redact=redact)
 
     def start_reload(self) -> None:
         """Start to read the file of upstreams again."""

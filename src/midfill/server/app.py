@@ -48,6 +48,8 @@ def create_app(
     keys: KeyRing | None = None,
     traces: Traces | None = None,
     dialects: Sequence[Dialect] = DIALECTS,
+    *,
+    redact: bool = False,
 ) -> ASGIApp:
     """Return the ASGI application for a model, whose engine the caller starts and ends.
 
@@ -56,6 +58,7 @@ def create_app(
         keys: who may send requests; None lets everyone in.
         traces: where requests' traces go; None makes none.
         dialects: the client APIs that are spoken.
+        redact: leave out of logs and traces what clients choose, see ``LogOptions``.
     """
     keys = keys or KeyRing()
     app = FastAPI(title="midfill", version=__version__, openapi_url=None)
@@ -76,4 +79,4 @@ def create_app(
     app.include_router(api_docs.routes(app, bodies), dependencies=monitors_only)
     install_error_handlers(app, error_bodies)
     app.add_middleware(CancelOnDisconnect)
-    return RequestLog(app, service.metrics, traces)
+    return RequestLog(app, service.metrics, traces, redact=redact)

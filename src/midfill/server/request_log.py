@@ -48,12 +48,21 @@ class RequestLog:
         app: handles the requests.
         metrics: counts them.
         traces: where their traces go; None makes none.
+        redact: leave out what clients choose: their ids, and paths that don't exist.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, traces: Traces | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        traces: Traces | None = None,
+        *,
+        redact: bool = False,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._traces = traces
+        self._redact = redact
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request (ASGI)."""
@@ -61,7 +70,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         record = RequestRecord(
-            request_id=_request_id(scope),
+            request_id=uuid.uuid4().hex if self._redact else _request_id(scope),
             method=scope["method"],
             path=scope["path"],
             arrived=time.perf_counter(),
@@ -93,6 +102,8 @@ class RequestLog:
 
     def _finish(self, record: RequestRecord, scope: Scope, now: float) -> None:
         status = final_status(record)
+        if self._redact:
+            record.path = getattr(scope.get("route"), "path", "-")
         self._metrics.response_sent(record.tenant, status)
         if self._traces is not None and record.method == "POST":
             reasons = finish_reasons(record)

@@ -151,7 +151,7 @@ async def _serve(
             if on_ready is not None and service.engine.info is not None:
                 on_ready(url_of(listener, tls), service.engine.info, service)
 
-        app = create_app(service, keys, traces)
+        app = create_app(service, keys, traces, redact=options.logs.redact)
 
         def reload() -> None:
             keys.reload()

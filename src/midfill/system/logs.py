@@ -16,6 +16,7 @@ from pythonjsonlogger.core import RESERVED_ATTRS, merge_record_extra
 from pythonjsonlogger.json import JsonFormatter
 
 from midfill.config import LogOptions
+from midfill.system.redaction import redact, redact_uncaught
 
 log_context: ContextVar[Mapping[str, object] | None] = ContextVar("log_context", default=None)
 """Fields of whatever is logged in a context."""
@@ -35,6 +36,9 @@ def configure_logs(options: LogOptions, *, process: str | None = None) -> None:
     """
     handler = logging.StreamHandler()
     handler.addFilter(_add_context)
+    if options.redact:
+        handler.addFilter(redact)
+        redact_uncaught()
     handler.setFormatter(_Json(process) if options.format == "json" else _Text(process))
     level = logging.getLevelNamesMapping()[options.level.upper()]
     root = logging.getLogger()
