@@ -36,26 +36,39 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillWorker:
-    """A worker that computes prompts and their first tokens.
+class PrefillLimits:
+    """What a worker may do that computes prompts and their first tokens.
 
     Attributes:
-        latency: of a batch on all of its devices, if its layers are not in stages.
         pool: also holds prompts that are computed and not yet pulled: it is the buffer.
         max_batch: prompts.
         max_batch_tokens: tokens of a batch.
         saturating_tokens: tokens of a prompt that keep a device busy: from there on prompts run
             alone, shorter ones together up to this number (the paper's L_m).
+    """
+
+    pool: Pool
+    max_batch: int = 32
+    max_batch_tokens: int = 8192
+    saturating_tokens: int = 512
+
+    def admits(self, prompt: int) -> bool:
+        """Whether a prompt of so many tokens can ever run."""
+        return prompt <= self.max_batch_tokens and self.pool.pages_of(prompt) <= self.pool.pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillWorker(PrefillLimits):
+    """The same, with how long it takes.
+
+    Attributes:
+        latency: of a batch on all of its devices, if its layers are not in stages.
         stages: of its pipeline.
         stage_seconds: what each stage adds, if there are several.
         devices: how many it occupies.
     """
 
     latency: PrefillLatency
-    pool: Pool
-    max_batch: int = 32
-    max_batch_tokens: int = 8192
-    saturating_tokens: int = 512
     stages: int = 1
     stage_seconds: float = 0.001
     devices: int = 1
@@ -65,34 +78,20 @@ class PrefillWorker:
         whole = self.latency.seconds(prompts)
         return whole / self.stages + self.stage_seconds if self.stages > 1 else whole
 
-    def admits(self, prompt: int) -> bool:
-        """Whether a prompt of so many tokens can ever run."""
-        return prompt <= self.max_batch_tokens and self.pool.pages_of(prompt) <= self.pool.pages
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeWorker:
-    """A worker that computes all tokens but the first.
+class DecodeLimits:
+    """What a worker may do that computes all tokens but the first.
 
     Attributes:
-        latency: of a step on all of its devices, if its layers are not in stages.
         pool: its KV memory.
         max_batch: sequences of a step.
         max_batch_tokens: tokens of their contexts.
-        stages: of its pipeline; it has as many batches, which take turns.
-        devices: how many it occupies.
     """
 
-    latency: DecodeLatency
     pool: Pool
     max_batch: int = 256
     max_batch_tokens: int = 1_000_000
-    stages: int = 1
-    devices: int = 1
-
-    def seconds_per_stage(self, sequences: int, context_tokens: int) -> float:
-        """Return how long a step occupies one stage."""
-        return self.latency.seconds(sequences, context_tokens) / self.stages
 
     def admits(self, tokens: int) -> bool:
         """Whether a prompt and its answer of so many tokens together can ever be decoded."""
@@ -114,7 +113,26 @@ class DecodeWorker:
         return few_wait and self.pulled_pages(prompt) <= free_pages
 
 
-def prefill_batch(worker: PrefillWorker, prompts: Sequence[int], held_pages: int) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeWorker(DecodeLimits):
+    """The same, with how long it takes.
+
+    Attributes:
+        latency: of a step on all of its devices, if its layers are not in stages.
+        stages: of its pipeline; it has as many batches, which take turns.
+        devices: how many it occupies.
+    """
+
+    latency: DecodeLatency
+    stages: int = 1
+    devices: int = 1
+
+    def seconds_per_stage(self, sequences: int, context_tokens: int) -> float:
+        """Return how long a step occupies one stage."""
+        return self.latency.seconds(sequences, context_tokens) / self.stages
+
+
+def prefill_batch(worker: PrefillLimits, prompts: Sequence[int], held_pages: int) -> int:
     """Return how many prompts from a queue's head form the next batch.
 
     Args:
@@ -153,7 +171,7 @@ class DecodeStep:
 
 
 def plan_decode_step(
-    worker: DecodeWorker,
+    worker: DecodeLimits,
     batch: Sequence[int],
     other_pages: int,
     swapped: Sequence[int],

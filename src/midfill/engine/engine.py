@@ -38,6 +38,7 @@ from midfill.engine.request import (
     TenantStats,
 )
 from midfill.engine.request_queues import RequestQueues
+from midfill.engine.sampler import is_greedy
 from midfill.engine.scheduler import SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.engine.sparse_prefill import KeyPairs
@@ -160,6 +161,7 @@ class Engine:
             if method is not None:
                 self._methods.attach(method, request, sequence)
         self._next_sequence_id += len(sequence.answer_indices)
+        self._resume(sequence, request.answered)
         self._deadlines.add(request)
         if self.kv_traffic.starts_loading(sequence):
             self._queues.hold(sequence)
@@ -245,6 +247,15 @@ class Engine:
             InvalidRequestError: the request names a method that can't be used.
         """
         return self._method if request.method is None else self.find_method(request.method)
+
+    def _resume(self, sequence: Sequence, answered: SequenceOf[int]) -> None:
+        """Bring a new sequence to where it was after tokens that another engine has sampled."""
+        for token_id in answered:
+            if not is_greedy(sequence.params):
+                sequence.draw()  # the number that this token was sampled with
+            sequence.append(token_id)
+            if sequence.constraint is not None:
+                sequence.constraint = self._vocabulary.advance(sequence.constraint, token_id)
 
     def _expire(self) -> list[EngineOutput]:
         """End the requests that nobody waits for any more, before a step is spent on them."""

@@ -92,6 +92,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             each other ask for it.
         document: the planner's id of the document; "" if there is none. An engine of several
             machines keeps a document's KV in one place.
+        answered: first tokens of the answer, which another engine has generated; the answer goes on
+            after them as it would have there, and they are not sent again.
     """
 
     request_id: str
@@ -108,6 +110,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     contexts: tuple[int, ...] = ()
     method: str | None = None
     document: str = ""
+    answered: list[int] = []
     deadline: float | None = None
 
 

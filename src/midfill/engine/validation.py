@@ -163,6 +163,32 @@ def validate(request: EngineRequest, vocab: int, max_length: int) -> None:
             param="score_from",
         )
     check_sampling_ranges(request.sampling, vocab, max_logprobs=vocab)
+    if request.answered:
+        _check_answered(request, vocab, max_length)
+
+
+def _check_answered(request: EngineRequest, vocab: int, max_length: int) -> None:
+    """Refuse an answer that can't go on here.
+
+    Raises:
+        InvalidRequestError: there are too many tokens, or unknown ones, or the request wants what
+            is decided with the first token.
+    """
+    answered, sampling = request.answered, request.sampling
+    room = min(sampling.max_tokens, max_length - len(request.token_ids))
+    if len(answered) >= room or min(answered) < 0 or max(answered) >= vocab:
+        raise InvalidRequestError(
+            f"answered holds {len(answered)} tokens; an answer that goes on has fewer than {room},"
+            f" from 0 to {vocab - 1}",
+            param="answered",
+        )
+    decided = request.empty_threshold > 0 or request.background or request.method is not None
+    if decided or sampling.n > 1 or sampling.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "an answer that was begun elsewhere takes n = 1, no prompt_logprobs, no"
+            " empty_threshold and no method",
+            param="answered",
+        )
 
 
 def check_prunable(request: EngineRequest) -> None:

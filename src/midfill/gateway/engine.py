@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from midfill.engine.messages import EngineInfo
@@ -129,6 +130,8 @@ class GatewayEngine:
         for request in requests:
             task = asyncio.create_task(self._answer(request, stream), name="upstream request")
             self._tasks[request.request_id] = task
+            # Not in the task itself: one that is cancelled before it starts would stay.
+            task.add_done_callback(partial(self._forget_task, request.request_id))
         return stream
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -159,11 +162,13 @@ class GatewayEngine:
             _log.exception("the gateway failed on a request")
             stream.put(GenerationError("the gateway failed on this request; its log says why"))
         finally:
-            del self._tasks[request.request_id]
             tenant.running -= 1
             tenant.prompt_tokens += work.prompt_tokens or 0
             tenant.cached_tokens += work.cached_tokens
             tenant.generated_tokens += work.completion_tokens
+
+    def _forget_task(self, request_id: str, _: object) -> None:
+        del self._tasks[request_id]
 
 
 def _check(request: EngineRequest) -> None:
