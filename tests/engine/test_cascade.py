@@ -22,6 +22,7 @@ from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
 from midfill.methods.evict.cake import Cake, CakeTrimmer
+from midfill.methods.evict.snapkv import SnapKV
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.torch_runner import TorchRunner
@@ -85,6 +86,18 @@ def test_the_answer_is_that_of_the_method_applied_at_the_end(
     found = serve(engine, [request("r", prompt(length), PARAMS)])["r", 0]
     assert same(found, alone(runner, prompt(length)))
     assert engine.stats().layered_prompts == 1
+
+
+def test_any_method_that_ranks_layer_by_layer_may_do_so(runner: CpuRunner) -> None:
+    for length in (20, 60, LENGTH):
+        answers = []
+        for cascade in (0, 1):
+            method = SnapKV(budget=BUDGET, window=WINDOW, cascade=cascade)
+            engine = build_engine(runner, token_budget=40, method=method)
+            held = MostHeld(engine)
+            answers.append(serve(engine, [request("r", prompt(length), PARAMS)])["r", 0])
+        assert same(answers[0], answers[1])
+    assert held.slots == PEAK
 
 
 def test_a_prompt_holds_its_bound_and_never_all_slots(runner: CpuRunner) -> None:

@@ -39,7 +39,7 @@ def reuse(
     """Measure methods that take KV from elsewhere: jumps of the caret, files shown before.
 
     Counted work and time to the first token, and how far its distribution and the answers are from
-    the exact ones.
+    the exact ones. Without jumps, only prompts with files are measured, for a section of their own.
     """
     from midfill.bench.reuse.measure import measure_reuse
     from midfill.bench.reuse.report import reuse_table
@@ -82,4 +82,5 @@ def reuse(
             save=save,
         )
     table = reuse_table(report)
-    publish(report, table.drawn(), table.markdown(), section="reuse", json=json, docs=docs)
+    section = "reuse" if jumps else "reuse-files"
+    publish(report, table.drawn(), table.markdown(), section=section, json=json, docs=docs)

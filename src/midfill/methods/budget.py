@@ -48,6 +48,16 @@ def check_observation(window: int, kernel: int, least: int = 1) -> None:
         )
 
 
+def check_cascade(cascade: int) -> None:
+    """Check whether prompts are trimmed while they are prefilled.
+
+    Raises:
+        InvalidRequestError: it is neither 0 nor 1.
+    """
+    if cascade not in (0, 1):
+        raise InvalidRequestError(f"cascade must be 0 or 1, not {cascade}", param="method")
+
+
 def check_interval(interval: int) -> None:
     """Check after how many tokens of an answer a method decides again.
 

@@ -94,7 +94,8 @@ def measure_reuse(
             for name, window in windows.items()
         ]
         kinds.append(run.files(holes[: options.contexts], documents.texts))
-        kinds += [run.typing(layout, holes[: options.contexts]) for layout in ("psm", "auto")]
+        if windows:
+            kinds += [run.typing(layout, holes[: options.contexts]) for layout in ("psm", "auto")]
         for kind in kinds:
             for trial in kind:
                 trials.append(trial)

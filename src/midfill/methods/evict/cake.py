@@ -22,7 +22,12 @@ from midfill.compression.window_attention import (
     window_attention,
 )
 from midfill.errors import InvalidRequestError
-from midfill.methods.budget import budget_tokens, check_budget, check_observation
+from midfill.methods.budget import (
+    budget_tokens,
+    check_budget,
+    check_cascade,
+    check_observation,
+)
 from midfill.models.config import ModelConfig
 
 
@@ -53,8 +58,7 @@ class Cake(OneShot):
     def __post_init__(self) -> None:
         check_observation(self.window, self.kernel, least=2)  # one row has no variance
         check_budget(self.budget, self.window)
-        if self.cascade not in (0, 1):
-            raise InvalidRequestError(f"cascade must be 0 or 1, not {self.cascade}", param="method")
+        check_cascade(self.cascade)
         for name in ("tau1", "tau2"):
             if getattr(self, name) <= 0:
                 raise InvalidRequestError(f"{name} must be above 0", param="method")
