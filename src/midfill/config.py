@@ -13,6 +13,7 @@ Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
 KvDtype = Literal["auto", "f32", "f16", "i8"]
 SchedulerName = Literal["sarathi-serve", "layered-prefill"]
+RouterName = Literal["document", "round-robin"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 

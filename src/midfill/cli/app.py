@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from midfill.cli.bench import app as bench
+from midfill.cli.cluster import app as cluster
 from midfill.cli.complete import complete
 from midfill.cli.evaluation import app as evaluation
 from midfill.cli.gateway import gateway
@@ -47,6 +48,7 @@ def _root(
 for command in (serve, gateway, complete, lsp, top, generate, pull, models):
     app.command()(command)
 
+app.add_typer(cluster, name="cluster")
 app.add_typer(methods, name="methods")
 app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from midfill.errors import InvalidRequestError
 from midfill.gateway.calls import UpstreamFailedError
 from midfill.gateway.pool import UpstreamPool
-from midfill.gateway.routing import document_key
 from midfill.gateway.upstream import Relayed, Upstream
+from midfill.routing import document_key
 from midfill.server.bodies import read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.service import ModelService

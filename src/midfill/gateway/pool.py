@@ -9,8 +9,8 @@ from midfill.errors import QueueFullError, UpstreamError
 from midfill.gateway.calls import UpstreamFailedError
 from midfill.gateway.discovery import discover, find_models
 from midfill.gateway.forced_start import forces_start
-from midfill.gateway.routing import choose
 from midfill.gateway.upstream import ApiName, Upstream
+from midfill.routing import choose
 
 _log = logging.getLogger(__name__)
 

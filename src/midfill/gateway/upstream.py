@@ -16,11 +16,11 @@ from midfill.gateway.calls import Call, Piece, UpstreamApi, UpstreamFailedError
 from midfill.gateway.event_stream import read_events
 from midfill.gateway.llama_cpp_api import LlamaCppApi
 from midfill.gateway.openai_api import CompletionsApi, error_text
+from midfill.routing import DEFAULT_SLOTS
 
 ApiName = Literal["auto", "vllm", "sglang", "llama.cpp", "midfill", "openai"]
 Kind = Literal["vllm", "sglang", "llama.cpp", "midfill", "openai"]
 
-DEFAULT_SLOTS = 8
 _MAX_ERROR_BYTES = 65_536
 _SHORT_SECONDS = 10  # for questions that need no model
 _JSON = {"content-type": "application/json"}

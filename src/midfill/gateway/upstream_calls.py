@@ -9,11 +9,9 @@ from midfill.engine.request import EngineRequest
 from midfill.gateway.calls import Call
 from midfill.gateway.character_tokenizer import CHARACTERS_PER_TOKEN, CharacterTokenizer
 from midfill.gateway.prompt_text import UpstreamPrompts
-from midfill.gateway.routing import document_key
 from midfill.gateway.upstream import Upstream
+from midfill.routing import request_key
 from midfill.tokens.tokenizer import Tokenizer
-
-_FIRST_IDS = 64  # of a prompt without a document, which say where it goes
 
 
 class UpstreamCalls:
@@ -84,11 +82,7 @@ class UpstreamCalls:
 
 def document_of(request: EngineRequest) -> str:
     """Return what a request's upstream is chosen by."""
-    document = request.document
-    if not document:
-        first = str(request.token_ids[:_FIRST_IDS])
-        document = hashlib.blake2b(first.encode(), digest_size=8).hexdigest()
-    return document_key(request.tenant, document)
+    return request_key(request.tenant, request.document, request.token_ids)
 
 
 def _spare_tokens(request: EngineRequest, ids: Sequence[int], upstream: Upstream) -> int:

@@ -66,7 +66,8 @@ class IdlePrefill:
 
     def start_prompt(self, prompt: Prompt, tenant: str) -> None:
         """Start to prefill a prompt for which a client will ask soon."""
-        self._start(f"tenant-{tenant}", lambda: self._compute(prompt.token_ids, tenant))
+        document = None if prompt.report is None else prompt.report.document
+        self._start(f"tenant-{tenant}", lambda: self._compute(prompt.token_ids, tenant, document))
 
     async def finish(self) -> None:
         """Wait until all prefills that have been started are done."""
@@ -91,7 +92,7 @@ class IdlePrefill:
         self, document: str | None, tenant: str, inexact: Prompt | None
     ) -> None:
         if inexact is not None:
-            await self._compute(inexact.token_ids, tenant)
+            await self._compute(inexact.token_ids, tenant, document)
         if document is not None:
             await self._prefill(PromptEncoder.expected_prompt, document, tenant)
 
@@ -99,17 +100,21 @@ class IdlePrefill:
         self, find: Callable[[PromptEncoder, T], ExpectedPrompt | None], what: T, tenant: str
     ) -> None:
         expected = await self._encode(find, what)
-        if expected is not None and await self._compute(expected.token_ids, tenant):
+        if expected is None:
+            return
+        document = expected.layout.document
+        if await self._compute(expected.token_ids, tenant, document):
             await self._encode(PromptEncoder.record_computed, expected)
 
-    async def _compute(self, token_ids: list[int], tenant: str) -> bool:
-        """Have a prompt computed; return whether it was."""
+    async def _compute(self, token_ids: list[int], tenant: str, document: str | None) -> bool:
+        """Have a prompt computed where its document's KV is; return whether it was."""
         request = EngineRequest(
             request_id=f"prefill-{uuid.uuid4().hex}",
             token_ids=token_ids,
             sampling=SamplingParams().for_engine(),
             tenant=tenant,
             background=True,
+            document=document or "",
         )
         with self._engine.submit(request) as outputs:
             return "stop" in {output.finish_reason async for output in outputs}

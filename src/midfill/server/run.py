@@ -11,11 +11,13 @@ from pathlib import Path
 
 from msgspec import structs
 
+from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_model
 from midfill.config import ModelOptions, ServeOptions
 from midfill.engine.client import EngineClient
 from midfill.engine.messages import EngineInfo
 from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.infill.formats import FimFormat
 from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
@@ -31,6 +33,7 @@ from midfill.server.listening import (
     warn_if_open,
 )
 from midfill.server.request_log import Traces
+from midfill.server.served_engine import ServedEngine
 from midfill.server.service import ModelService
 from midfill.server.tls import ServerTls
 from midfill.system.progress import Progress
@@ -89,7 +92,7 @@ async def open_service(
     """
     # Opened here first, so that its faults are reported before a process is started for it.
     run = options.options
-    methods = AllowedMethods(run.allow_methods, run.method)
+    AllowedMethods(run.allow_methods, run.method)  # checks them
     checkpoint = open_model(path, run.adapter_path, run.weights)
     engine = EngineClient(
         path,
@@ -105,31 +108,54 @@ async def open_service(
         format, info = await asyncio.gather(
             asyncio.to_thread(fim_format, checkpoint, options.fim_tokens), engine.start()
         )
-        window = None if options.window is None else WindowRule(*options.window)
-        prompts = await asyncio.to_thread(
-            PromptEncoder, checkpoint, format, info.context, window, options.snippets
-        )
-        name = options.served_name or _short_name(options.model)
-        service = ModelService(
-            name,
-            engine,
-            checkpoint.tokenizer,
-            prompts,
-            options.max_body_bytes,
-            aliases=options.aliases,
-            methods=methods,
-            idle_prefill=options.idle_prefill,
-            stream_interval=options.stream_interval,
-            completion_timeout=options.completion_timeout,
-            tenants=tenants,
-            limits=limits,
-        )
+        service = await assemble_service(options, checkpoint, format, engine, info, tenants, limits)
         try:
             yield service
         finally:
             service.close()
     finally:
         await engine.close()
+
+
+async def assemble_service(
+    options: ServeOptions,
+    checkpoint: Checkpoint,
+    format: FimFormat | None,
+    engine: ServedEngine,
+    info: EngineInfo,
+    tenants: Sequence[str],
+    limits: RateLimits | None,
+) -> ModelService:
+    """Return the service of a model whose engine runs, here or elsewhere.
+
+    Args:
+        options: what to serve and how.
+        checkpoint: the model's; only its tokenizer and what it says of itself are read.
+        format: its FIM tokens.
+        engine: runs it.
+        info: what the engine reported of itself.
+        tenants: everybody who may send requests.
+        limits: what they may use; None is everything.
+    """
+    run = options.options
+    window = None if options.window is None else WindowRule(*options.window)
+    prompts = await asyncio.to_thread(
+        PromptEncoder, checkpoint, format, info.context, window, options.snippets
+    )
+    return ModelService(
+        options.served_name or _short_name(options.model),
+        engine,
+        checkpoint.tokenizer,
+        prompts,
+        options.max_body_bytes,
+        aliases=options.aliases,
+        methods=AllowedMethods(run.allow_methods, run.method),
+        idle_prefill=options.idle_prefill,
+        stream_interval=options.stream_interval,
+        completion_timeout=options.completion_timeout,
+        tenants=tenants,
+        limits=limits,
+    )
 
 
 async def _serve(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.gateway.routing import choose, document_key, preference
+from midfill.routing import choose, document_key, preference
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,235 @@
+"""``midfill cluster``: replicas on Ray."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from midfill.cli.options import (
+    AdapterOption,
+    BackendOption,
+    ContextOption,
+    FimTokensOption,
+    KvDtypeOption,
+    KvMemoryOption,
+    MethodOption,
+    ModelArgument,
+    SnippetsOption,
+    WeightsFormatOption,
+    WindowOption,
+)
+from midfill.cli.serve import (
+    AliasOption,
+    ApiKeyFileOption,
+    ApiKeyOption,
+    HostOption,
+    IdlePrefillOption,
+    LogLevelOption,
+    PortOption,
+    ServedNameOption,
+    TokenBudgetOption,
+    given_api_keys,
+)
+from midfill.config import RouterName
+
+if TYPE_CHECKING:
+    from midfill.cluster.deployment import Overview
+
+app = typer.Typer(
+    help="Replicas of the server on a Ray cluster: one address, each document's KV in one place.",
+    no_args_is_help=True,
+)
+
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="RAY_ADDRESS",
+        metavar="HOST:PORT",
+        help="A Ray cluster that runs already; by default midfill's own on this machine.",
+    ),
+]
+ReplicasOption = Annotated[
+    int, typer.Option(min=1, help="How many replicas; the least, with --max-replicas.")
+]
+MaxReplicasOption = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Start up to this many while requests queue, and end them again; 0: never."
+    ),
+]
+TargetRequestsOption = Annotated[
+    float,
+    typer.Option(min=0.1, help="Requests in progress per replica that --max-replicas aims at."),
+]
+CpusOption = Annotated[
+    float | None,
+    typer.Option(
+        "--cpus-per-replica",
+        min=0,
+        help="Cores that each replica reserves and computes on; by default this machine's, shared.",
+    ),
+]
+GpusOption = Annotated[
+    float, typer.Option("--gpus-per-replica", min=0, help="GPUs that each replica reserves.")
+]
+RouterOption = Annotated[
+    RouterName,
+    typer.Option(
+        help="Which replica a request goes to: the one with its document's KV, or each in turn.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for programs.")]
+
+
+@app.command()
+def up(
+    model: ModelArgument = None,
+    replicas: ReplicasOption = 2,
+    max_replicas: MaxReplicasOption = 0,
+    target_requests: TargetRequestsOption = 4.0,
+    cpus_per_replica: CpusOption = None,
+    gpus_per_replica: GpusOption = 0.0,
+    router: RouterOption = "document",
+    address: AddressOption = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8080,
+    served_name: ServedNameOption = None,
+    alias: AliasOption = None,
+    api_key: ApiKeyOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    backend: BackendOption = "auto",
+    weights: WeightsFormatOption = "auto",
+    context: ContextOption = None,
+    kv_memory: KvMemoryOption = None,
+    kv_cache_dtype: KvDtypeOption = "auto",
+    adapter: AdapterOption = None,
+    fim_tokens: FimTokensOption = None,
+    window: WindowOption = None,
+    snippets: SnippetsOption = None,
+    token_budget: TokenBudgetOption = 128,
+    method: MethodOption = "none",
+    idle_prefill: IdlePrefillOption = True,
+    log_level: LogLevelOption = "info",
+) -> None:
+    """Start replicas; if some run already, change their model, number or options."""
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.cli.progress import show_steps
+    from midfill.cluster.require import require_ray
+    from midfill.cluster.spec import EnginesSpec, FrontSpec, ModelSpec
+    from midfill.config import LogOptions, ModelOptions
+    from midfill.system.cores import available_threads
+
+    require_ray()
+    from midfill.cluster.command import start
+
+    logs = LogOptions(level=log_level)
+    options = ModelOptions(
+        backend=backend,
+        weights=weights,
+        context=context,
+        kv_memory=kv_memory,
+        kv_dtype=kv_cache_dtype,
+        token_budget=token_budget,
+        method=method,
+    )
+    spec = ModelSpec(
+        model=_absolute(model or DEFAULT_MODEL),
+        adapter=None if adapter is None else _absolute(adapter),
+        served_name=served_name,
+        aliases=tuple(alias or ()),
+        fim_tokens=fim_tokens,
+        window=window,
+        snippets=snippets,
+        idle_prefill=idle_prefill,
+        logs=logs,
+        options=options,
+    )
+    if 0 < max_replicas < replicas:
+        raise typer.BadParameter(f"--max-replicas {max_replicas} is less than {replicas}")
+    most = max(replicas, max_replicas)
+    engines = EnginesSpec(
+        model=spec,
+        replicas=replicas,
+        max_replicas=max_replicas,
+        target_requests=target_requests,
+        cpus=cpus_per_replica or max(1.0, available_threads() // most),
+        gpus=gpus_per_replica,
+        router=router,
+    )
+    front = FrontSpec(
+        api_keys=given_api_keys(api_key),
+        api_key_file=None if api_key_file is None else str(api_key_file.resolve()),
+        logs=logs,
+    )
+    with show_steps("connecting") as report:
+        shown = start(engines, front, address, host, port, report)
+    typer.echo(describe(shown))
+
+
+@app.command()
+def status(address: AddressOption = None, as_json: JsonOption = False) -> None:
+    """Show the replicas: documents, requests, and how much of the prompts was cached."""
+    from midfill.cluster.require import require_ray
+
+    require_ray()
+    from midfill.cluster.command import look
+
+    shown = look(address)
+    typer.echo(json.dumps(as_plain(shown), indent=2) if as_json else describe(shown))
+
+
+@app.command()
+def down(address: AddressOption = None) -> None:
+    """End the replicas once their requests have ended, and the cluster if midfill started it."""
+    from midfill.cli.progress import show_steps
+    from midfill.cluster.require import require_ray
+
+    require_ray()
+    from midfill.cluster.command import stop
+
+    with show_steps("connecting") as report:
+        what = stop(address, report)
+    typer.echo(what)
+
+
+def describe(shown: "Overview") -> str:
+    """Return a cluster's state as text."""
+    where = "" if shown.url is None else f" on {shown.url}"
+    states = ", ".join(f"{count} {state.lower()}" for state, count in shown.states.items())
+    lines = [
+        f"midfill serves {shown.model}{where}",
+        f"  replicas {states or 'none'}; generation {shown.generation},"
+        f" {shown.resumed} requests resumed elsewhere",
+        "",
+        f"  {'replica':<10} {'state':<10} {'documents':>9} {'running':>8} {'waiting':>8}"
+        f" {'prompt tokens':>14} {'cached':>7}",
+    ]
+    for name, each in sorted(shown.replicas.items()):
+        stats = each.stats
+        lines.append(
+            f"  {name:<10} {each.state:<10} {each.documents:>9} {stats.running:>8}"
+            f" {stats.waiting:>8} {stats.prompt_tokens:>14} {each.hit_rate:>7.1%}"
+        )
+    return "\n".join(lines)
+
+
+def as_plain(shown: "Overview") -> dict[str, object]:
+    """Return a cluster's state as what JSON can hold."""
+    return {
+        "model": shown.model,
+        "url": shown.url,
+        "generation": shown.generation,
+        "resumed": shown.resumed,
+        "states": shown.states,
+        "replicas": {
+            name: each.plain() | {"hit_rate": each.hit_rate}
+            for name, each in shown.replicas.items()
+        },
+    }
+
+
+def _absolute(name: str) -> str:
+    """Return a path in full, since replicas run in other folders; any other name as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name

@@ -1,0 +1,1 @@
+"""Replicas of the engine on a Ray cluster, behind one server."""

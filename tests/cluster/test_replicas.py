@@ -1,0 +1,164 @@
+"""Two real replicas on a real Ray cluster."""
+
+import concurrent.futures
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from processes import wait_for
+from running_cluster import RunningCluster, start_cluster
+from running_server import start
+from tiny_checkpoints import write_tiny
+
+pytestmark = pytest.mark.slow
+
+_OPTIONS = ("--kv-memory", "4MB", "--cpus-per-replica", "1")
+_RECOVERY_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningCluster]:
+    """Two replicas of the tiny model."""
+    folder = tmp_path_factory.mktemp("cluster")
+    with start_cluster(folder, tiny_folder, "--replicas", "2", *_OPTIONS) as cluster:
+        yield cluster
+
+
+def documents(count: int, name: str, characters: int = 300) -> list[str]:
+    """Return prefixes of as many documents; those of another name share nothing with them."""
+    return [
+        "\n".join(f"{name} {each} has {line}" for line in range(40))[:characters]
+        for each in range(count)
+    ]
+
+
+def test_replicas_give_the_answers_of_one_server(
+    cluster: RunningCluster, tiny_folder: Path
+) -> None:
+    bodies = [
+        {"prompt": text, "suffix": "\n\nend", "max_tokens": 12, "seed": 3, "temperature": heat}
+        for text in documents(6, "tree")
+        for heat in (0, 1)
+    ]
+    with start(tiny_folder, "--kv-memory", "4MB") as server:
+        expected = [server.complete(**body)["choices"] for body in bodies]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda body: cluster.complete(**body)["choices"], bodies))
+    assert answers == expected
+
+
+def test_a_document_stays_with_the_replica_that_holds_its_kv(cluster: RunningCluster) -> None:
+    texts = documents(8, "house")
+    held = {name: each["documents"] for name, each in cluster.status()["replicas"].items()}
+    for text in texts:
+        cluster.complete(prompt=text, suffix="\n", max_tokens=1)
+    for text in texts:
+        usage = cluster.complete(prompt=text + " x", suffix="\n", max_tokens=1)["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0.8 * usage["prompt_tokens"]
+
+    def spread() -> bool:
+        now = cluster.status()["replicas"]
+        return sum(now[name]["documents"] - held[name] for name in held) == len(texts)
+
+    wait_for(spread, 30)
+
+
+def test_every_dialect_is_spoken(cluster: RunningCluster) -> None:
+    client, url = cluster.client, cluster.url
+    native = client.post(f"{url}/infill", json={"input_prefix": "def f(", "n_predict": 2})
+    ollama = client.post(
+        f"{url}/api/generate",
+        json={"model": "tiny-llama", "prompt": "def f(", "options": {"num_predict": 2}},
+    )
+    chat = client.post(
+        f"{url}/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    )
+    assert [each.status_code for each in (native, ollama, chat)] == [200] * 3
+    assert len(ollama.text.splitlines()) > 1  # streamed
+    assert client.get(f"{url}/health").json() == {"status": "ok"}
+    wrong = client.post(f"{url}/v1/completions", json={"prompt": 3.5})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["param"] == "prompt"
+
+
+def stream(cluster: RunningCluster, body: dict[str, object], seen: list[str]) -> str:
+    """Return a streamed answer's text; ``seen`` grows with it. Its errors fail the test."""
+    request = {**body, "stream": True}
+    with httpx.stream(
+        "POST", f"{cluster.url}/v1/completions", json=request, timeout=120
+    ) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                seen.append(event["choices"][0]["text"])
+    return "".join(seen)
+
+
+def test_another_replica_ends_the_answers_of_one_that_is_killed(cluster: RunningCluster) -> None:
+    bodies: list[dict[str, object]] = [
+        {"prompt": text, "max_tokens": 330, "seed": 5, "temperature": heat, "ignore_eos": True}
+        for text in documents(3, "river", 60)
+        for heat in (0, 1)
+    ]
+    expected = [cluster.complete(**body)["choices"][0]["text"] for body in bodies]
+    before = cluster.status()
+    seen: list[list[str]] = [[] for _ in bodies]
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        answers = [
+            pool.submit(stream, cluster, body, texts)
+            for body, texts in zip(bodies, seen, strict=True)
+        ]
+        wait_for(lambda: all(seen), 60)  # all have begun
+        assert not all(answer.done() for answer in answers)
+        for replica in before["replicas"].values():
+            os.kill(replica["process_id"], signal.SIGKILL)
+            break
+        assert [answer.result(timeout=120) for answer in answers] == expected
+
+    def recovered() -> bool:
+        now = cluster.status()
+        return len(now["replicas"]) == 2 and now["replicas"].keys() != before["replicas"].keys()
+
+    wait_for(recovered, _RECOVERY_SECONDS)
+
+
+def test_a_model_changes_while_requests_are_answered(
+    cluster: RunningCluster, tiny_folder: Path, tmp_path: Path
+) -> None:
+    other = write_tiny("llama", tmp_path / "other-llama", hidden_size=32)
+    before = cluster.status()["generation"]
+    served = set[str]()
+    stop = False
+
+    def ask() -> None:
+        while not stop:
+            served.add(cluster.complete(prompt="def f(", max_tokens=4)["model"])
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            cluster.up(other, "--replicas", "1", *_OPTIONS)
+            wait_for(lambda: "other-llama" in served, 30)
+        finally:
+            stop = True
+        asking.result(timeout=60)  # none has failed
+    assert served == {"tiny-llama", "other-llama"}
+    status = cluster.status()
+    assert (status["model"], status["generation"]) == ("other-llama", before + 1)
+
+    broken = cluster.run("up", "/no-such-model")
+    assert broken.returncode == 1
+    assert "no-such-model" in broken.stderr
+    assert cluster.complete(prompt="x", max_tokens=1)["model"] == "other-llama"
+
+    cluster.up(tiny_folder, "--replicas", "2", *_OPTIONS)
