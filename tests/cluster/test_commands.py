@@ -5,11 +5,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray", reason="Ray is not installed (the extra 'cluster')")
+pytestmark = pytest.mark.skipif(
+    find_spec("ray") is None, reason="Ray is not installed (the extra 'cluster')"
+)
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

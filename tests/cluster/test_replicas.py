@@ -72,7 +72,7 @@ def test_a_document_stays_with_the_replica_that_holds_its_kv(cluster: RunningClu
 
 def test_every_dialect_is_spoken(cluster: RunningCluster) -> None:
     client, url = cluster.client, cluster.url
-    native = client.post(f"{url}/infill", json={"input_prefix": "def f(", "n_predict": 2})
+    native = client.post(f"{url}/infill", json={"input_prefix": "f(", "input_suffix": ")"})
     ollama = client.post(
         f"{url}/api/generate",
         json={"model": "tiny-llama", "prompt": "def f(", "options": {"num_predict": 2}},

@@ -126,8 +126,10 @@ def _start(cpus: float) -> LocalCluster:
             started=_started(process.pid) or 0,
         )
         _write_state(cluster)
-    except BaseException:
+    except BaseException as error:
         _end(process.pid)
+        if isinstance(error, _TooSlowError):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     return cluster
 
@@ -151,8 +153,9 @@ def _wait_for_address(process: "subprocess.Popen[bytes]", folder: Path, log: Pat
     while time.monotonic() < deadline:
         if process.poll() is not None:
             lines = log.read_text(errors="replace").strip().splitlines() or ["it says nothing"]
-            kind = _TooSlowError if _TOO_SLOW in lines[-1] else MidfillError
-            raise kind(f"Ray can't start: {lines[-1].strip()}; its log is {log}")
+            if _TOO_SLOW in lines[-1]:
+                raise _TooSlowError("Ray can't start in time; this machine is too busy")
+            raise MidfillError(f"Ray can't start: {lines[-1].strip()}; its log is {log}")
         with contextlib.suppress(OSError):
             address = (folder / "ray_current_cluster").read_text().strip()
             if address and b"Ray runtime started" in log.read_bytes():
