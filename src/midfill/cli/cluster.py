@@ -32,6 +32,7 @@ from midfill.cli.serve import (
     given_api_keys,
 )
 from midfill.config import RouterName
+from midfill.version import __version__
 
 if TYPE_CHECKING:
     from midfill.cluster.deployment import Overview
@@ -78,6 +79,31 @@ RouterOption = Annotated[
     typer.Option(
         help="Which replica a request goes to: the one with its document's KV, or each in turn.",
     ),
+]
+ImageOption = Annotated[
+    str, typer.Option(metavar="NAME", help="Container image with midfill, see the Containerfile.")
+]
+NameOption = Annotated[str, typer.Option(metavar="NAME", help="The RayService's name.")]
+NamespaceOption = Annotated[str | None, typer.Option(metavar="NAME", help="Where it belongs.")]
+MemoryOption = Annotated[
+    str, typer.Option(metavar="QUANTITY", help="Memory of each replica's pod, such as 8Gi.")
+]
+KeySecretOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="A Secret whose key 'api-keys' is a file as 'midfill keys' writes it.",
+    ),
+]
+CacheClaimOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="A PersistentVolumeClaim that all pods share, for models and compiled kernels.",
+    ),
+]
+RayVersionOption = Annotated[
+    str | None, typer.Option(metavar="VERSION", help="Ray's in the image; by default this one's.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for programs.")]
 
@@ -145,8 +171,7 @@ def up(
         logs=logs,
         options=options,
     )
-    if 0 < max_replicas < replicas:
-        raise typer.BadParameter(f"--max-replicas {max_replicas} is less than {replicas}")
+    _check_counts(replicas, max_replicas)
     most = max(replicas, max_replicas)
     engines = EnginesSpec(
         model=spec,
@@ -191,6 +216,76 @@ def down(address: AddressOption = None) -> None:
     with show_steps("connecting") as report:
         what = stop(address, report)
     typer.echo(what)
+
+
+@app.command()
+def manifest(
+    model: ModelArgument = None,
+    image: ImageOption = f"midfill:{__version__}",
+    name: NameOption = "midfill",
+    namespace: NamespaceOption = None,
+    replicas: ReplicasOption = 2,
+    max_replicas: MaxReplicasOption = 0,
+    target_requests: TargetRequestsOption = 4.0,
+    cpus_per_replica: CpusOption = None,
+    gpus_per_replica: GpusOption = 0.0,
+    memory: MemoryOption = "8Gi",
+    key_secret: KeySecretOption = None,
+    cache_claim: CacheClaimOption = None,
+    ray_version: RayVersionOption = None,
+    served_name: ServedNameOption = None,
+    alias: AliasOption = None,
+    backend: BackendOption = "auto",
+    weights: WeightsFormatOption = "auto",
+    context: ContextOption = None,
+    kv_memory: KvMemoryOption = None,
+    kv_cache_dtype: KvDtypeOption = "auto",
+    adapter: AdapterOption = None,
+) -> None:
+    """Write a RayService for KubeRay, to be applied with kubectl."""
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.cluster.manifest import ManifestOptions, ray_service, to_yaml
+    from midfill.cluster.require import installed_ray
+    from midfill.cluster.spec import EnginesSpec, FrontSpec, ModelSpec
+    from midfill.config import ModelOptions
+
+    _check_counts(replicas, max_replicas)
+    spec = ModelSpec(
+        model=model or DEFAULT_MODEL,
+        adapter=adapter,
+        served_name=served_name,
+        aliases=tuple(alias or ()),
+        options=ModelOptions(
+            backend=backend,
+            weights=weights,
+            context=context,
+            kv_memory=kv_memory,
+            kv_dtype=kv_cache_dtype,
+        ),
+    )
+    engines = EnginesSpec(
+        model=spec,
+        replicas=replicas,
+        max_replicas=max_replicas,
+        target_requests=target_requests,
+        cpus=cpus_per_replica or 4.0,
+        gpus=gpus_per_replica,
+    )
+    options = ManifestOptions(
+        name=name,
+        image=image,
+        ray_version=ray_version or installed_ray(),
+        memory=memory,
+        namespace=namespace,
+        key_secret=key_secret,
+        cache_claim=cache_claim,
+    )
+    typer.echo(to_yaml(ray_service(engines, FrontSpec(), options)), nl=False)
+
+
+def _check_counts(replicas: int, max_replicas: int) -> None:
+    if 0 < max_replicas < replicas:
+        raise typer.BadParameter(f"--max-replicas {max_replicas} is less than {replicas}")
 
 
 def describe(shown: "Overview") -> str:
