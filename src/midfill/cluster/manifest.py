@@ -101,7 +101,7 @@ def to_yaml(value: Mapping[str, Any]) -> str:
     """Return plain values as YAML, in the order that they have."""
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
         """Writes texts of several lines as blocks."""
 
     def write_text(dumper: Any, text: str) -> Any:
