@@ -1,16 +1,21 @@
 """The engine under any order of arrivals, cancellations, preemptions and steps, in a pool that is
 too small, with and without speculation, prefilled in chunks or by layers. Each request has its KV
-compressed in its own way, or not, or attends to a part of its prompt only.
+compressed in its own way, or not, or attends to a part of its prompt only. Cached KV may go to a
+warm tier and come back, files of which are damaged meanwhile.
 
 Every answer must be what the model alone would generate, or the beginning of it if it was
 cancelled or its method failed, and after every operation each slot has exactly one owner.
 """
 
+from contextlib import ExitStack, suppress
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from serving import (
     Answer,
     FixedCost,
@@ -24,9 +29,14 @@ from serving import (
 from toy_method import FailsAfter, HalfTheKeys, KeepLoudest
 from toy_runner import ToyRunner
 
+from midfill.engine import warm_cache
+from midfill.engine.kv_copies import layout_name
 from midfill.engine.request import EngineSamplingParams
+from midfill.kv.blob import KvIdentity
 from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
 from midfill.methods.rows.lazyllm import LazyLLM
+from midfill.tiers.chunk_folder import ChunkFolder
+from midfill.tiers.warm_tier import WarmTier
 
 MAX_TOKENS = 10
 DOCUMENT = (3, 17, 5, 5, 30, 8, 21, 0, 13, 2, 39, 11, 25, 7, 6, 19, 33, 1, 28, 4) * 2
@@ -70,8 +80,13 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 5, 16, 64]),
         row_cost=st.sampled_from([None, 0.0, 0.01, 0.2]),
         by_layers=st.booleans(),
+        has_tier=st.booleans(),
     )
-    def start(self, slots: int, budget: int, row_cost: float | None, by_layers: bool) -> None:
+    def start(
+        self, slots: int, budget: int, row_cost: float | None, by_layers: bool, has_tier: bool
+    ) -> None:
+        self.ended = ExitStack()
+        tier = self.open_tier() if has_tier else None
         self.engine = build_engine(
             ToyRunner(slots, positions=POSITIONS),
             token_budget=budget,
@@ -81,9 +96,36 @@ class EngineMachine(RuleBasedStateMachine):
             step_cost=None if row_cost is None else FixedCost(row_cost),
             methods=METHODS,
             by_layers=by_layers,
+            warm_tier=tier,
         )
         self.prompts: dict[str, tuple[tuple[int, ...], int, str]] = {}
         self.answers: dict[tuple[str, int], Answer] = {}
+
+    def open_tier(self) -> WarmTier:
+        """A tier of small chunks, which are always loaded: the toy computes too fast to tell."""
+        for name, value in (("CHUNK_TOKENS", 4), ("_MIN_PREFILL_ROWS", 10_000)):
+            self.ended.enter_context(patch.object(warm_cache, name, value))
+        self.folder = Path(self.ended.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
+        chunks = ChunkFolder(self.folder / "kv", 40_000, durable=False)
+        identity = KvIdentity("", layout_name(ToyRunner(1)))
+        tier = WarmTier(identity, memory=None, disk=chunks)
+        self.ended.callback(tier.close)
+        return tier
+
+    @rule()
+    def evict_all(self) -> None:
+        pool = self.engine._queues.pool
+        pool.slots.free(pool.cache.evict(pool.slots.total))
+
+    @precondition(lambda self: hasattr(self, "folder"))
+    @rule(which=st.integers(0, 20), at=st.integers(0, 2000))
+    def damage(self, which: int, at: int) -> None:
+        files = sorted((self.folder / "kv").glob("*.kv"))
+        if which < len(files):
+            with suppress(FileNotFoundError):  # removed to make room
+                content = bytearray(files[which].read_bytes())
+                content[at % len(content)] ^= 1
+                files[which].write_bytes(content)
 
     @rule(
         prompt=PROMPTS,
@@ -155,9 +197,15 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
+        with self.ended:
+            self.finish()
+
+    def finish(self) -> None:
         while self.engine.has_work():
             self.step(1)
         check_idle(self.engine)
+        tier = self.engine.stats().warm_tier
+        event(f"warm tier: {'none' if tier is None else f'loads {tier.loaded_tokens > 0}'}")
         for (name, _), answer in self.answers.items():
             prompt, max_tokens, method = self.prompts[name]
             expected = truth(prompt, method)[:max_tokens]

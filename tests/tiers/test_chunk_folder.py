@@ -42,7 +42,7 @@ def test_the_least_recently_used_go_when_there_is_no_room(tmp_path: Path) -> Non
     for number in range(3):
         folder.store(key(number), b"abc")
     folder.load(key(0))
-    folder.touch(key(1))
+    folder.touch([key(1)])
     folder.store(key(3), b"abcd")
     assert [number for number in range(4) if key(number) in folder] == [0, 1, 3]
     assert folder.used_bytes == 10
@@ -52,6 +52,22 @@ def test_the_least_recently_used_go_when_there_is_no_room(tmp_path: Path) -> Non
     assert folder.chunks == 3
     folder.close()
     assert open_folder(tmp_path / "kv", 5).used_bytes <= 5
+
+
+@pytest.mark.parametrize("reopen", [False, True])
+def test_the_end_of_a_text_goes_before_its_beginning(tmp_path: Path, reopen: bool) -> None:
+    folder = open_folder(tmp_path / "kv", 30)
+    for number in range(6):
+        folder.store(key(number), b"abcde", [key(each) for each in range(number)])
+    folder.load(key(5))
+    folder.touch([key(number) for number in range(6)])
+    if reopen:
+        folder.close()
+        folder = open_folder(tmp_path / "kv", 30)
+    folder.shrink(15)
+    kept = {number for number in range(6) if key(number) in folder}
+    # Of a file that was read, the next process knows when.
+    assert kept == ({0, 1, 5} if reopen else {0, 1, 2})
 
 
 def test_storing_again_replaces(tmp_path: Path) -> None:

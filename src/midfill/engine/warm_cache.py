@@ -10,7 +10,7 @@ cache doesn't, waits while it is loaded, if that takes less time than computing 
 import dataclasses
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -83,12 +83,12 @@ def open_warm_tier(
 
 @dataclass(eq=False)
 class _Note:
-    """Tokens that were in the cache, of which ``chunks`` have been looked at."""
+    """Tokens that were in the cache, and the keys of the chunks that have been looked at."""
 
     tenant: str
     tokens: Int32Array
-    key: bytes
-    chunks: int = 0
+    root: bytes
+    keys: list[bytes] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -195,13 +195,12 @@ class WarmCache:
 
     def _store_next(self, note: _Note) -> int:
         """Store the next chunk of a text that isn't stored; return how many tokens were copied."""
-        while (note.chunks + 1) * CHUNK_TOKENS <= len(note.tokens):
-            start, end = note.chunks * CHUNK_TOKENS, (note.chunks + 1) * CHUNK_TOKENS
+        while (end := (len(note.keys) + 1) * CHUNK_TOKENS) <= len(note.tokens):
+            start = end - CHUNK_TOKENS
             tokens = note.tokens[start:end]
-            parent, note.key = note.key, chain(note.key, tokens)
-            note.chunks += 1
-            if note.key in self._tier:
-                self._tier.touch(note.key)
+            parent = note.keys[-1] if note.keys else note.root
+            note.keys.append(chain(parent, tokens))
+            if note.keys[-1] in self._tier:
                 continue
             slots = self._pool.cache.find(note.tenant, note.tokens[:end])
             if len(slots) < end:
@@ -216,10 +215,12 @@ class WarmCache:
                     tokens=tokens,
                     codec=RAW,
                     data=self._copies.dump(slots[start:]),
-                )
+                ),
+                note.keys[:-1],
             )
             self._stored_tokens += CHUNK_TOKENS
             return CHUNK_TOKENS
+        self._tier.touch(note.keys)
         self._notes.remove(note)
         return 0
 

@@ -9,7 +9,9 @@ import contextlib
 import os
 import stat
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
 import filelock
@@ -82,14 +84,23 @@ class ChunkFolder:
         """Bytes of all files."""
         return self._used
 
-    def touch(self, key: bytes) -> None:
-        """Mark a chunk as just used, if it is there."""
-        with self._mutex:
-            if key in self._sizes:
-                self._sizes.move_to_end(key)
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark the chunks of a text as just used, those that are there.
 
-    def store(self, key: bytes, content: bytes) -> None:
+        A chunk is of no use without those before it, so the text's last one goes first.
+        """
+        with self._mutex:
+            for key in reversed(keys):
+                if key in self._sizes:
+                    self._sizes.move_to_end(key)
+
+    def store(self, key: bytes, content: bytes, before: Sequence[bytes] = ()) -> None:
         """Write a chunk, removing others to make room. One thread at a time may store.
+
+        Args:
+            key: its name.
+            content: what its file will hold.
+            before: the chunks before it in its text; they are marked as just used.
 
         Raises:
             OSError: it can't be written; nothing of it is left.
@@ -114,6 +125,16 @@ class ChunkFolder:
         with self._mutex:
             self._used += len(content) - self._sizes.pop(key, 0)
             self._sizes[key] = len(content)
+        self.touch((*before, key))
+        if self._durable:
+            self._date((*before, key))
+
+    def _date(self, keys: Sequence[bytes]) -> None:
+        """Have the next process find the chunks of a text in the order of ``touch``."""
+        now = time.time()
+        for depth, key in enumerate(keys):
+            with contextlib.suppress(OSError):
+                os.utime(self._file(key), (now, now - depth))
 
     def load(self, key: bytes) -> bytes | None:
         """Return what a chunk's file holds and mark it as just used; None if there is no such file.
@@ -133,7 +154,7 @@ class ChunkFolder:
         if not content:
             self.remove(key)
             return None
-        self.touch(key)
+        self.touch((key,))
         return content
 
     def remove(self, key: bytes) -> None:

@@ -131,7 +131,8 @@ class WarmTier:
         self.changed = threading.Event()
         self.identity = identity
         self._codec = codec
-        self._queued: dict[bytes, KvBlob] = {}  # in order of arrival
+        # Chunks and those before them, in order of arrival.
+        self._queued: dict[bytes, tuple[KvBlob, tuple[bytes, ...]]] = {}
         self._queued_bytes = 0
         self._loads: deque[TierLoad] = deque()
         self._wake_writer, self._wake_reader = threading.Condition(), threading.Condition()
@@ -159,17 +160,22 @@ class WarmTier:
         """Return the fastest folder that holds a chunk; None if none does."""
         return next((name for name, one in self.folders.items() if key in one), None)
 
-    def touch(self, key: bytes) -> None:
-        """Mark a chunk as just used."""
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark the chunks of a text as just used."""
         for folder in self.folders.values():
-            folder.touch(key)
+            folder.touch(keys)
 
-    def store(self, blob: KvBlob) -> None:
-        """Hand a chunk over to be written."""
+    def store(self, blob: KvBlob, before: Sequence[bytes] = ()) -> None:
+        """Hand a chunk over to be written.
+
+        Args:
+            blob: the chunk.
+            before: the chunks before it in its text.
+        """
         key = blob.key
         with self._wake_writer:
             self._queued_bytes += len(blob.data)
-            self._queued[key] = blob
+            self._queued[key] = blob, tuple(before)
             self._wake_writer.notify()
 
     def load(self, chunks: Sequence[WantedChunk]) -> TierLoad:
@@ -203,9 +209,9 @@ class WarmTier:
                     self._wake_writer.wait()
                 if self._closed:
                     return
-                key, blob = next(iter(self._queued.items()))
+                key, (blob, before) = next(iter(self._queued.items()))
             try:
-                self._write(key, blob)
+                self._write(key, blob, before)
             except Exception:
                 _log.exception("a chunk of KV could not be stored")
             with self._wake_writer:
@@ -214,7 +220,7 @@ class WarmTier:
                 self._wake_writer.notify_all()
             self.changed.set()
 
-    def _write(self, key: bytes, blob: KvBlob) -> None:
+    def _write(self, key: bytes, blob: KvBlob, before: Sequence[bytes]) -> None:
         if self._codec is not None:
             code = self._codec.encode(bytes(blob.data), len(blob.tokens))
             blob = dataclasses.replace(blob, codec=self._codec.name, data=code)
@@ -223,7 +229,7 @@ class WarmTier:
             if key in folder:
                 continue
             try:
-                folder.store(key, content)
+                folder.store(key, content, before)
             except OSError as error:
                 self.counts.failed_writes += 1
                 if not self._failed:
