@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -152,7 +153,7 @@ def measure_profile(
         profiles.append(LoadProfile(load=load, seconds=spent.busy, parts=parts))
     runner.close()
     return ProfileReport(
-        model=model,
+        model=Path(model).stem if Path(model).is_file() else model,
         machine=describe_machine(),
         engine=info,
         roofline=roofline,

@@ -242,6 +242,13 @@ def _absolute(model: str) -> str:
 @app.command()
 def profile(
     model: ModelArgument = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Take a model of this shape with random weights instead, see bench peers.",
+        ),
+    ] = None,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     docs: DocsOption = None,
@@ -250,15 +257,21 @@ def profile(
 
     MB and MFLOP are what a step requires: weights and KV read once, and the products. "least ms"
     is their time at the speed of memory, or at the rate that the chip reaches in registers;
-    "reached" is that time as a share of the measured one.
+    "reached" is that time as a share of the measured one. With --shape, --docs replaces the section
+    of that shape.
     """
+    from midfill.bench.peers.shapes import random_model
     from midfill.bench.profile import measure_profile, profile_markdown, profile_tables
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
+    if shape is not None and model is not None:
+        raise MidfillError("--shape makes a model of its own: it goes without a model")
     with show_steps("loading") as progress:
-        report = measure_profile(model or DEFAULT_MODEL, threads=threads, progress=progress)
+        name = str(random_model(shape, progress)) if shape else model or DEFAULT_MODEL
+        report = measure_profile(name, threads=threads, progress=progress)
     drawn, markdown = profile_tables(report), profile_markdown(report)
-    publish(report, drawn, markdown, section="profile", json=json, docs=docs)
+    section = f"profile-{shape}" if shape else "profile"
+    publish(report, drawn, markdown, section=section, json=json, docs=docs)
 
 
 @app.command()

@@ -79,7 +79,8 @@ ShapeOption = Annotated[
     typer.Option(
         metavar="NAME",
         help="Compare on a model of this shape with random weights instead, written into the"
-        " cache folder once: 1.5b (1 GB; with what is made of it for peers 5 GB).",
+        " cache folder once: 1.5b (1 GB; with what is made of it for peers 5 GB), 7b (4 GB), and"
+        " both as 1.5b-q4_k_m and 7b-q4_k_m.",
     ),
 ]
 ResumeOption = Annotated[

@@ -1,5 +1,6 @@
 """Models of a larger shape with random weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,23 @@ class TestRandomModels:
         weights = model.checkpoint.tensor("layers.1.down.weight").to_float32()
         assert weights.std() == pytest.approx(0.02, rel=0.05)
 
+    def test_k_quants_are_mixed_as_in_q4_k_m(
+        self, gguf_model: ComparedModel, tmp_path: Path
+    ) -> None:
+        assert gguf_model.gguf is not None
+        shape = replace(SHAPE, layers=8, hidden=256, head_dim=128, ffn=512, k_quants=True)
+        write_random_model(shape, GgufFile(gguf_model.gguf), tmp_path / "k.gguf")
+        checkpoint = open_checkpoint(tmp_path / "k.gguf")
+        down = [checkpoint.tensor(f"layers.{layer}.down.weight") for layer in range(8)]
+        precise = [layer for layer, tensor in enumerate(down) if tensor.kind == "q6_k"]
+        assert precise == [0, 3, 6, 7]
+        assert checkpoint.tensor("layers.3.v.weight").kind == "q6_k"
+        assert checkpoint.tensor("layers.3.up.weight").kind == "q4_k"
+        assert checkpoint.tensor("embed.weight").kind == "q6_k"
+        for tensor in down[:2]:
+            assert tensor.to_float32().std() == pytest.approx(0.02, rel=0.05)
+            assert abs(tensor.to_float32().mean()) < 0.001
+
     def test_the_tokenizer_is_the_other_models(
         self, random_gguf: Path, gguf_model: ComparedModel
     ) -> None:
@@ -85,5 +103,5 @@ class TestRandomModels:
         assert not report.servers[0].error
 
     def test_an_unknown_shape(self) -> None:
-        with pytest.raises(MidfillError, match=r"--shape names 7b; there are 1\.5b"):
-            random_model("7b")
+        with pytest.raises(MidfillError, match=r"--shape names 3b; there are 1\.5b, .*7b"):
+            random_model("3b")

@@ -2,15 +2,17 @@
 
 A model's speed on a CPU depends on its shape and on how its weights are stored, not on their
 values. So a comparison of servers on a larger model needs no download: its weights are drawn from
-a seed and written as a GGUF file, layers as Q4_0 and the embedding as Q8_0. The tokenizer is the
+a seed and written as a GGUF file: layers as Q4_0 and the embedding as Q8_0, or Q4_K and Q6_K
+matrix by matrix as llama.cpp's Q4_K_M has them. The tokenizer is the
 default model's, filled up with unused tokens to the shape's vocabulary. Their embeddings and those
 of special tokens are zero: with an embedding that is the output head as well, greedy decoding
 never takes them.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +24,21 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from midfill.checkpoints.gguf_file import GgufFile
 from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.errors import MidfillError
+from midfill.reporting.sizes import format_size
 from midfill.system.atomic import replacing_file
 from midfill.system.cache import cache_folder
 
 _MAX_ROWS = 16_384  # of a tensor drawn at a time
-_FREE_BYTES = 8 * 2**30
+_BYTES_PER_WEIGHT = 5
 """Disk space for the file, what llama.cpp makes of it, and a folder in bfloat16 for vLLM."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama model's dimensions, the embedding tied to the output head."""
+    """A Llama model's dimensions, the embedding tied to the output head.
+
+    ``k_quants`` stores it as Q4_K_M instead of Q4_0; all widths are multiples of 256 then.
+    """
 
     layers: int
     hidden: int
@@ -43,21 +49,42 @@ class Shape:
     vocab: int
     context: int
     rope_base: float
+    k_quants: bool = False
+
+    @property
+    def weights(self) -> int:
+        """How many weights its matrices have."""
+        return sum(math.prod(dimensions) for dimensions, _ in _tensors(self).values())
 
 
+_1_5B = Shape(
+    layers=28,
+    hidden=1536,
+    query_heads=12,
+    kv_heads=2,
+    head_dim=128,
+    ffn=8960,
+    vocab=151_936,
+    context=32_768,
+    rope_base=1e6,
+)
+_7B = Shape(
+    layers=28,
+    hidden=3584,
+    query_heads=28,
+    kv_heads=4,
+    head_dim=128,
+    ffn=18_944,
+    vocab=152_064,
+    context=32_768,
+    rope_base=1e6,
+)
+# Qwen2.5's, without the biases of Q, K and V, and with tied embeddings.
 SHAPES: Mapping[str, Shape] = {
-    # Qwen2.5-1.5B's, without the biases of Q, K and V.
-    "1.5b": Shape(
-        layers=28,
-        hidden=1536,
-        query_heads=12,
-        kv_heads=2,
-        head_dim=128,
-        ffn=8960,
-        vocab=151_936,
-        context=32_768,
-        rope_base=1e6,
-    ),
+    "1.5b": _1_5B,
+    "1.5b-q4_k_m": replace(_1_5B, k_quants=True),
+    "7b": _7B,
+    "7b-q4_k_m": replace(_7B, k_quants=True),
 }
 
 
@@ -78,8 +105,11 @@ def random_model(name: str, progress: Callable[[str], None] = lambda _: None) ->
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(path.parent).free < _FREE_BYTES:
-            raise MidfillError(f"shape {name} needs 8 GiB of disk space in {path.parent}")
+        needed = SHAPES[name].weights * _BYTES_PER_WEIGHT
+        if shutil.disk_usage(path.parent).free < needed:
+            raise MidfillError(
+                f"shape {name} needs {format_size(needed)} of disk space in {path.parent}"
+            )
         with replacing_file(path) as temporary:
             write_random_model(SHAPES[name], GgufFile(resolve(DEFAULT_MODEL)), temporary, progress)
     except OSError as error:
@@ -163,24 +193,35 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: GgufFile, vocab: int) -> npt
 def _tensors(shape: Shape) -> dict[str, tuple[tuple[int, ...], GGMLQuantizationType]]:
     """Name -> (rows and columns, how it is stored), in the order of the file."""
     query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    norm, quantised = GGMLQuantizationType.F32, GGMLQuantizationType.Q4_0
+    norm, embedding = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
+    usual = more = GGMLQuantizationType.Q4_0
+    if shape.k_quants:
+        usual, more = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K
+        embedding = more
     tensors = {
-        "token_embd.weight": ((shape.vocab, shape.hidden), GGMLQuantizationType.Q8_0),
+        "token_embd.weight": ((shape.vocab, shape.hidden), embedding),
         "output_norm.weight": ((shape.hidden,), norm),
     }
     for layer in range(shape.layers):
+        precise = more if _has_more_bits(layer, shape.layers) else usual
         tensors |= {
             f"blk.{layer}.attn_norm.weight": ((shape.hidden,), norm),
-            f"blk.{layer}.attn_q.weight": ((query, shape.hidden), quantised),
-            f"blk.{layer}.attn_k.weight": ((key, shape.hidden), quantised),
-            f"blk.{layer}.attn_v.weight": ((key, shape.hidden), quantised),
-            f"blk.{layer}.attn_output.weight": ((shape.hidden, query), quantised),
+            f"blk.{layer}.attn_q.weight": ((query, shape.hidden), usual),
+            f"blk.{layer}.attn_k.weight": ((key, shape.hidden), usual),
+            f"blk.{layer}.attn_v.weight": ((key, shape.hidden), precise),
+            f"blk.{layer}.attn_output.weight": ((shape.hidden, query), usual),
             f"blk.{layer}.ffn_norm.weight": ((shape.hidden,), norm),
-            f"blk.{layer}.ffn_gate.weight": ((shape.ffn, shape.hidden), quantised),
-            f"blk.{layer}.ffn_up.weight": ((shape.ffn, shape.hidden), quantised),
-            f"blk.{layer}.ffn_down.weight": ((shape.hidden, shape.ffn), quantised),
+            f"blk.{layer}.ffn_gate.weight": ((shape.ffn, shape.hidden), usual),
+            f"blk.{layer}.ffn_up.weight": ((shape.ffn, shape.hidden), usual),
+            f"blk.{layer}.ffn_down.weight": ((shape.hidden, shape.ffn), precise),
         }
     return tensors
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    """Return whether a layer's V and down projection are stored more precisely in Q4_K_M."""
+    first = layers // 8
+    return layer < first or layer >= layers - first or (layer - first) % 3 == 2
 
 
 def _draw(
@@ -199,12 +240,44 @@ def _draw(
         return
     rows, columns = dimensions
     block, size = GGML_QUANT_SIZES[kind]
-    spread = 16 if kind is GGMLQuantizationType.Q4_0 else 256  # of a quant
-    scale = np.float16(0.02 * np.sqrt(12) / spread)
     for start in range(0, rows, _MAX_ROWS):
         count = min(_MAX_ROWS, rows - start)
         blocks = random.integers(0, 256, (count, columns // block, size), np.uint8)
-        blocks[:, :, :2] = np.frombuffer(scale.tobytes(), np.uint8)
-        if mask is not None:
-            blocks[~mask[start : start + count], :, :2] = 0
+        zero = None if mask is None else ~mask[start : start + count]
+        _set_scales(blocks, kind, zero)
         yield blocks.reshape(count, -1)
+
+
+def _set_scales(
+    blocks: npt.NDArray[np.uint8],
+    kind: GGMLQuantizationType,
+    zero: npt.NDArray[np.bool_] | None,
+) -> None:
+    """Give random blocks float16 scales by which weights have a deviation of 0.02.
+
+    Integer scales are left as they are, uniform in their range.
+    """
+    uniform = math.sqrt(12)  # the range of uniform numbers, in deviations
+    scale, at = 0.02 * uniform, 0
+    if kind is GGMLQuantizationType.Q4_0:
+        scale /= 16
+    elif kind is GGMLQuantizationType.Q8_0:
+        scale /= 256
+    elif kind is GGMLQuantizationType.Q4_K:
+        # The integer minima are the integer scales: weights are then symmetric about 0.
+        blocks[..., 8:12] = blocks[..., 4:8]
+        blocks[..., 12:16] = (blocks[..., 12:16] & 15) * 17
+        scale /= 16 * 64 / math.sqrt(3)
+        _set_halves(blocks, 2, 7.5 * scale, zero)
+    else:
+        scale, at = scale / (64 * 256 / uniform), 208
+    _set_halves(blocks, at, scale, zero)
+
+
+def _set_halves(
+    blocks: npt.NDArray[np.uint8], at: int, value: float, zero: npt.NDArray[np.bool_] | None
+) -> None:
+    """Set the float16 at a byte of each block, to 0 in some rows."""
+    blocks[..., at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    if zero is not None:
+        blocks[zero, :, at : at + 2] = 0
