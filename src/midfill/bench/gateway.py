@@ -109,7 +109,7 @@ def measure_gateway(load: GatewayLoad) -> GatewayReport:
         MidfillError: one of them does not start, or a request fails.
     """
     texts = _documents(load)
-    with _stub() as stub, run_gateway_process(stub) as (gateway, process):
+    with run_stub_process() as stub, run_gateway_process(stub) as (gateway, process):
         before = _cpu_seconds(process)
         direct, through = asyncio.run(_measure(load, texts, stub, gateway))
         after = _cpu_seconds(process)
@@ -229,7 +229,7 @@ def _times(found: Sequence[tuple[float, float]]) -> Times:
 
 
 @contextlib.contextmanager
-def _stub() -> Iterator[str]:
+def run_stub_process() -> Iterator[str]:
     """Run the server without a model; yield its URL."""
     with _process([sys.executable, "-m", "midfill.bench.gateway_stub"]) as process:
         assert process.stdout is not None

@@ -70,10 +70,10 @@ class GatewayRoundsReport(msgspec.Struct, frozen=True, kw_only=True):
     options: RoundsOptions
     ways: dict[str, WayResult]
 
-    def share_of_gain(self, way: str, figure: Callable[[WayResult], float]) -> float:
-        """Return which part a way has of what EFIM's order gains over PSM."""
+    def share_of_gain(self, way: str, figure: Callable[[WayResult], float]) -> float | None:
+        """Return which part a way has of what EFIM's order gains over PSM; None without a gain."""
         psm, efim, own = (figure(self.ways[each]) for each in (PSM, EFIM, way))
-        return (psm - own) / (psm - efim)
+        return (psm - own) / (psm - efim) if psm > efim else None
 
 
 class _Run(msgspec.Struct, frozen=True):
@@ -231,4 +231,7 @@ def gateway_rounds_table(report: GatewayRoundsReport) -> ResultTable:
 
 
 def _share(report: GatewayRoundsReport, way: str, figure: Callable[[WayResult], float]) -> str:
-    return "" if way in (PSM, EFIM) else f"{report.share_of_gain(way, figure):.0%}"
+    if way in (PSM, EFIM):
+        return ""
+    share = report.share_of_gain(way, figure)
+    return "-" if share is None else f"{share:.0%}"
