@@ -268,6 +268,29 @@ def test_each_key_has_its_own_cache(server: RunningServer) -> None:
     assert cached_tokens("second key") == 0
 
 
+@pytest.mark.parametrize("suffix", [None, "\n    return total\n"])
+def test_a_guess_of_anothers_text_costs_as_much_as_any_text(
+    server: RunningServer, suffix: str | None
+) -> None:
+    """A right guess, whole or begun, with the victim's own name of the document, finds nothing."""
+
+    def ask(key: str, prompt: str) -> tuple[int, int]:
+        body = {"prompt": prompt, "suffix": suffix, "max_tokens": 1, "temperature": 0}
+        body |= {} if suffix is None else {"midfill": {"document": "secret.py"}}
+        headers = {"authorization": f"Bearer {key}".encode()}
+        usage = server.post("/v1/completions", body, headers=headers).json()["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return cached, usage["prompt_tokens"] - cached
+
+    text = "ab = 7351  # of this account\n" * 3
+    ask("voilà", f"W{text}")  # so that sentinels are cached for all that follows
+    ask("first key", f"X{text}")
+    assert ask("first key", f"X{text}")[0] > 20  # the victim itself finds it
+    nobodys, guessed, begun = (ask("voilà", each + text) for each in ("Y", "X", "Z"))
+    assert nobodys == guessed == begun
+    assert ask("voilà", f"X{text}")[0] > guessed[0] + 20  # its own, from now on
+
+
 @pytest.mark.parametrize("key", ["", " ", "\t", " key", "key ", "two\nlines"])
 def test_keys_that_are_empty_or_cant_be_sent_are_refused(key: str) -> None:
     with pytest.raises(MidfillError, match="API key"):

@@ -23,6 +23,7 @@ from midfill.cli.bench_peers import peers
 from midfill.cli.bench_plugins import plugins
 from midfill.cli.bench_prefill import prefill
 from midfill.cli.bench_reuse import reuse
+from midfill.cli.bench_tenants import tenants
 from midfill.cli.bench_tiers import codecs, tiers
 from midfill.cli.options import MethodOption, ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption
@@ -56,6 +57,7 @@ app.command()(gateway)
 app.command()(gateway_rounds)
 app.command()(blocks)
 app.command()(reuse)
+app.command()(tenants)
 app.command()(tiers)
 app.command()(codecs)
 
