@@ -11,7 +11,7 @@ from midfill.errors import MidfillError
 
 Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
-KvDtype = Literal["auto", "f32", "f16", "i8"]
+KvDtype = Literal["auto", "f32", "f16", "bf16", "i8"]
 SchedulerName = Literal["sarathi-serve", "layered-prefill"]
 RouterName = Literal["document", "round-robin"]
 LogFormat = Literal["text", "json"]

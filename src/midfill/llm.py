@@ -93,7 +93,7 @@ class LLM:
             threads: of the CPU; None takes all cores this process may use.
             context: maximum tokens of a prompt and its answer; None takes the model's.
             kv_memory: bytes for KV; None is sized from free memory.
-            kv_dtype: how the CPU kernels store KV: "auto", "f32", "f16", "i8".
+            kv_dtype: how the CPU kernels store KV: "auto", "f32", "f16", "bf16", "i8".
             adapter: folder of a LoRA adapter to merge into the model, or "none". None takes the
                 adapter that midfill ships for a model of this name, if there is one.
             speculation: draft tokens that copy from the text; never changes an answer.

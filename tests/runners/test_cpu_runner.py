@@ -211,7 +211,7 @@ def test_threads_do_not_change_a_bit(llama: Checkpoint) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f16", "i8"])
+@pytest.mark.parametrize("kv_dtype", ["f16", "bf16", "i8"])
 def test_rounded_kv_keeps_the_same_bits_however_computed(
     llama: Checkpoint, kv_dtype: KvDtype
 ) -> None:
@@ -226,7 +226,7 @@ def test_rounded_kv_keeps_the_same_bits_however_computed(
         runner.close()
 
 
-@pytest.mark.parametrize(("kv_dtype", "allowed"), [("f16", 1e-6), ("i8", 1e-3)])
+@pytest.mark.parametrize(("kv_dtype", "allowed"), [("f16", 1e-6), ("bf16", 1e-4), ("i8", 1e-3)])
 def test_rounded_kv_stays_close(llama: Checkpoint, kv_dtype: KvDtype, allowed: float) -> None:
     ids = token_ids(50, seed=9)
     exact = CpuRunner(llama, slots=SLOTS, threads=1)

@@ -5,6 +5,7 @@ import torch
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.forward.cells import CellLayout, StoredCells, UInt8Array
+from midfill.kernels.cpu.bfloat16 import LARGEST
 from midfill.kernels.cpu.cell_rotation import rotate_cells
 from midfill.kernels.cpu.kv_cache import KVArray, KVCache
 from midfill.kernels.cpu.memory import aligned_zeros
@@ -12,8 +13,9 @@ from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.runners.key_rotation import rotations
 
 _LARGEST_HALF = np.float32(65504.0)
+_LARGEST_BFLOAT = np.float32(LARGEST)
 _STEPS = np.float32(127.0)
-_FORMATS = {"float32": "f32", "uint16": "f16", "int8": "i8"}
+_FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16", "int8": "i8"}
 
 
 class CpuCells:
@@ -119,6 +121,9 @@ def _decode(entries: KVArray, scales: Float32Array, cells: Int32Array) -> Float3
         # torch converts with vector instructions, NumPy number by number.
         exact: Float32Array = torch.from_numpy(found.view(np.float16)).float().numpy()
         return exact
+    if found.dtype == np.int16:
+        upper: Float32Array = (found.astype(np.int32) << 16).view(np.float32)
+        return upper
     numbers = found.astype(np.float32)
     return numbers * scales[cells][:, None] if len(scales) else numbers
 
@@ -132,6 +137,10 @@ def _encode(
     elif entries.dtype == np.uint16:
         clipped = np.clip(numbers, -_LARGEST_HALF, _LARGEST_HALF)
         entries[cells] = clipped.astype(np.float16).view(np.uint16)
+    elif entries.dtype == np.int16:
+        clipped = np.clip(numbers, -_LARGEST_BFLOAT, _LARGEST_BFLOAT)
+        rounded = torch.from_numpy(clipped).to(torch.bfloat16)
+        entries[cells] = rounded.view(torch.int16).numpy()
     else:
         span = np.abs(numbers).max(axis=1)
         scales[cells] = span / _STEPS

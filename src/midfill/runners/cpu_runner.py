@@ -11,12 +11,12 @@ from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import KvDtype, WeightsOption
 from midfill.forward.batch import ForwardBatch
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations
-from midfill.kernels.cpu.attention import (
+from midfill.kernels.cpu.attention import scratch_size
+from midfill.kernels.cpu.attention_metadata import (
     TILE_FIELDS,
     AttentionMetadata,
     partial_rows,
     plan_attention,
-    scratch_size,
 )
 from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
 from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS, Batch, Stages, Workspace, forward
@@ -24,7 +24,7 @@ from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, entry_bytes
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.ragged_cells import pack_ragged
-from midfill.kernels.cpu.segments import SEGMENT
+from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat, panel_count

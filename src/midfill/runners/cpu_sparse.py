@@ -11,11 +11,12 @@ import numpy as np
 from midfill.arrays import Float32Array, Int32Array, Int64Array
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.sparse import SparsePlanner
-from midfill.kernels.cpu.attention import AttentionHeads, Queries
+from midfill.kernels.cpu.attention import Queries
+from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.decoder import Workspace
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV
 from midfill.kernels.cpu.memory import aligned_zeros
-from midfill.kernels.cpu.segments import SEGMENT
+from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.sparse.attention import KeyLists, attend_lists
 from midfill.kernels.cpu.sparse.probe import mean_keys, probe_masses
 from midfill.kernels.cpu.sparse.requests import BLOCK, SparseRequest, scratch_size

@@ -17,17 +17,24 @@ from numba import typeof
 sys.path.append(str(Path(__file__).parents[2] / "helpers"))
 from ggml_blocks import random_matrix
 
-from midfill.kernels.cpu import attention, linear
+from midfill.kernels.cpu import attention, attention_metadata, linear
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations, quantize_row
 from midfill.kernels.cpu.embedding import embed
 from midfill.kernels.cpu.halves import half_to_float
 from midfill.kernels.cpu.jit import kernel
-from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, allocate_kv, load_entry, write_entry
+from midfill.kernels.cpu.kv_cache import (
+    KVCache,
+    KVFormat,
+    LayerKV,
+    allocate_kv,
+    load_entry,
+    write_entry,
+)
 from midfill.kernels.cpu.packing import PackedMatrix, pack
 from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables, norm, rotate
-from midfill.kernels.cpu.segments import SEGMENT
+from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import exp, load, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.standby import sync_size
@@ -85,7 +92,7 @@ def entries_written(kv_format: KVFormat) -> list[np.ndarray]:
     ties = np.arange(0, 1 << 15, 97, dtype=np.uint16)[: 9 * 32].view(np.float16).astype(np.float32)
     ties += np.spacing(ties.astype(np.float16)).astype(np.float32) / 2
     special = np.zeros(32, np.float32)
-    if kv_format is KVFormat.F16:
+    if kv_format in (KVFormat.F16, KVFormat.BF16):
         special[:6] = np.inf, -np.inf, np.nan, 65520.0, 1e-8, -0.0
     x = np.concatenate([x, ties, special])
     entries, scales = allocate_kv(kv_format, len(x) // 32, 32)
@@ -188,13 +195,13 @@ def cells_with_terms(count: int) -> RaggedIndex:
     return RaggedIndex(np.arange(count, dtype=np.int32), np.array([0, count], np.int32), terms)
 
 
-def attended() -> list[np.ndarray]:
+def attended(kv_format: KVFormat) -> list[np.ndarray]:
     """Attend with several heads per KV head: keys in place (1, 3 rows) and transposed (9).
 
     With slots alone, then with cells before them that have terms.
     """
     dim, slots = 96, 300
-    cache = KVCache.allocate(KVFormat.F16, slots, dim)
+    cache = KVCache.allocate(kv_format, slots, dim)
     for entries, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
         values = normal(slots * dim)
         for slot in range(slots):
@@ -204,17 +211,17 @@ def attended() -> list[np.ndarray]:
     results = []
     for rows, indices in itertools.product((1, 3, 9), ([], [cells_with_terms(40)])):
         ragged, _ = pack_ragged(indices)
-        tiles = np.zeros((2, attention.TILE_FIELDS), np.int32)
+        tiles = np.zeros((2, attention_metadata.TILE_FIELDS), np.int32)
         tiles[0] = 0, 0, 1, 0
-        metadata = attention.AttentionMetadata(
+        metadata = attention_metadata.AttentionMetadata(
             np.array([0, 1], np.int32), np.array([0, slots], np.int32), order,
             np.zeros(0, np.int32), tiles, 1, 0, ragged,
         )  # fmt: skip
         out = np.zeros(rows * dim, np.float32)
         attention.attend(
             one_thread(), attention.Queries(normal(rows * dim), rows * dim),
-            attention.LayerKV(cache, slots, 0),
-            attention.AttentionHeads(rows, 1, rows, dim, 0.1, 0), metadata,
+            LayerKV(cache, slots, 0),
+            attention_metadata.AttentionHeads(rows, 1, rows, dim, 0.1, 0), metadata,
             Activations(out, NO_BYTES), np.zeros(attention.scratch_size(rows, dim), np.float32),
             np.zeros(2 * SEGMENT, np.int32), SoftmaxSums(none, none),
         )  # fmt: skip
@@ -244,13 +251,15 @@ def main() -> None:
     results = {
         "halves read": digest(halves_read()),
         "halves written": digest(entries_written(KVFormat.F16)),
+        "bfloat16 written": digest(entries_written(KVFormat.BF16)),
         "quants written": digest(entries_written(KVFormat.I8)),
         "rows quantized": digest(rows_quantized()),
         "norms": digest(rows_normed()),
         "rotary embedding": digest(heads_rotated()),
         "exponential, SiLU, GELU": digest(functions()),
         "embeddings": digest(embeddings()),
-        "attention": digest(attended()),
+        "attention": digest(attended(KVFormat.F16)),
+        "attention in bfloat16": digest(attended(KVFormat.BF16)),
     }
     for weight_format in WeightFormat:
         results[f"products {weight_format.name}"] = digest(products(weight_format))

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 
-from midfill.kernels.cpu import attention
+from midfill.kernels.cpu import attention, attention_metadata
 from midfill.kernels.cpu.activations import Activations
 from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, LayerKV, write_entry
 from midfill.kernels.cpu.ragged_cells import pack_ragged
-from midfill.kernels.cpu.segments import SEGMENT
+from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.standby import sync_size
 from midfill.kernels.cpu.thread_pool import ThreadContext
@@ -19,6 +20,18 @@ from midfill.kv.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
 QUERY_HEADS, KV_HEADS, DIM = 6, 2, 32
 GROUP = QUERY_HEADS // KV_HEADS
 WIDTH = (QUERY_HEADS + 2 * KV_HEADS) * DIM
+
+
+ROUNDED_WEIGHTS = 8e-3
+"""Allowed where weights are rounded to bfloat16: by 1/512 of each, values being below 5."""
+
+
+def as_floats(bfloats: np.ndarray) -> np.ndarray:
+    return (bfloats.astype(np.int32) << 16).view(np.float32)
+
+
+def tolerance(pool: "Pool", otherwise: float) -> float:
+    return ROUNDED_WEIGHTS if pool.is_bfloat16 else otherwise
 
 
 class Pool:
@@ -48,9 +61,22 @@ class Pool:
                 write_entry(numbers[slot, head], 0, DIM, entries, scales, head * slots + slot)
         self.keys, self.values = (self._as_float(*each) for each in arrays)
 
+    @property
+    def is_bfloat16(self) -> bool:
+        return bool(self.cache.keys.dtype == np.int16)
+
+    def scaled(self, query: np.ndarray) -> np.ndarray:
+        """Return a query times the score's factor, rounded as the kernels do."""
+        scaled = query * np.float32(DIM**-0.5)
+        if self.is_bfloat16:
+            return torch.from_numpy(scaled).bfloat16().double().numpy()
+        return query / np.sqrt(DIM)
+
     def _as_float(self, entries: np.ndarray, scales: np.ndarray) -> np.ndarray:
         if entries.dtype == np.uint16:
             entries = entries.view(np.float16)
+        if entries.dtype == np.int16:
+            entries = as_floats(entries)
         floats = entries.reshape(KV_HEADS, self.slots, DIM).astype(np.float64)
         if len(scales):
             floats *= scales.reshape(KV_HEADS, self.slots, 1)
@@ -72,7 +98,7 @@ def naive(pool: Pool, slots: np.ndarray, queries: np.ndarray, window: int) -> np
         end = len(slots) - len(queries) + i + 1
         seen = slots[max(0, end - window) if window else 0 : end]
         for head in range(QUERY_HEADS):
-            scores = pool.keys[seen, head // GROUP] @ row[head] / np.sqrt(DIM)
+            scores = pool.keys[seen, head // GROUP] @ pool.scaled(row[head])
             weights = np.exp(scores - scores.max())
             out[i, head] = weights @ pool.values[seen, head // GROUP] / weights.sum()
     return out.reshape(len(queries), -1)
@@ -97,21 +123,21 @@ def attend(
     query_indptr = np.cumsum([0, *(len(q) for _, q in requests)]).astype(np.int32)
     kv_indptr = np.cumsum([0, *(len(s) for s, _ in requests)]).astype(np.int32)
     slots = np.concatenate([s for s, _ in requests]).astype(np.int32)
-    tiles = np.zeros((rows + 1, attention.TILE_FIELDS), np.int32)
+    tiles = np.zeros((rows + 1, attention_metadata.TILE_FIELDS), np.int32)
     threads = 10**6 if split else 1
     ragged, most_cells = pack_ragged(indices)
     seen = np.array(visible, np.int32)
-    planned = attention.plan_attention(
+    planned = attention_metadata.plan_attention(
         query_indptr, kv_indptr, seen, most_cells, GROUP, KV_HEADS, threads, tiles
     )
-    metadata = attention.AttentionMetadata(
+    metadata = attention_metadata.AttentionMetadata(
         query_indptr, kv_indptr, slots, seen, tiles, *planned, ragged
     )
     assert (metadata.partials > 0) == split
-    merged = attention.partial_rows(max(1, metadata.partials), GROUP, KV_HEADS)
+    merged = attention_metadata.partial_rows(max(1, metadata.partials), GROUP, KV_HEADS)
     partials = SoftmaxSums(np.empty(merged * 2, np.float32), np.empty(merged * DIM, np.float32))
     scratch = np.empty(attention.scratch_size(GROUP, DIM), np.float32)
-    heads = attention.AttentionHeads(QUERY_HEADS, KV_HEADS, GROUP, DIM, DIM**-0.5, window)
+    heads = attention_metadata.AttentionHeads(QUERY_HEADS, KV_HEADS, GROUP, DIM, DIM**-0.5, window)
     out = np.full((rows, QUERY_HEADS * DIM), np.nan, np.float32)
     attended = Activations(out.reshape(-1), NO_QUANTS)
     attention.attend(
@@ -123,32 +149,43 @@ def attend(
     return out
 
 
+@pytest.mark.parametrize("kv_format", [KVFormat.F32, KVFormat.BF16])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 14, 120])
-def test_any_width_of_head_and_number_of_rows(dim: int, rows: int) -> None:
+def test_any_width_of_head_and_number_of_rows(kv_format: KVFormat, dim: int, rows: int) -> None:
     rng = np.random.default_rng(dim + rows)
-    keys, values = (rng.normal(size=(300, dim)).astype(np.float32) for _ in range(2))
-    query = rng.normal(size=(rows, dim)).astype(np.float32)
+    # Numbers that bfloat16 holds, too.
+    keys, values, query = (
+        torch.from_numpy(rng.normal(size=shape)).bfloat16().float().numpy()
+        for shape in ((300, dim), (300, dim), (rows, dim))
+    )
     none = np.zeros(0, np.float32)
-    tiles = np.zeros((2, attention.TILE_FIELDS), np.int32)
+    tiles = np.zeros((2, attention_metadata.TILE_FIELDS), np.int32)
     one, all_keys = np.array([0, 1], np.int32), np.array([0, 300], np.int32)
     in_order = np.zeros(0, np.int32)
     ragged, most_cells = pack_ragged(())
-    planned = attention.plan_attention(one, all_keys, in_order, most_cells, rows, 1, 1, tiles)
+    planned = attention_metadata.plan_attention(
+        one, all_keys, in_order, most_cells, rows, 1, 1, tiles
+    )
     out = np.empty(rows * dim, np.float32)
     cache = KVCache(keys.reshape(-1), values.reshape(-1), none, none)
+    if kv_format is KVFormat.BF16:
+        stored = [(part.view(np.int32) >> 16).astype(np.int16) for part in cache[:2]]
+        cache = KVCache(stored[0], stored[1], none, none)
     attention.attend(
         one_thread(), attention.Queries(query.reshape(-1), rows * dim),
-        LayerKV(cache, 300, 0), attention.AttentionHeads(rows, 1, rows, dim, 0.1, 0),
-        attention.AttentionMetadata(
+        LayerKV(cache, 300, 0),
+        attention_metadata.AttentionHeads(rows, 1, rows, dim, 0.125, 0),
+        attention_metadata.AttentionMetadata(
             one, all_keys, np.arange(300, dtype=np.int32), in_order, tiles, *planned, ragged
         ),
         Activations(out, NO_QUANTS), np.empty(attention.scratch_size(rows, dim), np.float32),
         CELLS, SoftmaxSums(none, none),
     )  # fmt: skip
-    weights = np.exp(query.astype(np.float64) @ keys.T.astype(np.float64) * 0.1)
+    weights = np.exp(query.astype(np.float64) @ keys.T.astype(np.float64) * 0.125)
     expected = weights @ values / weights.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(out.reshape(rows, dim), expected, atol=2e-6)
+    allowed = ROUNDED_WEIGHTS if kv_format is KVFormat.BF16 else 2e-6
+    np.testing.assert_allclose(out.reshape(rows, dim), expected, atol=allowed)
 
 
 def queries(rows: int, seed: int) -> np.ndarray:
@@ -170,7 +207,7 @@ def test_equals_softmax_over_the_keys_a_row_may_see(
     slots = np.random.default_rng(length).permutation(1200)[:length]
     rows = queries(min(length, 21), length)
     got = attend(pool, [(slots, rows)], window=window, split=split)
-    np.testing.assert_allclose(got, naive(pool, slots, rows, window), atol=2e-6)
+    np.testing.assert_allclose(got, naive(pool, slots, rows, window), atol=tolerance(pool, 2e-6))
 
 
 @pytest.mark.parametrize("window", [0, 100])
@@ -254,7 +291,7 @@ def naive_ragged(
                 numbers[seen % pool.slots, seen // pool.slots]
                 for numbers in (pool.keys, pool.values)
             )
-            scores = keys @ row[head] / np.sqrt(DIM)
+            scores = keys @ pool.scaled(row[head])
             scores *= np.concatenate((terms.score_factor[part], rest + 1))
             scores += np.concatenate((terms.score_bias[part], rest))
             weights = np.exp(scores - scores.max())
@@ -290,7 +327,9 @@ def test_heads_see_their_own_cells_before_the_slots(
     for rows, split in itertools.product((1, 3, 40), (False, True)):
         slots, own = rng.permutation(pool.slots)[: rows + 7], queries(rows, rows)
         got = attend(pool, [(slots, own)], split=split, indices=[index])
-        np.testing.assert_allclose(got, naive_ragged(pool, index, slots, own), atol=4e-6)
+        np.testing.assert_allclose(
+            got, naive_ragged(pool, index, slots, own), atol=tolerance(pool, 4e-6)
+        )
 
 
 @pytest.mark.parametrize("window", [0, 100])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import (
@@ -49,6 +50,29 @@ def test_numbers_too_large_for_float16_become_its_largest() -> None:
     values[:5] = 1e6, -1e6, 65519, np.inf, -np.inf
     _, out = round_trip(values, KVFormat.F16)
     np.testing.assert_array_equal(out[:5], [65504, -65504, 65504, 65504, -65504])
+
+
+def test_bfloat16_is_rounded_to_nearest_as_torch_does() -> None:
+    rng = np.random.default_rng(3)
+    values = (rng.normal(size=64_000) * 2.0 ** rng.integers(-120, 120, 64_000)).astype(np.float32)
+    values[:1024] = (
+        (np.arange(0x3F80_8000, 0x3F80_8000 + (1024 << 15), 1 << 15))
+        .astype(np.uint32)
+        .view(np.float32)
+    )  # ties
+    entries, out = round_trip(values, KVFormat.BF16)
+    expected = torch.from_numpy(values).bfloat16()
+    np.testing.assert_array_equal(entries, expected.view(torch.int16).numpy())
+    np.testing.assert_array_equal(out, expected.float().numpy())
+
+
+def test_infinity_becomes_the_largest_bfloat16_and_nan_stays() -> None:
+    values = np.zeros(DIM, np.float32)
+    values[:5] = np.inf, -np.inf, 3.4e38, np.nan, -np.nan
+    _, out = round_trip(values, KVFormat.BF16)
+    largest = np.float32(torch.finfo(torch.bfloat16).max)
+    np.testing.assert_array_equal(out[:3], [largest, -largest, largest])
+    assert np.isnan(out[3:5]).all()
 
 
 def test_quants_err_by_at_most_half_a_step_of_their_own_entry() -> None:

@@ -5,13 +5,8 @@ import pytest
 
 from midfill.kernels.cpu.kv_cache import KVFormat, allocate_kv, write_entry
 from midfill.kernels.cpu.kv_spans import KVSpan
-from midfill.kernels.cpu.segments import (
-    MAX_ROWS_IN_PLACE,
-    SEGMENT,
-    SegmentRows,
-    score_segment,
-    weigh_segment,
-)
+from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
+from midfill.kernels.cpu.segments import MAX_ROWS_IN_PLACE, score_segment, weigh_segment
 
 SLOTS = 400
 ALL = 10**6
@@ -32,6 +27,8 @@ def stored(kv_format: KVFormat, dim: int, length: int) -> tuple[KVSpan, np.ndarr
         write_entry(values[slot], 0, dim, entries, scales, slot)
     slots = np.random.default_rng(length).permutation(SLOTS).astype(np.int32)
     read = entries.view(np.float16) if entries.dtype == np.uint16 else entries
+    if entries.dtype == np.int16:
+        read = (entries.astype(np.int32) << 16).view(np.float32)
     chosen = read.reshape(SLOTS, dim)[slots[3 : 3 + length]].astype(np.float64)
     return KVSpan(entries, 0, slots, 3, length), chosen
 

@@ -2,15 +2,15 @@
 
 The keys of a request are cut into segments of 256, counted from its first key, which are merged
 in order (softmax.py). The cuts depend only on the position of a key, so an answer does not depend
-on how the prompt was chunked. A query tile is some rows of a request, with all query heads that
-share a KV head. Where few rows meet a long context, the threads share a tile's segments and merge
-them afterwards (as Flash-Decoding does, Dao et al., 2023), with the same sums in the same order.
+on how the prompt was chunked. Where few rows meet a long context, the threads share the segments of
+a query tile (attention_metadata.py) and merge them afterwards (as Flash-Decoding does, Dao et al.,
+2023), with the same sums in the same order.
 
 A request may see cells of its own in each layer and head before its slots (``RaggedIndex``). They
 count as its first keys; their numbers are gathered segment by segment, and from there on nothing
 differs. A ragged index that holds everything gives the same bits as the slots themselves.
 
-The work on one segment is in segments.py, the lists of cells in ragged_cells.py.
+The work on one segment is in segment_attention.py, the lists of cells in ragged_cells.py.
 """
 
 from typing import Any, NamedTuple
@@ -18,85 +18,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, quantize
-from midfill.kernels.cpu.jit import entry_point, kernel
+from midfill.kernels.cpu.attention_metadata import (
+    MAX_TILE_ROWS,
+    PARTIAL,
+    ROW,
+    ROWS,
+    AttentionHeads,
+    AttentionMetadata,
+    Tile,
+    find_tile,
+)
+from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import KVArray, LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
-from midfill.kernels.cpu.ragged_cells import (
-    HeadKeys,
-    RaggedCells,
-    change_scores,
-    find_keys,
-    list_cells,
-    scale_weights,
+from midfill.kernels.cpu.pair_segments import panel_words
+from midfill.kernels.cpu.ragged_cells import change_scores, list_cells
+from midfill.kernels.cpu.segment_attention import (
+    apply_value_factors,
+    prepare_queries,
+    score_keys,
+    softmax_segment,
+    weigh_values,
 )
-from midfill.kernels.cpu.segments import (
-    SEGMENT,
-    SegmentRows,
-    keys_seen,
-    multiply_scales,
-    score_segment,
-    weigh_segment,
-)
+from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
+from midfill.kernels.cpu.segments import multiply_scales
 from midfill.kernels.cpu.simd import LANES, load, multiply, splat, store
-from midfill.kernels.cpu.softmax import (
-    SoftmaxSums,
-    clear_states,
-    finish_row,
-    merge_rows,
-    softmax_row,
-)
+from midfill.kernels.cpu.softmax import SoftmaxSums, clear_states, finish_row, merge_rows
 from midfill.kernels.cpu.thread_pool import ThreadContext, take_work
-
-MAX_TILE_ROWS = 96
-"""Maximum query rows times group heads of a tile."""
-
-# Columns of AttentionMetadata.tiles.
-REQUEST, ROW, ROWS, PARTIAL = 0, 1, 2, 3
-TILE_FIELDS = 4
-
-
-class AttentionMetadata(NamedTuple):
-    """Which query rows of a batch attend to which slots, and how the work is cut.
-
-    Attributes:
-        query_indptr, kv_indptr, kv_slots, visible_slots: of the ForwardBatch, int32.
-        tiles: int32 [at least tile_count, 4], per query tile: request, first row of the batch,
-            rows, and first partial.
-        tile_count: tiles in use.
-        partials: with too few tiles to keep the threads busy, the number of (tile, segment) pairs,
-            each computed on its own and merged afterwards; else 0.
-        ragged: the cells that requests see before their slots.
-    """
-
-    query_indptr: Int32Array
-    kv_indptr: Int32Array
-    kv_slots: Int32Array
-    visible_slots: Int32Array
-    tiles: Int32Array
-    tile_count: int
-    partials: int
-    ragged: RaggedCells
-
-
-class AttentionHeads(NamedTuple):
-    """A layer's attention.
-
-    Attributes:
-        query_heads: of the model.
-        kv_heads: of the model.
-        group: query heads per KV head.
-        head_dim: a multiple of 32.
-        scale: factor of q.k.
-        window: keys that a query sees, itself included; 0 is all.
-    """
-
-    query_heads: int
-    kv_heads: int
-    group: int
-    head_dim: int
-    scale: float
-    window: int
 
 
 class Queries(NamedTuple):
@@ -111,38 +60,15 @@ class Queries(NamedTuple):
     stride: int
 
 
-class _Tile(NamedTuple):
-    """A unit of work: a query tile with one KV head, and segments of its keys.
-
-    Attributes:
-        row: the tile's first row in the batch.
-        rows: query rows times the heads of a group; row r belongs to query row r // group.
-        head: the KV head.
-        keys: where the request's keys are.
-        length: keys that the last row sees.
-        limit: keys that the first row sees.
-        first, end: the segments, without those that lie before every row's window.
-    """
-
-    row: int
-    rows: int
-    head: int
-    keys: HeadKeys
-    length: int
-    limit: int
-    first: int
-    end: int
-
-
 class _Scratch(NamedTuple):
     """A thread's memory for a tile of at most ``most`` rows.
 
     Attributes:
-        queries: float32 [most * head_dim], scaled.
+        queries: float32 [most * head_dim], scaled, see ``prepare_queries``.
         totals: the segments merged so far, ``most`` rows.
         part: one segment, ``most`` rows.
         scores: float32 [most * 256].
-        panel: float32 [head_dim * 16], transposed keys.
+        panel: float32 [panel_words(head_dim)], transposed keys or interleaved values.
         scales: float32 [32].
         cells: int32 [2 * 256], cells of a segment and of the one that is prefetched.
     """
@@ -156,59 +82,11 @@ class _Scratch(NamedTuple):
     cells: Int32Array
 
 
-@entry_point
-def plan_attention(
-    query_indptr: Int32Array, kv_indptr: Int32Array, visible_slots: Int32Array,
-    most_cells: Int32Array, group: int, kv_heads: int, threads: int, tiles: Int32Array,
-) -> tuple[int, int]:  # fmt: skip
-    """Cut the batch's rows into query tiles and fill ``tiles``.
-
-    Args:
-        query_indptr, kv_indptr, visible_slots: of the ForwardBatch.
-        most_cells: int32 [requests], the most cells that a layer's head sees before the slots;
-            empty if there are none.
-        group: query heads per KV head.
-        kv_heads: of the model.
-        threads: that the step runs on.
-        tiles: int32 [at least as many as rows, 4], see AttentionMetadata.
-
-    Returns:
-        tile_count and partials of AttentionMetadata.
-    """
-    widest = max(1, MAX_TILE_ROWS // group)
-    count = 0
-    partials = 0
-    for request in range(len(query_indptr) - 1):
-        row, end = query_indptr[request], query_indptr[request + 1]
-        slots = kv_indptr[request + 1] - kv_indptr[request]
-        cells = most_cells[request] if len(most_cells) > 0 else 0
-        while row < end:
-            rows = min(widest, end - row)
-            tiles[count, REQUEST] = request
-            tiles[count, ROW] = row
-            tiles[count, ROWS] = rows
-            tiles[count, PARTIAL] = partials
-            seen = slots - (end - row - rows)
-            if len(visible_slots) > 0:
-                seen = visible_slots[row + rows - 1]
-            keys = cells + seen
-            partials += (keys + SEGMENT - 1) // SEGMENT
-            count += 1
-            row += rows
-    if count * kv_heads >= 4 * threads or threads == 1:
-        partials = 0
-    return count, partials
-
-
 def scratch_size(group: int, head_dim: int) -> int:
     """Return how many float32 a thread needs for ``attend``."""
     most = max(MAX_TILE_ROWS, group)
-    return 3 * most * head_dim + 2 * most * 2 + most * SEGMENT + head_dim * LANES + 2 * LANES
-
-
-def partial_rows(partials: int, group: int, kv_heads: int) -> int:
-    """Return how many rows of SoftmaxSums ``attend`` needs for so many partials."""
-    return partials * kv_heads * max(MAX_TILE_ROWS, group)
+    sums = 3 * most * head_dim + 2 * most * 2 + most * SEGMENT
+    return sums + panel_words(head_dim) + 2 * LANES
 
 
 @kernel
@@ -220,48 +98,16 @@ def _cut(scratch: Float32Array, cells: Int32Array, heads: AttentionHeads) -> _Sc
     sums, rest = rest[:rows], rest[rows:]
     total_sums, rest = rest[:rows], rest[rows:]
     scores, rest = rest[: most * SEGMENT], rest[most * SEGMENT :]
-    panel, rest = rest[: head_dim * LANES], rest[head_dim * LANES :]
     scales, rest = rest[: 2 * LANES], rest[2 * LANES :]
     part = SoftmaxSums(rest[:states], sums)
     totals = SoftmaxSums(rest[states : 2 * states], total_sums)
+    panel = rest[2 * states :]
     return _Scratch(queries, totals, part, scores, panel, scales, cells)
 
 
 @kernel
-def _find_tile(metadata: AttentionMetadata, kv: LayerKV, heads: AttentionHeads, work: int) -> _Tile:
-    """Return unit ``work``: (tile, KV head), or (tile, segment, KV head) with partials."""
-    tiles = metadata.tiles
-    index, head = work // heads.kv_heads, work % heads.kv_heads
-    part = 0
-    if metadata.partials > 0:
-        tile = metadata.tile_count - 1
-        while tiles[tile, PARTIAL] > index:
-            tile -= 1
-        part = index - tiles[tile, PARTIAL]
-    else:
-        # A prompt's last tiles have the most keys; starting with them evens out the end.
-        tile = metadata.tile_count - 1 - index
-    request, row, count = tiles[tile, REQUEST], tiles[tile, ROW], tiles[tile, ROWS]
-    keys = find_keys(metadata.ragged, request, kv, head, metadata.kv_indptr[request])
-    behind = metadata.query_indptr[request + 1] - row
-    slots = metadata.kv_indptr[request + 1] - keys.slots_at
-    length = keys.cells + slots - behind + count
-    limit = length - count + 1
-    if len(metadata.visible_slots) > 0:
-        length = keys.cells + int(metadata.visible_slots[row + count - 1])
-        limit = keys.cells + int(metadata.visible_slots[row])
-    first, end = 0, (length + SEGMENT - 1) // SEGMENT
-    if heads.window > 0:
-        first = max(0, limit - heads.window) // SEGMENT
-    if metadata.partials > 0:
-        # A head that keeps fewer cells than another has no keys in the last segments.
-        first, end = max(first, part), min(end, part + 1)
-    return _Tile(row, count * heads.group, head, keys, length, limit, first, end)
-
-
-@kernel
 def _span(
-    entries: KVArray, head_dim: int, metadata: AttentionMetadata, tile: _Tile, segment: int,
+    entries: KVArray, head_dim: int, metadata: AttentionMetadata, tile: Tile, segment: int,
     cells: Int32Array, place: int,
 ) -> KVSpan:  # fmt: skip
     """Return the entries of a tile's segment; none if there is no such segment.
@@ -279,7 +125,7 @@ def _span(
 
 @kernel
 def _load_queries(
-    queries: Queries, heads: AttentionHeads, tile: _Tile, scaled: Float32Array
+    queries: Queries, heads: AttentionHeads, tile: Tile, scaled: Float32Array
 ) -> None:
     """Copy the tile's queries of its KV head to scaled[rows, head_dim], times the score scale."""
     group, head_dim = heads.group, heads.head_dim
@@ -293,7 +139,7 @@ def _load_queries(
 
 @kernel
 def _attend_segment(
-    kv: LayerKV, heads: AttentionHeads, metadata: AttentionMetadata, tile: _Tile, segment: int,
+    kv: LayerKV, heads: AttentionHeads, metadata: AttentionMetadata, tile: Tile, segment: int,
     ahead: KVSpan, scratch: _Scratch, out: SoftmaxSums, first_row: int,
 ) -> None:  # fmt: skip
     """Compute a tile's attention over one segment, to ``out`` from ``first_row`` on.
@@ -309,30 +155,28 @@ def _attend_segment(
         tile.rows, heads.group, tile.limit - start, heads.window, dim, metadata.visible_slots,
         tile.row, start - tile.keys.cells,
     )  # fmt: skip
-    score_segment(scratch.queries, rows, keys, values, scratch.panel, scores)
+    score_keys(scratch.queries, rows, keys, values, scratch.panel, scores)
     if is_quantized(kv.cache.keys):
         multiply_scales(kv.cache.key_scales, head_at, keys, scratch.scales, tile.rows, scores)
     if tile.keys.has_terms:
         change_scores(
             metadata.ragged, tile.keys, start, keys.length, scratch.scales, tile.rows, scores
         )
-    for row in range(tile.rows):
-        end = keys_seen(rows, row)
-        first = end - heads.window if heads.window > 0 else 0
-        softmax_row(scores, row * SEGMENT, keys.length, first, end, out.states, first_row + row)
+    softmax_segment(kv.cache.values, rows, keys.length, scores, out.states, first_row)
     if tile.keys.has_terms:
-        scale_weights(
-            metadata.ragged, tile.keys, start, keys.length, scratch.scales, tile.rows, scores
-        )
+        apply_value_factors(
+            kv.cache.values, metadata.ragged, tile.keys, start, keys.length, scratch.scales,
+            tile.rows, scores,
+        )  # fmt: skip
     if is_quantized(kv.cache.values):
         multiply_scales(kv.cache.value_scales, head_at, keys, scratch.scales, tile.rows, scores)
-    weigh_segment(scores, rows, values, ahead, out.sums, first_row * dim)
+    weigh_values(scores, rows, values, ahead, scratch.panel, out.sums, first_row * dim)
 
 
 @kernel
 def _attend_tile(
-    kv: LayerKV, heads: AttentionHeads, metadata: AttentionMetadata, tile: _Tile,
-    following: _Tile, scratch: _Scratch,
+    kv: LayerKV, heads: AttentionHeads, metadata: AttentionMetadata, tile: Tile,
+    following: Tile, scratch: _Scratch,
 ) -> None:  # fmt: skip
     """Compute a tile's attention over all of its keys, to the totals.
 
@@ -391,9 +235,10 @@ def attend(
     while work < count:
         # The next unit is claimed early, so that its keys can be prefetched.
         next_work = take_work(context.sync, 1)
-        tile = _find_tile(metadata, kv, heads, work)
-        following = _find_tile(metadata, kv, heads, min(next_work, count - 1))
+        tile = find_tile(metadata, kv, heads, work)
+        following = find_tile(metadata, kv, heads, min(next_work, count - 1))
         _load_queries(queries, heads, tile, memory.queries)
+        prepare_queries(kv.cache.keys, memory.queries, tile.rows * heads.head_dim)
         if metadata.partials == 0:
             _attend_tile(kv, heads, metadata, tile, following, memory)
             _finish_tile(heads, tile.row, tile.rows, tile.head, memory.totals, out)

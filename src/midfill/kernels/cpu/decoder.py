@@ -10,13 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, quantize
-from midfill.kernels.cpu.attention import (
-    AttentionHeads,
-    AttentionMetadata,
-    Queries,
-    attend,
-    merge_partials,
-)
+from midfill.kernels.cpu.attention import Queries, attend, merge_partials
+from midfill.kernels.cpu.attention_metadata import AttentionHeads, AttentionMetadata
 from midfill.kernels.cpu.clock import (
     ATTENTION,
     DOWN,

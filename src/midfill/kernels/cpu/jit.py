@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import llvmlite
 import numba
+from numba.extending import overload
 
 from midfill.kernels.cpu.compiled import CompiledCache
 from midfill.system.cache import cache_folder
@@ -37,8 +38,11 @@ def compiled_folder(package: Path | None = None) -> Path:
     return cache_folder() / "kernels" / digest.hexdigest()[:16]
 
 
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": False}
+
+
 def _compiled(function: F, *, makes_arrays: bool = False, inline: bool = False) -> F:
-    options = {"nogil": True, "error_model": "numpy", "boundscheck": False, "_nrt": makes_arrays}
+    options = _OPTIONS | {"_nrt": makes_arrays}
     if inline:
         options["forceinline"] = True
     compiled: F = numba.njit(**options)(function)
@@ -61,6 +65,23 @@ def inlined_kernel(function: F) -> F:
     An array is passed as seven words, so a call can take longer than what it does.
     """
     return _compiled(function, inline=True)
+
+
+def kernel_by_type(choose: Callable[..., Any]) -> Any:
+    """Make a function for kernels to call, of which only what a call needs is compiled.
+
+    Args:
+        choose: returns a kernel, given the Numba types of a call's arguments.
+    """
+
+    def chosen(*_: Any) -> Any:
+        raise TypeError("only kernels can call this function")
+
+    def implementation(*kinds: Any) -> Any:
+        return choose(*kinds).py_func
+
+    overload(chosen, jit_options=_OPTIONS, strict=False)(implementation)
+    return chosen
 
 
 def entry_point(function: F) -> F:

@@ -43,7 +43,7 @@ def _interleave(builder: ir.IRBuilder, a: Any, b: Any, width: int) -> tuple[Any,
     )
 
 
-def _transpose(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
+def transpose(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
     """Return the columns of a 16 x 16 matrix, given its rows."""
     matrix = list(rows)
     for width in (1, 2, 4, 8):
@@ -76,7 +76,7 @@ def transpose_keys(
         chunks = builder.sdiv(dim, integer(LANES))
         with cgutils.for_range(builder, chunks, intp=I64) as chunk:
             d = builder.mul(chunk.index, integer(LANES))
-            columns = _transpose(builder, [span.load(entry, d) for entry in entries])
+            columns = transpose(builder, [span.load(entry, d) for entry in entries])
             target = builder.gep(start, [builder.mul(d, integer(LANES))])
             for i, column in enumerate(columns):
                 store_unaligned(builder, column, builder.gep(target, [integer(i * LANES)]))

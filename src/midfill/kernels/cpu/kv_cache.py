@@ -6,6 +6,7 @@ slot order, so the KV of consecutive slots is one stream of memory: an array of 
 
     float32   as computed
     uint16    float16, rounded to nearest; what is too large is stored as +-65504
+    int16     bfloat16, rounded to nearest; attention multiplies it as it is (pair_segments.py)
     int8      quants -127..127, times the entry's own scale, float32 [layers, kv_heads, slots]
 
 An entry is rounded once, when it is written. Every reader sees the rounded values, also those of
@@ -21,6 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from midfill.kernels.cpu.bfloat16 import load_bfloat16s, store_bfloat16s
 from midfill.kernels.cpu.halves import load_halves, store_halves
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.memory import Float32Array, small_page_zeros
@@ -48,7 +50,7 @@ _STEPS = np.float32(127.0)
 
 
 KVArray = npt.NDArray[np.generic]
-"""Entries in any format: float32, uint16 or int8."""
+"""Entries in any format: float32, uint16, int16 or int8."""
 
 
 class KVFormat(StrEnum):
@@ -56,12 +58,14 @@ class KVFormat(StrEnum):
 
     F32 = "f32"
     F16 = "f16"
+    BF16 = "bf16"
     I8 = "i8"
 
 
 _DTYPES: dict[KVFormat, Any] = {
     KVFormat.F32: np.float32,
     KVFormat.F16: np.uint16,
+    KVFormat.BF16: np.int16,
     KVFormat.I8: np.int8,
 }
 
@@ -70,8 +74,8 @@ class KVCache(NamedTuple):
     """K and V of all slots.
 
     Attributes:
-        keys, values: [layers * kv_heads * slots * head_dim], float32, uint16 or int8; keys are
-            stored after the rotary embedding.
+        keys, values: [layers * kv_heads * slots * head_dim], float32, uint16, int16 or int8;
+            keys are stored after the rotary embedding.
         key_scales, value_scales: float32 [layers * kv_heads * slots]; empty unless int8.
     """
 
@@ -121,6 +125,8 @@ def load_entry_vector(context: Any, builder: ir.IRBuilder, array_type: Any, poin
         return load_unaligned(builder, pointer, F32_VECTOR)
     if array_type.dtype == types.uint16:
         return load_halves(context, builder, pointer)
+    if array_type.dtype == types.int16:
+        return load_bfloat16s(builder, pointer)
     quants = builder.sext(load_unaligned(builder, pointer, I8_VECTOR), I32_VECTOR)
     return builder.sitofp(quants, F32_VECTOR)
 
@@ -158,6 +164,8 @@ def store_entry(typing_context: Any, entries: Any, offset: Any, value: Any) -> t
             store_unaligned(builder, value, pointer)
         elif kind.dtype == types.uint16:
             store_halves(context, builder, value, pointer)
+        elif kind.dtype == types.int16:
+            store_bfloat16s(builder, value, pointer)
         else:
             whole = llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
             quants = builder.trunc(builder.fptosi(whole, I32_VECTOR), I8_VECTOR)

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from midfill.kernels.cpu.bfloat16 import load_pairs, store_pairs
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import LayerKV
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
-from midfill.kernels.cpu.segments import SEGMENT
+from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import LANES, fma, load, multiply, store
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 
@@ -171,3 +172,17 @@ def scale_weights(
         for row in range(rows):
             at = row * SEGMENT + part
             store(weights, at, multiply(load(weights, at), factor))
+
+
+@kernel
+def scale_weight_pairs(
+    ragged: RaggedCells, keys: HeadKeys, start: int, count: int, gathered: Float32Array,
+    rows: int, weights: Float32Array,
+) -> None:  # fmt: skip
+    """``scale_weights`` for weights in pairs (pair_segments.py), rounded again."""
+    for part in range(0, min(count, keys.cells - start), LANES):
+        _gather(ragged, keys, _VALUE_FACTOR, start + part, 1.0, gathered, 0)
+        factor = load(gathered, 0)
+        for row in range(rows):
+            word = row * SEGMENT + part // 2
+            store_pairs(weights, word, multiply(load_pairs(weights, word), factor))

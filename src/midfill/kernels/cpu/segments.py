@@ -5,7 +5,7 @@ A tile of few rows reads K in place; for many rows keys are transposed to panels
 whole segment, so that its sums stay in registers.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.key_panels import (
@@ -31,61 +31,12 @@ from midfill.kernels.cpu.kv_products import (
     weigh_values_5x64,
 )
 from midfill.kernels.cpu.kv_spans import KVSpan
-from midfill.kernels.cpu.memory import Float32Array, Int32Array
+from midfill.kernels.cpu.memory import Float32Array
+from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, blind_rows, empty, keys_seen
 from midfill.kernels.cpu.simd import LANES, load, multiply, store
 
-SEGMENT = 256
-"""Keys whose scores are kept at a time."""
 MAX_ROWS_IN_PLACE = 8
 """With at most this many rows, keys are read in place."""
-
-
-class SegmentRows(NamedTuple):
-    """The rows of a query tile, and which keys of a segment they see.
-
-    Row r sees keys up to limit + r // group (exclusive), or up to ``limits`` where that says; with
-    a window, only the last ``window`` of these. Keys are numbered from the segment's first.
-
-    Attributes:
-        total: the tile's query rows times ``group``.
-        group: query heads per KV head.
-        limit: keys that the first row sees; beyond 0..SEGMENT if it sees none, or all.
-        window: of sliding-window attention; 0 is none.
-        head_dim: elements of a query, key or value.
-        limits: int32, of the batch's rows, ascending in the tile: row r sees keys up to
-            limits[first + r // group] - start. Empty where the rows follow one another.
-        first: the tile's first row in the batch.
-        start: number, as ``limits`` counts, of the segment's first key.
-    """
-
-    total: int
-    group: int
-    limit: int
-    window: int
-    head_dim: int
-    limits: Int32Array
-    first: int
-    start: int
-
-
-@kernel
-def keys_seen(rows: SegmentRows, row: int) -> int:
-    """Return up to which key of the segment a row sees; beyond 0..SEGMENT if none, or all."""
-    query = row // rows.group
-    if len(rows.limits) == 0:
-        return rows.limit + query
-    return int(rows.limits[rows.first + query]) - rows.start
-
-
-@kernel
-def _blind_rows(rows: SegmentRows, key: int) -> int:
-    """Return how many rows, the first ones of the tile, don't see a key."""
-    if len(rows.limits) == 0:
-        return max(0, key - rows.limit + 1) * rows.group
-    row = 0
-    while row < rows.total and keys_seen(rows, row) <= key:
-        row += rows.group
-    return row
 
 
 @kernel
@@ -94,12 +45,6 @@ def _next_rows(left: int) -> int:
     if left <= 5:
         return left
     return 3 if left == 6 else 4
-
-
-@kernel
-def _empty(span: KVSpan) -> KVSpan:
-    """Return a span of no entries."""
-    return KVSpan(span.entries, span.base, span.slots, span.first, span.length * 0)
 
 
 @kernel
@@ -123,7 +68,7 @@ def _score_in_place(
         else:
             for key in range(0, keys.length, LANES):
                 score_keys_1(queries, query, dim, keys, key, ahead, scores, to + key, stride)
-        ahead = _empty(ahead)
+        ahead = empty(ahead)
         row += n
 
 
@@ -166,7 +111,7 @@ def score_segment(
         return
     for key in range(0, keys.length, LANES):
         transpose_keys(keys, key, rows.head_dim, ahead, panel)
-        blind = min(_blind_rows(rows, key), rows.total - 3)
+        blind = min(blind_rows(rows, key), rows.total - 3)
         _score_panel(queries, rows, blind, panel, scores, key)
 
 
@@ -256,5 +201,5 @@ def weigh_segment(
             else:
                 _weigh_narrow(n, weights, from_row, values, first, end, dim, d, ahead, sums, to)
                 d += 32
-            ahead = _empty(ahead)
+            ahead = empty(ahead)
         row += n

@@ -84,6 +84,7 @@ def store_unaligned(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
 
 
 _IMPLIED = {
+    "avx512bf16": ("avx512bw",),
     "avx512vnni": ("avx512f",),
     "avx512bw": ("avx512f",),
     "avx512f": ("avx2", "f16c", "fma"),

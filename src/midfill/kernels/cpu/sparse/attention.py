@@ -10,25 +10,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, quantize
-from midfill.kernels.cpu.attention import AttentionHeads, Queries
+from midfill.kernels.cpu.attention import Queries
+from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array
-from midfill.kernels.cpu.segments import (
-    SEGMENT,
-    SegmentRows,
-    multiply_scales,
-    weigh_segment,
-)
-from midfill.kernels.cpu.softmax import finish_row, merge_rows, softmax_row
+from midfill.kernels.cpu.segment_attention import softmax_segment, weigh_values
+from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
+from midfill.kernels.cpu.segments import multiply_scales
+from midfill.kernels.cpu.softmax import finish_row, merge_rows
 from midfill.kernels.cpu.sparse.requests import (
     BLOCK,
     BlockScratch,
     SparseRequest,
     cut_scratch,
     load_queries,
-    score_keys,
+    score_block,
 )
 from midfill.kernels.cpu.thread_pool import barrier, take_work
 
@@ -128,17 +126,16 @@ def _attend_block(
         _visible_keys(numbers, at, count, position, rows, ends)
         shape = SegmentRows(rows, 1, 0, 0, dim, ends, 0, 0)
         scores = memory.scores
-        score_keys(
+        score_block(
             kv, heads, head // heads.group, memory.queries, shape, slots, at, count, memory, scores
         )
         out = memory.totals if listed == 0 else memory.part
-        for row in range(rows):
-            softmax_row(scores, row * SEGMENT, count, 0, ends[row], out.states, row)
+        softmax_segment(kv.cache.values, shape, count, scores, out.states, top)
         values = KVSpan(kv.cache.values, base * dim, slots, at, count)
         if is_quantized(kv.cache.values):
             multiply_scales(kv.cache.value_scales, base, values, memory.scales, rows, scores)
         ahead = KVSpan(kv.cache.keys, base * dim, slots, following, next_count)
-        weigh_segment(scores, shape, values, ahead, out.sums, top)
+        weigh_values(scores, shape, values, ahead, memory.panel, out.sums, top)
         if listed > 0:
             merge_rows(memory.totals, memory.part, top, rows, dim)
         listed += count
@@ -178,7 +175,7 @@ def attend_lists(
         block, head = unit // query_heads, unit % query_heads
         row = request.row + block * BLOCK
         rows = min(BLOCK, request.rows - block * BLOCK)
-        load_queries(queries.values, queries.stride, row, rows, head, heads, memory.queries)
+        load_queries(kv, queries.values, queries.stride, row, rows, head, heads, memory.queries)
         listed = _attend_block(kv, heads, request, lists, block, head, memory, keys, slots, ends)
         pairs[unit] = rows * listed
         for r in range(rows):

@@ -2,12 +2,14 @@
 
 import numpy as np
 
-from midfill.kernels.cpu.attention import AttentionHeads, Queries
+from midfill.kernels.cpu.attention import Queries
+from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int64Array
-from midfill.kernels.cpu.segments import SEGMENT, SegmentRows, multiply_scales, weigh_segment
+from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
+from midfill.kernels.cpu.segments import multiply_scales, weigh_segment
 from midfill.kernels.cpu.simd import LANES, add, exp, load, max_lanes, multiply, splat, store
 from midfill.kernels.cpu.softmax import softmax_row
 from midfill.kernels.cpu.sparse.requests import (
@@ -15,7 +17,7 @@ from midfill.kernels.cpu.sparse.requests import (
     SparseRequest,
     cut_scratch,
     load_queries,
-    score_keys,
+    score_block,
 )
 from midfill.kernels.cpu.thread_pool import barrier, take_work
 
@@ -40,7 +42,7 @@ def _weigh_keys(
         count = min(SEGMENT, keys - start)
         limit = request.position + 1 - start
         scores = weights[at : at + rows * SEGMENT]
-        score_keys(
+        score_block(
             kv, heads, head // heads.group, memory.queries,
             SegmentRows(rows, 1, limit, 0, heads.head_dim, request.slots[:0], 0, 0), request.slots,
             start, count, memory, scores,
@@ -115,8 +117,9 @@ def probe_masses(
     head = take_work(sync, 1)
     while head < heads.query_heads:
         load_queries(
-            queries.values, queries.stride, request.row, request.rows, head, heads, memory.queries
-        )
+            kv, queries.values, queries.stride, request.row, request.rows, head, heads,
+            memory.queries,
+        )  # fmt: skip
         _weigh_keys(kv, heads, request, head, memory, weights[thread], states[thread])
         _find_factors(states[thread], request.rows, segments)
         _add_weights(

@@ -4,12 +4,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.kernels.cpu.attention import AttentionHeads
+from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
-from midfill.kernels.cpu.segments import SEGMENT, SegmentRows, multiply_scales, score_segment
+from midfill.kernels.cpu.pair_segments import panel_words
+from midfill.kernels.cpu.segment_attention import prepare_queries, score_keys
+from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
+from midfill.kernels.cpu.segments import multiply_scales
 from midfill.kernels.cpu.simd import LANES, load, multiply, splat, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
 
@@ -37,9 +40,9 @@ class BlockScratch(NamedTuple):
     """A thread's memory for one query block and head.
 
     Attributes:
-        queries: float32 [64 * head_dim], scaled.
+        queries: float32 [64 * head_dim], scaled, see ``prepare_queries``.
         scores: float32 [64 * 256].
-        panel: float32 [head_dim * 16], transposed keys.
+        panel: float32 [panel_words(head_dim)], transposed keys or interleaved values.
         scales: float32 [16].
         totals: the segments merged so far, 64 rows.
         part: one segment, 64 rows.
@@ -55,7 +58,7 @@ class BlockScratch(NamedTuple):
 
 def scratch_size(head_dim: int) -> int:
     """Return how many float32 a thread needs."""
-    return 3 * BLOCK * head_dim + BLOCK * SEGMENT + head_dim * LANES + LANES + 4 * BLOCK
+    return 3 * BLOCK * head_dim + BLOCK * SEGMENT + LANES + 4 * BLOCK + panel_words(head_dim)
 
 
 @kernel
@@ -66,29 +69,30 @@ def cut_scratch(scratch: Float32Array, head_dim: int) -> BlockScratch:
     total_sums, rest = rest[:size], rest[size:]
     part_sums, rest = rest[:size], rest[size:]
     scores, rest = rest[: BLOCK * SEGMENT], rest[BLOCK * SEGMENT :]
-    panel, rest = rest[: head_dim * LANES], rest[head_dim * LANES :]
     scales, rest = rest[:LANES], rest[LANES:]
     totals = SoftmaxSums(rest[: 2 * BLOCK], total_sums)
     part = SoftmaxSums(rest[2 * BLOCK : 4 * BLOCK], part_sums)
+    panel = rest[4 * BLOCK :]
     return BlockScratch(queries, scores, panel, scales, totals, part)
 
 
 @kernel
 def load_queries(
-    queries: Float32Array, stride: int, row: int, rows: int, head: int, heads: AttentionHeads,
-    scaled: Float32Array,
+    kv: LayerKV, queries: Float32Array, stride: int, row: int, rows: int, head: int,
+    heads: AttentionHeads, scaled: Float32Array,
 ) -> None:  # fmt: skip
-    """Copy one head's queries of some rows of the batch to scaled[rows, head_dim], scaled."""
+    """Copy one head's queries of some rows of the batch to ``scaled``, scaled and prepared."""
     dim = heads.head_dim
     factor = splat(np.float32(heads.scale))
     for r in range(rows):
         at = (row + r) * stride + head * dim
         for d in range(0, dim, LANES):
             store(scaled, r * dim + d, multiply(load(queries, at + d), factor))
+    prepare_queries(kv.cache.keys, scaled, rows * dim)
 
 
 @kernel
-def score_keys(
+def score_block(
     kv: LayerKV, heads: AttentionHeads, kv_head: int, queries: Float32Array, rows: SegmentRows,
     slots: Int32Array, first: int, count: int, memory: BlockScratch, scores: Float32Array,
 ) -> None:  # fmt: skip
@@ -96,6 +100,6 @@ def score_keys(
     base = kv.first_entry + kv_head * kv.slots
     keys = KVSpan(kv.cache.keys, base * heads.head_dim, slots, first, count)
     values = KVSpan(kv.cache.values, base * heads.head_dim, slots, first, count)
-    score_segment(queries, rows, keys, values, memory.panel, scores)
+    score_keys(queries, rows, keys, values, memory.panel, scores)
     if is_quantized(kv.cache.keys):
         multiply_scales(kv.cache.key_scales, base, keys, memory.scales, rows.total, scores)

@@ -1,0 +1,229 @@
+"""bfloat16 products: panels of pairs, and rows of pairs times a panel.
+
+Attention multiplies pairs twice: queries with keys, in pairs of dimensions, and weights with
+values, in pairs of keys. Both are rows of words times a panel [pairs, width] of words. A panel of
+keys is 16 x 16 blocks of words, transposed; a panel of values has two entries interleaved.
+
+A result is one sum over the pairs, from first to last (bfloat16.py). So it has the same bits
+whatever other rows a call computes, and however wide the panel is.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from midfill.kernels.cpu.bfloat16 import add_pair_products
+from midfill.kernels.cpu.key_panels import transpose
+from midfill.kernels.cpu.kv_products import row_pointers
+from midfill.kernels.cpu.kv_spans import SpanCode
+from midfill.kernels.cpu.simd import (
+    F32_VECTOR,
+    I16,
+    I32,
+    I32_VECTOR,
+    I64,
+    LANES,
+    Codegen,
+    address,
+    broadcast,
+    constant,
+    integer,
+    load_unaligned,
+    store_unaligned,
+)
+
+WIDE, NARROW = 64, 32
+"""Widths of panels."""
+MAX_PAIR_ROWS = 6
+"""Maximum rows that are multiplied at a time."""
+
+_BOTH = 2 * LANES
+_I16_VECTOR = ir.VectorType(I16, _BOTH)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pack_keys(
+    typing_context: Any, keys: Any, key: Any, head_dim: Any, ahead: Any, panel: Any, at: Any,
+    width: Any,
+) -> tuple[Any, Codegen]:  # fmt: skip
+    """Write 16 keys of a span, from number ``key`` on, to columns of panel[head_dim / 2, width].
+
+    Beyond the span's end, its last key is repeated. Entries of the same numbers are prefetched
+    from the span ``ahead``.
+
+    Args:
+        keys: a KVSpan of bfloat16.
+        ahead: a KVSpan.
+        panel: float32, words.
+        at: the first column.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        keys, key, dim, ahead, panel, at, width = arguments
+        kinds = signature.args
+        span = SpanCode(context, builder, kinds[0], keys, dim)
+        prefetched = SpanCode(context, builder, kinds[3], ahead, dim)
+        start = address(context, builder, kinds[4], panel, at)
+        entries = [span.entry(builder.add(key, integer(i))) for i in range(LANES)]
+        for i in range(0, LANES, 4):
+            prefetched.prefetch(builder.add(key, integer(i)), 4)
+        chunks = builder.sdiv(dim, integer(_BOTH))
+        with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+            d = builder.mul(chunk.index, integer(_BOTH))
+            rows = [load_unaligned(builder, builder.gep(e, [d]), F32_VECTOR) for e in entries]
+            word = builder.mul(chunk.index, builder.mul(width, integer(LANES)))
+            target = builder.gep(start, [word])
+            for i, column in enumerate(transpose(builder, rows)):
+                place = builder.gep(target, [builder.mul(width, integer(i))])
+                store_unaligned(builder, column, place)
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(keys, index, index, ahead, panel, index, index), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pack_values(
+    typing_context: Any, values: Any, first: Any, end: Any, head_dim: Any, dim: Any, width: Any,
+    ahead: Any, panel: Any,
+) -> tuple[Any, Codegen]:  # fmt: skip
+    """Write pairs first to end of a span's entries to panel[end - first, width].
+
+    Pair i is entries 2i and 2i + 1; beyond the span's end, its last entry is repeated. Entries of
+    the same numbers are prefetched from the span ``ahead``.
+
+    Args:
+        values: a KVSpan of bfloat16.
+        dim: the first of ``width`` dimensions.
+        width: a multiple of 32.
+        ahead: a KVSpan.
+        panel: float32, words.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        values, first, end, head_dim, dim, width, ahead, panel = arguments
+        kinds = signature.args
+        span = SpanCode(context, builder, kinds[0], values, head_dim)
+        prefetched = SpanCode(context, builder, kinds[6], ahead, head_dim)
+        start = address(context, builder, kinds[7], panel, integer(0))
+        chunks = builder.sdiv(width, integer(_BOTH))
+        with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
+            entry = builder.mul(loop.index, integer(2))
+            prefetched.prefetch(entry, 2)
+            pair = [
+                builder.gep(span.entry(builder.add(entry, integer(i))), [dim]) for i in range(2)
+            ]
+            row = builder.gep(start, [builder.mul(builder.sub(loop.index, first), width)])
+            with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+                d = builder.mul(chunk.index, integer(_BOTH))
+                numbers = [load_unaligned(builder, builder.gep(p, [d]), _I16_VECTOR) for p in pair]
+                for i, words in enumerate(_interleave(builder, *numbers)):
+                    place = builder.gep(row, [builder.add(d, integer(i * LANES))])
+                    store_unaligned(builder, words, place)
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(values, index, index, index, index, index, ahead, panel), codegen
+
+
+def _interleave(builder: ir.IRBuilder, a: Any, b: Any) -> list[Any]:
+    """Return 32 words, in two vectors, with a number of ``a`` and one of ``b`` each."""
+    vectors = []
+    for start in (0, LANES):
+        order = [lane for i in range(start, start + LANES) for lane in (i, _BOTH + i)]
+        vectors.append(builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, _BOTH), order)))
+    return vectors
+
+
+def _first_totals(builder: ir.IRBuilder, places: list[list[Any]], added: Any) -> list[list[Any]]:
+    """Return running sums that LLVM keeps in registers, of what is stored already, or of 0."""
+    totals = [[cgutils.alloca_once_value(builder, constant(0.0)) for _ in row] for row in places]
+    with builder.if_else(added) as (then, otherwise):
+        with then:
+            for place, total in _paired(places, totals):
+                builder.store(load_unaligned(builder, place, F32_VECTOR), total)
+        with otherwise:
+            for _, total in _paired(places, totals):
+                builder.store(constant(0.0), total)
+    return totals
+
+
+def _paired(places: list[list[Any]], totals: list[list[Any]]) -> Iterator[tuple[Any, Any]]:
+    for row_places, row_totals in zip(places, totals, strict=True):
+        yield from zip(row_places, row_totals, strict=True)
+
+
+def _multiply_pairs(rows: int, vectors: int) -> Any:
+    """Generate the kernel for ``rows`` rows and a panel of ``vectors`` * 16 columns."""
+
+    def operation(
+        typing_context: Any, a: Any, a_at: Any, a_stride: Any, pairs: Any, panel: Any,
+        added: Any, out: Any, out_at: Any, out_stride: Any,
+    ) -> tuple[Any, Codegen]:  # fmt: skip
+        """Compute out[rows, width] = a[rows, pairs] times panel[pairs, width].
+
+        Args:
+            a: float32, words, rows a_stride apart, from a_at on.
+            pairs: how many; may be negative.
+            panel: float32, words.
+            added: whether the products are added to what ``out`` holds.
+            out: float32, rows out_stride apart, from out_at on.
+        """
+
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            a, a_at, a_stride, pairs, panel, added, out, out_at, out_stride = arguments
+            kinds = signature.args
+            start = address(context, builder, kinds[0], a, a_at)
+            a_rows = row_pointers(builder, start, a_stride, rows)
+            panel_start = address(context, builder, kinds[4], panel, integer(0))
+            start = address(context, builder, kinds[6], out, out_at)
+            targets = row_pointers(builder, start, out_stride, rows)
+            places = [
+                [builder.gep(target, [integer(v * LANES)]) for v in range(vectors)]
+                for target in targets
+            ]
+            totals = _first_totals(builder, places, added)
+            with cgutils.for_range(builder, pairs, intp=I64) as loop:
+                at = builder.mul(loop.index, integer(vectors * LANES))
+                columns = [
+                    load_unaligned(
+                        builder,
+                        builder.gep(panel_start, [builder.add(at, integer(v * LANES))]),
+                        I32_VECTOR,
+                    )
+                    for v in range(vectors)
+                ]
+                for row, sums in zip(a_rows, totals, strict=True):
+                    word = broadcast(builder, builder.load(builder.gep(row, [loop.index])))
+                    pair = builder.bitcast(word, I32_VECTOR)
+                    for total, column in zip(sums, columns, strict=True):
+                        before = builder.load(total)
+                        after = add_pair_products(context, builder, before, pair, column)
+                        builder.store(after, total)
+            for place, total in _paired(places, totals):
+                store_unaligned(builder, builder.load(total), place)
+            return context.get_dummy_value()
+
+        index = types.intp
+        signature = types.void(a, index, index, index, panel, types.boolean, out, index, index)
+        return signature, codegen
+
+    return intrinsic(operation)
+
+
+multiply_pairs_1x32 = _multiply_pairs(1, 2)
+multiply_pairs_2x32 = _multiply_pairs(2, 2)
+multiply_pairs_3x32 = _multiply_pairs(3, 2)
+multiply_pairs_4x32 = _multiply_pairs(4, 2)
+multiply_pairs_5x32 = _multiply_pairs(5, 2)
+multiply_pairs_6x32 = _multiply_pairs(6, 2)
+multiply_pairs_1x64 = _multiply_pairs(1, 4)
+multiply_pairs_2x64 = _multiply_pairs(2, 4)
+multiply_pairs_3x64 = _multiply_pairs(3, 4)
+multiply_pairs_4x64 = _multiply_pairs(4, 4)
+multiply_pairs_5x64 = _multiply_pairs(5, 4)
+multiply_pairs_6x64 = _multiply_pairs(6, 4)

@@ -1,0 +1,124 @@
+"""What attention does with one segment of keys, by the format of the KV cache.
+
+Where it is bfloat16, queries and weights are rounded too, and products are of pairs
+(pair_segments.py). In the other formats queries and weights are float32 (segments.py). What both
+have in common is that scores are float32 [rows, 256], and that sums are.
+"""
+
+from typing import Any
+
+from numba import types
+
+from midfill.kernels.cpu.jit import kernel, kernel_by_type
+from midfill.kernels.cpu.kv_cache import KVArray
+from midfill.kernels.cpu.kv_spans import KVSpan
+from midfill.kernels.cpu.memory import Float32Array
+from midfill.kernels.cpu.pair_segments import (
+    round_queries,
+    score_pairs,
+    softmax_pairs,
+    weigh_pairs,
+)
+from midfill.kernels.cpu.ragged_cells import (
+    HeadKeys,
+    RaggedCells,
+    scale_weight_pairs,
+    scale_weights,
+)
+from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, keys_seen
+from midfill.kernels.cpu.segments import score_segment, weigh_segment
+from midfill.kernels.cpu.softmax import softmax_row
+
+
+def _is_paired(entries: Any) -> bool:
+    """Return whether an array of this Numba type holds bfloat16."""
+    return bool(entries.dtype == types.int16)
+
+
+@kernel
+def _round_nothing(entries: KVArray, queries: Float32Array, count: int) -> None:
+    """Leave queries as they are."""
+
+
+@kernel
+def _round_queries(entries: KVArray, queries: Float32Array, count: int) -> None:
+    round_queries(queries, count)
+
+
+@kernel
+def _softmax_rows(
+    entries: KVArray, rows: SegmentRows, count: int, scores: Float32Array, states: Float32Array,
+    first_row: int,
+) -> None:  # fmt: skip
+    for row in range(rows.total):
+        end = keys_seen(rows, row)
+        first = end - rows.window if rows.window > 0 else 0
+        softmax_row(scores, row * SEGMENT, count, first, end, states, first_row + row)
+
+
+@kernel
+def _softmax_pairs(
+    entries: KVArray, rows: SegmentRows, count: int, scores: Float32Array, states: Float32Array,
+    first_row: int,
+) -> None:  # fmt: skip
+    softmax_pairs(rows, count, scores, states, first_row)
+
+
+@kernel
+def _scale_weights(
+    entries: KVArray, ragged: RaggedCells, keys: HeadKeys, start: int, count: int,
+    gathered: Float32Array, rows: int, weights: Float32Array,
+) -> None:  # fmt: skip
+    scale_weights(ragged, keys, start, count, gathered, rows, weights)
+
+
+@kernel
+def _scale_pairs(
+    entries: KVArray, ragged: RaggedCells, keys: HeadKeys, start: int, count: int,
+    gathered: Float32Array, rows: int, weights: Float32Array,
+) -> None:  # fmt: skip
+    scale_weight_pairs(ragged, keys, start, count, gathered, rows, weights)
+
+
+@kernel
+def _weigh_rows(
+    weights: Float32Array, rows: SegmentRows, values: KVSpan, ahead: KVSpan, panel: Float32Array,
+    sums: Float32Array, at: int,
+) -> None:  # fmt: skip
+    weigh_segment(weights, rows, values, ahead, sums, at)
+
+
+@kernel_by_type
+def prepare_queries(entries: Any, *_: Any) -> Any:
+    """Prepare ``count`` numbers of scaled queries, in place, for keys in ``entries``.
+
+    Arguments: (entries, queries float32 [rows * head_dim], count).
+    """
+    return _round_queries if _is_paired(entries) else _round_nothing
+
+
+@kernel_by_type
+def score_keys(queries: Any, rows: Any, keys: Any, *_: Any) -> Any:
+    """Compute scores[rows, 256]; arguments as of ``score_segment`` and ``score_pairs``."""
+    return score_pairs if _is_paired(keys.types[0]) else score_segment
+
+
+@kernel_by_type
+def softmax_segment(entries: Any, *_: Any) -> Any:
+    """Replace scores by weights for values in ``entries``, and set the rows' states.
+
+    Arguments: (entries, rows, count, scores, states, first_row) as of ``softmax_pairs``.
+    """
+    return _softmax_pairs if _is_paired(entries) else _softmax_rows
+
+
+@kernel_by_type
+def apply_value_factors(entries: Any, *_: Any) -> Any:
+    """Multiply weights by the terms of cells; arguments: entries, those of ``scale_weights``."""
+    return _scale_pairs if _is_paired(entries) else _scale_weights
+
+
+@kernel_by_type
+def weigh_values(weights: Any, rows: Any, values: Any, *_: Any) -> Any:
+    """Compute sums[rows, head_dim]; arguments as of ``weigh_pairs``."""
+    return weigh_pairs if _is_paired(values.types[0]) else _weigh_rows
