@@ -72,7 +72,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         context: maximum tokens of a prompt and its answer; None takes the model's own.
         kv_memory: bytes for KV; None sizes it from free memory.
         kv_dtype: how the CPU kernels store KV: "auto" is float32 with float32 weights and float16
-            otherwise; "i8" has one scale per token and head.
+            otherwise; "bf16" also rounds queries and softmax weights, for chips that multiply
+            bfloat16; "i8" has one scale per token and head.
         token_budget: maximum tokens per step.
         scheduler: how prompts longer than ``token_budget`` are computed beside running answers:
             "sarathi-serve" in chunks of tokens, "layered-prefill" by groups of layers.

@@ -41,10 +41,12 @@ REFERENCE = Variant("f32", "f32")
 VARIANTS = (
     Variant("auto", "auto"),
     Variant("auto", "f32"),
+    Variant("auto", "bf16"),
     Variant("auto", "i8"),
     Variant("q8", "f16"),
     Variant("q4", "f16"),
     Variant("f32", "f16"),
+    Variant("f32", "bf16"),
     Variant("f32", "i8"),
 )
 
