@@ -27,7 +27,18 @@ def test_what_cant_be_a_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["rounds", "speed", "profile", "precision", "edits", "replay", "methods", "prefill"]
+    "command",
+    [
+        "rounds",
+        "speed",
+        "profile",
+        "precision",
+        "edits",
+        "replay",
+        "methods",
+        "prefill",
+        "kv-dtypes",
+    ],
 )
 @pytest.mark.parametrize("option", ["--json", "--docs"])
 def test_no_benchmark_begins_without_a_place_for_its_figures(command: str, option: str) -> None:

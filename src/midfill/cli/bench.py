@@ -10,6 +10,7 @@ from rich.console import Console
 
 from midfill.cli.bench_blocks import blocks
 from midfill.cli.bench_gateway import gateway, gateway_rounds
+from midfill.cli.bench_kv_dtypes import kv_dtypes
 from midfill.cli.bench_methods import methods
 from midfill.cli.bench_options import (
     ClientFimTokensOption,
@@ -60,6 +61,7 @@ app.command()(reuse)
 app.command()(tenants)
 app.command()(tiers)
 app.command()(codecs)
+app.command()(kv_dtypes)
 
 
 @app.command()
