@@ -9,7 +9,8 @@ import numpy as np
 
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.groups import KeyGroup
-from midfill.kernels.cpu.attention import AttentionHeads, Queries
+from midfill.kernels.cpu.attention import Queries
+from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.decoder import Workspace
 from midfill.kernels.cpu.grouped.attention import GroupedRequest, attend_groups, scratch_size
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV

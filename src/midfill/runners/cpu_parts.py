@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from midfill.arrays import BoolArray
-from midfill.kernels.cpu.attention import PARTIAL, REQUEST, AttentionMetadata
+from midfill.kernels.cpu.attention_metadata import PARTIAL, REQUEST, AttentionMetadata
 from midfill.kernels.cpu.decoder import Batch, Stages
 from midfill.models.config import ModelConfig
 

@@ -10,24 +10,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, quantize
-from midfill.kernels.cpu.attention import AttentionHeads, Queries
+from midfill.kernels.cpu.attention import Queries
+from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.kv_cache import LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
-from midfill.kernels.cpu.segments import (
-    SEGMENT,
-    SegmentRows,
-    multiply_scales,
-    weigh_segment,
-)
-from midfill.kernels.cpu.softmax import SoftmaxSums, finish_row, merge_rows, softmax_row
+from midfill.kernels.cpu.segment_attention import softmax_segment, weigh_values
+from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows
+from midfill.kernels.cpu.segments import multiply_scales
+from midfill.kernels.cpu.softmax import SoftmaxSums, finish_row, merge_rows
 from midfill.kernels.cpu.sparse.requests import (
     BLOCK,
     BlockScratch,
     cut_scratch,
     load_queries,
-    score_keys,
+    score_block,
 )
 from midfill.kernels.cpu.sparse.requests import scratch_size as block_scratch_size
 from midfill.kernels.cpu.thread_pool import barrier, take_work
@@ -80,19 +78,18 @@ def _attend_range(
         limit = seen - start
         shape = SegmentRows(rows, 1, limit, 0, dim, request.slots[:0], 0, 0)
         scores = memory.scores
-        score_keys(
+        score_block(
             kv, heads, head // heads.group, memory.queries, shape, request.slots, start, count,
             memory, scores,
         )  # fmt: skip
         out = totals if start == first else memory.part
-        for row in range(rows):
-            softmax_row(scores, row * SEGMENT, count, 0, limit + row, out.states, row)
+        softmax_segment(kv.cache.values, shape, count, scores, out.states, top)
         values = KVSpan(kv.cache.values, base * dim, request.slots, start, count)
         if is_quantized(kv.cache.values):
             multiply_scales(kv.cache.value_scales, base, values, memory.scales, rows, scores)
         following = min(SEGMENT, max(end - start - SEGMENT, 0))
         ahead = KVSpan(kv.cache.keys, base * dim, request.slots, start + count, following)
-        weigh_segment(scores, shape, values, ahead, out.sums, top)
+        weigh_values(scores, shape, values, ahead, memory.panel, out.sums, top)
         if start > first:
             merge_rows(totals, memory.part, top, rows, dim)
 
@@ -138,12 +135,14 @@ def attend_groups(
         first = block * BLOCK
         row, rows = request.row + first, min(BLOCK, request.rows - first)
         seen = keys - request.rows + first + 1
-        load_queries(queries.values, queries.stride, row, rows, head, group_heads, memory.queries)
+        load_queries(
+            kv, queries.values, queries.stride, row, rows, head, group_heads, memory.queries
+        )
         _attend_range(
             kv, heads, request, head, rows, top, request.group, request.group, memory, group
         )
         _scale_masses(group, rows, power)
-        load_queries(queries.values, queries.stride, row, rows, head, heads, memory.queries)
+        load_queries(kv, queries.values, queries.stride, row, rows, head, heads, memory.queries)
         _attend_range(
             kv, heads, request, head, rows, request.group, seen + rows - 1, seen, memory,
             memory.totals,
