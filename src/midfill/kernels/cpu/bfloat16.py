@@ -104,15 +104,14 @@ def add_pair_products(context: Any, builder: ir.IRBuilder, total: Any, a: Any, b
         operands = [total, *(builder.bitcast(each, _BFLOATS) for each in (a, b))]
         return llvm_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", operands, F32_VECTOR)
     # In the instruction's order: the second numbers of the pairs come first.
-    upper, lower = (
-        [builder.bitcast(part(each), F32_VECTOR) for each in (a, b)]
-        for part in (
-            lambda word: builder.and_(word, integers(_UPPER)),
-            lambda word: builder.shl(word, integers(16)),
-        )
+    a_upper, b_upper = (
+        builder.bitcast(builder.and_(each, integers(_UPPER)), F32_VECTOR) for each in (a, b)
     )
-    total = fused_multiply_add(builder, *upper, total)
-    return fused_multiply_add(builder, *lower, total)
+    a_lower, b_lower = (
+        builder.bitcast(builder.shl(each, integers(16)), F32_VECTOR) for each in (a, b)
+    )
+    total = fused_multiply_add(builder, a_upper, b_upper, total)
+    return fused_multiply_add(builder, a_lower, b_lower, total)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
