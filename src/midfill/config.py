@@ -171,6 +171,8 @@ class ServeOptions:
             in.
         api_key_file: a file with further keys, see ``server.key_file``.
         tls: where its certificate is; None speaks plain HTTP.
+        allowed_hosts: further names that a server without keys on a loopback address answers
+            under, see ``server.own_hosts``.
         fim_tokens: the model's FIM sentinels, if midfill doesn't know them.
         window: how much of a long document to show the model; None takes what the model or its
             adapter says.
@@ -209,6 +211,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
     tls: TlsFiles | None = None
+    allowed_hosts: tuple[str, ...] = ()
     fim_tokens: FimTokens | None = None
     window: WindowSize | None = None
     snippets: int | None = None

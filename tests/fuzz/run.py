@@ -28,7 +28,8 @@ MEGABYTES = 4096
 INPUTS = {
     "gguf-header": 150_000,
     "gguf": 50_000,
-    "safetensors": 150_000,
+    "kv-blob": 50_000,
+    "safetensors": 100_000,
     "model-folder": 50_000,
     "midfill-json": 50_000,
     "lora-config": 50_000,

@@ -9,6 +9,7 @@ import typer
 from midfill.cli.options import FimTokensOption, SnippetsOption, WindowOption
 from midfill.cli.serve import (
     AliasOption,
+    AllowedHostOption,
     ApiKeyFileOption,
     ApiKeyOption,
     HostOption,
@@ -112,6 +113,7 @@ def gateway(
     ssl_certfile: SslCertfileOption = None,
     ssl_keyfile: SslKeyfileOption = None,
     ssl_ca_certs: SslCaCertsOption = None,
+    allowed_host: AllowedHostOption = None,
     log_format: LogFormatOption = "text",
     log_level: LogLevelOption = "info",
     redact: RedactOption = False,
@@ -148,6 +150,7 @@ def gateway(
         api_keys=given_api_keys(api_key),
         api_key_file=api_key_file,
         tls=given_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
+        allowed_hosts=tuple(allowed_host or ()),
         fim_tokens=fim_tokens,
         window=window,
         snippets=snippets,

@@ -91,6 +91,14 @@ SslCaCertsOption = Annotated[
         help="Let in only clients that have a certificate signed by one of these (PEM).",
     ),
 ]
+AllowedHostOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="A server without API keys that listens on 127.0.0.1 answers under no other names than"
+        " its machine's own; this is one more, such as a proxy's. May be repeated.",
+    ),
+]
 TokenBudgetOption = Annotated[
     int,
     typer.Option(
@@ -263,6 +271,7 @@ def serve(
     ssl_certfile: SslCertfileOption = None,
     ssl_keyfile: SslKeyfileOption = None,
     ssl_ca_certs: SslCaCertsOption = None,
+    allowed_host: AllowedHostOption = None,
     backend: BackendOption = "auto",
     device: DeviceOption = None,
     weights: WeightsFormatOption = "auto",
@@ -323,6 +332,7 @@ def serve(
         api_keys=given_api_keys(api_key),
         api_key_file=api_key_file,
         tls=given_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
+        allowed_hosts=tuple(allowed_host or ()),
         fim_tokens=fim_tokens,
         window=window,
         snippets=snippets,

@@ -31,8 +31,8 @@ class GatewayOptions:
         served_name: the model's name for clients; None takes the servers'.
         idle_prefill: have servers without other work compute the prompts that documents will
             probably need next.
-        aliases, host, port, api_keys, api_key_file, tls, fim_tokens, window, snippets,
-        max_body_bytes, logs, otlp_traces_endpoint: see ``ServeOptions``.
+        aliases, host, port, api_keys, api_key_file, tls, allowed_hosts, fim_tokens, window,
+        snippets, max_body_bytes, logs, otlp_traces_endpoint: see ``ServeOptions``.
 
     Raises:
         MidfillError: there is no upstream, or one's URL is none.
@@ -54,6 +54,7 @@ class GatewayOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
     tls: TlsFiles | None = None
+    allowed_hosts: tuple[str, ...] = ()
     fim_tokens: FimTokens | None = None
     window: WindowSize | None = None
     snippets: int | None = None

@@ -38,6 +38,7 @@ from midfill.server.listening import (
     bind,
     cancel_on_termination,
     open_traces,
+    own_hosts,
     url_of,
     warn_if_open,
 )
@@ -78,12 +79,17 @@ class Gateway:
         self._session = session
         self._reloading: asyncio.Task[None] | None = None
 
-    def app(self, keys: KeyRing, traces: Traces | None = None) -> ASGIApp:
-        """Return the ASGI application."""
+    def app(
+        self,
+        keys: KeyRing,
+        traces: Traces | None = None,
+        own_hosts: Sequence[str] | None = None,
+    ) -> ASGIApp:
+        """Return the ASGI application; see ``create_app``."""
         dialects = [each for each in DIALECTS if each is not openai_chat.DIALECT]
         spoken = [*dialects, chat_dialect(self.pool)]
         redact = self._options.logs.redact
-        return create_app(self.service, keys, traces, spoken, redact=redact)
+        return create_app(self.service, keys, traces, spoken, redact=redact, own_hosts=own_hosts)
 
     def start_reload(self) -> None:
         """Start to read the file of upstreams again."""
@@ -223,7 +229,8 @@ async def _serve(
             if on_ready is not None:
                 on_ready(url_of(listener, tls), gateway)
 
-        app = gateway.app(keys, traces)
+        hosts = own_hosts(listener, options.host, keys, options.allowed_hosts)
+        app = gateway.app(keys, traces, hosts)
 
         def reload() -> None:
             keys.reload()

@@ -1,6 +1,6 @@
 """create_app: all dialects around one served model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
@@ -24,6 +24,7 @@ from midfill.server.dialects.dialect import Dialect
 from midfill.server.disconnects import CancelOnDisconnect
 from midfill.server.errors import ErrorBody, install_error_handlers
 from midfill.server.key_ring import KeyRing
+from midfill.server.own_hosts import OwnHosts
 from midfill.server.pages import routes as pages
 from midfill.server.request_log import RequestLog, Traces
 from midfill.server.service import ModelService
@@ -50,6 +51,7 @@ def create_app(
     dialects: Sequence[Dialect] = DIALECTS,
     *,
     redact: bool = False,
+    own_hosts: Collection[str] | None = None,
 ) -> ASGIApp:
     """Return the ASGI application for a model, whose engine the caller starts and ends.
 
@@ -59,6 +61,8 @@ def create_app(
         traces: where requests' traces go; None makes none.
         dialects: the client APIs that are spoken.
         redact: leave out of logs and traces what clients choose, see ``LogOptions``.
+        own_hosts: if it answers under names of its own machine only, further ones; None answers
+            under any, see ``OwnHosts``.
     """
     keys = keys or KeyRing()
     app = FastAPI(title="midfill", version=__version__, openapi_url=None)
@@ -79,4 +83,6 @@ def create_app(
     app.include_router(api_docs.routes(app, bodies), dependencies=monitors_only)
     install_error_handlers(app, error_bodies)
     app.add_middleware(CancelOnDisconnect)
+    if own_hosts is not None:
+        app.add_middleware(OwnHosts, names=own_hosts)
     return RequestLog(app, service.metrics, traces, redact=redact)

@@ -9,7 +9,7 @@ import math
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -131,6 +131,20 @@ def cancel_on_termination() -> None:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+def own_hosts(
+    listener: socket.socket, host: str, keys: KeyRing, allowed: Sequence[str]
+) -> tuple[str, ...] | None:
+    """Return the names that a server answers under, beside its machine's own; None: any.
+
+    Args:
+        listener: where it listens.
+        host: the same as its operator has written it.
+        keys: with any, who asks is known, so names don't matter.
+        allowed: names that its operator allows.
+    """
+    return None if keys or not _is_loopback(listener) else (host, *allowed)
 
 
 def warn_if_open(listener: socket.socket, host: str, keys: KeyRing, tls: ServerTls | None) -> None:

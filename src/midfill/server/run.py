@@ -29,6 +29,7 @@ from midfill.server.listening import (
     bind,
     cancel_on_termination,
     open_traces,
+    own_hosts,
     url_of,
     warn_if_open,
 )
@@ -177,7 +178,13 @@ async def _serve(
             if on_ready is not None and service.engine.info is not None:
                 on_ready(url_of(listener, tls), service.engine.info, service)
 
-        app = create_app(service, keys, traces, redact=options.logs.redact)
+        app = create_app(
+            service,
+            keys,
+            traces,
+            redact=options.logs.redact,
+            own_hosts=own_hosts(listener, options.host, keys, options.allowed_hosts),
+        )
 
         def reload() -> None:
             keys.reload()
