@@ -74,7 +74,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         kv_dtype: how the CPU kernels store KV: "auto" is float32 with float32 weights and float16
             otherwise; "bf16" also rounds queries and softmax weights, for chips that multiply
             bfloat16; "i8" has one scale per token and head.
-        token_budget: maximum tokens per step.
+        token_budget: maximum tokens per step; fewer where steps were measured to take long.
         scheduler: how prompts longer than ``token_budget`` are computed beside running answers:
             "sarathi-serve" in chunks of tokens, "layered-prefill" by groups of layers.
         max_running: maximum number of answers in progress; others wait.

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from midfill.compression.method import Method
 from midfill.engine.batching import ScheduledSequence, schedule
@@ -43,6 +43,7 @@ from midfill.engine.scheduler import SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.engine.sparse_prefill import KeyPairs
 from midfill.engine.speculation import DraftCounts, Speculation
+from midfill.engine.step_limit import StepTimeLimit
 from midfill.engine.tenant_stats import TenantCounters
 from midfill.engine.validation import validate
 from midfill.engine.verification import Verification, sibling_groups, verify
@@ -84,6 +85,7 @@ class Engine:
         *,
         policy: SchedulerPolicy,
         speculation: Speculation | None = None,
+        step_limit: StepTimeLimit | None = None,
         token_bytes: Callable[[int], bytes] | None = None,
         method: Method | None = None,
         find_method: Callable[[str], Method | None] | None = None,
@@ -99,6 +101,7 @@ class Engine:
             policy: decides what each step runs, drafts excepted.
             speculation: adds drafts to each step; None runs none. Answers are the same with and
                 without.
+            step_limit: makes the chunks of prompts smaller where steps take long; None doesn't.
             token_bytes: returns a token's bytes, b"" for ids without text; None refuses requests
                 with ``begins_with``.
             method: decides which of a prompt's keys stay, which are taken from elsewhere, or which
@@ -112,6 +115,7 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._policy = policy
         self._speculation = speculation
+        self._step_limit = step_limit
         self._vocabulary = Vocabulary(token_bytes, runner.config.vocab)
         context = runner.config.context
         self._context = min(context, options.context or context)
@@ -271,6 +275,10 @@ class Engine:
     def _plan(self) -> tuple[StepPlan, Mapping[int, Draft]]:
         """Return the step's plan and, by sequence id, the drafts that were proposed for it."""
         state = self._queues.state()
+        if self._step_limit is not None:
+            max_rows = self._step_limit.max_rows(state)
+            if max_rows is not None:
+                state = replace(state, max_rows=max_rows)
         plan = self._policy.plan(state)
         if self._speculation is None:
             return plan, {}
@@ -298,10 +306,12 @@ class Engine:
         self._counters.forward_seconds += computed - started
         self._counters.sampling_seconds += sampled - computed
         self.kv_traffic.record_step(rows, sampled - started)
+        if all(one.span is None and not one.sequence.listed_chunk for one in scheduled):
+            keys = sum(one.rows * (one.sequence.computed + one.rows) for one in scheduled)
+            for learner in (self._speculation, self._step_limit):
+                if learner is not None:
+                    learner.record_step(rows, keys / rows, sampled - started)
         if self._speculation is not None:
-            if all(one.span is None and not one.sequence.listed_chunk for one in scheduled):
-                keys = sum(one.rows * (one.sequence.computed + one.rows) for one in scheduled)
-                self._speculation.record_step(rows, keys / rows, sampled - started)
             for entry, group in groups:
                 self._speculation.record_verification(entry, group[0].verified_token_ids)
         outputs: list[EngineOutput] = []

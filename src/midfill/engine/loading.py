@@ -23,6 +23,7 @@ from midfill.engine.policies.smart_spec import SmartSpec
 from midfill.engine.scheduler import SchedulerPolicy
 from midfill.engine.speculation import Speculation
 from midfill.engine.step_cost import MeasuredStepCost
+from midfill.engine.step_limit import StepTimeLimit
 from midfill.engine.warm_cache import open_warm_tier
 from midfill.forward.runner import Runner
 from midfill.kernels.cpu.jit import compiled_folder
@@ -34,6 +35,9 @@ from midfill.runners.loading import load_runner
 from midfill.system.progress import Progress
 from midfill.tiers.warm_tier import WarmTier
 from midfill.tokens.tokenizer import Tokenizer
+
+_STEP_SECONDS = 0.1
+"""Steps with prompts should take no longer: a keystroke's request may have to wait for one."""
 
 
 def load_engine(
@@ -74,6 +78,7 @@ def load_engine(
         EngineOptions(max_running=options.max_running, context=options.context),
         policy=scheduler_policy(options, runner.config.layers),
         speculation=speculation(options),
+        step_limit=StepTimeLimit(_STEP_SECONDS, MeasuredStepCost(), options.token_budget),
         token_bytes=checkpoint.tokenizer.token_bytes,
         method=shelf.default,
         find_method=lambda name: extra[name] if name in extra else shelf.find(name),

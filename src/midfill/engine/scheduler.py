@@ -105,6 +105,8 @@ class ScheduleState:
         available_slots: slots that are free or evictable.
         cache: questions about the cache.
         background: prompts to be cached when the engine is idle, oldest first.
+        max_rows: how many rows a step with prompts may have, so that a request that arrives
+            meanwhile doesn't wait long; None where steps are not known to be slow.
     """
 
     running: tuple[RunningSequence, ...]
@@ -112,6 +114,7 @@ class ScheduleState:
     available_slots: int
     cache: CacheView
     background: tuple[WaitingSequence, ...] = ()
+    max_rows: int | None = None
 
 
 class Chunk(NamedTuple):

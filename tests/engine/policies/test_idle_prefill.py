@@ -41,6 +41,12 @@ def test_cached_tokens_need_no_chunk() -> None:
     assert plan([(1, 50)], cache=cache) == StepPlan(background=(Chunk(1, 5),))
 
 
+def test_slow_steps_have_smaller_chunks() -> None:
+    queue = (WaitingSequence(1, 50),)
+    state = ScheduleState((), (), 1000, CacheFacts(), background=queue, max_rows=4)
+    assert POLICY.plan(state) == StepPlan(background=(Chunk(1, 4),))
+
+
 def test_any_other_sequence_goes_first() -> None:
     running = (RunningSequence(0, 20, 19, True),)
     assert plan([(1, 50)], running) == StepPlan(decodes=(0,))

@@ -55,6 +55,12 @@ class TestBudget:
         made = plan(SarathiServe(token_budget=16), waiting=[(1, 510), (2, 30)], cache=cache)
         assert made.admit == (Chunk(1, 10), Chunk(2, 6))
 
+    @pytest.mark.parametrize(("most", "tokens"), [(40, 40), (500, 100), (None, 100)])
+    def test_slow_steps_have_fewer_rows(self, most: int | None, tokens: int) -> None:
+        queue = (WaitingSequence(1, 300),)
+        state = ScheduleState((), queue, 10_000, CacheFacts(), max_rows=most)
+        assert SarathiServe(token_budget=100).plan(state).admit == (Chunk(1, tokens),)
+
     @pytest.mark.parametrize("field", ["token_budget", "max_running"])
     def test_sizes_below_one_are_refused(self, field: str) -> None:
         with pytest.raises(ValueError, match="at least 1"):

@@ -22,8 +22,8 @@ class IdlePrefill:
 
     Attributes:
         ordinary: plans the steps in which any sequence runs or waits.
-        chunk: maximum background tokens per step. An ordinary request that arrives during such a
-            step waits for it to end.
+        chunk: maximum background tokens per step, fewer where ``ScheduleState.max_rows`` says so.
+            An ordinary request that arrives during such a step waits for it to end.
         max_waiting: maximum number of background prompts; beyond it the oldest are dropped. They
             are guesses at the next request, and the newest guess is the best informed.
     """
@@ -55,4 +55,7 @@ class IdlePrefill:
         """Return how many tokens to run; 0 if the prompt doesn't fit beside the slots in use."""
         cached = state.cache.cached_prefix(sequence.sequence_id)
         missing = sequence.length - cached.tokens
-        return 0 if cached.evictable + missing > state.available_slots else min(missing, self.chunk)
+        if cached.evictable + missing > state.available_slots:
+            return 0
+        chunk = self.chunk if state.max_rows is None else min(self.chunk, state.max_rows)
+        return min(missing, chunk)

@@ -55,8 +55,9 @@ class SarathiServe:
     head only, so none overtakes another.
 
     Attributes:
-        token_budget: maximum tokens per step; exceeded only where the decodes alone exceed it, or
-            one indivisible chunk, beside which no other prompt runs.
+        token_budget: maximum tokens per step, fewer where ``ScheduleState.max_rows`` says so;
+            exceeded only where the decodes alone exceed it, or one indivisible chunk, beside which
+            no other prompt runs.
         max_running: maximum number of sequences that hold slots at a time.
         dynamic_chunks: the optional chunk sizes of the paper's code; None always uses the budget.
         min_shared_prefix: a new sequence whose prompt shares at least this many uncached tokens
@@ -86,9 +87,9 @@ class SarathiServe:
             if sequence.decoding or sequence.sequence_id in victims:
                 continue
             prefilling.append(sequence.sequence_id)
-            tokens = self._chunk(sequence.remaining, sequence.computed, rows)
+            tokens = self._chunk(state, sequence.remaining, sequence.computed, rows)
             if sequence.indivisible:
-                tokens = self._whole(sequence.indivisible, rows, len(decodes))
+                tokens = self._whole(state, sequence.indivisible, rows, len(decodes))
             if tokens:
                 chunks.append(Chunk(sequence.sequence_id, tokens))
                 rows += tokens
@@ -145,13 +146,13 @@ class SarathiServe:
         in_prefill = list(prefilling)
         places = self.max_running - len(state.running)
         for sequence in state.waiting[: max(places, 0)]:
-            if rows >= self._budget(0):
+            if rows >= self._budget(state, 0):
                 break
             cached = state.cache.cached_prefix(sequence.sequence_id)
             available -= sequence.needs(cached)
-            tokens = self._chunk(sequence.length - cached.tokens, cached.tokens, rows)
+            tokens = self._chunk(state, sequence.length - cached.tokens, cached.tokens, rows)
             if sequence.indivisible:
-                tokens = self._whole(sequence.indivisible, rows, decodes)
+                tokens = self._whole(state, sequence.indivisible, rows, decodes)
             if available < 0 or not tokens:
                 break
             if self.should_wait(state, sequence, cached.tokens, in_prefill):
@@ -172,19 +173,21 @@ class SarathiServe:
                 return True
         return False
 
-    def _chunk(self, remaining: int, done: int, rows: int) -> int:
+    def _chunk(self, state: ScheduleState, remaining: int, done: int, rows: int) -> int:
         """Return how many tokens a prompt may run beside ``rows`` others.
 
         Decodes alone may exceed the budget.
         """
-        return max(min(remaining, self._budget(done) - rows), 0)
+        return max(min(remaining, self._budget(state, done) - rows), 0)
 
-    def _whole(self, tokens: int, rows: int, decodes: int) -> int:
+    def _whole(self, state: ScheduleState, tokens: int, rows: int, decodes: int) -> int:
         """Return ``tokens`` if an indivisible chunk of so many may run beside ``rows``, or 0.
 
         A larger one than the budget runs where all others are decodes.
         """
-        return tokens if rows == decodes or rows + tokens <= self._budget(0) else 0
+        return tokens if rows == decodes or rows + tokens <= self._budget(state, 0) else 0
 
-    def _budget(self, done: int) -> int:
-        return self.token_budget if self.dynamic_chunks is None else self.dynamic_chunks.size(done)
+    def _budget(self, state: ScheduleState, done: int) -> int:
+        chunks = self.dynamic_chunks
+        budget = self.token_budget if chunks is None else chunks.size(done)
+        return budget if state.max_rows is None else min(budget, state.max_rows)
