@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from midfill.cli.bench_blocks import blocks
+from midfill.cli.bench_disaggregation import disaggregation
 from midfill.cli.bench_gateway import gateway, gateway_rounds
 from midfill.cli.bench_kv_dtypes import kv_dtypes
 from midfill.cli.bench_methods import methods
@@ -56,6 +57,7 @@ app.command()(prefill)
 app.command()(plugins)
 app.command()(gateway)
 app.command()(gateway_rounds)
+app.command()(disaggregation)
 app.command()(blocks)
 app.command()(reuse)
 app.command()(tenants)
