@@ -11,7 +11,12 @@ from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY, Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder, context_bounds, fim_format
+from midfill.frontend.prompts import (
+    PromptEncoder,
+    context_bounds,
+    fim_format,
+    find_file_tokens,
+)
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context import ContextFile, context_segments
 from midfill.infill.formats import FimFormat, Sentinel
@@ -347,11 +352,34 @@ def test_a_file_begins_after_one_separator_and_ends_with_the_next(
     ]  # fmt: skip
     counts = [0, *(10 if isinstance(one, TextSegment) else 1 for one in segments)]
     parts = [[7] * count for count in counts]
-    assert context_bounds(layout, parts, format) == (12, 23, 34)
-    whole = prompts.infill(InfillRequest(prefix="p", suffix="q", context=tuple(files)))
-    assert whole.contexts[0] == 1  # after PRE
-    assert len(whole.contexts) == 2  # without separators, files are one text
+
+    def nothing(text: str, files: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
+        return ()
+
+    assert context_bounds(layout, parts, format, nothing) == (12, 23, 34)
+
+
+def test_files_without_separators_are_found_by_their_texts(
+    prompts: PromptEncoder, checkpoint: Checkpoint
+) -> None:
+    files = (ContextFile("A = 'ä'\n", "a.py"), ContextFile("B = 2\n", "b.py"))
+    prompt = prompts.infill(InfillRequest(prefix="p", suffix="q", context=files, path="d.py"))
+    decode = checkpoint.tokenizer.decode
+    texts = [decode(prompt.token_ids[a:b]) for a, b in itertools.pairwise(prompt.contexts)]
+    assert texts == ["# a.py\nA = 'ä'\n", "# b.py\nB = 2\n"]
+    assert prompt.contexts[0] == 1  # after PRE
+    assert decode(prompt.token_ids[prompt.contexts[-1] :]).startswith("# d.py\n")
     assert prompts.infill(InfillRequest(prefix="p", suffix="q")).contexts == ()
+
+
+def test_a_token_that_joins_two_files_belongs_to_the_second() -> None:
+    words = {1: b"one\n", 2: b"two", 3: b"\n#", 4: b" three\n"}
+    found = find_file_tokens(
+        "one\ntwo\n# three\n", (0, 4, 8, 16), (1, 2, 3, 4), token_bytes=words.__getitem__
+    )
+    assert found == (0, 1, 2, 4)
+    changed = find_file_tokens("one", (0, 3), (1,), token_bytes=words.__getitem__)
+    assert changed == ()
 
 
 @pytest.mark.parametrize("length", [CONTEXT, 10_000_000])

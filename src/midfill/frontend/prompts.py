@@ -1,8 +1,11 @@
 """PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat."""
 
+import bisect
 import dataclasses
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate
 
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, SNIPPETS_KEY, Checkpoint
 from midfill.checkpoints.described_model import DescribedModel
@@ -91,6 +94,9 @@ class PromptEncoder:
         self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
         self._chat = _chat_template(checkpoint.tokenizer)
         self._longest_token = checkpoint.tokenizer.longest_token()
+        self._file_tokens: FileTokens = lru_cache(maxsize=16)(
+            partial(find_file_tokens, token_bytes=self._tokenizer.token_bytes)
+        )
         self._fitting = FittingContext(context, self._count_shown)
 
     @property
@@ -220,7 +226,7 @@ class PromptEncoder:
             suffix=suffix,
             layout=layout,
             parts=tuple(parts),
-            contexts=context_bounds(layout, parts, self.format),
+            contexts=context_bounds(layout, parts, self.format, self._file_tokens),
         )
         end = layout.segments[-1] if layout.segments else None
         is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")
@@ -371,11 +377,21 @@ def _context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int
 
 
 def context_bounds(
-    layout: PromptLayout, parts: Sequence[Sequence[int]], format: FimFormat | None
+    layout: PromptLayout,
+    parts: Sequence[Sequence[int]],
+    format: FimFormat | None,
+    file_tokens: "FileTokens",
 ) -> tuple[int, ...]:
     """Return the number of each shown file's first token, and of what follows them.
 
-    A file ends with the separator after it. Families without separators show one text.
+    A file ends with the separator after it. In families without separators, a token that joins the
+    end of a file to the next one belongs to the next.
+
+    Args:
+        layout: of a prompt.
+        parts: the ids of BOS and of each of its segments.
+        format: the model's.
+        file_tokens: see ``find_file_tokens``.
     """
     separator = None if format is None else format.file_separator
     segments, at = layout.segments, len(parts[0])
@@ -387,10 +403,40 @@ def context_bounds(
         after = segments[number + 1] if number + 1 < len(segments) else None
         before = segments[number - 1] if number else None
         if separator is None:
-            bounds += [start, at]
+            found = file_tokens(segment.text, segment.files, tuple(parts[number + 1]))
+            bounds += [start + one for one in found]
         elif before == separator == after:
             bounds += [start, at + len(parts[number + 2])]
     return tuple(dict.fromkeys(bounds))
+
+
+FileTokens = Callable[[str, tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
+"""``find_file_tokens`` for one tokenizer."""
+
+
+def find_file_tokens(
+    text: str,
+    files: tuple[int, ...],
+    ids: tuple[int, ...],
+    *,
+    token_bytes: Callable[[int], bytes],
+) -> tuple[int, ...]:
+    """Return the numbers of the tokens in which files begin, and of the first one after them.
+
+    Args:
+        text: the files, and what follows them.
+        files: see ``TextSegment``.
+        ids: the text's tokens.
+        token_bytes: returns a token's bytes.
+
+    Returns:
+        As many as ``files``; nothing where the tokens aren't the text as it is.
+    """
+    ends = list(accumulate(len(token_bytes(one)) for one in ids))
+    if not ends or ends[-1] != len(text.encode()):
+        return ()
+    places = (len(text[:place].encode()) for place in files)
+    return tuple(bisect.bisect_right(ends, place) for place in places)
 
 
 def fingerprint_of(checkpoint: Checkpoint) -> str:

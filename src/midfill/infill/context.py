@@ -12,7 +12,7 @@ told apart by what they send.
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import Segment, TextSegment
@@ -140,9 +140,10 @@ def context_segments(
     separator = format.file_separator
     segments: list[Segment] = []
     if separator is None:
-        text = "".join(shown_text(format, file) for file in files)
-        text += _path_comment(path)
-        return (TextSegment(text, "context"),) if text else ()
+        texts = [shown_text(format, file) for file in files]
+        text = "".join(texts) + _path_comment(path)
+        places = tuple(accumulate(map(len, texts), initial=0)) if files else ()
+        return (TextSegment(text, "context", places),) if text else ()
     if format.repository is not None and repository:
         segments += [format.repository, TextSegment(f"{repository}\n", "context")]
     for file in files:

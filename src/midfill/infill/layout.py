@@ -1,7 +1,7 @@
 """PromptLayout: a prompt as an ordered list of segments, each either text or a sentinel token."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from midfill.infill.formats import FimFormat, Sentinel
@@ -17,10 +17,13 @@ class TextSegment:
     Attributes:
         text: the text, never empty.
         role: which part of the prompt it is; special tokens are parsed in "raw" text only.
+        files: where each of several files in it begins, and where the last one ends, in characters;
+            empty if it isn't made of files.
     """
 
     text: str
     role: Role
+    files: tuple[int, ...] = field(default=(), compare=False)
 
 
 Segment = TextSegment | Sentinel
