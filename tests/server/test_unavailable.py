@@ -107,3 +107,15 @@ def test_readiness_is_the_engines_and_liveness_the_servers(
         assert ask(service, "GET", "/livez").status_code == 200
     finally:
         service.engine.state = "starting"
+
+
+def test_what_is_remembered_is_shown_with_its_bound(service: ModelService) -> None:
+    ask(service, "POST", "/v1/completions", {"prompt": "a", "suffix": "b"})
+    lines = ask(service, "GET", "/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("midfill:"))
+    for kind in ("documents", "contexts", "tokens"):
+        held = float(values[f'midfill:remembered_bytes{{kind="{kind}"}}'])
+        assert held <= float(values[f'midfill:remembered_bytes_max{{kind="{kind}"}}'])
+    assert float(values['midfill:remembered_bytes{kind="documents"}']) > 0
+    names = {line.partition("{")[0] for line in values}
+    assert {"midfill:prefix_cache_nodes", "midfill:undelivered_outputs"} <= names

@@ -24,6 +24,7 @@ from midfill.cli.bench_options import (
 from midfill.cli.bench_peers import peers
 from midfill.cli.bench_plugins import plugins
 from midfill.cli.bench_prefill import prefill
+from midfill.cli.bench_reliability import kills, overload, soak
 from midfill.cli.bench_reuse import reuse
 from midfill.cli.bench_tenants import tenants
 from midfill.cli.bench_tiers import codecs, tiers
@@ -51,6 +52,9 @@ def _bench() -> None:
     """Measure speed."""
 
 
+app.command()(kills)
+app.command()(overload)
+app.command()(soak)
 app.command()(peers)
 app.command()(methods)
 app.command()(prefill)

@@ -16,6 +16,8 @@ import logging
 from collections.abc import AsyncGenerator, Mapping
 from typing import Literal, Protocol
 
+import msgspec
+
 from midfill.cluster.messages import Accepted, Failed, FromReplica, Output
 from midfill.cluster.numbers import ReplicaNumbers, total_stats, total_tenants
 from midfill.cluster.resumption import Resumption, with_seed
@@ -134,6 +136,8 @@ class RemoteEngine:
     def submit(self, *requests: EngineRequest) -> OutputStream:
         """Start requests; the stream yields their outputs."""
         stream = OutputStream(self, requests)
+        # Another machine's clock counts from another time.
+        requests = tuple(msgspec.structs.replace(one, deadline=None) for one in requests)
         for request in requests:
             task = asyncio.create_task(self._answer(request, stream), name="replica request")
             self._tasks[request.request_id] = task

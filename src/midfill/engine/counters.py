@@ -64,6 +64,8 @@ class EngineCounters:
             generated_tokens=self.generated_tokens,
             preemptions=self.preemptions,
             evicted_tokens=pool.cache.evicted_tokens,
+            cache_nodes=pool.cache.nodes,
+            cache_index_bytes=pool.index_bytes,
             steps=self.steps,
             busy_seconds=self.busy_seconds,
             forward_seconds=self.forward_seconds,

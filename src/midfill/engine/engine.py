@@ -203,6 +203,7 @@ class Engine:
         if self.kv_traffic:
             self.kv_traffic.step(may_wait=not outputs)
         outputs += self._expire()
+        self._queues.pool.trim()
         if self._queues:
             plan, drafts = self._plan()
             for sequence_id in plan.drop:

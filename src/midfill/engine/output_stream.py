@@ -4,9 +4,22 @@ import asyncio
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Protocol, Self
+from weakref import WeakSet
 
 from midfill.engine.request import EngineOutput, EngineRequest
-from midfill.errors import MidfillError
+from midfill.errors import GenerationError, MidfillError
+
+MAX_UNDELIVERED = 4096
+"""Outputs that may wait in a stream for whoever reads it. A token or more each, they are few
+megabytes; a client that reads at all is never so far behind."""
+
+
+_streams: "WeakSet[OutputStream]" = WeakSet()
+
+
+def undelivered_outputs() -> int:
+    """Return how many outputs wait in all streams of this process for whoever reads them."""
+    return sum(stream.undelivered for stream in tuple(_streams))
 
 
 class RequestOwner(Protocol):
@@ -33,6 +46,13 @@ class OutputStream(AsyncIterator[EngineOutput]):
         self._unfinished = {
             request.request_id: set(range(request.sampling.n)) for request in requests
         }
+        self._has_overflowed = False
+        _streams.add(self)
+
+    @property
+    def undelivered(self) -> int:
+        """Number of outputs that nobody has read yet."""
+        return self._queue.qsize()
 
     def __enter__(self) -> Self:
         return self
@@ -50,7 +70,7 @@ class OutputStream(AsyncIterator[EngineOutput]):
 
         Raises:
             InvalidRequestError: the engine can never run one of the requests.
-            GenerationError: the engine failed on one of them.
+            GenerationError: the engine failed on one of them, or outputs were read too slowly.
             EngineDeadError: the engine process ended.
         """
         while self._unfinished:
@@ -68,10 +88,17 @@ class OutputStream(AsyncIterator[EngineOutput]):
                     del self._unfinished[item.request_id]
                     self._owner.forget(item.request_id)
             return item
+        if self._has_overflowed:
+            raise GenerationError("the client reads its answer too slowly")
         raise StopAsyncIteration
 
     def put(self, item: EngineOutput | MidfillError) -> None:
         """Queue an output, or the error that the stream ends with. Called by the owner."""
+        if self._queue.qsize() >= MAX_UNDELIVERED and self._unfinished:
+            self._has_overflowed = True
+            self.close()
+            self._queue = asyncio.Queue()
+            return
         self._queue.put_nowait(item)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:

@@ -210,6 +210,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         generated_tokens: sampled tokens.
         preemptions: sequences that went back to the queue for lack of slots.
         evicted_tokens: slots that the prefix cache has evicted.
+        cache_nodes: runs of tokens that the prefix cache's trees consist of.
+        cache_index_bytes: memory of these trees, without the KV.
         steps: forward passes.
         busy_seconds: time spent in steps.
         forward_seconds: how much of it was spent in forward passes.
@@ -244,6 +246,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
     preemptions: int = 0
     evicted_tokens: int = 0
+    cache_nodes: int = 0
+    cache_index_bytes: int = 0
     steps: int = 0
     busy_seconds: float = 0.0
     forward_seconds: float = 0.0

@@ -25,6 +25,7 @@ from midfill.frontend.token_report import TokenReport, TokenReporter
 from midfill.infill.context import ContextFile, shown_text
 from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import PromptLayout, TextSegment
+from midfill.infill.memory import Memory
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import read_template
@@ -103,6 +104,11 @@ class PromptEncoder:
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return self._chat is not None
+
+    def memory(self) -> dict[str, Memory]:
+        """Return what is remembered, by kind. May be called on any thread."""
+        tokens = Memory(self._layouts.held_bytes, self._layouts.max_bytes)
+        return {**self._planner.memory(), "tokens": tokens}
 
     def infill(
         self,

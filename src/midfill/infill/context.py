@@ -61,6 +61,11 @@ class ContextOrder:
         self._texts: OrderedDict[int, int] = OrderedDict()  # hash of a path -> of its last text
         self._changes: Counter[int] = Counter()  # hash of a path -> how often its text changed
 
+    @property
+    def entries(self) -> int:
+        """Number of files and paths that are remembered."""
+        return len(self._texts) + sum(len(order.since) for order in self._orders)
+
     def order_and_record(self, files: Sequence[ContextFile]) -> list[ContextFile]:
         """Return the files (each once) in the order to send them, and record the order.
 

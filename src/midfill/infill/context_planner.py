@@ -7,12 +7,14 @@ Files that a user names are shown as they are, at once, in an order in which a c
 
 from collections import OrderedDict
 from collections.abc import Callable
+from sys import getsizeof
 from typing import TypeVar
 
 from midfill.infill.context import ContextOrder, context_segments
 from midfill.infill.document_store import Document, Heading
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, Segment, TextSegment
+from midfill.infill.memory import Memory
 from midfill.infill.prefix_cut import CachedPrompt, cached_characters
 from midfill.infill.request import InfillRequest
 from midfill.infill.snippets import DocumentSnippets, SnippetAccount, Snippets, newest
@@ -21,6 +23,9 @@ from midfill.infill.window_history import ShownText
 T = TypeVar("T")
 
 _MAX_TENANTS = 4096  # whose files and snippets are remembered
+_MAX_BYTES = 32_000_000
+_TENANT_BYTES = 1500  # of a tenant's objects; a test measures that these suffice
+_ENTRY_BYTES = 320  # of a remembered file or path
 
 
 class ContextPlanner:
@@ -36,6 +41,30 @@ class ContextPlanner:
         self._snippet_characters = snippet_characters
         self._orders: OrderedDict[str, ContextOrder] = OrderedDict()
         self._accounts: OrderedDict[str, SnippetAccount] = OrderedDict()
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._held_bytes = 0
+
+    def memory(self) -> Memory:
+        """Return what the orders and accounts of all tenants take."""
+        return Memory(self._held_bytes, _MAX_BYTES)
+
+    def _record_size(self, tenant: str) -> None:
+        """Count what a tenant takes now; forget those that came longest ago beyond the bound."""
+        size = _TENANT_BYTES
+        if (order := self._orders.get(tenant)) is not None:
+            size += _ENTRY_BYTES * order.entries
+        if (account := self._accounts.get(tenant)) is not None:
+            size += sum(getsizeof(file.text) + getsizeof(file.path) for file in account.standing)
+        self._held_bytes += size - self._sizes.get(tenant, 0)
+        self._sizes[tenant] = size
+        self._sizes.move_to_end(tenant)
+        while (self._held_bytes > _MAX_BYTES or len(self._sizes) > _MAX_TENANTS) and (
+            len(self._sizes) > 1
+        ):
+            oldest, released = self._sizes.popitem(last=False)
+            self._held_bytes -= released
+            self._orders.pop(oldest, None)
+            self._accounts.pop(oldest, None)
 
     def newest(self, request: InfillRequest) -> Snippets:
         """Return as much of a request's other files as may be shown of them."""
@@ -52,6 +81,7 @@ class ContextPlanner:
         if files and not request.snippets:
             order = _of_tenant(self._orders, request.tenant, ContextOrder)
             files = tuple(order.order_and_record(files))
+            self._record_size(request.tenant)
         return self._segments(files, _heading_of(request))
 
     def choose_and_record(
@@ -75,6 +105,7 @@ class ContextPlanner:
         was_cached = cached_characters(document.lost, prefix, suffix)
         account.record_prompt(len(prefix) + len(suffix), cached, was_cached)
         snippets.adopt_on_request(account, self.newest(request), cached)
+        self._record_size(document.tenant)
         if snippets.standing != standing:
             document.lost = tuple(document.cuts.prompts)
         return self._segments(snippets.standing, document.heading)
@@ -106,6 +137,7 @@ class ContextPlanner:
         It is taken to be in the cache from now on.
         """
         account = self._account(tenant)
+        self._record_size(tenant)
         snippets = DocumentSnippets(standing=account.standing, offered=offered)
         if (files := snippets.prepare(account, cached=0)) is None:
             return None
@@ -135,6 +167,4 @@ def _of_tenant(kept: OrderedDict[str, T], tenant: str, new: Callable[[], T]) -> 
     if found is None:
         found = kept[tenant] = new()
     kept.move_to_end(tenant)
-    if len(kept) > _MAX_TENANTS:
-        kept.popitem(last=False)
     return found

@@ -114,11 +114,12 @@ class DocumentStore:
             large it is.
 
     Attributes:
+        max_bytes: see above.
         held_bytes: memory that the documents take now, objects and search keys included.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._recent: OrderedDict[str, Document] = OrderedDict()
         self._sizes: dict[str, int] = {}
         self._indexes: dict[str, _TenantIndex] = {}
@@ -169,7 +170,7 @@ class DocumentStore:
         size = document.memory_bytes + _KEY_BYTES * index.key_count(document)
         self.held_bytes += size - self._sizes.get(document.id, 0)
         self._sizes[document.id] = size
-        while self.held_bytes > self._max_bytes and len(self._recent) > 1:
+        while self.held_bytes > self.max_bytes and len(self._recent) > 1:
             self._drop(next(iter(self._recent)))
 
     def _drop(self, document_id: str) -> None:

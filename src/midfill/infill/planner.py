@@ -12,6 +12,7 @@ from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.document_store import Document, DocumentStore
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, Segment, TextSegment, lay_out
+from midfill.infill.memory import Memory
 from midfill.infill.opened_line import opened_line_break
 from midfill.infill.prefix_cut import (
     DEFAULT_RULE,
@@ -75,6 +76,14 @@ class Planner:
         self._options = options or PlannerOptions()
         self._documents = DocumentStore(self._options.max_document_bytes)
         self._contexts = ContextPlanner(format, self._options.snippet_characters)
+
+    def memory(self) -> dict[str, Memory]:
+        """Return what documents and contexts take."""
+        documents = self._documents
+        return {
+            "documents": Memory(documents.held_bytes, documents.max_bytes),
+            "contexts": self._contexts.memory(),
+        }
 
     def plan_and_record(
         self, request: InfillRequest, window_limit: int | None = None

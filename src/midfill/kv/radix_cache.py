@@ -144,10 +144,12 @@ class RadixCache:
         cached_tokens: number of slots held.
         evictable_tokens: how many of them are not locked.
         evicted_tokens: number of slots evicted since the start.
+        nodes: number of runs of tokens that the trees consist of, roots not counted.
     """
 
     def __init__(self) -> None:
         """Create an empty cache."""
+        self.nodes = 0
         self.cached_tokens = 0
         self.evictable_tokens = 0
         self.evicted_tokens = 0
@@ -336,6 +338,20 @@ class RadixCache:
                 self._remove(node)
         return np.concatenate(taken) if taken else _EMPTY
 
+    def evict_leaf(self) -> Int32Array:
+        """Evict the whole of the least recently used leaf; return its slots as [n] int32.
+
+        The caller owns the slots; there are none if everything is locked.
+        """
+        while self._queue:
+            stamp, _, node = self._queue[0]
+            if node.evictable_leaf and node.last_used == stamp:
+                return self.evict(len(node.tokens))
+            heapq.heappop(self._queue)
+            node.queued = False
+            self._enqueue(node)
+        return _EMPTY
+
     def _descend(self, root: CacheRoot, tokens: Int32Array) -> tuple[list[RadixNode], int]:
         """Return the nodes on the path of ``tokens`` and how much of the last one matches."""
         path: list[RadixNode] = []
@@ -363,6 +379,7 @@ class RadixCache:
         upper = RadixNode(node.root, parent, tokens[:length].copy(), slots[:length].copy())
         upper.locks = node.locks
         parent.children[int(upper.tokens[0])] = upper
+        self.nodes += 1
         node.tokens, node.slots = tokens[length:].copy(), slots[length:].copy()
         node.parent = upper
         upper.children[int(node.tokens[0])] = node
@@ -376,6 +393,7 @@ class RadixCache:
         if parent is None:
             parent = self._roots[root] = RadixNode(root, None, _EMPTY, _EMPTY)
         node = RadixNode(root, parent, tokens, slots)
+        self.nodes += 1
         self._clock += 1
         node.last_used = self._clock
         parent.children[int(tokens[0])] = node
@@ -386,6 +404,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         del parent.children[int(node.tokens[0])]
+        self.nodes -= 1
         if parent.parent is None and not parent.children:
             del self._roots[parent.root]
         else:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from midfill.engine.output_stream import undelivered_outputs
 from midfill.engine.request import EngineStats, TenantStats, TierStats
 
 MAX_TENANTS = 50  # a tenant's histograms are about two hundred time series
@@ -300,6 +301,18 @@ class _EngineCollector(Collector):
             "queued_tokens": (
                 "Prompt tokens of requests that wait for their first token.",
                 self._engine.queued_tokens,
+            ),
+            "undelivered_outputs": (
+                "Outputs that wait for clients to read them.",
+                undelivered_outputs(),
+            ),
+            "prefix_cache_nodes": (
+                "Runs of tokens that the prefix cache's trees consist of.",
+                stats.cache_nodes,
+            ),
+            "prefix_cache_index_bytes": (
+                "Memory of the prefix cache's trees, without the KV.",
+                stats.cache_index_bytes,
             ),
             "num_requests_background": (
                 "Prompts to compute while the engine is idle.",

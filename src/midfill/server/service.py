@@ -38,6 +38,7 @@ from midfill.server.errors import ApiError
 from midfill.server.generation import Generation
 from midfill.server.idle_prefill import IdlePrefill
 from midfill.server.limits import RateLimits
+from midfill.server.memory_metrics import MemoryCollector
 from midfill.server.method_choice import MethodChoice, NoMethods
 from midfill.server.metrics import Metrics
 from midfill.server.request_record import RequestRecord, current_request
@@ -106,6 +107,7 @@ class ModelService:
         self.methods = methods or NoMethods()
         self.limits = limits or RateLimits()
         self.metrics = Metrics(name, engine, tenants)
+        self.metrics.add(MemoryCollector(prompts.memory))
         self._prompts = prompts
         self._context = prompts.context if context is None else context
         # One thread, since the encoder is not thread-safe: it remembers documents. Not the event

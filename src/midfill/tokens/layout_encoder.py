@@ -33,12 +33,13 @@ class LayoutEncoder:
         max_bytes: memory for segments and their ids; the least recently used are dropped first.
 
     Attributes:
+        max_bytes: see above.
         held_bytes: memory that the cached segments take now, objects included.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = 64_000_000) -> None:
         self._tokenizer = tokenizer
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self.held_bytes = 0
         self._ids: OrderedDict[str, Sequence[int]] = OrderedDict()
 
@@ -75,10 +76,10 @@ class LayoutEncoder:
             return found
         ids = array("I", self._tokenizer.encode_continuation(text))
         size = _entry_bytes(text, ids)
-        if size <= self._max_bytes:
+        if size <= self.max_bytes:
             self._ids[text] = ids
             self.held_bytes += size
-            while self.held_bytes > self._max_bytes:
+            while self.held_bytes > self.max_bytes:
                 self.held_bytes -= _entry_bytes(*self._ids.popitem(last=False))
         return ids
 
