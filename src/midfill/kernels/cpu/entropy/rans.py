@@ -41,16 +41,18 @@ def encode_symbols(
         out: uint8 [code_bound(symbols)].
     """
     state, at = np.int64(_LOW), len(out)
-    for number in range(len(symbols) - 1, -1, -1):
-        entry = number // per_channel * (bins + 1) + np.int64(symbols[number])
-        start = np.int64(cumulative[entry])
-        frequency = np.int64(cumulative[entry + 1]) - start
-        limit = ((_LOW >> PROBABILITY_BITS) << 8) * frequency
-        while state >= limit:
-            at -= 1
-            out[at] = state & 255
-            state >>= 8
-        state = ((state // frequency) << PROBABILITY_BITS) + state % frequency + start
+    for channel in range(len(symbols) // per_channel - 1, -1, -1):
+        table = channel * (bins + 1)
+        for number in range((channel + 1) * per_channel - 1, channel * per_channel - 1, -1):
+            entry = table + np.int64(symbols[number])
+            start = np.int64(cumulative[entry])
+            frequency = np.int64(cumulative[entry + 1]) - start
+            limit = ((_LOW >> PROBABILITY_BITS) << 8) * frequency
+            while state >= limit:
+                at -= 1
+                out[at] = state & 255
+                state >>= 8
+            state = ((state // frequency) << PROBABILITY_BITS) + state % frequency + start
     for _ in range(_STATE_BYTES):
         at -= 1
         out[at] = state & 255
@@ -77,23 +79,24 @@ def decode_symbols(
     state, at = np.int64(0), _STATE_BYTES
     for number in range(_STATE_BYTES):
         state = (state << 8) | np.int64(code[number])
-    for number in range(len(symbols)):
-        table = number // per_channel * (bins + 1)
-        place = state & (TOTAL - 1)
-        low, high = 0, bins
-        while high - low > 1:
-            middle = (low + high) >> 1
-            if np.int64(cumulative[table + middle]) <= place:
-                low = middle
-            else:
-                high = middle
-        symbols[number] = low
-        start = np.int64(cumulative[table + low])
-        frequency = np.int64(cumulative[table + low + 1]) - start
-        state = frequency * (state >> PROBABILITY_BITS) + place - start
-        while state < _LOW:
-            if at >= size:
-                return -1
-            state = (state << 8) | np.int64(code[at])
-            at += 1
+    for channel in range(len(symbols) // per_channel):
+        table = channel * (bins + 1)
+        for number in range(channel * per_channel, (channel + 1) * per_channel):
+            place = state & (TOTAL - 1)
+            low, high = 0, bins
+            while high - low > 1:
+                middle = (low + high) >> 1
+                if np.int64(cumulative[table + middle]) <= place:
+                    low = middle
+                else:
+                    high = middle
+            symbols[number] = low
+            start = np.int64(cumulative[table + low])
+            frequency = np.int64(cumulative[table + low + 1]) - start
+            state = frequency * (state >> PROBABILITY_BITS) + place - start
+            while state < _LOW:
+                if at >= size:
+                    return -1
+                state = (state << 8) | np.int64(code[at])
+                at += 1
     return at
