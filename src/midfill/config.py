@@ -170,6 +170,7 @@ class ServeOptions:
         api_keys: keys that clients must send, each with a cache of its own; no keys let everyone
             in.
         api_key_file: a file with further keys, see ``server.key_file``.
+        kv_transfer_key: key of those that may move KV between servers; None lets nobody.
         tls: where its certificate is; None speaks plain HTTP.
         allowed_hosts: further names that a server without keys on a loopback address answers
             under, see ``server.own_hosts``.
@@ -210,6 +211,7 @@ class ServeOptions:
     port: int = 8080
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: Path | None = None
+    kv_transfer_key: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
     allowed_hosts: tuple[str, ...] = ()
     fim_tokens: FimTokens | None = None
@@ -238,6 +240,8 @@ class ServeOptions:
                     "an API key begins or ends with a space, or holds a character that can't be"
                     " printed; no client could send it"
                 )
+        if self.kv_transfer_key is not None and not self.kv_transfer_key.strip():
+            raise MidfillError("--kv-transfer-key is empty; leave it out to let nobody move KV")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
             raise MidfillError(

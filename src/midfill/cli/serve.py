@@ -222,6 +222,14 @@ OtlpTracesOption = Annotated[
         help="Send a trace of each request to this OpenTelemetry collector, with OTLP over HTTP.",
     ),
 ]
+KvTransferKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MIDFILL_KV_TRANSFER_KEY",
+        metavar="KEY",
+        help="Let whoever sends this key move KV between servers, that of all API keys.",
+    ),
+]
 WarmTierMemoryOption = Annotated[
     int,
     typer.Option(
@@ -268,6 +276,7 @@ def serve(
     alias: AliasOption = None,
     api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
+    kv_transfer_key: KvTransferKeyOption = None,
     ssl_certfile: SslCertfileOption = None,
     ssl_keyfile: SslKeyfileOption = None,
     ssl_ca_certs: SslCaCertsOption = None,
@@ -331,6 +340,7 @@ def serve(
         port=port,
         api_keys=given_api_keys(api_key),
         api_key_file=api_key_file,
+        kv_transfer_key=kv_transfer_key,
         tls=given_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
         allowed_hosts=tuple(allowed_host or ()),
         fim_tokens=fim_tokens,

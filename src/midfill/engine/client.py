@@ -211,6 +211,11 @@ class EngineClient:
         if request_id in self._streams and self._is_up and self._process is not None:
             self._process.send(Cancel(request_id, index))
 
+    @property
+    def kv_bytes(self) -> int:
+        """Size of the KV pool, 0 before the engine was ready."""
+        return 0 if self.info is None else self.info.kv_bytes
+
     async def export_kv(self, tenant: str, token_ids: Sequence[int]) -> bytes:
         """Return an encoded ``KvBlob`` of what is cached of a prompt's first tokens.
 

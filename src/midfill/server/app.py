@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
@@ -52,6 +52,7 @@ def create_app(
     *,
     redact: bool = False,
     own_hosts: Collection[str] | None = None,
+    kv: APIRouter | None = None,
 ) -> ASGIApp:
     """Return the ASGI application for a model, whose engine the caller starts and ends.
 
@@ -60,6 +61,7 @@ def create_app(
         keys: who may send requests; None lets everyone in.
         traces: where requests' traces go; None makes none.
         dialects: the client APIs that are spoken.
+        kv: routes that move KV between servers; None has none.
         redact: leave out of logs and traces what clients choose, see ``LogOptions``.
         own_hosts: if it answers under names of its own machine only, further ones; None answers
             under any, see ``OwnHosts``.
@@ -77,6 +79,8 @@ def create_app(
         app.include_router(router)
     app.include_router(operations.health_routes(service))
     app.include_router(operations.metrics_routes(service), dependencies=monitors_only)
+    if kv is not None:
+        app.include_router(kv)
     app.include_router(pages.routes())
     app.include_router(pages.dashboard_routes(), dependencies=monitors_only)
     bodies = [body for dialect in dialects for body in dialect.bodies]

@@ -57,6 +57,19 @@ async def read_json(
     return decode_json(data, kind)
 
 
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """Read a body that is no JSON.
+
+    Args:
+        request: a request whose body is unread.
+        limit: maximum size in bytes.
+
+    Raises:
+        ApiError: 413 for a body that is too long.
+    """
+    return await _read(request, limit)
+
+
 def _check_headers(request: Request, any_content_type: bool) -> None:
     content_type = request.headers.get("content-type", "")
     is_json = content_type.partition(";")[0].strip().lower() == "application/json"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from fastapi import APIRouter
 from msgspec import structs
 
 from midfill.checkpoints.checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from midfill.methods.shelf import AllowedMethods
 from midfill.server.app import create_app
 from midfill.server.key_file import key_digest
 from midfill.server.key_ring import KeyRing
+from midfill.server.kv_routes import kv_routes
 from midfill.server.limits import RateLimits
 from midfill.server.listening import (
     answer_until_stopped,
@@ -184,6 +186,7 @@ async def _serve(
             traces,
             redact=options.logs.redact,
             own_hosts=own_hosts(listener, options.host, keys, options.allowed_hosts),
+            kv=_kv_routes(options, service),
         )
 
         def reload() -> None:
@@ -192,6 +195,13 @@ async def _serve(
                 tls.reload()
 
         await answer_until_stopped(app, listener, service, listening, reload, options.listen, tls)
+
+
+def _kv_routes(options: ServeOptions, service: ModelService) -> APIRouter | None:
+    """Return the routes that move KV, if there is a key for them."""
+    if options.kv_transfer_key is None or not isinstance(service.engine, EngineClient):
+        return None
+    return kv_routes(service.engine, options.kv_transfer_key)
 
 
 def _with_scope(options: ModelOptions, api_keys: Sequence[str]) -> ModelOptions:

@@ -1,0 +1,128 @@
+"""KV moves from one server to another, for those that have the key, and as what it is."""
+
+import http.client
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from running_server import RunningServer, start
+
+from midfill.config import ServeOptions
+from midfill.errors import MidfillError
+from midfill.kv.blob import decode_blob
+
+KEY = "a key for moving"
+SENT = {"Authorization": f"Bearer {KEY}"}
+TOKENS = list(range(5, 205))
+
+
+@pytest.fixture(scope="module")
+def source(tiny_folder: Path) -> Iterator[RunningServer]:
+    with start(tiny_folder, "--kv-memory", "4MB", "--kv-transfer-key", KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def blob(source: RunningServer) -> bytes:
+    source.complete(prompt=TOKENS, max_tokens=4, temperature=0, ignore_eos=True)
+    response = export(source, token_ids=TOKENS)
+    assert response.status_code == 200, response.text
+    return response.content
+
+
+def export(server: RunningServer, headers: dict[str, str] = SENT, **body: object) -> httpx.Response:
+    return server.post("/internal/kv/export", body, headers=headers)
+
+
+def import_(
+    server: RunningServer, content: bytes, tenant: str = "", headers: dict[str, str] = SENT
+) -> httpx.Response:
+    path = f"/internal/kv/import?tenant={tenant}"
+    return server.client.post(server.url + path, content=content, headers=headers)
+
+
+def test_another_server_goes_on_with_the_same_kv(
+    source: RunningServer, blob: bytes, tiny_folder: Path
+) -> None:
+    asked = {"prompt": TOKENS, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    expected = source.complete(**asked)["choices"][0]["text"]
+    with start(tiny_folder, "--kv-memory", "4MB", "--kv-transfer-key", KEY) as target:
+        response = import_(target, blob)
+        assert (response.status_code, response.json()) == (200, {"tokens": 200})
+        answer = target.complete(**asked)
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 199
+        assert answer["choices"][0]["text"] == expected
+        assert target.metric("kv_imported_bytes_total") == len(decode_blob(blob).data)
+
+
+def test_what_is_cached_is_exported_and_no_more(source: RunningServer, blob: bytes) -> None:
+    assert decode_blob(blob).tokens.tolist() == TOKENS
+    shorter = export(source, token_ids=[*TOKENS[:70], 3])
+    assert decode_blob(shorter.content).tokens.tolist() == TOKENS[:70]
+    nothing = export(source, token_ids=[9, 9, 9])
+    assert nothing.status_code == 404
+    assert nothing.json()["error"]["code"] == "kv_not_cached"
+
+
+@pytest.mark.parametrize("sent", ["", "Bearer", "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x"])
+def test_without_the_key_nothing_moves(source: RunningServer, blob: bytes, sent: str) -> None:
+    headers = {"Authorization": sent}
+    for response in (
+        export(source, headers, token_ids=TOKENS),
+        import_(source, blob, headers=headers),
+    ):
+        assert response.status_code == 401
+        assert "--kv-transfer-key" in response.json()["error"]["message"]
+
+
+def test_a_server_without_a_key_has_no_such_paths(server: RunningServer) -> None:
+    assert export(server, token_ids=TOKENS).status_code == 404
+    assert import_(server, b"").status_code == 404
+
+
+def test_other_tenants_kv_is_refused(source: RunningServer, blob: bytes) -> None:
+    refused = import_(source, blob, tenant="alice")
+    assert refused.status_code == 400
+    assert "another tenant" in refused.json()["error"]["message"]
+    assert export(source, token_ids=TOKENS, tenant="alice").status_code == 404
+
+
+@pytest.mark.parametrize("damage", ["emptied", "cut", "flipped"])
+def test_damaged_kv_is_refused(source: RunningServer, blob: bytes, damage: str) -> None:
+    flipped = bytearray(blob)
+    flipped[len(blob) // 2] ^= 1
+    content = {"emptied": b"", "cut": blob[:-9], "flipped": bytes(flipped)}[damage]
+    refused = import_(source, content)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "kv_refused"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"token_ids": []},
+        {"token_ids": [-1]},
+        {"token_ids": [2**31]},
+        {"token_ids": "1"},
+        {"token_ids": [1], "tenants": ""},
+    ],
+)
+def test_an_export_of_nonsense_is_refused(source: RunningServer, body: dict[str, object]) -> None:
+    assert export(source, **body).status_code == 400
+
+
+def test_a_body_larger_than_the_pool_is_not_read(source: RunningServer) -> None:
+    connection = http.client.HTTPConnection(httpx.URL(source.url).netloc.decode(), timeout=30)
+    connection.putrequest("POST", "/internal/kv/import")
+    for name, value in (SENT | {"Content-Length": str(10**12)}).items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_an_empty_key_is_refused() -> None:
+    with pytest.raises(MidfillError, match="--kv-transfer-key is empty"):
+        ServeOptions(model="m", kv_transfer_key=" ")
