@@ -20,7 +20,7 @@ from fuzzing.api import Calls, call, operations
 from running_server import start
 from tiny_checkpoints import write_tiny
 
-_ROUND = 200  # calls of each operation before the next one's
+_ROUND = 50  # calls of each operation before the next one's
 
 
 def main() -> int:
@@ -39,6 +39,7 @@ def main() -> int:
                 for operation in known:
                     call(operation, calls, _ROUND, number)
                 number += 1
+                print(f"{len(calls)} calls, {len(calls.bugs)} bugs", flush=True)
             restarts = server.metric("engine_restarts_total")
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(calls.statuses.items()))
     took = time.monotonic() - started

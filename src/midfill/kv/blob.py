@@ -203,7 +203,8 @@ def decode_blob(content: bytes | memoryview) -> KvBlob:
     try:
         header = _decoder.decode(view[_PREFIX.size : data_at])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BlobError(f"the header makes no sense: {error}") from None
+        reason = " ".join(str(error).split())  # it may quote a field's name
+        raise BlobError(f"the header makes no sense: {reason}") from None
     _check(header, end - data_at)
     return KvBlob(
         identity=KvIdentity(header.model, header.layout, header.variant),
