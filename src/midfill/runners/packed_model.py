@@ -1,6 +1,7 @@
 """A checkpoint's weights in the CPU kernels' form, packed once and kept in the user's cache."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from midfill.errors import CheckpointError
 from midfill.kernels.cpu.decoder import DecoderConfig, DecoderWeights
 from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
-from midfill.kernels.cpu.packing import natural_format, pack, packed_bytes
+from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
 from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
@@ -22,6 +23,7 @@ from midfill.models.stored_tensor import StoredTensor
 from midfill.runners.packed_file import read_arrays, write_arrays
 from midfill.runners.rope import rope_tables
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
+from midfill.system.cores import available_threads
 from midfill.system.mapped_files import release_pages
 from midfill.system.progress import Progress, ignore_progress
 
@@ -184,22 +186,30 @@ class _Stacking:
         self.panels: Int64Array = np.zeros((0, 2), np.int64)
 
     def pack(self) -> Iterator[None]:
-        """Pack; yield after every layer.
+        """Pack, several layers at a time; yield after every layer.
 
         Raises:
             ValueError: see ``packing.pack``.
         """
-        at = 0
+        ends = np.cumsum(self._sizes).tolist()
+        parts = [self.data[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
         panels = []
-        for layer, formats, size in zip(self._layers, self._formats, self._sizes, strict=True):
-            matrix = pack(layer, formats, self.data[at : at + size])
-            for part in layer:
-                release_pages(part.data)
-            matrix.panels[:, 0] += at
-            panels.append(matrix.panels)
-            at += size
-            yield
+        with ThreadPoolExecutor(available_threads()) as pool:
+            packed = pool.map(_pack_layer, self._layers, self._formats, parts)
+            for matrix, part_end in zip(packed, ends, strict=True):
+                matrix.panels[:, 0] += part_end - len(matrix.data)
+                panels.append(matrix.panels)
+                yield
         self.panels = np.concatenate(panels)
+
+
+def _pack_layer(
+    tensors: list[StoredTensor], formats: list[WeightFormat], out: Uint8Array
+) -> PackedMatrix:
+    matrix = pack(tensors, formats, out)
+    for tensor in tensors:
+        release_pages(tensor.data)
+    return matrix
 
 
 def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[np.generic]]:
