@@ -1,10 +1,13 @@
 """A gateway in front of one server, through real sockets."""
 
 import asyncio
+from typing import Literal
 
 import pytest
 from gateway_serving import run, serve
 from stub_upstream import PAD, StubModel, StubUpstream
+
+from midfill.cli.gateway import banner
 
 PREFIX = "".join(f"value_{number} = {number}\n" for number in range(60))
 SUFFIX = "\nprint(value_1)\n"
@@ -145,6 +148,18 @@ class TestHalfWords:
                 assert answer["choices"][0]["text"] == "nt(x)"
                 assert len(upstream.tried) == 1
                 assert len(upstream.received) == 2
+
+        run(test())
+
+    @pytest.mark.parametrize(("forces", "said"), [("yes", "forced"), ("no", "written again")])
+    def test_the_banner_says_what_becomes_of_it(
+        self, forces: Literal["yes", "no"], said: str
+    ) -> None:
+        async def test() -> None:
+            with StubUpstream(StubModel(forces=forces)) as upstream:
+                async with serve(upstream.url) as gateway:
+                    shown = banner("http://127.0.0.1:8080", gateway.gateway)
+            assert f"{upstream.url} (vllm, half words {said})" in shown
 
         run(test())
 

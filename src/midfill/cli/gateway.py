@@ -28,6 +28,7 @@ from midfill.cli.serve import (
 
 if TYPE_CHECKING:
     from midfill.gateway.run import Gateway
+    from midfill.gateway.upstream import Upstream
 
 UpstreamOption = Annotated[
     list[str] | None,
@@ -175,7 +176,7 @@ def banner(url: str, gateway: "Gateway") -> str:
     if model.has_tokenizer:
         prompts = f"token ids, by {model.path}"
     servers = "\n".join(
-        f"  server   {each.address} ({each.kind}{_blocks(each.block_tokens)})"
+        f"  server   {each.address} ({_abilities(each)})"
         if each.fault is None
         else f"  server   {each.address} {each.fault}"
         for each in gateway.pool.upstreams
@@ -193,5 +194,10 @@ Try it:
 """
 
 
-def _blocks(tokens: int | None) -> str:
-    return "" if tokens is None else f", cache blocks of {tokens} tokens"
+def _abilities(upstream: "Upstream") -> str:
+    """Return what a server is, and what was found out of it."""
+    found: list[str] = [upstream.kind]
+    if upstream.block_tokens is not None:
+        found.append(f"cache blocks of {upstream.block_tokens} tokens")
+    found.append("half words forced" if upstream.forces_start else "half words written again")
+    return ", ".join(found)
