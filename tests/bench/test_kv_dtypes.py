@@ -10,7 +10,7 @@ from midfill.bench.kv_dtypes import KvDtypesOptions, kv_dtypes_table, measure_kv
 def test_every_figure_is_a_ratio_of_both_formats(tmp_path: Path) -> None:
     folder = write_tiny("llama", tmp_path)
     options = KvDtypesOptions(
-        dtypes=("f32", "f16"), prefill=(64,), extend=(8,), contexts=(16,), pairs=6
+        dtypes=("f16", "bf16"), prefill=(64,), extend=(8,), contexts=(16,), pairs=6
     )
     report = measure_kv_dtypes(str(folder), options, threads=1)
     names = ["prefill of 64 tokens", "8 more tokens at 64", "decode at 16 tokens"]
@@ -19,5 +19,5 @@ def test_every_figure_is_a_ratio_of_both_formats(tmp_path: Path) -> None:
         assert len(figure.old) == len(figure.new) == 6
         assert 0 < figure.low <= figure.ratio <= figure.high
     text = kv_dtypes_table(report).markdown()
-    assert "| measured | f32 tokens/s | f16 tokens/s |" in text
+    assert "| measured | f16 tokens/s | bf16 tokens/s |" in text
     assert report.machine.processor in text

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.checkpoints.opening import open_model
-from midfill.config import Backend, WeightsOption
+from midfill.config import Backend, KvDtype, WeightsOption
 from midfill.evaluation.models import LocalModel
 from midfill.frontend.prompts import fingerprint_of
 from midfill.system.progress import Progress, ignore_progress
@@ -25,6 +25,7 @@ class ModelChoice:
     model: str = DEFAULT_MODEL
     adapter: str | None = None
     weights: WeightsOption = "auto"
+    kv_dtype: KvDtype = "auto"
     backend: Backend = "auto"
     device: str | None = None
     threads: int | None = None
@@ -59,6 +60,7 @@ class ModelChoice:
             self.model,
             adapter=self.adapter,
             weights=self.weights,
+            kv_dtype=self.kv_dtype,
             backend=self.backend,
             device=self.device,
             threads=self.threads,
@@ -66,4 +68,5 @@ class ModelChoice:
             kv_memory=kv_memory,
             progress=progress,
         ) as llm:
-            yield LocalModel(llm, f"{self.model} (weights {self.weights})")
+            kv = "" if self.kv_dtype == "auto" else f", KV {self.kv_dtype}"
+            yield LocalModel(llm, f"{self.model} (weights {self.weights}{kv})")
