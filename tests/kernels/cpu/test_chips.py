@@ -109,6 +109,7 @@ def test_vnni_without_avx512_is_used_where_a_chip_has_it() -> None:
         ("", set(), {"avx2", "fma"}),
         ("+sse4.2,-avx", {"sse4.2"}, {"avx"}),
         ("+avx512vnni", {"avx512vnni", "avx512f", "avx2", "f16c"}, {"avx512bw", "avxvnni"}),
+        ("+avx512bf16", {"avx512bf16", "avx512bw", "avx512f"}, {"avx512vnni"}),
         ("+avx512vnni,-avx512f", {"avx2"}, {"avx512f", "avx512vnni"}),
         ("+avx512vnni,+avxvnni,-fma", {"avxvnni"}, {"avx512vnni", "avx512f"}),
         ("+avx2,+avx512bw,+f16c,-avx", set(), {"avx2", "avx512bw", "f16c"}),
