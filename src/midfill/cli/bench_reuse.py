@@ -54,9 +54,8 @@ def reuse(
     for specification in chosen:
         resolve_method(specification)
         if parse_name(specification) not in methods_of("reuse"):
-            raise MidfillError(
-                f"{specification} takes no KV from elsewhere; {', '.join(methods_of('reuse'))} does"
-            )
+            others = " and ".join(methods_of("reuse"))
+            raise MidfillError(f"{specification} takes no KV from elsewhere, as {others} do")
     if not jumps and not contexts:
         raise MidfillError("there is nothing to measure: --jumps or --contexts must be above 0")
     options = ReuseOptions(
