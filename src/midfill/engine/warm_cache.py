@@ -352,6 +352,7 @@ def _takes_any(sequence: Sequence) -> bool:
         sequence.reuse,
         sequence.parallel,
         sequence.compression,
+        sequence.cascade,
         sequence.pruning,
         sequence.sparse_prefill,
     )
