@@ -316,6 +316,16 @@ def test_a_killed_engine_fails_its_requests_and_is_restarted(engine: Running) ->
     engine.run(test())
 
 
+@pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="needs Linux's /proc")
+def test_where_memory_runs_out_the_engine_is_killed_before_its_server(engine: Running) -> None:
+    scores = [
+        int(Path(f"/proc/{process}/oom_score_adj").read_text())
+        for process in (engine.client.process_id, "self")
+    ]
+    assert scores[0] >= scores[1]
+    assert scores[0] >= 300
+
+
 def test_an_engine_that_hangs_while_idle_is_ended_and_restarted(
     tiny_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

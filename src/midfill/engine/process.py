@@ -58,6 +58,7 @@ _log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 0.05  # minimum between two reports of one loading stage
 _STATS_SECONDS = 0.05  # maximum age of the server's numbers while the engine works
 _SAVE_SECONDS = 2.0  # less than the server waits for this process to end
+_MEMORY_KILL_SCORE = 300  # of 1000; a process like any other has 0
 _MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
 
 _Handled = Submit | Cancel | ExportKv | ImportKv | Ping
@@ -99,6 +100,7 @@ def main(address: str) -> NoReturn:
     """Load the model and run the engine; exit with status 1 if the model can't be loaded."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     faulthandler.enable()  # a crash, or the server's SIGABRT, tells where each thread was
+    _volunteer_for_memory_kill()
     end = _End()
     threading.Thread(target=end.watch, name="parent-watch", daemon=True).start()
     channel = _Channel(address)
@@ -196,6 +198,13 @@ class Inbox:
             self._send(Rejected(request.request_id, str(error), error.param, error.code))
         else:
             self._buffer.register(request)
+
+
+def _volunteer_for_memory_kill() -> None:
+    """Have Linux end this process, which is restarted, and not the server, if memory is out."""
+    with contextlib.suppress(OSError, ValueError):
+        path = Path("/proc/self/oom_score_adj")
+        path.write_text(str(max(int(path.read_text()), _MEMORY_KILL_SCORE)))
 
 
 def _transfer_message(result: TransferResult) -> FromEngine:
