@@ -62,6 +62,15 @@ def test_the_transfer_is_in_the_first_gap_and_not_in_the_time_to_the_first_token
     assert one.finish - one.first_token == pytest.approx(3 * STEP + 0.3)
 
 
+def test_a_pull_waits_for_the_step_in_progress_where_the_prefill_worker_copies_between_steps() -> (
+    None
+):
+    requests = [(0.0, 100, 3), (0.01, 400, 1)]  # the second runs from 0.1 to 0.5 seconds
+    for between_steps, end in ((False, 0.1), (True, 0.5)):
+        first, _ = serve(*requests, transfer=Transfer(constant=0.2, between_steps=between_steps))
+        assert first.finish == pytest.approx(end + 0.2 + 2 * STEP)
+
+
 def test_an_answer_of_one_token_never_moves() -> None:
     (one,) = serve((0.0, 100, 1), decode=decode_worker(pages=1), transfer=Transfer(constant=9.0))
     assert one.finish == one.first_token

@@ -251,22 +251,23 @@ async def _decode_sample(
     client: EngineClient, sequences: int, context: int, rng: random.Random
 ) -> DecodeSample:
     """Measure a step of some sequences with about so many tokens each."""
-    requests = [_request(_prompt(context, rng), _DECODED) for _ in range(sequences)]
+    tries = [await _seconds_per_step(client, sequences, context, rng) for _ in range(_TRIES)]
+    return DecodeSample((context + _DECODED // 2,) * sequences, median(tries))
+
+
+async def _seconds_per_step(
+    client: EngineClient, sequences: int, context: int, rng: random.Random
+) -> float:
+    """Return the mean, from when all sequences decode to when the first one ends."""
+    requests = [_request(_prompt(context, rng), _DECODED + sequences) for _ in range(sequences)]
     arrived: dict[str, list[float]] = {each.request_id: [] for each in requests}
     with client.submit(*requests) as outputs:
         async for output in outputs:
-            arrived[output.request_id].append(time.perf_counter())
+            arrived[output.request_id] += [time.perf_counter()] * len(output.token_ids)
     together = max(times[0] for times in arrived.values())
-    until = min(times[-1] for times in arrived.values())
-    gaps = [
-        after - before
-        for times in arrived.values()
-        for before, after in pairwise(times)
-        if together <= before and after <= until
-    ]
-    # Sequences that start together decode together, but for those whose prompts came last.
-    seconds = median(gaps) if gaps else (until - together) / _DECODED
-    return DecodeSample((context + _DECODED // 2,) * sequences, max(seconds, 1e-6))
+    times = min(arrived.values(), key=lambda times: times[-1])
+    steps = sum(each > together for each in times)
+    return max(times[-1] - together, 1e-6) / max(steps, 1)
 
 
 async def _transfer(
@@ -286,7 +287,8 @@ async def _transfer(
             tries.append(time.perf_counter() - started)
         times.append(median(tries))
     per_token = max(0.0, (times[1] - times[0]) / (sizes[1] - sizes[0]))
-    return Transfer(per_token, max(0.0, times[0] - per_token * sizes[0]))
+    constant = max(0.0, times[0] - per_token * sizes[0])
+    return Transfer(per_token, constant, between_steps=True)
 
 
 def _simulated_workers(

@@ -31,10 +31,13 @@ class Transfer:
     Attributes:
         seconds_per_token: of a prompt.
         constant: seconds of each pull.
+        between_steps: whether the prefill worker copies between its steps only, so that a pull
+            waits for the one in progress.
     """
 
     seconds_per_token: float = 0.0
     constant: float = 0.0
+    between_steps: bool = False
 
     def seconds(self, tokens: int) -> float:
         """Return the seconds that a prompt's KV takes."""
@@ -210,6 +213,8 @@ class _Job:
         self.first_token = 0.0
         self.tokens = self.prompt + 1  # of its context, once it is decoded
         self.release: Callable[[], None] = lambda: None  # frees the prompt's pages
+        # When the prefill worker's step in progress ends.
+        self.source_free: Callable[[], float] = lambda: 0.0
 
 
 class _PrefillQueue:
@@ -263,6 +268,7 @@ class _PrefillQueue:
             self._start()
 
         job.release = release
+        job.source_free = lambda: self._pipeline.next_entry
 
     def _finish(self, batch: Sequence[_Job]) -> None:
         for job in batch:
@@ -314,6 +320,8 @@ class _DecodeQueue:
             self._bridge.popleft()
             self._pulled_pages += self._worker.pulled_pages(job.prompt)
             start = max(self._clock.now, self._link_free)
+            if self._transfer.between_steps:
+                start = max(start, job.source_free())
             self._link_free = start + self._transfer.seconds(job.prompt)
             self._clock.at(self._link_free, partial(self._arrive, job))
 
