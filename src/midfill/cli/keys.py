@@ -16,7 +16,7 @@ NameArgument = Annotated[
 ]
 
 
-LimitOption = Annotated[int | None, typer.Option(min=1, max=10**12 - 1, metavar="NUMBER")]
+_MAX_LIMIT = 10**12 - 1
 
 
 @app.command()
@@ -74,13 +74,29 @@ def limit(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Whose limits; '*' is for all without their own.")
     ],
-    requests_per_minute: LimitOption = None,
-    tokens_per_minute: LimitOption = None,
-    max_running: LimitOption = None,
+    requests_per_minute: Annotated[
+        int | None,
+        typer.Option(min=1, max=_MAX_LIMIT, metavar="NUMBER", help="POST requests per minute."),
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MAX_LIMIT,
+            metavar="NUMBER",
+            help="Tokens per minute, of prompts and answers.",
+        ),
+    ] = None,
+    max_running: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=_MAX_LIMIT, metavar="NUMBER", help="Requests that generate at the same time."
+        ),
+    ] = None,
 ) -> None:
     """Limit what a name's keys may use; without options, its limits are removed.
 
-    Beyond a limit, requests are refused with status 429. Tokens are those of prompts and answers.
+    Beyond a limit, requests are refused with status 429.
     """
     from midfill.server.key_file import format_limits, set_limits
     from midfill.server.limits import TenantLimits
