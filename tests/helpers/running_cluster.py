@@ -30,7 +30,7 @@ class RunningCluster:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=800,
             check=False,
         )
 

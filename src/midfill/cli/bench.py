@@ -25,6 +25,7 @@ from midfill.cli.bench_peers import peers
 from midfill.cli.bench_plugins import plugins
 from midfill.cli.bench_prefill import prefill
 from midfill.cli.bench_reliability import kills, overload, soak
+from midfill.cli.bench_replicas import cluster_simulation, replicas
 from midfill.cli.bench_reuse import reuse
 from midfill.cli.bench_tenants import tenants
 from midfill.cli.bench_tiers import codecs, tiers
@@ -63,6 +64,8 @@ app.command()(gateway)
 app.command()(gateway_rounds)
 app.command()(disaggregation)
 app.command()(blocks)
+app.command()(replicas)
+app.command()(cluster_simulation)
 app.command()(reuse)
 app.command()(tenants)
 app.command()(tiers)

@@ -20,7 +20,7 @@ import msgspec
 from midfill.errors import MidfillError
 from midfill.system.cache import cache_folder
 
-_START_SECONDS = 120.0
+_START_SECONDS = 300.0
 _ATTEMPTS = 3  # to start: Ray gives itself 30 s, and a machine that is busy may need more
 _STOP_SECONDS = 20.0
 _TICK_SECONDS = 0.1
