@@ -23,6 +23,7 @@ from midfill.errors import MidfillError
 
 _TICK_SECONDS = 0.5
 _CONNECT_SECONDS = 15.0
+_ADOPT_SECONDS = 300.0
 _OWN_ERROR = re.compile(r"^(?:ray\.\S+: )?midfill\.errors\.\w+: (.+)$", re.MULTILINE)
 _LAST_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+$", re.MULTILINE)
 
@@ -122,7 +123,7 @@ def deploy(
             _run(applications.front(_plain(front)), FRONT_APP, "/", report)
         _wait_until_used(number, front.replicas, report)
     except BaseException:
-        if old:  # requests still go to it
+        if not _is_used(number):
             serve.delete(engines_app(number))
         raise
     for each in old:
@@ -168,9 +169,9 @@ def _run(app: Application, name: str, route: str | None, report: Report) -> None
     """Start an application and wait until it runs.
 
     Raises:
-        MidfillError: it doesn't start; it is removed again.
+        MidfillError: it doesn't start; it is removed again, unless an older one runs by this name.
     """
-    told = ""
+    is_new, told = name not in serve.status().applications, ""
     try:
         serve.run_many(
             [serve.RunTarget(app, name=name, route_prefix=route)],
@@ -186,7 +187,8 @@ def _run(app: Application, name: str, route: str | None, report: Report) -> None
                 report(told)
             time.sleep(_TICK_SECONDS)
     except BaseException:
-        serve.delete(name)
+        if is_new:
+            serve.delete(name)
         raise
 
 
@@ -243,15 +245,30 @@ def _front_runs_with(spec: FrontSpec) -> bool:
 
 
 def _wait_until_used(number: int, fronts: int, report: Report) -> None:
-    """Wait until each server sends its requests to a generation."""
+    """Wait until each server sends its requests to a generation.
+
+    Raises:
+        MidfillError: they don't.
+    """
+    report("waiting until requests go to the new replicas")
+    deadline = time.monotonic() + _ADOPT_SECONDS
     agreed = 0
     while agreed < 4 * fronts:  # Serve asks any of them
-        if _ask_front()["generation"] == number:
+        if _is_used(number):
             agreed += 1
             continue
         agreed = 0
-        report("waiting until requests go to the new replicas")
+        if time.monotonic() > deadline:
+            raise MidfillError("the server doesn't use the new replicas; its log in Ray says why")
         time.sleep(_TICK_SECONDS)
+
+
+def _is_used(number: int) -> bool:
+    """Whether requests go to a generation."""
+    try:
+        return bool(_ask_front()["generation"] == number)
+    except MidfillError:
+        return False
 
 
 def _ask_front() -> dict[str, Any]:

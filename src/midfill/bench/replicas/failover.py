@@ -27,6 +27,7 @@ class Failover(msgspec.Struct, frozen=True, kw_only=True):
         wrong: answers other than one replica gives.
         failed: requests that ended with an error.
         resumed: requests that another replica continued.
+        output_tokens: of each answer.
         longest_before, longest_after: seconds of the longest request that ended before the kill,
             and of the longest one after it.
         answered_seconds: from the kill until a request that had begun before it was answered by
@@ -38,6 +39,7 @@ class Failover(msgspec.Struct, frozen=True, kw_only=True):
     wrong: int
     failed: int
     resumed: int
+    output_tokens: int
     longest_before: float
     longest_after: float
     answered_seconds: float
@@ -46,8 +48,8 @@ class Failover(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """Return it in words."""
         return (
-            f"One of two replicas killed under the editing mix: of {self.requests} requests"
-            f" {self.wrong} were answered otherwise, {self.failed} failed, {self.resumed} were"
+            f"One of two replicas killed under the editing mix, with answers of"
+            f" {self.output_tokens} tokens: of {self.requests} requests {self.wrong} were answered otherwise, {self.failed} failed, {self.resumed} were"
             f" continued by the other replica; requests in progress were answered within"
             f" {self.answered_seconds:.1f} s of the kill (the longest request took"
             f" {self.longest_before:.1f} s before it and {self.longest_after:.1f} s after it),"
@@ -90,6 +92,7 @@ def lose_a_replica(
         ),
         failed=sum(one.text is None for one in every),
         resumed=int(cluster.status()["resumed"]) - int(before["resumed"]),
+        output_tokens=int(load[0][0].body["max_tokens"]),
         longest_before=_longest([one for one in every if one.ended < killed]),
         longest_after=_longest([one for one in every if one.ended >= killed]),
         answered_seconds=max((one.ended - killed for one in met), default=0.0),

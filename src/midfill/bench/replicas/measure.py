@@ -25,6 +25,7 @@ from midfill.system.machine import Machine, describe_machine
 # The order of requests is all that they decide, and with it which version a replica holds.
 _COSTS = StepCosts(prefill_seconds=0.001, decode_seconds=0.01, decode_weight=0.3)
 
+_LOST_TOKENS = 64  # of an answer, so that some are being written when a replica is killed
 OPTIONS = ("--no-idle-prefill", "--cpus-per-replica", "1")
 
 
@@ -86,7 +87,13 @@ def measure_replicas(
         MidfillError: a cluster doesn't start, or a request fails.
     """
     bodies = loads(options)
+    long_answers = loads(
+        msgspec.structs.replace(
+            options, seed=options.seed + 100, output_tokens=max(_LOST_TOKENS, options.output_tokens)
+        )
+    )["edits"]
     expected: dict[str, list[list[str]]] = {}
+    long_texts: list[list[str]] = []
     traces: dict[str, list[list[Step]]] = {}
     runs: list[RoutedRun] = []
     lost: Failover | None = None
@@ -103,9 +110,13 @@ def measure_replicas(
                     trace = traces.setdefault(name, _trace(load, answers))
                     run = _summary(name, replicas, router, wall, answers, trace)
                     runs.append(_compared(run, texts, expected.setdefault(name, texts)))
-                if failover and replicas == 2 and router == "document":
+                if failover and not long_texts:
+                    progress("answers to compare with")
+                    _, answers = asyncio.run(_send(url, long_answers))
+                    long_texts = [[one.text for one in user] for user in answers]
+                elif failover and replicas == 2 and router == "document":
                     progress("2 replicas: losing one")
-                    lost = lose_a_replica(cluster, url, bodies["edits"], expected["edits"])
+                    lost = lose_a_replica(cluster, url, long_answers, long_texts)
     return ReplicasReport(
         model=model, machine=describe_machine(), load=options, runs=runs, failover=lost
     )
