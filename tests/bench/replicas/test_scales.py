@@ -44,8 +44,8 @@ def test_hit_rates_are_compared_with_those_of_one_replica() -> None:
     )  # fmt: skip
     two = msgspec.structs.replace(one, replicas=2, hit_rate=0.4)
     lost = Failover(
-        requests=9, wrong=0, failed=1, resumed=2, output_tokens=64, longest_before=0.5, longest_after=1.5,
-        answered_seconds=1.2, restored_seconds=20.0,
+        requests=9, wrong=0, failed=1, resumed=2, output_tokens=64, longest_before=0.5,
+        longest_after=1.5, answered_seconds=1.2, restored_seconds=20.0,
     )  # fmt: skip
     report = ReplicasReport(
         model="m", machine=describe_machine(), load=ReplicaLoad(), runs=[one, two], failover=lost

@@ -49,8 +49,9 @@ class Failover(msgspec.Struct, frozen=True, kw_only=True):
         """Return it in words."""
         return (
             f"One of two replicas killed under the editing mix, with answers of"
-            f" {self.output_tokens} tokens: of {self.requests} requests {self.wrong} were answered otherwise, {self.failed} failed, {self.resumed} were"
-            f" continued by the other replica; requests in progress were answered within"
+            f" {self.output_tokens} tokens: of {self.requests} requests {self.wrong} were answered"
+            f" otherwise, {self.failed} failed, {self.resumed} were continued by the other replica;"
+            f" requests in progress were answered within"
             f" {self.answered_seconds:.1f} s of the kill (the longest request took"
             f" {self.longest_before:.1f} s before it and {self.longest_after:.1f} s after it),"
             f" and two replicas ran again after {self.restored_seconds:.0f} s."
