@@ -15,7 +15,6 @@ import ray
 from ray import serve
 from ray.serve import Application
 
-from midfill.cluster import applications
 from midfill.cluster.names import ENGINE, FRONT_APP, engines_app, generation_of
 from midfill.cluster.numbers import ReplicaNumbers, read_numbers
 from midfill.cluster.spec import EnginesSpec, FrontSpec
@@ -111,6 +110,8 @@ def deploy(
     Raises:
         MidfillError: something can't start. What ran before still does.
     """
+    from midfill.cluster import applications  # the whole engine, which looking needs not
+
     _check_capacity(engines, front)
     serve.start(
         proxy_location="EveryNode", http_options={"host": host, "port": port or free_port(host)}
