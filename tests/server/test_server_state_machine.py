@@ -130,18 +130,24 @@ class ServerMachine(RuleBasedStateMachine):
 
     @rule(number=st.sampled_from([signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM]))
     def kill(self, number: signal.Signals) -> None:
+        """End the engine, and wait until the server has noticed."""
         server = self.served.server
-        if server.get("/health").status_code == 200:
-            os.kill(server.engine_process(), number)
+        server.wait_for(self.is_ready, SECONDS)
+        restarts = server.metric("engine_restarts_total")
+        os.kill(server.engine_process(), number)
+        server.wait_for(lambda: server.metric("engine_restarts_total") > restarts, SECONDS)
 
     @rule()
     def pause(self) -> None:
         server = self.served.server
-        if server.get("/health").status_code == 200:
-            engine = server.engine_process()
-            os.kill(engine, signal.SIGSTOP)
-            assert server.get("/livez").status_code == 200
-            os.kill(engine, signal.SIGCONT)
+        server.wait_for(self.is_ready, SECONDS)
+        engine = server.engine_process()
+        os.kill(engine, signal.SIGSTOP)
+        assert server.get("/livez").status_code == 200
+        os.kill(engine, signal.SIGCONT)
+
+    def is_ready(self) -> bool:
+        return self.served.server.get("/health").status_code == 200
 
     @rule()
     def settle(self) -> None:
@@ -156,7 +162,7 @@ class ServerMachine(RuleBasedStateMachine):
                 )
         self.asked.clear()
         server = self.served.server
-        server.wait_for(lambda: server.get("/health").status_code == 200, SECONDS)
+        server.wait_for(self.is_ready, SECONDS)
         server.wait_for(self.holds_nothing, SECONDS)
 
     def holds_nothing(self) -> bool:
