@@ -107,4 +107,9 @@ def shell_commands(block: Block) -> list[ShellCommand]:
             commands.append([])
         elif commands[-1] or not re.match(r"[A-Z_]+=", word):
             commands[-1].append(word)
-    return [ShellCommand(block, tuple(words)) for words in commands if words]
+    return [ShellCommand(block, _without_redirection(words)) for words in commands if words]
+
+
+def _without_redirection(words: list[str]) -> tuple[str, ...]:
+    """Return a command's words up to ``>``, behind which it says where its output goes."""
+    return tuple(words[: words.index(">")] if ">" in words else words)
