@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from midfill.bench.versions import rounds, speed
 from midfill.bench.versions.speed import CompareSpeedOptions
 from midfill.checkpoints.model_store import DEFAULT_MODEL
-from midfill.cli.bench import app
+from midfill.cli.bench.app import app
 from midfill.errors import MidfillError
 
 Calls = list[tuple[CompareSpeedOptions | list[str], str, int]]

@@ -7,8 +7,8 @@ from midfill.bench.methods import run
 from midfill.bench.methods.results import QUICK, MethodsOptions
 from midfill.bench.methods.variants import Variant
 from midfill.checkpoints.model_store import DEFAULT_MODEL
-from midfill.cli.bench import app
-from midfill.cli.bench_methods import draw_lines
+from midfill.cli.bench.app import app
+from midfill.cli.bench.methods import draw_lines
 from midfill.errors import MidfillError
 
 Call = tuple[list[str], list[Variant], MethodsOptions]

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from midfill.bench.prefill import run
 from midfill.bench.prefill.results import QUICK, PrefillOptions
 from midfill.checkpoints.model_store import DEFAULT_MODEL
-from midfill.cli.bench import app
+from midfill.cli.bench.app import app
 from midfill.errors import MidfillError
 from midfill.methods.registry import methods_of
 

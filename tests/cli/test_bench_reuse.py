@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from midfill.bench.reuse import measure
 from midfill.bench.reuse.results import ReuseOptions
-from midfill.cli.bench import app
+from midfill.cli.bench.app import app
 from midfill.errors import MidfillError
 
 

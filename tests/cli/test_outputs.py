@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from midfill.cli.bench import app
+from midfill.cli.bench.app import app
 from midfill.cli.outputs import writable
 from midfill.errors import MidfillError
 

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from midfill.cli.bench import app as bench
+from midfill.cli.bench.app import app as bench
 from midfill.cli.cluster import app as cluster
 from midfill.cli.complete import complete
-from midfill.cli.evaluation import app as evaluation
+from midfill.cli.evaluation.app import app as evaluation
 from midfill.cli.gateway import gateway
 from midfill.cli.generate import generate
 from midfill.cli.keys import app as keys

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from midfill.cli.bench_options import JsonOption
+from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from midfill.cli.evaluation_options import HumanEvalOption, ProcessesOption
+from midfill.cli.evaluation.options import HumanEvalOption, ProcessesOption
 from midfill.cli.options import AdapterOption, BackendOption, DeviceOption, ThreadsOption
 
 PlanArgument = Annotated[

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation_cuts import MarginOption, ScoreOption
-from midfill.cli.evaluation_options import (
+from midfill.cli.evaluation.cuts import MarginOption, ScoreOption
+from midfill.cli.evaluation.options import (
     FilesOption,
     JsonOption,
     LimitOption,
@@ -17,8 +17,8 @@ from midfill.cli.evaluation_options import (
     SeedOption,
     SuffixesOption,
 )
-from midfill.cli.evaluation_run import Outputs, ResultsFile
-from midfill.cli.evaluation_values import (
+from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.values import (
     check_target,
     parse_suffixes,
     results_console,

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation_cuts import cuts
-from midfill.cli.evaluation_empty import empty
-from midfill.cli.evaluation_options import (
+from midfill.cli.evaluation.cuts import cuts
+from midfill.cli.evaluation.empty import empty
+from midfill.cli.evaluation.options import (
     ConditionsOption,
     ContextOption,
     FilesOption,
@@ -25,16 +25,16 @@ from midfill.cli.evaluation_options import (
     TypedOption,
     UrlOption,
 )
-from midfill.cli.evaluation_page import page
-from midfill.cli.evaluation_run import Outputs, ResultsFile
-from midfill.cli.evaluation_snippets import snippets
-from midfill.cli.evaluation_values import (
+from midfill.cli.evaluation.page import page
+from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.snippets import snippets
+from midfill.cli.evaluation.values import (
     choose_tasks,
     parse_context,
     parse_suffixes,
     results_console,
 )
-from midfill.cli.evaluation_windows import windows
+from midfill.cli.evaluation.windows import windows
 from midfill.cli.options import (
     AdapterOption,
     BackendOption,

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.bench_methods import draw_lines
-from midfill.cli.bench_options import JsonOption, LoadedModelOption
+from midfill.cli.bench.methods import draw_lines
+from midfill.cli.bench.options import JsonOption, LoadedModelOption
 from midfill.cli.options import ThreadsOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation_options import (
+from midfill.cli.evaluation.options import (
     ContextOption,
     FilesOption,
     HumanEvalOption,
@@ -19,8 +19,8 @@ from midfill.cli.evaluation_options import (
     SuffixesOption,
     TasksOption,
 )
-from midfill.cli.evaluation_run import Outputs, ResultsFile
-from midfill.cli.evaluation_values import (
+from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.values import (
     check_target,
     choose_tasks,
     parse_context,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation_options import (
+from midfill.cli.evaluation.options import (
     ContextOption,
     FilesOption,
     HumanEvalOption,
@@ -17,8 +17,8 @@ from midfill.cli.evaluation_options import (
     ResumeOption,
     SeedOption,
 )
-from midfill.cli.evaluation_run import Outputs, ResultsFile
-from midfill.cli.evaluation_values import (
+from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.values import (
     check_target,
     parse_context,
     results_console,

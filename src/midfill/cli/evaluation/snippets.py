@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation_cuts import ScoreOption
-from midfill.cli.evaluation_options import (
+from midfill.cli.evaluation.cuts import ScoreOption
+from midfill.cli.evaluation.options import (
     ContextOption,
     FilesOption,
     JsonOption,
@@ -18,8 +18,8 @@ from midfill.cli.evaluation_options import (
     SeedOption,
     SuffixesOption,
 )
-from midfill.cli.evaluation_run import Outputs, ResultsFile
-from midfill.cli.evaluation_values import (
+from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.values import (
     check_target,
     parse_context,
     parse_suffixes,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midfill.cli.evaluation_values import results_console
+from midfill.cli.evaluation.values import results_console
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,0 +1,1 @@
+"""The ``midfill bench`` commands, a file each."""

@@ -1,0 +1,1 @@
+"""The ``midfill eval`` commands, a file each."""
