@@ -30,7 +30,7 @@ def test_it_says_what_it_stands_before_and_ends_when_asked() -> None:
                 assert line, banner
                 banner += line
             assert "stands in front of stub-coder" in banner
-            assert f"server   {upstream.url} (vllm)" in banner
+            assert f"server   {upstream.url} (vllm, half words written again)" in banner
             assert "FIM tokens <|fim_prefix|> <|fim_suffix|> <|fim_middle|>" in banner
             url = re.search(r"listens  on (\S+)", banner)
             assert url is not None
