@@ -90,7 +90,7 @@ async def error_of(reader: asyncio.StreamReader) -> tuple[int, str, dict[str, st
     return int(status.split()[1]), json.loads(body)["error"]["code"], headers
 
 
-GET = b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def test_a_client_that_never_sends_a_request_is_disconnected() -> None:
@@ -105,7 +105,7 @@ def test_a_client_that_never_sends_a_request_is_disconnected() -> None:
     "part",
     [
         b"GET / HTTP/1.1\r\nHost:",
-        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
     ],
 )
 def test_a_request_that_takes_too_long_to_arrive_is_refused(part: bytes) -> None:

@@ -222,7 +222,8 @@ def test_idle_prefill_leaves_less_to_compute_and_changes_no_answer(tiny_folder: 
     assert prepared[2]["usage"]["prompt_tokens"] == same_prompt["usage"]["prompt_tokens"]
     for with_prefill, without in zip(prepared[:2], unprepared[:2], strict=True):
         assert with_prefill["choices"] == without["choices"]
-        assert with_prefill["midfill"] == without["midfill"]
+        drawn = {"document": without["midfill"]["document"]}  # at random, by each server
+        assert with_prefill["midfill"] | drawn == without["midfill"]
     assert unprepared[2]["midfill"]["computed_tokens"] > 50
     assert prepared[2]["midfill"]["computed_tokens"] < 25
 
