@@ -293,7 +293,7 @@ def test_a_declared_length_is_refused_before_the_body_arrives(server: RunningSer
     for length in ("100000000", "9" * 18, "9" * 30):
         with socket.create_connection((host, int(port)), timeout=5) as connection:
             connection.sendall(
-                f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                f"POST {COMPLETIONS} HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
                 f"Content-Length: {length}\r\n\r\n".encode()
             )
             status = connection.recv(4096).split()[1]
@@ -304,7 +304,7 @@ def test_a_client_that_disconnects_within_its_body_does_no_harm(server: RunningS
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
         connection.sendall(
-            f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            f"POST {COMPLETIONS} HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
             'Content-Length: 1000\r\n\r\n{"prompt": '.encode()
         )
     assert httpx.get(f"{server.url}/health").status_code == 200

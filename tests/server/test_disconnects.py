@@ -30,7 +30,7 @@ def sent(server: RunningServer, **body: object) -> Iterator[socket.socket]:
     data = json.dumps({"max_tokens": 5, "temperature": 0, **body}).encode()
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
         )
         yield connection
@@ -96,7 +96,7 @@ def test_while_a_body_is_sent(server: RunningServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
             b'Content-Length: 100\r\n\r\n{"prompt":'
         )
     check_works(server)

@@ -79,7 +79,7 @@ def test_an_answer_whose_client_disconnects_is_cancelled(server: RunningServer, 
     body = json.dumps(LONG_REQUESTS[path]).encode()
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"POST %b HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
         )
         server.wait_for(lambda: not is_idle(server))

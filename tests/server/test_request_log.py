@@ -119,7 +119,7 @@ def test_a_client_that_disconnects_is_logged_as_nginx_does(
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
             b"X-Request-Id: %b\r\nContent-Length: %d\r\n\r\n%b" % (name.encode(), len(data), data)
         )
         server.wait_for(lambda: server.metric("num_requests_running") > 0)
