@@ -52,7 +52,7 @@ def other_server() -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             known = self.path == "/prometheus/metrics"
-            self.send_response(200 if known else 403)
+            self.send_response(200 if known else 404)
             self.end_headers()
             self.wfile.write(b"up 1.0\n" if known else b"")
 
@@ -67,7 +67,7 @@ def other_server() -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("path", "complaint"),
-    [("", "answers with status 403"), ("/prometheus/", "is not a midfill server")],
+    [("", "answers with status 404"), ("/prometheus/", "is not a midfill server")],
 )
 def test_another_server_is_told_from_midfill(other_server: str, path: str, complaint: str) -> None:
     with pytest.raises(ServerGoneError, match=complaint):
