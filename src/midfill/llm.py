@@ -13,6 +13,7 @@ from midfill.config import Backend, KvDtype, ModelOptions, WeightsOption
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineStats
 from midfill.frontend.answer import AnswerDelta
+from midfill.frontend.fingerprint import fingerprint_of
 from midfill.frontend.generation import (
     AnswerStream,
     GeneratedAnswer,
@@ -21,7 +22,7 @@ from midfill.frontend.generation import (
 )
 from midfill.frontend.in_process_engine import InProcessEngine
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder, fim_format, fingerprint_of
+from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.frontend.token_stops import with_token_stops

@@ -28,7 +28,8 @@ from midfill.checkpoints.model_record import (
 )
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import CheckpointError, MidfillError
-from midfill.frontend.prompts import PromptEncoder, fim_format, fingerprint_of
+from midfill.frontend.fingerprint import fingerprint_of
+from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.request import InfillRequest

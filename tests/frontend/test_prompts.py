@@ -11,16 +11,9 @@ from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY, Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import (
-    PromptEncoder,
-    context_bounds,
-    fim_format,
-    find_file_tokens,
-)
+from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
-from midfill.infill.context import ContextFile, context_segments
-from midfill.infill.formats import FimFormat, Sentinel
-from midfill.infill.layout import PromptLayout, TextSegment, lay_out
+from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 
@@ -334,52 +327,6 @@ def test_context_precedes_the_document_and_changed_files_follow_unchanged_ones(
     assert ask(one, two) == "# a.py\nA = 1\n# b.py\nB = 2\n# d.py\n\np = "
     changed = ContextFile("A = 3\n", "a.py")
     assert ask(changed, two) == "# b.py\nB = 2\n# a.py\nA = 3\n# d.py\n\np = "
-
-
-def test_a_file_begins_after_one_separator_and_ends_with_the_next(
-    prompts: PromptEncoder,
-) -> None:
-    pre, suf, mid, repository, separator = (
-        Sentinel(name, number) for number, name in enumerate("PSMRF")
-    )
-    format = FimFormat("made up", pre, suf, mid, repository=repository, file_separator=separator)
-    files = [ContextFile("A = 1\n", "a.py"), ContextFile("B = 2\n", "b.py")]
-    context = context_segments(format, files, path="d.py", repository="here")
-    segments, name = lay_out(format, "p = ", "\n", 0, context=context)
-    layout = PromptLayout(segments=segments, layout=name, context=context)
-    assert [one.text for one in segments[:8]] == [
-        "R", "here\n", "F", "a.py\nA = 1\n", "F", "b.py\nB = 2\n", "F", "d.py\n",
-    ]  # fmt: skip
-    counts = [0, *(10 if isinstance(one, TextSegment) else 1 for one in segments)]
-    parts = [[7] * count for count in counts]
-
-    def nothing(text: str, files: tuple[int, ...], ids: tuple[int, ...]) -> tuple[int, ...]:
-        return ()
-
-    assert context_bounds(layout, parts, format, nothing) == (12, 23, 34)
-
-
-def test_files_without_separators_are_found_by_their_texts(
-    prompts: PromptEncoder, checkpoint: Checkpoint
-) -> None:
-    files = (ContextFile("A = 'ä'\n", "a.py"), ContextFile("B = 2\n", "b.py"))
-    prompt = prompts.infill(InfillRequest(prefix="p", suffix="q", context=files, path="d.py"))
-    decode = checkpoint.tokenizer.decode
-    texts = [decode(prompt.token_ids[a:b]) for a, b in itertools.pairwise(prompt.contexts)]
-    assert texts == ["# a.py\nA = 'ä'\n", "# b.py\nB = 2\n"]
-    assert prompt.contexts[0] == 1  # after PRE
-    assert decode(prompt.token_ids[prompt.contexts[-1] :]).startswith("# d.py\n")
-    assert prompts.infill(InfillRequest(prefix="p", suffix="q")).contexts == ()
-
-
-def test_a_token_that_joins_two_files_belongs_to_the_second() -> None:
-    words = {1: b"one\n", 2: b"two", 3: b"\n#", 4: b" three\n"}
-    found = find_file_tokens(
-        "one\ntwo\n# three\n", (0, 4, 8, 16), (1, 2, 3, 4), token_bytes=words.__getitem__
-    )
-    assert found == (0, 1, 2, 4)
-    changed = find_file_tokens("one", (0, 3), (1,), token_bytes=words.__getitem__)
-    assert changed == ()
 
 
 @pytest.mark.parametrize("length", [CONTEXT, 10_000_000])

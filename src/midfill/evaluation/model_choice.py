@@ -8,7 +8,7 @@ from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adap
 from midfill.checkpoints.opening import open_model
 from midfill.config import Backend, KvDtype, WeightsOption
 from midfill.evaluation.models import LocalModel
-from midfill.frontend.prompts import fingerprint_of
+from midfill.frontend.fingerprint import fingerprint_of
 from midfill.system.progress import Progress, ignore_progress
 
 

@@ -1,13 +1,10 @@
 """PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat."""
 
-import bisect
 import dataclasses
-import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
 
-from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, SNIPPETS_KEY, Checkpoint
+from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
 from midfill.checkpoints.described_model import DescribedModel
 from midfill.checkpoints.model_record import (
     cut_rule_of,
@@ -19,6 +16,7 @@ from midfill.checkpoints.model_record import (
 )
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
+from midfill.frontend.context_bounds import FileTokens, context_bounds, find_file_tokens
 from midfill.frontend.fitting_context import FittingContext
 from midfill.frontend.prompt import ExpectedPrompt, LayoutReport, Prompt
 from midfill.frontend.token_report import TokenReport, TokenReporter
@@ -380,82 +378,6 @@ def _context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int
         for segment, part in zip(layout.segments, parts[1:], strict=True)
         if isinstance(segment, TextSegment) and segment.role == "context"
     )
-
-
-def context_bounds(
-    layout: PromptLayout,
-    parts: Sequence[Sequence[int]],
-    format: FimFormat | None,
-    file_tokens: "FileTokens",
-) -> tuple[int, ...]:
-    """Return the number of each shown file's first token, and of what follows them.
-
-    A file ends with the separator after it. In families without separators, a token that joins the
-    end of a file to the next one belongs to the next.
-
-    Args:
-        layout: of a prompt.
-        parts: the ids of BOS and of each of its segments.
-        format: the model's.
-        file_tokens: see ``find_file_tokens``.
-    """
-    separator = None if format is None else format.file_separator
-    segments, at = layout.segments, len(parts[0])
-    bounds: list[int] = []
-    for number, segment in enumerate(segments):
-        start, at = at, at + len(parts[number + 1])
-        if not isinstance(segment, TextSegment) or segment.role != "context":
-            continue
-        after = segments[number + 1] if number + 1 < len(segments) else None
-        before = segments[number - 1] if number else None
-        if separator is None:
-            found = file_tokens(segment.text, segment.files, tuple(parts[number + 1]))
-            bounds += [start + one for one in found]
-        elif before == separator == after:
-            bounds += [start, at + len(parts[number + 2])]
-    return tuple(dict.fromkeys(bounds))
-
-
-FileTokens = Callable[[str, tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
-"""``find_file_tokens`` for one tokenizer."""
-
-
-def find_file_tokens(
-    text: str,
-    files: tuple[int, ...],
-    ids: tuple[int, ...],
-    *,
-    token_bytes: Callable[[int], bytes],
-) -> tuple[int, ...]:
-    """Return the numbers of the tokens in which files begin, and of the first one after them.
-
-    Args:
-        text: the files, and what follows them.
-        files: see ``TextSegment``.
-        ids: the text's tokens.
-        token_bytes: returns a token's bytes.
-
-    Returns:
-        As many as ``files``; nothing where the tokens aren't the text as it is.
-    """
-    ends = list(accumulate(len(token_bytes(one)) for one in ids))
-    if not ends or ends[-1] != len(text.encode()):
-        return ()
-    places = (len(text[:place].encode()) for place in files)
-    return tuple(bisect.bisect_right(ends, place) for place in places)
-
-
-def fingerprint_of(checkpoint: Checkpoint) -> str:
-    """Return a digest of what decides a model's answers: its weights, and its rules of layout."""
-    rules = (cut_rule_of(checkpoint), window_rule_of(checkpoint), end_bias_of(checkpoint))
-    text = f"{checkpoint.fingerprint} {rules} {checkpoint.metadata.get(FRAGMENTS_KEY) is True}"
-    if threshold := empty_threshold_of(checkpoint):  # off, it leaves earlier digests valid
-        text += f" {threshold}"
-    if opens_lines_of(checkpoint):
-        text += " opens lines"
-    if SNIPPETS_KEY in checkpoint.metadata:
-        text += f" snippets {snippet_characters_of(checkpoint)}"
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _too_long_field(layout: PromptLayout, parts: Sequence[Sequence[int]], context: int) -> str:
