@@ -9,7 +9,7 @@ from midfill.forward.cells import UInt8Array
 from midfill.forward.runner import Runner
 from midfill.kv.blob import RAW, BlobError, KvBlob
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_cache import CacheRoot
+from midfill.kv.radix_node import CacheRoot
 from midfill.kv.ragged import cells_of_slots
 
 

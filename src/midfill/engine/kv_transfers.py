@@ -16,7 +16,7 @@ from midfill.arrays import Int32Array
 from midfill.engine.kv_copies import KvCopies, NoRoomError
 from midfill.kv.blob import RAW, BlobError, KvBlob, KvIdentity, bind_tenant, decode_blob
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_cache import RadixNode
+from midfill.kv.radix_node import RadixNode
 
 MAX_STEP_BYTES = 4 * 2**20
 """Copied at most between two steps: one to three milliseconds."""

@@ -20,7 +20,8 @@ import numpy as np
 from midfill.arrays import Int32Array
 from midfill.forward.cells import CellStore
 from midfill.forward.groups import KeyGroup
-from midfill.kv.radix_cache import CacheRoot, RadixCache
+from midfill.kv.radix_cache import RadixCache
+from midfill.kv.radix_node import CacheRoot
 from midfill.kv.ragged import cells_of_slots
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.reuse.parallel import ParallelMethod

@@ -26,7 +26,7 @@ from midfill.engine.request import (
 )
 from midfill.engine.row_pruning import RowPruning
 from midfill.engine.sparse_prefill import SparsePrefill
-from midfill.kv.radix_cache import CacheRoot, MethodRoot
+from midfill.kv.radix_node import CacheRoot, MethodRoot
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.models.config import ModelConfig
 from midfill.reuse.method import ReuseMethod

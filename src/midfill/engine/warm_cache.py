@@ -25,7 +25,7 @@ from midfill.errors import MidfillError
 from midfill.forward.runner import Runner
 from midfill.kv.blob import RAW, BlobError, KvBlob, bind_tenant, chain
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_cache import CacheRoot, MethodRoot
+from midfill.kv.radix_node import CacheRoot, MethodRoot
 from midfill.system.cache import cache_folder
 from midfill.tiers.chunk_folder import ChunkFolder
 from midfill.tiers.codec import ChunkCodec

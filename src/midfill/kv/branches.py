@@ -10,7 +10,8 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from midfill.arrays import Int32Array
-from midfill.kv.radix_cache import BranchRoot, CachedPrefix, RadixCache
+from midfill.kv.radix_cache import CachedPrefix, RadixCache
+from midfill.kv.radix_node import BranchRoot
 
 _MAX_BRANCHES = 64
 

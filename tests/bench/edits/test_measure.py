@@ -14,10 +14,9 @@ from midfill.bench.edits.measure import (
     WINDOWS,
     EditsOptions,
     EditsReport,
-    edits_markdown,
-    edits_table,
     run_edits,
 )
+from midfill.bench.edits.report import edits_markdown, edits_table
 
 
 @pytest.fixture(scope="module")

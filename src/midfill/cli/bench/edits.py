@@ -48,13 +48,8 @@ def edits(
     cheapest cuts with the whole future known). Sessions come from an editing mix over files of the
     standard library and from git histories.
     """
-    from midfill.bench.edits.measure import (
-        QUICK,
-        EditsOptions,
-        edits_markdown,
-        edits_table,
-        run_edits,
-    )
+    from midfill.bench.edits.measure import QUICK, EditsOptions, run_edits
+    from midfill.bench.edits.report import edits_markdown, edits_table
 
     options = msgspec.structs.replace(
         QUICK if quick else EditsOptions(),
