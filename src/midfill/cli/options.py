@@ -51,8 +51,8 @@ KvDtypeOption = Annotated[
     typer.Option(
         "--kv-cache-dtype",
         help="How the CPU kernels store KV: float32, float16, bfloat16 or 8-bit; by default float16"
-        " with quantised weights. With bfloat16 attention is rounded, too, and about twice as fast"
-        " on chips with AVX512-BF16.",
+        " with quantised weights. With bfloat16 attention is rounded, too, and long prompts are"
+        " computed faster on chips with AVX512-BF16.",
     ),
 ]
 AdapterOption = Annotated[

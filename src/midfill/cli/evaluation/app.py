@@ -8,17 +8,15 @@ import typer
 
 from midfill.cli.evaluation.cuts import cuts
 from midfill.cli.evaluation.empty import empty
+from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
 from midfill.cli.evaluation.options import (
     ConditionsOption,
     ContextOption,
     FilesOption,
     HumanEvalOption,
-    JsonOption,
     LimitOption,
     MaxTokensOption,
     MethodsOption,
-    ProcessesOption,
-    ResumeOption,
     SeedOption,
     SuffixesOption,
     TasksOption,
@@ -26,7 +24,7 @@ from midfill.cli.evaluation.options import (
     UrlOption,
 )
 from midfill.cli.evaluation.page import page
-from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.run import Outputs
 from midfill.cli.evaluation.snippets import snippets
 from midfill.cli.evaluation.values import (
     choose_tasks,
@@ -35,15 +33,9 @@ from midfill.cli.evaluation.values import (
     results_console,
 )
 from midfill.cli.evaluation.windows import windows
+from midfill.cli.option_groups import with_option_groups
 from midfill.cli.options import (
-    AdapterOption,
-    BackendOption,
-    DeviceOption,
-    FimTokensOption,
     KvDtypeOption,
-    ModelOption,
-    ThreadsOption,
-    WeightsFormatOption,
 )
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
 
@@ -71,13 +63,13 @@ app.command()(page)
 
 
 @app.command()
+@with_option_groups
 def infilling(
+    *,
     humaneval: HumanEvalOption = None,
     files: FilesOption = None,
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
+    asked: ModelOptions,
     url: UrlOption = None,
-    fim_tokens: FimTokensOption = None,
     tasks: TasksOption = None,
     conditions: ConditionsOption = None,
     method: MethodsOption = None,
@@ -87,16 +79,8 @@ def infilling(
     context_characters: ContextOption = "2000,1000",
     typed: TypedOption = False,
     suffixes: SuffixesOption = ".py",
-    weights: WeightsFormatOption = "auto",
     kv_cache_dtype: KvDtypeOption = "auto",
-    backend: BackendOption = "auto",
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    processes: ProcessesOption = 1,
-    json: JsonOption = None,
-    resume: ResumeOption = False,
-    plot: PlotOption = None,
-    docs: DocsOption = None,
+    results: ResultOptions,
     section: SectionOption = "infilling",
 ) -> None:
     """Measure infilling: pass@1 on HumanEval-Infilling, exact match in held-out files.
@@ -105,19 +89,17 @@ def infilling(
     character, the first and the last of these with token healing, and as midfill lays prompts out.
     With --method, each of them once more for each method of KV compression.
     """
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.errors import MidfillError
     from midfill.evaluation.conditions import choose_conditions, parse_conditions, with_methods
-    from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.models import RemoteModel
     from midfill.evaluation.run import RunOptions, load_problems
 
-    if url is not None and (model or adapter or typed):
+    if url is not None and (asked.model or asked.adapter or typed):
         raise MidfillError(
             "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
-    results = ResultsFile(json, resume)
+    file = results.results_file()
     if method and conditions is None:
         conditions = "auto"
     names = None if conditions is None else parse_conditions(conditions)
@@ -133,24 +115,13 @@ def infilling(
         suffixes=parse_suffixes(suffixes),
     )
     problems = load_problems(options, humaneval, files or [])
-    asked = ModelChoice(
-        model=model or DEFAULT_MODEL,
-        adapter=adapter,
-        weights=weights,
-        kv_dtype=kv_cache_dtype,
-        backend=backend,
-        device=device,
-        threads=threads,
-        fim_tokens=fim_tokens,
-        processes=processes,
-    )
 
     def open_model(progress: "Progress") -> "AbstractContextManager[Model]":
         if url is not None:
-            return nullcontext(RemoteModel(url, fim_tokens))
-        return load_model(asked, progress)
+            return nullcontext(RemoteModel(url, asked.fim_tokens))
+        return load_model(asked.choice(kv_cache_dtype), progress)
 
-    report = results.run(
+    report = file.run(
         open_model,
         problems,
         lambda model: with_methods(
@@ -158,7 +129,7 @@ def infilling(
         ),
         options,
     )
-    _show(report, Outputs(plot, docs, section))
+    _show(report, results.outputs(section))
 
 
 @app.command()

@@ -6,37 +6,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
 from midfill.cli.evaluation.options import (
     ContextOption,
     FilesOption,
     HumanEvalOption,
-    JsonOption,
     LimitOption,
     MaxTokensOption,
-    ProcessesOption,
-    ResumeOption,
     SeedOption,
     SuffixesOption,
     TasksOption,
 )
-from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.run import Outputs
 from midfill.cli.evaluation.values import (
-    check_target,
     choose_tasks,
     parse_context,
     parse_suffixes,
     results_console,
 )
-from midfill.cli.options import (
-    AdapterOption,
-    BackendOption,
-    DeviceOption,
-    FimTokensOption,
-    ModelOption,
-    ThreadsOption,
-    WeightsFormatOption,
-)
-from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+from midfill.cli.option_groups import with_option_groups
+from midfill.cli.outputs import SectionOption
 
 if TYPE_CHECKING:
     from midfill.evaluation.choice import Choice
@@ -68,12 +57,12 @@ WriteOption = Annotated[
 ]
 
 
+@with_option_groups
 def cuts(
+    *,
     humaneval: HumanEvalOption = None,
     files: FilesOption = None,
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
-    fim_tokens: FimTokensOption = None,
+    asked: ModelOptions,
     tasks: TasksOption = None,
     distances: DistancesOption = "0,32,96,200,400,800,whole",
     score: ScoreOption = "similarity",
@@ -83,15 +72,7 @@ def cuts(
     max_tokens: MaxTokensOption = None,
     suffixes: SuffixesOption = ".py",
     context_characters: ContextOption = "2000,1000",
-    weights: WeightsFormatOption = "auto",
-    backend: BackendOption = "auto",
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    processes: ProcessesOption = 1,
-    json: JsonOption = None,
-    resume: ResumeOption = False,
-    plot: PlotOption = None,
-    docs: DocsOption = None,
+    results: ResultOptions,
     section: SectionOption = "cuts",
     write: WriteOption = None,
 ) -> None:
@@ -102,7 +83,6 @@ def cuts(
     """
     from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY
     from midfill.checkpoints.model_record import write_cut
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.evaluation.choice import check_score
     from midfill.evaluation.cut_report import cut_measurement
     from midfill.evaluation.cuts import (
@@ -111,15 +91,14 @@ def cuts(
         parse_distance,
         parse_distances,
     )
-    from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.run import RunOptions, load_problems
 
     places = parse_distances(distances)
     check_score(score)
-    results = ResultsFile(json, resume)
+    file = results.results_file()
     if write is not None:
-        check_target(write, model or DEFAULT_MODEL, adapter, LEAST_INCREMENT_KEY)
+        asked.check_target(write, LEAST_INCREMENT_KEY)
     before, after = parse_context(context_characters)
     options = RunOptions(
         tasks=choose_tasks(tasks, humaneval, files or [], holes_only=True),
@@ -131,24 +110,14 @@ def cuts(
         suffixes=parse_suffixes(suffixes),
     )
     problems = load_problems(options, humaneval, files or [])
-    asked = ModelChoice(
-        model=model or DEFAULT_MODEL,
-        adapter=adapter,
-        weights=weights,
-        backend=backend,
-        device=device,
-        threads=threads,
-        fim_tokens=fim_tokens,
-        processes=processes,
-    )
-    report = results.run(
-        partial(load_model, asked),
+    report = file.run(
+        partial(load_model, asked.choice()),
         problems,
         lambda model: cut_conditions(places, model.format),
         options,
     )
     choice = choose_cut(report, score=score, margin=margin / 100)
-    _show(report, choice, Outputs(plot, docs, section))
+    _show(report, choice, results.outputs(section))
     if write is not None:
         least = parse_distance(choice.recommended)
         path = write_cut(write, least, cut_measurement(report, choice))

@@ -6,33 +6,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
 from midfill.cli.evaluation.options import (
     ContextOption,
     FilesOption,
     HumanEvalOption,
-    JsonOption,
     LimitOption,
     MaxTokensOption,
-    ProcessesOption,
-    ResumeOption,
     SeedOption,
 )
-from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.run import Outputs
 from midfill.cli.evaluation.values import (
-    check_target,
     parse_context,
     results_console,
 )
-from midfill.cli.options import (
-    AdapterOption,
-    BackendOption,
-    DeviceOption,
-    FimTokensOption,
-    ModelOption,
-    ThreadsOption,
-    WeightsFormatOption,
-)
-from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+from midfill.cli.option_groups import with_option_groups
+from midfill.cli.outputs import SectionOption
 
 if TYPE_CHECKING:
     from midfill.evaluation.empties import EmptyChoice
@@ -63,27 +52,19 @@ WriteOption = Annotated[
 ]
 
 
+@with_option_groups
 def empty(
+    *,
     files: FilesOption = None,
     humaneval: HumanEvalOption = None,
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
-    fim_tokens: FimTokensOption = None,
+    asked: ModelOptions,
     most: MostOption = 4.0,
     threshold: ThresholdOption = None,
     limit: LimitOption = 200,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
     context_characters: ContextOption = "2000,1000",
-    weights: WeightsFormatOption = "auto",
-    backend: BackendOption = "auto",
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    processes: ProcessesOption = 1,
-    json: JsonOption = None,
-    resume: ResumeOption = False,
-    plot: PlotOption = None,
-    docs: DocsOption = None,
+    results: ResultOptions,
     section: SectionOption = "empty",
     write: WriteOption = None,
 ) -> None:
@@ -95,7 +76,6 @@ def empty(
     """
     from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY
     from midfill.checkpoints.model_record import write_empty
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.errors import MidfillError
     from midfill.evaluation.empties import (
         caret_tasks,
@@ -104,17 +84,16 @@ def empty(
         given_empty,
     )
     from midfill.evaluation.empty_report import empty_measurement
-    from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.run import RunOptions, load_problems
 
-    results = ResultsFile(json, resume)
+    file = results.results_file()
     if not files:
         raise MidfillError("nothing to ask: name held-out Python files with --files")
     if write is not None and threshold is not None:
         raise MidfillError("--write notes a threshold that is chosen: leave out --threshold")
     if write is not None:
-        check_target(write, model or DEFAULT_MODEL, adapter, EMPTY_THRESHOLD_KEY)
+        asked.check_target(write, EMPTY_THRESHOLD_KEY)
     before, after = parse_context(context_characters)
     options = RunOptions(
         tasks=caret_tasks(humaneval is not None),
@@ -125,25 +104,18 @@ def empty(
         max_tokens=max_tokens,
     )
     problems = load_problems(options, humaneval, files)
-    asked = ModelChoice(
-        model=model or DEFAULT_MODEL,
-        adapter=adapter,
-        weights=weights,
-        backend=backend,
-        device=device,
-        threads=threads,
-        fim_tokens=fim_tokens,
-        processes=processes,
-    )
-    report = results.run(
-        partial(load_model, asked), problems, lambda model: empty_conditions(model.format), options
+    report = file.run(
+        partial(load_model, asked.choice()),
+        problems,
+        lambda model: empty_conditions(model.format),
+        options,
     )
     choice = (
         choose_empty(report, limit=most / 100)
         if threshold is None
         else given_empty(report, threshold)
     )
-    _show(report, choice, Outputs(plot, docs, section))
+    _show(report, choice, results.outputs(section))
     if write is not None:
         path = write_empty(write, choice.threshold, empty_measurement(report, choice))
         results_console().print(f"written to {path}", markup=False, highlight=False)

@@ -7,34 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midfill.cli.evaluation.cuts import ScoreOption
+from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
 from midfill.cli.evaluation.options import (
     ContextOption,
     FilesOption,
-    JsonOption,
     LimitOption,
     MaxTokensOption,
-    ProcessesOption,
-    ResumeOption,
     SeedOption,
     SuffixesOption,
 )
-from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.run import Outputs
 from midfill.cli.evaluation.values import (
-    check_target,
     parse_context,
     parse_suffixes,
     results_console,
 )
-from midfill.cli.options import (
-    AdapterOption,
-    BackendOption,
-    DeviceOption,
-    FimTokensOption,
-    ModelOption,
-    ThreadsOption,
-    WeightsFormatOption,
-)
-from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+from midfill.cli.option_groups import with_option_groups
+from midfill.cli.outputs import SectionOption
 
 if TYPE_CHECKING:
     from midfill.evaluation.choice import Choice
@@ -62,12 +51,12 @@ WriteOption = Annotated[
 ]
 
 
+@with_option_groups
 def snippets(
+    *,
     files: FilesOption = None,
     suffixes: SuffixesOption = ".py",
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
-    fim_tokens: FimTokensOption = None,
+    asked: ModelOptions,
     tasks: SnippetTasksOption = "line,subtoken",
     snippets: SnippetsOption = "0,500,1000,2000,4000,8000,2000/alike,2000/old,2000/answer",
     context_characters: ContextOption = "2000,600",
@@ -75,15 +64,7 @@ def snippets(
     limit: LimitOption = 100,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
-    weights: WeightsFormatOption = "auto",
-    backend: BackendOption = "auto",
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    processes: ProcessesOption = 1,
-    json: JsonOption = None,
-    resume: ResumeOption = False,
-    plot: PlotOption = None,
-    docs: DocsOption = None,
+    results: ResultOptions,
     section: SectionOption = "snippets",
     write: WriteOption = None,
 ) -> None:
@@ -95,10 +76,8 @@ def snippets(
     """
     from midfill.checkpoints.checkpoint import SNIPPETS_KEY
     from midfill.checkpoints.model_record import write_snippets
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.errors import MidfillError
     from midfill.evaluation.choice import check_score
-    from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.problems import parse_tasks
     from midfill.evaluation.run import RunOptions, load_problems
@@ -109,11 +88,11 @@ def snippets(
 
     shown = parse_snippets(snippets)
     check_score(score)
-    results = ResultsFile(json, resume)
+    file = results.results_file()
     if not files:
         raise MidfillError("nothing to ask: name held-out source files with --files")
     if write is not None:
-        check_target(write, model or DEFAULT_MODEL, adapter, SNIPPETS_KEY)
+        asked.check_target(write, SNIPPETS_KEY)
     before, after = parse_context(context_characters)
     options = RunOptions(
         tasks=parse_tasks(tasks),
@@ -127,21 +106,14 @@ def snippets(
     check_tasks(options.tasks)
     problems = load_problems(options, None, files)
     problems = with_snippets(problems, read_files(files, options.suffixes), seed)
-    asked = ModelChoice(
-        model=model or DEFAULT_MODEL,
-        adapter=adapter,
-        weights=weights,
-        backend=backend,
-        device=device,
-        threads=threads,
-        fim_tokens=fim_tokens,
-        processes=processes,
-    )
-    report = results.run(
-        partial(load_model, asked), problems, lambda model: snippet_conditions(shown), options
+    report = file.run(
+        partial(load_model, asked.choice()),
+        problems,
+        lambda model: snippet_conditions(shown),
+        options,
     )
     choice = choose_snippets(report, score=score)
-    _show(report, choice, Outputs(plot, docs, section))
+    _show(report, choice, results.outputs(section))
     if write is not None:
         measured = snippet_measurement(report, choice)
         path = write_snippets(write, int(choice.recommended), measured)

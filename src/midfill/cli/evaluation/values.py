@@ -69,24 +69,3 @@ def parse_context(text: str) -> tuple[int, int]:
     if before < 1 or after < 0:
         raise typer.BadParameter("--context-characters takes two numbers like 2000,1000")
     return before, after
-
-
-def check_target(folder: Path, model: str, adapter: str | None, keys: str) -> None:
-    """Check before the work that what is measured can be noted in a folder.
-
-    Args:
-        folder: the folder.
-        model, adapter: what is measured.
-        keys: what a GGUF file may have instead, for the error.
-
-    Raises:
-        MidfillError: it is no model's or adapter's folder, or another one's.
-    """
-    from midfill.checkpoints.model_record import check_folder
-    from midfill.checkpoints.model_store import resolve, resolve_adapter
-    from midfill.errors import MidfillError
-
-    check_folder(folder, keys)
-    measured = resolve_adapter(model, adapter) or resolve(model)
-    if folder.resolve() != measured.resolve():
-        raise MidfillError(f"--write {folder}: what is measured is {measured}; name that folder")

@@ -7,32 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midfill.cli.evaluation.cuts import MarginOption, ScoreOption
+from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
 from midfill.cli.evaluation.options import (
     FilesOption,
-    JsonOption,
     LimitOption,
     MaxTokensOption,
-    ProcessesOption,
-    ResumeOption,
     SeedOption,
     SuffixesOption,
 )
-from midfill.cli.evaluation.run import Outputs, ResultsFile
+from midfill.cli.evaluation.run import Outputs
 from midfill.cli.evaluation.values import (
-    check_target,
     parse_suffixes,
     results_console,
 )
-from midfill.cli.options import (
-    AdapterOption,
-    BackendOption,
-    DeviceOption,
-    FimTokensOption,
-    ModelOption,
-    ThreadsOption,
-    WeightsFormatOption,
-)
-from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+from midfill.cli.option_groups import with_option_groups
+from midfill.cli.outputs import SectionOption
 
 if TYPE_CHECKING:
     from midfill.evaluation.choice import Choice
@@ -62,12 +51,12 @@ WriteOption = Annotated[
 ]
 
 
+@with_option_groups
 def windows(
+    *,
     files: FilesOption = None,
     suffixes: SuffixesOption = ".py",
-    model: ModelOption = None,
-    adapter: AdapterOption = None,
-    fim_tokens: FimTokensOption = None,
+    asked: ModelOptions,
     tasks: WindowTasksOption = "line,block",
     windows: WindowsOption = "400/150,800/250,1200/400,2000/600,4000/1000",
     shortest: ShortestOption = 12_000,
@@ -76,15 +65,7 @@ def windows(
     limit: LimitOption = 100,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
-    weights: WeightsFormatOption = "auto",
-    backend: BackendOption = "auto",
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    processes: ProcessesOption = 1,
-    json: JsonOption = None,
-    resume: ResumeOption = False,
-    plot: PlotOption = None,
-    docs: DocsOption = None,
+    results: ResultOptions,
     section: SectionOption = "windows",
     write: WriteOption = None,
 ) -> None:
@@ -97,10 +78,8 @@ def windows(
     """
     from midfill.checkpoints.checkpoint import WINDOW_AFTER_KEY, WINDOW_BEFORE_KEY
     from midfill.checkpoints.model_record import write_window
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.errors import MidfillError
     from midfill.evaluation.choice import check_score
-    from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.problems import parse_tasks
     from midfill.evaluation.run import RunOptions, load_problems
@@ -115,12 +94,12 @@ def windows(
 
     rules = parse_windows(windows)
     check_score(score)
-    results = ResultsFile(json, resume)
+    file = results.results_file()
     if not files:
         raise MidfillError("nothing to ask: name held-out source files with --files")
     if write is not None:
         keys = f"{WINDOW_BEFORE_KEY} and {WINDOW_AFTER_KEY}"
-        check_target(write, model or DEFAULT_MODEL, adapter, keys)
+        asked.check_target(write, keys)
     options = RunOptions(
         tasks=parse_tasks(tasks),
         limit=limit,
@@ -131,21 +110,14 @@ def windows(
     )
     check_tasks(options.tasks)
     problems = load_problems(options, None, files)
-    asked = ModelChoice(
-        model=model or DEFAULT_MODEL,
-        adapter=adapter,
-        weights=weights,
-        backend=backend,
-        device=device,
-        threads=threads,
-        fim_tokens=fim_tokens,
-        processes=processes,
-    )
-    report = results.run(
-        partial(load_model, asked), problems, lambda model: window_conditions(rules), options
+    report = file.run(
+        partial(load_model, asked.choice()),
+        problems,
+        lambda model: window_conditions(rules),
+        options,
     )
     choice = choose_window(report, score=score, margin=margin / 100)
-    _show(report, choice, Outputs(plot, docs, section))
+    _show(report, choice, results.outputs(section))
     if write is not None:
         measured = window_measurement(report, choice)
         path = write_window(write, rule_of(choice.recommended), measured)
