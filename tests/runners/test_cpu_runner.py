@@ -1,5 +1,6 @@
 """CpuRunner: equal to transformers, and bit for bit the same however a prompt is computed."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -339,6 +340,20 @@ def test_packed_weights_are_made_once_and_a_damaged_cache_is_replaced(
     load_packed(llama, "q8", progress, tmp_path)
     assert "packing weights" in steps
     assert cached.read_bytes() == whole
+
+
+def test_large_packed_weights_are_stored_while_the_model_is_in_use(
+    llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("midfill.runners.packed_model._MAX_STORED_AT_ONCE", 0)
+    first = load_packed(llama, "q8", folder=tmp_path)
+    for thread in threading.enumerate():
+        if thread.name == "store packed weights":
+            thread.join()
+    stages: list[str] = []
+    second = load_packed(llama, "q8", lambda stage, done, total: stages.append(stage), tmp_path)
+    assert set(stages) == {"reading weights"}
+    np.testing.assert_array_equal(first.weights.qkv.packed, second.weights.qkv.packed)
 
 
 def test_an_unsupported_shape_is_one_clear_line(tmp_path: Path) -> None:

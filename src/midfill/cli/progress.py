@@ -1,33 +1,42 @@
 """Display of the progress of long work on the terminal."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from midfill.system.progress import Progress
+
+_LINE_SECONDS = 10.0
 
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
     """Show a progress bar on standard error, which disappears at the end.
 
+    Where that is no terminal, print a line from time to time, so that a log shows why a large
+    model isn't ready yet.
+
     Yields:
         The function to report progress to, in bytes or steps.
     """
     from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield progress_lines(lambda line: print(line, file=sys.stderr, flush=True))
+        return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from midfill.reporting.sizes import format_size
 
-    console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bars:
+    with Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task("starting", total=None, amount="")
 
         def report(stage: str, done: int, total: int) -> None:
@@ -36,6 +45,21 @@ def show_progress() -> Iterator[Progress]:
             bars.update(bar, description=stage, completed=done, total=total or None, amount=amount)
 
         yield report
+
+
+def progress_lines(
+    write: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> Progress:
+    """Return a progress callback that writes a line at most every 10 seconds, and none before."""
+    last = clock()
+
+    def report(stage: str, done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last >= _LINE_SECONDS:
+            last = clock()
+            write(f"{stage}: {done / total:.0%}" if total else stage)
+
+    return report
 
 
 @contextmanager

@@ -20,14 +20,18 @@ from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
 from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
 from midfill.models.config import ModelConfig
 from midfill.models.stored_tensor import StoredTensor
-from midfill.runners.packed_file import read_arrays, write_arrays
+from midfill.runners.packed_file import Arrays, read_arrays, write_arrays
 from midfill.runners.rope import rope_tables
+from midfill.system.background import start_in_background
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
 from midfill.system.cores import available_threads
-from midfill.system.mapped_files import release_pages
+from midfill.system.mapped_files import read_ahead, release_pages
 from midfill.system.progress import Progress, ignore_progress
 
 PACKING_VERSION = 4
+
+_MAX_STORED_AT_ONCE = 1 << 28
+"""Bytes that are written before a model counts as loaded."""
 
 _MATRICES = {
     "qkv": ("q", "k", "v"),
@@ -115,11 +119,23 @@ def load_packed(
     arrays = read_arrays(path, progress)
     if arrays is None:
         arrays = _pack_all(checkpoint, option, progress)
-        store_file(path, lambda file: write_arrays(file, arrays))
-        remove_unused(path.parent)
+        _store(path, arrays)
     else:
         mark_used(path)
     return _assemble(checkpoint.config, arrays)
+
+
+def _store(path: Path, arrays: Arrays) -> None:
+    """Keep packed weights for the next start; those of gigabytes beside the first requests."""
+
+    def store() -> None:
+        store_file(path, lambda file: write_arrays(file, arrays))
+        remove_unused(path.parent)
+
+    if sum(array.nbytes for array in arrays.values()) <= _MAX_STORED_AT_ONCE:
+        store()
+    else:
+        start_in_background(store, "store packed weights")
 
 
 def _format_for(kind: str, option: WeightsOption) -> WeightFormat:
@@ -194,8 +210,10 @@ class _Stacking:
         ends = np.cumsum(self._sizes).tolist()
         parts = [self.data[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
         panels = []
-        with ThreadPoolExecutor(available_threads()) as pool:
-            packed = pool.map(_pack_layer, self._layers, self._formats, parts)
+        threads = available_threads()
+        following = [*self._layers[threads:], *([[]] * threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            packed = pool.map(_pack_layer, self._layers, self._formats, parts, following)
             for matrix, part_end in zip(packed, ends, strict=True):
                 matrix.panels[:, 0] += part_end - len(matrix.data)
                 panels.append(matrix.panels)
@@ -204,8 +222,14 @@ class _Stacking:
 
 
 def _pack_layer(
-    tensors: list[StoredTensor], formats: list[WeightFormat], out: Uint8Array
+    tensors: list[StoredTensor],
+    formats: list[WeightFormat],
+    out: Uint8Array,
+    following: list[StoredTensor],
 ) -> PackedMatrix:
+    """Pack one layer's matrices, while those that this thread packs next are read from disk."""
+    for tensor in following:
+        read_ahead(tensor.data)
     matrix = pack(tensors, formats, out)
     for tensor in tensors:
         release_pages(tensor.data)

@@ -25,8 +25,11 @@ from midfill.models.stored_tensor import StoredTensor
 
 Bytes = npt.NDArray[np.uint8]
 
-_CHUNK_WEIGHTS = 1 << 22
-"""Weights that are packed at a time: what they take in between stays small."""
+_CHUNK_WEIGHTS = 1 << 20
+"""Weights that are packed at a time: what they take in between fits a few megabytes.
+
+With larger arrays, half of the time goes into pages that the system clears for each.
+"""
 _FLOATS = ("f32", "f16", "bf16")
 
 
@@ -162,36 +165,42 @@ def _pack_quants(parts: Quants, layout: BlockLayout) -> Bytes:
     header[..., :PANEL] = _panels(parts.scales).swapaxes(1, 2)
     if parts.minima is not None:
         header[..., PANEL:] = _panels(parts.minima).swapaxes(1, 2)
-    body = np.empty((panels, groups, layout.group_bytes), np.uint8)
+    by_group = (*blocks.shape[:2], layout.groups)
+    body = blocks[..., layout.header_bytes :].reshape(*by_group, -1)  # a view
     at = 0
     if parts.integer_scales is not None:
         integers = _panels(parts.integer_scales).transpose(0, 2, 3, 1)
         at = PANEL * layout.scales
-        body[..., :at] = integers.reshape(panels, groups, at).view(np.uint8)
+        body[..., :at] = integers.reshape(*by_group, at).view(np.uint8)
     if parts.integer_minima is not None:
-        body[..., at : at + PANEL] = _panels(parts.integer_minima).swapaxes(1, 2).view(np.uint8)
+        minima = _panels(parts.integer_minima).swapaxes(1, 2)
+        body[..., at : at + PANEL] = minima.reshape(*by_group, PANEL).view(np.uint8)
         at += PANEL
-    fours = quants.reshape(panels, PANEL, groups, -1, 4).transpose(0, 2, 3, 1, 4)
-    vectors = np.ascontiguousarray(fours).reshape(panels, groups, 16, 64)
+    # Four inputs stay together, so they move as one number.
+    fours = np.ascontiguousarray(quants).view(np.uint32).reshape(panels, PANEL, -1)
+    vectors = np.ascontiguousarray(fours.swapaxes(1, 2)).view(np.uint8)
+    vectors = vectors.reshape(*by_group, 16, 64)
     position = 0
     for bits in layout.planes:
-        plane = _plane(vectors, position, bits)
+        plane = _plane(vectors, position, bits, layout.bits)
         body[..., at : at + plane.shape[-1]] = plane
         at += plane.shape[-1]
         position += bits
-    blocks[..., layout.header_bytes :] = body.reshape(panels, groups // layout.groups, -1)
     return blocks.reshape(-1)
 
 
-def _plane(vectors: Bytes, position: int, bits: int) -> Bytes:
-    """Pack some bits of all quants: [panels, groups, 16, 64] to [panels, groups, bytes]."""
+def _plane(vectors: Bytes, position: int, bits: int, all_bits: int) -> Bytes:
+    """Pack some bits of all quants: [..., 16, 64] to [..., bytes]."""
+    held = np.right_shift(vectors, position, dtype=np.uint8) if position else vectors
+    if position + bits < all_bits:
+        held = np.bitwise_and(held, (1 << bits) - 1, dtype=np.uint8)
     shared = 8 // bits
-    held = np.bitwise_and(vectors >> position, (1 << bits) - 1, dtype=np.uint8)
-    parts = held.reshape(*vectors.shape[:2], -1, shared, 64)
+    parts = held.reshape(*vectors.shape[:-2], -1, shared, 64)
     plane: Bytes = parts[..., 0, :]
     for i in range(1, shared):
-        plane = np.bitwise_or(plane, parts[..., i, :] << i * bits, dtype=np.uint8)
-    return plane.reshape(*vectors.shape[:2], -1)
+        higher = np.left_shift(parts[..., i, :], i * bits, dtype=np.uint8)
+        plane = np.bitwise_or(plane, higher, out=higher)
+    return plane.reshape(*vectors.shape[:-2], -1)
 
 
 def unpack(matrix: PackedMatrix) -> npt.NDArray[np.float32]:
