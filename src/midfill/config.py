@@ -18,6 +18,7 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MAX_QUEUED_TOKENS = 262_144
+DEFAULT_DOCUMENT_MEMORY = 256 * 2**20
 DEFAULT_STEP_TIMEOUT = 120.0
 DEFAULT_COMPLETION_TIMEOUT = 120.0
 
@@ -179,6 +180,8 @@ class ServeOptions:
             adapter says.
         snippets: how many characters to show of the snippets of other text that editor plugins send
             by themselves; None takes what the model or its adapter says.
+        document_memory: bytes for the text of documents that is remembered from request to request;
+            a quarter of it more for tokens, and an eighth for what prompts begin with.
         max_body_bytes: maximum size of a request body.
         max_queued_tokens: maximum number of prompt tokens whose requests wait for their first
             token; requests beyond it are refused with status 429.
@@ -217,6 +220,7 @@ class ServeOptions:
     fim_tokens: FimTokens | None = None
     window: WindowSize | None = None
     snippets: int | None = None
+    document_memory: int = DEFAULT_DOCUMENT_MEMORY
     max_body_bytes: int = 16 * 1024 * 1024
     max_queued_tokens: int = DEFAULT_MAX_QUEUED_TOKENS
     max_queued_tokens_per_key: int | None = None

@@ -3,9 +3,6 @@
 import gc
 import tracemalloc
 
-import pytest
-
-from midfill.infill import context_planner
 from midfill.infill.context import ContextFile
 from midfill.infill.context_planner import ContextPlanner
 from midfill.infill.formats import FimFormat, Sentinel
@@ -28,7 +25,7 @@ def request(tenant: str, round_number: int, files: int = 20) -> InfillRequest:
 
 
 def test_what_is_counted_is_no_less_than_what_is_taken() -> None:
-    planner = ContextPlanner(FORMAT, 1000)
+    planner = ContextPlanner(FORMAT, 1000, max_bytes=32_000_000)
     gc.collect()
     tracemalloc.start()
     try:
@@ -43,9 +40,8 @@ def test_what_is_counted_is_no_less_than_what_is_taken() -> None:
     assert 0 < after - before <= planner.memory().held_bytes
 
 
-def test_tenants_that_came_longest_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_planner, "_MAX_BYTES", 100_000)
-    planner = ContextPlanner(FORMAT, 1000)
+def test_tenants_that_came_longest_ago_are_forgotten() -> None:
+    planner = ContextPlanner(FORMAT, 1000, max_bytes=100_000)
     for tenant in range(100):
         planner.order_and_record(request(str(tenant), 0))
         memory = planner.memory()

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.options import FimTokensOption, SnippetsOption, WindowOption
+from midfill.cli.options import (
+    DocumentMemoryOption,
+    FimTokensOption,
+    SnippetsOption,
+    WindowOption,
+)
 from midfill.cli.serve import (
     AliasOption,
     AllowedHostOption,
@@ -104,6 +109,7 @@ def gateway(
     fim_tokens: FimTokensOption = None,
     window: WindowOption = None,
     snippets: SnippetsOption = None,
+    document_memory: DocumentMemoryOption = "256MB",  # type: ignore[assignment]
     idle_prefill: IdlePrefillOption = False,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8080,
@@ -155,6 +161,7 @@ def gateway(
         fim_tokens=fim_tokens,
         window=window,
         snippets=snippets,
+        document_memory=document_memory,
         idle_prefill=idle_prefill,
         logs=logs,
         otlp_traces_endpoint=otlp_traces_endpoint,

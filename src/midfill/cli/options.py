@@ -90,6 +90,15 @@ SnippetsOption = Annotated[
         " themselves; by default what the model or its adapter names.",
     ),
 ]
+DocumentMemoryOption = Annotated[
+    int,
+    typer.Option(
+        parser=parse_size,
+        metavar="SIZE",
+        help="Memory for the texts of documents, which are remembered from request to request; up"
+        " to 3/8 of it more for their tokens and for what prompts begin with.",
+    ),
+]
 SpeculationOption = Annotated[
     bool,
     typer.Option(

@@ -13,6 +13,7 @@ from midfill.cli.options import (
     BackendOption,
     ContextOption,
     DeviceOption,
+    DocumentMemoryOption,
     FimTokensOption,
     KvDtypeOption,
     KvMemoryOption,
@@ -292,6 +293,7 @@ def serve(
     fim_tokens: FimTokensOption = None,
     window: WindowOption = None,
     snippets: SnippetsOption = None,
+    document_memory: DocumentMemoryOption = "256MB",  # type: ignore[assignment]
     token_budget: TokenBudgetOption = 128,
     scheduler: SchedulerOption = "sarathi-serve",
     max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
@@ -346,6 +348,7 @@ def serve(
         fim_tokens=fim_tokens,
         window=window,
         snippets=snippets,
+        document_memory=document_memory,
         max_queued_tokens=max_queued_tokens,
         max_queued_tokens_per_key=max_queued_tokens_per_key,
         completion_timeout=completion_timeout,

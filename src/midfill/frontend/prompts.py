@@ -14,6 +14,7 @@ from midfill.checkpoints.model_record import (
     snippet_characters_of,
     window_rule_of,
 )
+from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import ChatTemplate, Message
 from midfill.frontend.context_bounds import FileTokens, context_bounds, find_file_tokens
@@ -52,6 +53,7 @@ class PromptEncoder:
         window: how much of a long document to show the model; None takes what the checkpoint says.
         snippet_characters: how much to show of the snippets that plugins send by themselves; None
             takes what the checkpoint says.
+        document_memory: see ``ServeOptions``.
 
     Attributes:
         context: the same.
@@ -67,6 +69,7 @@ class PromptEncoder:
         context: int,
         window: WindowRule | None = None,
         snippet_characters: int | None = None,
+        document_memory: int = DEFAULT_DOCUMENT_MEMORY,
     ) -> None:
         self.context = context
         self.format = format
@@ -81,6 +84,8 @@ class PromptEncoder:
             format,
             PlannerOptions(
                 max_prompt_characters=context * _CHARACTERS_PER_TOKEN,
+                max_document_bytes=document_memory,
+                max_context_bytes=document_memory // 8,
                 fragments=checkpoint.metadata.get(FRAGMENTS_KEY) is True,
                 cut_rule=cut_rule_of(checkpoint),
                 keeps_tokens=keeps_tokens_of(checkpoint.tokenizer),
@@ -89,7 +94,7 @@ class PromptEncoder:
                 opens_lines=opens_lines_of(checkpoint),
             ),
         )
-        self._layouts = LayoutEncoder(checkpoint.tokenizer)
+        self._layouts = LayoutEncoder(checkpoint.tokenizer, max_bytes=document_memory // 4)
         self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
         self._chat = _chat_template(checkpoint.tokenizer)
         self._longest_token = checkpoint.tokenizer.longest_token()

@@ -4,7 +4,13 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from midfill.config import FimTokens, LogOptions, TlsFiles, WindowSize
+from midfill.config import (
+    DEFAULT_DOCUMENT_MEMORY,
+    FimTokens,
+    LogOptions,
+    TlsFiles,
+    WindowSize,
+)
 from midfill.errors import MidfillError
 from midfill.gateway.upstream import ApiName
 
@@ -32,7 +38,7 @@ class GatewayOptions:
         idle_prefill: have servers without other work compute the prompts that documents will
             probably need next.
         aliases, host, port, api_keys, api_key_file, tls, allowed_hosts, fim_tokens, window,
-        snippets, max_body_bytes, logs, otlp_traces_endpoint: see ``ServeOptions``.
+        snippets, document_memory, max_body_bytes, logs, otlp_traces_endpoint: see ``ServeOptions``.
 
     Raises:
         MidfillError: there is no upstream, or one's URL is none.
@@ -59,6 +65,7 @@ class GatewayOptions:
     window: WindowSize | None = None
     snippets: int | None = None
     idle_prefill: bool = False
+    document_memory: int = DEFAULT_DOCUMENT_MEMORY
     max_body_bytes: int = 16 * 1024 * 1024
     logs: LogOptions = field(default_factory=LogOptions)
     otlp_traces_endpoint: str | None = None

@@ -201,7 +201,7 @@ def _service(
         options.served_name or served.name,
         engine,
         model.tokenizer,
-        PromptEncoder(model, model.format, room, window, options.snippets),
+        PromptEncoder(model, model.format, room, window, options.snippets, options.document_memory),
         options.max_body_bytes,
         aliases=options.aliases,
         idle_prefill=options.idle_prefill,

@@ -23,7 +23,6 @@ from midfill.infill.window_history import ShownText
 T = TypeVar("T")
 
 _MAX_TENANTS = 4096  # whose files and snippets are remembered
-_MAX_BYTES = 32_000_000
 _TENANT_BYTES = 1500  # of a tenant's objects; a test measures that these suffice
 _ENTRY_BYTES = 320  # of a remembered file or path
 
@@ -34,19 +33,21 @@ class ContextPlanner:
     Args:
         format: the model's FIM format; None for a model without sentinels, which sees no context.
         snippet_characters: how much to show of snippets.
+        max_bytes: memory for what is remembered of all tenants. One tenant's is always kept.
     """
 
-    def __init__(self, format: FimFormat | None, snippet_characters: int) -> None:
+    def __init__(self, format: FimFormat | None, snippet_characters: int, max_bytes: int) -> None:
         self._format = format
         self._snippet_characters = snippet_characters
         self._orders: OrderedDict[str, ContextOrder] = OrderedDict()
         self._accounts: OrderedDict[str, SnippetAccount] = OrderedDict()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._held_bytes = 0
+        self._max_bytes = max_bytes
 
     def memory(self) -> Memory:
         """Return what the orders and accounts of all tenants take."""
-        return Memory(self._held_bytes, _MAX_BYTES)
+        return Memory(self._held_bytes, self._max_bytes)
 
     def _record_size(self, tenant: str) -> None:
         """Count what a tenant takes now; forget those that came longest ago beyond the bound."""
@@ -58,7 +59,7 @@ class ContextPlanner:
         self._held_bytes += size - self._sizes.get(tenant, 0)
         self._sizes[tenant] = size
         self._sizes.move_to_end(tenant)
-        while (self._held_bytes > _MAX_BYTES or len(self._sizes) > _MAX_TENANTS) and (
+        while (self._held_bytes > self._max_bytes or len(self._sizes) > _MAX_TENANTS) and (
             len(self._sizes) > 1
         ):
             oldest, released = self._sizes.popitem(last=False)

@@ -6,6 +6,7 @@ Unlike scheduling policies, a planner has state. Methods that change it are name
 
 from dataclasses import dataclass, replace
 
+from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError
 from midfill.infill.context_planner import ContextPlanner
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
@@ -39,6 +40,7 @@ class PlannerOptions:
         max_prompt_characters: how far remembered text may lengthen a prompt (an estimate of the
             model's context; what the client sent is never cut).
         max_document_bytes: memory for remembered documents over all tenants.
+        max_context_bytes: the same for the files and snippets that prompts begin with.
         fragments: whether the model was trained on text tokenised in fragments (EFIM). If so, every
             increment is tokenised as it was typed, and no cached token is lost. Other models get
             each increment as one text.
@@ -52,7 +54,8 @@ class PlannerOptions:
 
     max_characters: int = 4_000_000
     max_prompt_characters: int = 4_000_000
-    max_document_bytes: int = 256_000_000
+    max_document_bytes: int = DEFAULT_DOCUMENT_MEMORY
+    max_context_bytes: int = DEFAULT_DOCUMENT_MEMORY // 8
     fragments: bool = False
     cut_rule: CutRule = DEFAULT_RULE
     keeps_tokens: KeepsTokens = keeps_any_tokens
@@ -75,7 +78,9 @@ class Planner:
         self._format = format
         self._options = options or PlannerOptions()
         self._documents = DocumentStore(self._options.max_document_bytes)
-        self._contexts = ContextPlanner(format, self._options.snippet_characters)
+        self._contexts = ContextPlanner(
+            format, self._options.snippet_characters, self._options.max_context_bytes
+        )
 
     def memory(self) -> dict[str, Memory]:
         """Return what documents and contexts take."""

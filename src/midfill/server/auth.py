@@ -59,11 +59,12 @@ def _find_name(request: Request, keys: KeyRing, *, basic: bool) -> str:
 
     Raises:
         ApiError: 401 without a valid key.
+        RateLimitError: too many wrong ones have come from the client's address.
     """
     name: str | None = ""
     if keys:
         key = _sent_key(request.headers.get("authorization", ""), basic=basic)
-        name = None if key is None else keys.find_name(key)
+        name = None if key is None else keys.find_name(key, client_host(request))
     if name is None:
         hint = ", or as a Basic password" if basic else ""
         raise ApiError(
@@ -75,6 +76,11 @@ def _find_name(request: Request, keys: KeyRing, *, basic: bool) -> str:
     if record is not None:
         record.tenant = name
     return name
+
+
+def client_host(request: Request) -> str | None:
+    """Return a client's address; None if it has none, as on a Unix socket."""
+    return None if request.client is None else request.client.host
 
 
 def _sent_key(header: str, *, basic: bool) -> bytes | None:

@@ -86,7 +86,7 @@ class Generation:
         tenant: str,
         limits: RateLimits,
         stream_interval: float,
-        on_complete: Callable[[], None],
+        on_complete: Callable[[Sequence[Response]], None],
         request_id: str = "",
         arrived: float | None = None,
         deadline: float | None = None,
@@ -102,7 +102,7 @@ class Generation:
             tenant: whose prefix cache to use.
             limits: what tenants may use.
             stream_interval: see ``EngineRequest``.
-            on_complete: called once all answers are complete.
+            on_complete: called with ``responses`` once all answers are complete.
             request_id: the API request's id; the ids of the engine's requests begin with it.
             arrived: when it arrived, by ``time.perf_counter``; None: now.
             deadline: when its client gives up, by ``time.monotonic``; None: never.
@@ -208,7 +208,7 @@ class Generation:
                         complete += delta.finish_reason is not None
                         yield self._places[output.request_id], delta
             if not self._superseded:
-                self._on_complete()
+                self._on_complete(self.responses)
                 return
             for place, response in enumerate(self.responses):
                 for delta in response.abandon("superseded"):

@@ -14,6 +14,7 @@ from midfill.server.key_file import (
     key_digest,
     read_key_file,
 )
+from midfill.server.key_guesses import KeyGuesses
 from midfill.server.limits import NO_LIMITS, TenantLimits
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class KeyRing:
             MidfillError: the file can't be used.
         """
         self._path = path
+        self._guesses = KeyGuesses()
         self._own = tuple(
             digest_line(key) or ApiKey(f"key-{number}", key_digest(key.encode()))
             for number, key in enumerate(keys, 1)
@@ -53,9 +55,25 @@ class KeyRing:
         names = dict.fromkeys(key.name for key in self._keys if not self.is_monitor(key.name))
         return tuple(names) or ("",)
 
-    def find_name(self, key: bytes) -> str | None:
-        """Return whose key it is, a tenant's or a monitor's; None if it is nobody's."""
+    def find_name(self, key: bytes, host: str | None = None) -> str | None:
+        """Return whose key it is, a tenant's or a monitor's; None if it is nobody's.
+
+        Args:
+            key: what a client has sent.
+            host: its address; None doesn't count its wrong keys.
+
+        Raises:
+            RateLimitError: too many wrong ones have come from there, see ``KeyGuesses``.
+        """
         digest = key_digest(key)
+        if host is None:
+            return self._find(digest)
+        self._guesses.check(host, key, digest)
+        name = self._find(digest)
+        self._guesses.record(host, key, digest, right=name is not None)
+        return name
+
+    def _find(self, digest: bytes) -> str | None:
         # Digests have one length, and all are compared, so the time taken reveals nothing.
         matches = [hmac.compare_digest(digest, known.digest) for known in self._keys]
         return self._keys[matches.index(True)].name if any(matches) else None

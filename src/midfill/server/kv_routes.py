@@ -13,9 +13,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import KvTransferError
+from midfill.server.auth import client_host
 from midfill.server.bodies import json_response, read_bytes, read_json
 from midfill.server.errors import ApiError
 from midfill.server.key_file import key_digest
+from midfill.server.key_guesses import KeyGuesses
 
 _MAX_JSON_BYTES = 16 * 2**20
 _HEADER_BYTES = 64 * 2**20  # of a blob, at most, beside the KV
@@ -85,12 +87,18 @@ def kv_routes(engine: KvEngine, key: str) -> APIRouter:
 
 
 def _key_check(key: str) -> Callable[[Request], Awaitable[None]]:
-    digest = key_digest(key.encode())
+    digest, guesses = key_digest(key.encode()), KeyGuesses()
 
     async def check(request: Request) -> None:
-        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        sent_digest = key_digest(sent.strip().encode("latin-1"))
-        if scheme.lower() != "bearer" or not hmac.compare_digest(sent_digest, digest):
+        scheme, _, text = request.headers.get("authorization", "").partition(" ")
+        sent, host = text.strip().encode("latin-1"), client_host(request)
+        sent_digest = key_digest(sent)
+        if host is not None:
+            guesses.check(host, sent, sent_digest)
+        right = scheme.lower() == "bearer" and hmac.compare_digest(sent_digest, digest)
+        if host is not None:
+            guesses.record(host, sent, sent_digest, right=right)
+        if not right:
             raise ApiError(
                 401, "the key of --kv-transfer-key is needed: Authorization: Bearer KEY",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},

@@ -81,6 +81,8 @@ async def answer_until_stopped(
     # What is there now stays: collections of garbage, which stop everything, need not look at it.
     gc.collect()
     gc.freeze()
+    # Counts what is left: an old generation is collected only once it has grown by a quarter.
+    gc.collect()
     on_listening()
     loop.remove_signal_handler(signal.SIGTERM)
     if on_hangup is not None and hasattr(signal, "SIGHUP"):  # not on Windows

@@ -143,8 +143,9 @@ async def assemble_service(
     run = options.options
     window = None if options.window is None else WindowRule(*options.window)
     prompts = await asyncio.to_thread(
-        PromptEncoder, checkpoint, format, info.context, window, options.snippets
-    )
+        PromptEncoder, checkpoint, format, info.context, window, options.snippets,
+        options.document_memory,
+    )  # fmt: skip
     return ModelService(
         options.served_name or _short_name(options.model),
         engine,

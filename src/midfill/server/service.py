@@ -262,7 +262,8 @@ class ModelService:
             tenant=tenant,
             limits=self.limits,
             stream_interval=self._stream_interval if streamed else math.inf,
-            on_complete=lambda: self._prefill_next(generation.responses, tenant),
+            # Must not hold the generation: with a cycle, its texts stay until garbage is collected.
+            on_complete=lambda responses: self._prefill_next(responses, tenant),
             request_id="" if record is None else record.request_id,
             arrived=None if record is None else record.arrived,
             deadline=self._deadline(

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from sys import getsizeof
 
+from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.infill.formats import Sentinel
 from midfill.infill.layout import PromptLayout, Segment
 from midfill.tokens.tokenizer import Tokenizer
@@ -37,7 +38,9 @@ class LayoutEncoder:
         held_bytes: memory that the cached segments take now, objects included.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = 64_000_000) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_bytes: int = DEFAULT_DOCUMENT_MEMORY // 4
+    ) -> None:
         self._tokenizer = tokenizer
         self.max_bytes = max_bytes
         self.held_bytes = 0

@@ -52,14 +52,28 @@ class ServedModel:
         async with self.session.get(f"{self.url}/readyz") as response:
             return response.status == 200
 
+    async def remembered(self, kind: str) -> tuple[float, float]:
+        """Return the bytes that are remembered of a kind (``infill.memory``), and their maximum."""
+        text = await self._metrics_text()
+        held, most = (
+            re.search(rf'^midfill:{name}{{kind="{kind}"}} (\S+)$', text, re.MULTILINE)
+            for name in ("remembered_bytes", "remembered_bytes_max")
+        )
+        assert held is not None
+        assert most is not None
+        return float(held[1]), float(most[1])
+
     async def metrics(self) -> dict[str, float]:
         """Return its metrics, summed over their labels, without ``midfill:``."""
-        async with self.session.get(f"{self.url}/metrics") as response:
-            text = await response.text()
+        text = await self._metrics_text()
         values: dict[str, float] = {}
         for name, value in re.findall(r"^midfill:(\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
             values[name] = values.get(name, 0.0) + float(value)
         return values
+
+    async def _metrics_text(self) -> str:
+        async with self.session.get(f"{self.url}/metrics") as response:
+            return await response.text()
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Wait until no request is in progress; return whether that was so in time."""

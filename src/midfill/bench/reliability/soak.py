@@ -1,8 +1,8 @@
 """bench soak: hours of a server's life in minutes: does anything grow that should not?
 
 Clients edit documents, ask for completions, disconnect half-way, send what makes no sense
-and open connections that they never use. Memory is sampled once the KV pool has been filled and
-evicts, since until then it grows as it should.
+and open connections that they never use. Memory is sampled once the KV pool and what is remembered
+of documents have reached their bounds, since until then they grow as they should.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from midfill.bench.reliability.served import (
     resident_bytes,
     serve_model,
 )
+from midfill.errors import MidfillError
 from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
 
@@ -36,6 +37,8 @@ _TIMEOUT = 120.0
 _RAW_CHARACTERS = 400
 _SAMPLE_SECONDS = 1.0
 _MAX_FILL_SECONDS = 1200
+_FILLED = ("documents", "tokens")  # the load sends no other files
+_FULL = 0.9  # of a bound; what goes next leaves some room
 _SETTLE_SECONDS = 7.0  # for connections that are kept alive
 
 
@@ -44,8 +47,9 @@ class SoakOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: what is served.
-        minutes: how long, once the pool has been filled.
+        minutes: how long, once the pool and the memory for documents have been filled.
         kv_memory: the server's ``--kv-memory``.
+        document_memory: the server's ``--document-memory``; small, so that it is soon full.
         clients: that edit documents.
         streams: that are active at the same time at the end, while ``idle`` connections are open.
         idle: connections that are never used.
@@ -57,6 +61,7 @@ class SoakOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     minutes: float = 30.0
     kv_memory: str = "256M"
+    document_memory: str = "2M"
     clients: int = 6
     streams: int = 200
     idle: int = 1000
@@ -203,15 +208,16 @@ async def measure_soak(options: SoakOptions, say: Say = lambda _: None) -> SoakR
         MidfillError: the server does not start.
     """
     texts = standard_library_documents(200, seed=options.seed, shortest=6000, longest=40_000)
-    flags = ["--kv-memory", options.kv_memory, "--log-level", "warning"]
+    flags = ["--kv-memory", options.kv_memory, "--document-memory", options.document_memory]
+    flags += ["--log-level", "warning"]
     async with serve_model(options.model, flags) as server:
         load = _Load(server, options, texts)
         await server.metrics()
         await asyncio.sleep(_SETTLE_SECONDS)
         before = descriptors(server.process_id)
         clients = [asyncio.create_task(load.run_client(n)) for n in range(options.clients)]
-        say("filling the KV pool")
-        await _until_evicting(server)
+        say("filling the KV pool and the memory for documents")
+        await _until_full(server)
         say(f"{options.minutes:g} minutes")
         samples = await _sample(server, options.minutes)
         load.over.set()
@@ -242,12 +248,29 @@ async def measure_soak(options: SoakOptions, say: Say = lambda _: None) -> SoakR
     )
 
 
-async def _until_evicting(server: ServedModel) -> None:
-    """Wait until the pool has been filled, or for long enough."""
-    with contextlib.suppress(TimeoutError):
+async def _until_full(server: ServedModel) -> None:
+    """Wait until all that is bounded has been filled.
+
+    Raises:
+        MidfillError: the load does not fill it.
+    """
+    try:
         async with asyncio.timeout(_MAX_FILL_SECONDS):
-            while not (await server.metrics())["evicted_tokens_total"]:
+            while not await _is_full(server):
                 await asyncio.sleep(_SAMPLE_SECONDS)
+    except TimeoutError:
+        raise MidfillError(
+            f"the load has not filled the server's memory in {_MAX_FILL_SECONDS} s; give it less:"
+            " --kv-memory"
+        ) from None
+
+
+async def _is_full(server: ServedModel) -> bool:
+    for kind in _FILLED:
+        held, most = await server.remembered(kind)
+        if held < _FULL * most:
+            return False
+    return (await server.metrics())["evicted_tokens_total"] > 0
 
 
 async def _sample(server: ServedModel, minutes: float) -> _Samples:
@@ -310,8 +333,9 @@ def soak_table(report: SoakReport) -> ResultTable:
         },
     ]
     caption = (
-        f"{options.model}, --kv-memory {options.kv_memory}, {options.minutes:g} minutes after the"
-        f" pool was filled, {options.clients} clients. On {report.machine}."
+        f"{options.model}, --kv-memory {options.kv_memory} --document-memory"
+        f" {options.document_memory}, {options.minutes:g} minutes after both were filled,"
+        f" {options.clients} clients. On {report.machine}."
     )
     return ResultTable(rows=rows, title="A long run", caption=caption)
 

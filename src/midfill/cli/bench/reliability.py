@@ -24,7 +24,7 @@ FactorOption = Annotated[
 ]
 SecondsOption = Annotated[float, typer.Option(min=1, help="Duration of the overload.")]
 MinutesOption = Annotated[
-    float, typer.Option(min=0.01, help="Duration, once the KV pool has been filled.")
+    float, typer.Option(min=0.01, help="Duration, once the memory of its server has been filled.")
 ]
 KvMemoryOption = Annotated[str, typer.Option(help="--kv-memory of the server.")]
 StreamsOption = Annotated[int, typer.Option(min=1, help="Streams at the same time, at the end.")]
