@@ -38,6 +38,13 @@ class WindowSize(NamedTuple):
     after: int
 
 
+class Workers(NamedTuple):
+    """How many engine processes compute prompts, and how many answers; 0 of both: one does both."""
+
+    prefill: int = 0
+    decode: int = 0
+
+
 class WarmTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where KV is kept that the engine's own memory has no room for, or that it could lose.
 
@@ -72,6 +79,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         threads: CPU threads per step; None takes the cores this process may use.
         context: maximum tokens of a prompt and its answer; None takes the model's own.
         kv_memory: bytes for KV; None sizes it from free memory.
+        memory_share: of the free memory, where ``kv_memory`` is None; others on the machine have
+            the rest.
         kv_dtype: how the CPU kernels store KV: "auto" is float32 with float32 weights and float16
             otherwise; "bf16" also rounds queries and softmax weights, for chips that multiply
             bfloat16; "i8" has one scale per token and head.
@@ -94,6 +103,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     context: int | None = None
     kv_memory: int | None = None
+    memory_share: float = 1.0
     kv_dtype: KvDtype = "auto"
     token_budget: int = 128
     scheduler: SchedulerName = "sarathi-serve"
@@ -192,6 +202,7 @@ class ServeOptions:
             ever.
         step_timeout: seconds that a step of the engine may take, after which it is taken to hang
             and restarted; 0 lets it take for ever.
+        workers: engine processes, if prompts are computed by other ones than answers.
         listen: what bounds connections, and the server's end.
         idle_prefill: compute the prompts that documents will probably need next while the engine
             is idle.
@@ -203,8 +214,8 @@ class ServeOptions:
         options: how the model is run.
 
     Raises:
-        MidfillError: an API key that is empty or that no client could send, an empty alias, or a
-            collector whose URL is not one of HTTP.
+        MidfillError: an API key that is empty or that no client could send, an empty alias, a
+            collector whose URL is not one of HTTP, or workers that can't serve.
     """
 
     model: str
@@ -226,6 +237,7 @@ class ServeOptions:
     max_queued_tokens_per_key: int | None = None
     completion_timeout: float = DEFAULT_COMPLETION_TIMEOUT
     step_timeout: float = DEFAULT_STEP_TIMEOUT
+    workers: Workers = field(default_factory=Workers)
     listen: ListenOptions = field(default_factory=ListenOptions)
     idle_prefill: bool = True
     stream_interval: float = 0.025
@@ -244,6 +256,7 @@ class ServeOptions:
                     "an API key begins or ends with a space, or holds a character that can't be"
                     " printed; no client could send it"
                 )
+        self._check_workers()
         if self.kv_transfer_key is not None and not self.kv_transfer_key.strip():
             raise MidfillError("--kv-transfer-key is empty; leave it out to let nobody move KV")
         endpoint = self.otlp_traces_endpoint
@@ -251,4 +264,24 @@ class ServeOptions:
             raise MidfillError(
                 f"--otlp-traces-endpoint takes a URL of OTLP over HTTP such as"
                 f" http://127.0.0.1:4318/v1/traces, not {endpoint!r}"
+            )
+
+    def _check_workers(self) -> None:
+        """Refuse workers that can't serve.
+
+        Raises:
+            MidfillError: one kind is missing, or they would have nothing to hand over.
+        """
+        prefill, decode = self.workers
+        if (prefill > 0) != (decode > 0):
+            given, missing = ("prefill", "decode") if prefill else ("decode", "prefill")
+            raise MidfillError(
+                f"--{given}-workers needs --{missing}-workers, too: prompts are computed by the"
+                " ones, answers by the others; leave both out for one engine that does both"
+            )
+        if prefill and self.options.method != "none":
+            raise MidfillError(
+                f"--method {self.options.method} and --decode-workers don't go together: KV under a"
+                " method stays where it is computed. Leave out one of them; single requests may"
+                " choose a method with --allow-method"
             )

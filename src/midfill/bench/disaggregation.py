@@ -39,8 +39,9 @@ from midfill.disaggregation.workload import (
     poisson_arrivals,
 )
 from midfill.engine.client import EngineClient
-from midfill.engine.disaggregated import DisaggregatedEngine, WorkerEngine
+from midfill.engine.disaggregated import DisaggregatedEngine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.worker_queues import WorkerEngine
 from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
 

@@ -223,6 +223,24 @@ OtlpTracesOption = Annotated[
         help="Send a trace of each request to this OpenTelemetry collector, with OTLP over HTTP.",
     ),
 ]
+PrefillWorkersOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Engine processes that compute prompts, and their answers' first tokens; with"
+        " --decode-workers. Each has --threads and --kv-memory of its own.",
+    ),
+]
+DecodeWorkersOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Engine processes that go on with the answers, so that prompts never slow them down;"
+        " with --prefill-workers. Without both, one engine does everything.",
+    ),
+]
 KvTransferKeyOption = Annotated[
     str | None,
     typer.Option(
@@ -296,6 +314,8 @@ def serve(
     document_memory: DocumentMemoryOption = "256MB",  # type: ignore[assignment]
     token_budget: TokenBudgetOption = 128,
     scheduler: SchedulerOption = "sarathi-serve",
+    prefill_workers: PrefillWorkersOption = 0,
+    decode_workers: DecodeWorkersOption = 0,
     max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
     max_queued_tokens_per_key: MaxQueuedPerKeyOption = None,
     completion_timeout: CompletionTimeoutOption = DEFAULT_COMPLETION_TIMEOUT,
@@ -327,6 +347,7 @@ def serve(
         ModelOptions,
         ServeOptions,
         WarmTierOptions,
+        Workers,
     )
     from midfill.server.run import run_server
     from midfill.system.logs import configure_logs
@@ -353,6 +374,7 @@ def serve(
         max_queued_tokens_per_key=max_queued_tokens_per_key,
         completion_timeout=completion_timeout,
         step_timeout=step_timeout,
+        workers=Workers(prefill_workers, decode_workers),
         listen=ListenOptions(
             max_connections=max_connections,
             client_timeout=client_timeout,

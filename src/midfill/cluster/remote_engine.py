@@ -19,11 +19,12 @@ from typing import Literal, Protocol
 import msgspec
 
 from midfill.cluster.messages import Accepted, Failed, FromReplica, Output
-from midfill.cluster.numbers import ReplicaNumbers, total_stats, total_tenants
+from midfill.cluster.numbers import ReplicaNumbers
 from midfill.cluster.resumption import Resumption, with_seed
 from midfill.engine.messages import EngineInfo
 from midfill.engine.output_stream import OutputStream
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
+from midfill.engine.totals import total_stats, total_tenants
 from midfill.errors import (
     EngineDeadError,
     GenerationError,

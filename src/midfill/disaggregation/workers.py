@@ -45,12 +45,15 @@ class PrefillLimits:
         max_batch_tokens: tokens of a batch.
         saturating_tokens: tokens of a prompt that keep a device busy: from there on prompts run
             alone, shorter ones together up to this number (the paper's L_m).
+        whole_batches: whether a batch starts when the last one has ended, as in the paper;
+            otherwise the worker has a scheduler of its own, and takes prompts as it has room.
     """
 
     pool: Pool
     max_batch: int = 32
     max_batch_tokens: int = 8192
     saturating_tokens: int = 512
+    whole_batches: bool = True
 
     def admits(self, prompt: int) -> bool:
         """Whether a prompt of so many tokens can ever run."""

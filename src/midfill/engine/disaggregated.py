@@ -2,44 +2,57 @@
 
 Source: DistServe (Zhong et al., OSDI 2024, arXiv 2401.09670). The way of a request:
 
-1. It waits for the prefill worker with the shortest queue. The worker computes the prompt and
-   samples the first token, which is sent on at once.
-2. The decode worker with the fewest requests pulls the prompt's KV as soon as it has room. Until it
-   has confirmed that, the prompt counts as held by the prefill worker, which takes no further ones
-   where its pool is full: that pool is the buffer.
+1. It goes to the prefill worker that holds its document's KV, or to another if that one has too
+   much to do. The worker computes the prompt and samples the first token, which is sent on at once.
+2. A decode worker pulls the prompt's KV as soon as it has room. Until it has confirmed that, the
+   prompt counts as held by the prefill worker, which takes no further ones where its pool is full:
+   that pool is the buffer.
 3. The decode worker goes on with the answer after its first token. Seed, penalties and what the
    answer has to begin with go with it (``EngineRequest.answered``), so the tokens are those of one
    engine.
 
 KV that can't be moved, or is evicted on the way, is computed again: a transfer changes times, never
-answers. What is decided with the first token (whether an answer is empty, several answers to a
-prompt, a method, scores of the prompt) can't be handed over; such requests run on a decode worker
-alone. There, prompts are computed beside decodes, as in an engine that does both.
+answers. What belongs to more than tokens and KV (``hands_over``) stays on its prefill worker from
+its beginning to its end, and so do prompts that are computed in idle time.
+
+A worker that dies or hangs takes no answer with it that can be handed over: another one goes on
+after the tokens that were sent. Where all workers of a kind are down, those of the other kind do
+their work, too.
 """
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Awaitable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TypeVar
 
-import msgspec
-
-from midfill.disaggregation.workers import DecodeLimits, PrefillLimits, prefill_batch
+from midfill.config import DEFAULT_MAX_QUEUED_TOKENS
+from midfill.disaggregation.workers import DecodeLimits, PrefillLimits
+from midfill.engine.admission import Admission
 from midfill.engine.output_stream import OutputStream
-from midfill.engine.request import EngineOutput, EngineRequest
-from midfill.errors import GenerationError, InvalidRequestError, KvTransferError, MidfillError
+from midfill.engine.request import EngineRequest
+from midfill.engine.shared_answer import SharedAnswer, hands_over
+from midfill.engine.worker_queues import DecodeQueue, PrefillQueue, WorkerEngine, WorkerQueue
+from midfill.errors import (
+    EngineDeadError,
+    GenerationError,
+    InvalidRequestError,
+    KvTransferError,
+    MidfillError,
+)
+from midfill.routing import choose, request_key
 
 _log = logging.getLogger(__name__)
 
+_MAX_ATTEMPTS = 3  # at a request whose workers die: it may be what kills them
 
-class WorkerEngine(Protocol):
-    """What is asked of a worker's engine; see ``EngineClient``."""
+W = TypeVar("W", bound=WorkerQueue)
 
-    def submit(self, *requests: EngineRequest) -> OutputStream: ...
-    async def export_kv(self, tenant: str, token_ids: Sequence[int]) -> bytes: ...
-    async def import_kv(self, tenant: str, blob: bytes) -> int: ...
+
+class _ExpiredError(Exception):
+    """Nobody waits for the request any more."""
 
 
 class DisaggregatedEngine:
@@ -48,10 +61,14 @@ class DisaggregatedEngine:
     Args:
         prefill: engines of prefill workers, and their limits.
         decode: engines of decode workers, and their limits.
+        admission: which requests may be queued; None is as in an engine with default options.
+        context: maximum tokens of a prompt and its answer.
 
     Attributes:
         transferred_bytes: of KV, since the start.
         transfer_seconds: that it took, from the first byte's export to the confirmation.
+        resumed: requests that went on at another worker after one was lost.
+        waiting: answers that wait for their turn or for room, by tenant.
 
     Raises:
         InvalidRequestError: one of the two kinds is missing.
@@ -61,14 +78,24 @@ class DisaggregatedEngine:
         self,
         prefill: Sequence[tuple[WorkerEngine, PrefillLimits]],
         decode: Sequence[tuple[WorkerEngine, DecodeLimits]],
+        admission: Admission | None = None,
+        context: int = 2**31,
     ) -> None:
         for kind, workers in (("prefill", prefill), ("decode", decode)):
             if not workers:
                 raise InvalidRequestError(f"there is no {kind} worker; at least one is needed")
         self.transferred_bytes = 0
         self.transfer_seconds = 0.0
-        self._prefill = [_PrefillQueue(engine, limits) for engine, limits in prefill]
-        self._decode = [_DecodeQueue(engine, limits) for engine, limits in decode]
+        self.resumed = 0
+        self.waiting = Counter[str]()
+        self._admission = admission or Admission(DEFAULT_MAX_QUEUED_TOKENS)
+        self._context = context
+        self._prefill = [
+            PrefillQueue(f"prefill {number}", *worker) for number, worker in enumerate(prefill)
+        ]
+        self._decode = [
+            DecodeQueue(f"decode {number}", *worker) for number, worker in enumerate(decode)
+        ]
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -86,12 +113,23 @@ class DisaggregatedEngine:
 
         Raises:
             InvalidRequestError: one of them fits no worker.
+            EngineDeadError: no worker is ready.
+            QueueFullError: too many tokens are queued, or too many for the deadline.
         """
         for request in requests:
             self._check(request)
+        if not self._any_usable:
+            raise self._not_ready()
+        now = time.monotonic()
+        asking = [request for request in requests if not request.background]
+        if asking:
+            tokens = sum(len(request.token_ids) for request in asking)
+            self._admission.check(asking[0].tenant, tokens, asking[0].deadline, now)
+        self._admission.add(asking, now)
         stream = OutputStream(self, requests)
         for request in requests:
-            task = asyncio.create_task(self._answer(request, stream), name="disaggregated request")
+            answer = SharedAnswer(request, stream, self._admission, self._context)
+            task = asyncio.create_task(self._answer(answer, stream), name="disaggregated request")
             self._tasks[request.request_id] = task
             # Not in the task itself: one that is cancelled before it starts would stay.
             task.add_done_callback(partial(self._forget_task, request.request_id))
@@ -119,6 +157,8 @@ class DisaggregatedEngine:
         """
         tokens = len(request.token_ids)
         fits = all(worker.limits.admits(tokens) for worker in self._prefill)
+        if request.background:
+            return  # a worker drops it where it does not fit
         if not fits or not all(worker.limits.admits(tokens + 2) for worker in self._decode):
             raise InvalidRequestError(
                 f"the prompt has {tokens} tokens, which is too long for the workers' KV memory",
@@ -126,15 +166,42 @@ class DisaggregatedEngine:
                 code="context_length_exceeded",
             )
 
-    async def _answer(self, request: EngineRequest, stream: OutputStream) -> None:
+    # --- which worker ---
+
+    def _usable(self, workers: Sequence[W]) -> list[W]:
+        """Return the workers that take requests; slow ones only where there are no others."""
+        ready = [worker for worker in workers if worker.engine.state == "ready"]
+        return ready or [worker for worker in workers if worker.engine.state == "unresponsive"]
+
+    @property
+    def _any_usable(self) -> bool:
+        return bool(self._usable(self._prefill) or self._usable(self._decode))
+
+    def _choose(self, workers: Sequence[W], request: EngineRequest) -> W | None:
+        """Return the worker for a request, if possible the one that knows its document."""
+        document = request_key(request.tenant, request.document, request.token_ids)
+        return choose(document, self._usable(workers))
+
+    def _not_ready(self) -> EngineDeadError:
+        workers: list[WorkerQueue] = [*self._prefill, *self._decode]
+        return EngineDeadError(
+            "no worker is ready; try again in a moment",
+            retry_after=min(worker.engine.retry_after for worker in workers),
+        )
+
+    # --- a request ---
+
+    async def _answer(self, answer: SharedAnswer, stream: OutputStream) -> None:
         """Answer a request; errors go to the stream."""
         try:
-            decode = min(self._decode, key=lambda worker: worker.requests)
-            if hands_over(request):
-                await self._hand_over(request, stream)
+            await self._answer_somewhere(answer)
+        except _ExpiredError:
+            answer.end("expired")
+        except EngineDeadError as error:
+            if answer.request.background:
+                answer.end("cancelled")
             else:
-                with decode.serving(request) as served:
-                    await served.forward(request, stream)
+                stream.put(error)
         except MidfillError as error:
             stream.put(error)
         except Exception:
@@ -143,53 +210,106 @@ class DisaggregatedEngine:
 
     def _forget_task(self, request_id: str, _: object) -> None:
         del self._tasks[request_id]
+        self._admission.remove(request_id, time.monotonic(), answered=False)
 
-    async def _hand_over(self, request: EngineRequest, stream: OutputStream) -> None:
-        """Compute the prompt on one worker, and the answer on another."""
-        prefill = min(self._prefill, key=lambda worker: worker.queued)
-        with prefill.holding(len(request.token_ids)) as prompt:
-            await prompt.turn()
-            answered = await self._first_token(request, prefill, stream)
-            prompt.computed()
-            if answered is None:
+    async def _answer_somewhere(self, answer: SharedAnswer) -> None:
+        """Answer a request, with other workers where some die.
+
+        Raises:
+            MidfillError: it can't be answered, or not now.
+        """
+        for left in reversed(range(_MAX_ATTEMPTS)):
+            try:
+                await self._attempt(answer)
                 return
-            decode = min(self._decode, key=lambda worker: worker.requests)
+            except EngineDeadError as error:
+                retries = answer.can_go_on and not answer.request.background
+                if not left or not retries or not self._any_usable:
+                    raise
+                _log.warning("%s; another worker goes on with it", error)
+                self.resumed += 1
+
+    async def _attempt(self, answer: SharedAnswer) -> None:
+        """Answer what is left of a request with the workers of now.
+
+        Raises:
+            MidfillError: it can't be answered, or a worker died.
+        """
+        request = answer.request
+        prefill = self._choose(self._prefill, request)
+        decode = self._choose(self._decode, request)
+        worker: WorkerQueue | None
+        if not hands_over(request):
+            worker = prefill or decode
+        elif answer.tokens:
+            worker = decode or prefill
+        elif prefill is not None:
+            await self._hand_over(answer, prefill)
+            return
+        else:
+            worker = decode
+        if worker is None:
+            raise self._not_ready()
+        with worker.whole():
+            await self._forward(answer, worker)
+
+    async def _hand_over(self, answer: SharedAnswer, prefill: PrefillQueue) -> None:
+        """Compute the prompt on one worker, and the answer on another."""
+        request = answer.request
+        with prefill.holding(len(request.token_ids)) as prompt:
+            await self._wait(answer, prompt.turn())
+            goes_on = await self._first_tokens(answer, prefill)
+            prompt.computed()
+            if not goes_on:
+                return
+            decode = self._choose(self._decode, request)
+            if decode is None:
+                with prefill.whole():
+                    await self._forward(answer, prefill)
+                return
             with decode.serving(request) as served:
-                await served.room()
+                await self._wait(answer, served.room())
                 await self._pull(request, prefill, decode)
                 prompt.release()
-                await served.forward(msgspec.structs.replace(request, answered=answered), stream)
+                served.tokens += len(answer.tokens)
+                with decode.engine.submit(answer.rest()) as outputs:
+                    async for output in outputs:
+                        served.decoded(len(output.token_ids))
+                        answer.put(output)
 
-    async def _first_token(
-        self, request: EngineRequest, prefill: "_PrefillQueue", stream: OutputStream
-    ) -> list[int] | None:
-        """Compute the prompt; send its first token on.
+    async def _forward(self, answer: SharedAnswer, worker: WorkerQueue) -> None:
+        """Have one worker answer what is left."""
+        with worker.engine.submit(answer.rest()) as outputs:
+            async for output in outputs:
+                answer.put(output)
+
+    async def _first_tokens(self, answer: SharedAnswer, prefill: PrefillQueue) -> bool:
+        """Compute the prompt; send the first token on, or the first ones.
 
         Returns:
-            The token; None if the answer has ended.
+            Whether the answer goes on.
         """
-        one = msgspec.structs.replace(request.sampling, max_tokens=1)
-        first = msgspec.structs.replace(request, sampling=one)
-        answered: list[int] = []
-        with prefill.engine.submit(first) as outputs:
+        with prefill.engine.submit(answer.first_part()) as outputs:
             async for output in outputs:
-                answered += output.token_ids
-                goes_on = output.finish_reason == "length" and request.sampling.max_tokens > 1
-                if goes_on:
-                    output = msgspec.structs.replace(output, finish_reason=None)
-                stream.put(output)
-                if goes_on:
-                    return answered
-        return None
+                return answer.put_first(output)
+        raise EngineDeadError("the worker's answer ended too early", retry_after=1)
 
     async def _pull(
-        self, request: EngineRequest, prefill: "_PrefillQueue", decode: "_DecodeQueue"
+        self, request: EngineRequest, prefill: PrefillQueue, decode: DecodeQueue
     ) -> None:
-        """Move a prompt's KV; what can't be moved is computed again."""
+        """Move a prompt's KV; what can't be moved is computed again.
+
+        Raises:
+            EngineDeadError: the decode worker died.
+        """
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
             blob = await prefill.engine.export_kv(request.tenant, request.token_ids)
+        except (KvTransferError, EngineDeadError) as error:
+            _log.warning("KV was not moved: %s", error)
+            return
+        try:
             await decode.engine.import_kv(request.tenant, blob)
         except KvTransferError as error:
             _log.warning("KV was not moved: %s", error)
@@ -197,169 +317,18 @@ class DisaggregatedEngine:
         self.transferred_bytes += len(blob)
         self.transfer_seconds += loop.time() - started
 
+    async def _wait(self, answer: SharedAnswer, event: Awaitable[None]) -> None:
+        """Wait for a turn or for room, as long as anybody waits for the answer.
 
-def hands_over(request: EngineRequest) -> bool:
-    """Whether another engine can go on with an answer after its first token."""
-    sampling = request.sampling
-    whole = request.background or request.method is not None or request.empty_threshold > 0
-    return not whole and sampling.n == 1 and sampling.prompt_logprobs is None
-
-
-class _PrefillQueue:
-    """A prefill worker and the prompts that wait for it, first come, first served."""
-
-    def __init__(self, engine: WorkerEngine, limits: PrefillLimits) -> None:
-        self.engine = engine
-        self.limits = limits
-        self.held = 0  # pages of prompts in flight, and of those that were not pulled
-        self.waiting = deque[_HeldPrompt]()
-        self.running = 0
-
-    @property
-    def queued(self) -> int:
-        """Prompts that are not computed yet."""
-        return len(self.waiting) + self.running
-
-    def holding(self, tokens: int) -> "_HeldPrompt":
-        """Return a prompt's place, to be entered."""
-        return _HeldPrompt(self, tokens)
-
-    def start(self) -> None:
-        """Start the next batch if none runs."""
-        if self.running:
-            return
-        prompts = [prompt.tokens for prompt in self.waiting]
-        for _ in range(prefill_batch(self.limits, prompts, self.held)):
-            self.waiting.popleft().start()
-
-
-class _HeldPrompt:
-    """A prompt's place at a prefill worker, from its arrival until its KV is pulled."""
-
-    def __init__(self, queue: _PrefillQueue, tokens: int) -> None:
-        self.tokens = tokens
-        self._queue = queue
-        self._pages = queue.limits.pool.pages_of(tokens)
-        self._turn = asyncio.get_running_loop().create_future()
-        self._runs = self._holds = False
-
-    def __enter__(self) -> "_HeldPrompt":
-        self._queue.waiting.append(self)
-        self._queue.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self in self._queue.waiting:
-            self._queue.waiting.remove(self)
-        self.computed()
-        self.release()
-
-    def start(self) -> None:
-        """Give it its turn."""
-        self._runs = self._holds = True
-        self._queue.running += 1
-        self._queue.held += self._pages
-        if not self._turn.done():
-            self._turn.set_result(None)
-
-    async def turn(self) -> None:
-        """Wait until it is to be computed."""
-        await self._turn
-
-    def computed(self) -> None:
-        """Record that it runs no more; the next batch starts with the last one of this."""
-        if self._runs:
-            self._runs = False
-            self._queue.running -= 1
-            self._queue.start()
-
-    def release(self) -> None:
-        """Record that its KV was pulled, or is needed no more."""
-        if self._holds:
-            self._holds = False
-            self._queue.held -= self._pages
-            self._queue.start()
-
-
-class _DecodeQueue:
-    """A decode worker and its requests."""
-
-    def __init__(self, engine: WorkerEngine, limits: DecodeLimits) -> None:
-        self.engine = engine
-        self.limits = limits
-        self.requests = 0
-        self.bridge = deque[_ServedRequest]()  # not yet pulled
-        self.pulled = 0  # pages of prompts that were pulled and have no token yet
-        self.running: set[_ServedRequest] = set()
-
-    def serving(self, request: EngineRequest) -> "_ServedRequest":
-        """Return a request's place, to be entered."""
-        return _ServedRequest(self, len(request.token_ids))
-
-    def start(self) -> None:
-        """Let requests pull their KV, in order, as long as there is room."""
-        pages_of = self.limits.pool.pages_of
-        while self.bridge:
-            first = self.bridge[0]
-            used = sum(pages_of(one.tokens + 1) for one in self.running)
-            free = self.limits.pool.pages - used - self.pulled
-            idle = not self.running and not self.pulled
-            if not idle and not self.limits.pulls(first.prompt, self.pulled, free):
-                return
-            self.bridge.popleft().pull()
-
-
-class _ServedRequest:
-    """A request's place at a decode worker."""
-
-    def __init__(self, queue: _DecodeQueue, prompt: int) -> None:
-        self.prompt = self.tokens = prompt
-        self._queue = queue
-        self._room = asyncio.get_running_loop().create_future()
-        self._pulls = False
-
-    def __enter__(self) -> "_ServedRequest":
-        self._queue.requests += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        queue = self._queue
-        queue.requests -= 1
-        if self in queue.bridge:
-            queue.bridge.remove(self)
-        self._end_pull()
-        queue.running.discard(self)
-        queue.start()
-
-    async def room(self) -> None:
-        """Wait until the worker has room for the prompt's KV."""
-        self._queue.bridge.append(self)
-        self._queue.start()
-        await self._room
-
-    def pull(self) -> None:
-        """Let it pull its KV."""
-        self._pulls = True
-        self._queue.pulled += self._queue.limits.pulled_pages(self.prompt)
-        if not self._room.done():
-            self._room.set_result(None)
-
-    def _end_pull(self) -> None:
-        if self._pulls:
-            self._pulls = False
-            self._queue.pulled -= self._queue.limits.pulled_pages(self.prompt)
-
-    async def forward(self, request: EngineRequest, stream: OutputStream) -> None:
-        """Have the worker answer, and put its outputs into a stream."""
-        self.tokens = self.prompt + len(request.answered)
-        with self._queue.engine.submit(request) as outputs:
-            async for output in outputs:
-                self._take(output, stream.put)
-
-    def _take(self, output: EngineOutput, put: Callable[[EngineOutput], None]) -> None:
-        if self not in self._queue.running:
-            self._end_pull()
-            self._queue.running.add(self)
-            self._queue.start()
-        self.tokens += len(output.token_ids)
-        put(output)
+        Raises:
+            _ExpiredError: nobody does any more.
+        """
+        tenant, deadline = answer.request.tenant, answer.deadline
+        self.waiting[tenant] += 1
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+                await event
+        except TimeoutError:
+            raise _ExpiredError from None
+        finally:
+            self.waiting[tenant] -= 1

@@ -46,7 +46,7 @@ from midfill.engine.speculation import DraftCounts, Speculation
 from midfill.engine.step_limit import StepTimeLimit
 from midfill.engine.tenant_stats import TenantCounters
 from midfill.engine.validation import validate
-from midfill.engine.verification import Verification, sibling_groups, verify
+from midfill.engine.verification import Verification, append_token, sibling_groups, verify
 from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
@@ -255,12 +255,12 @@ class Engine:
 
     def _resume(self, sequence: Sequence, answered: SequenceOf[int]) -> None:
         """Bring a new sequence to where it was after tokens that another engine has sampled."""
+        if answered and sequence.empty_check is not None:  # there it was found not to be empty
+            sequence.empty_check, sequence.not_empty = None, True
         for token_id in answered:
             if not is_greedy(sequence.params):
                 sequence.draw()  # the number that this token was sampled with
-            sequence.append(token_id)
-            if sequence.constraint is not None:
-                sequence.constraint = self._vocabulary.advance(sequence.constraint, token_id)
+            append_token(sequence, token_id, self._vocabulary)
 
     def _expire(self) -> list[EngineOutput]:
         """End the requests that nobody waits for any more, before a step is spent on them."""

@@ -124,6 +124,8 @@ class PlanExecution:
         self._counters.layered_prompts += by_layers
         if is_new:
             sequence.admitted = time.perf_counter()
+            if sequence.length > sequence.prompt_length:
+                return  # another engine has begun the answer, and counted its prompt
             self._counters.prompt_tokens += sequence.prompt_length
             if sequence.loaded_variant:
                 self._counters.reused_tokens += sequence.reused_tokens

@@ -93,7 +93,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         document: the planner's id of the document; "" if there is none. An engine of several
             machines keeps a document's KV in one place.
         answered: first tokens of the answer, which another engine has generated; the answer goes on
-            after them as it would have there, and they are not sent again.
+            after them as it would have there, and they are not sent again. Whether it is empty was
+            decided there: it isn't.
     """
 
     request_id: str
@@ -202,7 +203,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         slots_total: KV slots (tokens) in the pool.
         slots_free: free slots.
         slots_cached: evictable slots: held by the prefix cache and used by no sequence.
-        prompt_tokens: prompt tokens of admitted requests.
+        prompt_tokens: prompt tokens of admitted requests, but not of those that another engine has
+            begun to answer.
         cached_tokens: how many of these were found in the prefix cache.
         reused_tokens: prompt tokens of which methods of reuse copied KV from elsewhere and kept it.
         computed_tokens: rows that went through the model, prefill and decode; rows of blended

@@ -182,11 +182,10 @@ def _check_answered(request: EngineRequest, vocab: int, max_length: int) -> None
             f" from 0 to {vocab - 1}",
             param="answered",
         )
-    decided = request.empty_threshold > 0 or request.background or request.method is not None
-    if decided or sampling.n > 1 or sampling.prompt_logprobs is not None:
+    method = request.method is not None and request.method != "none"
+    if method or request.background or sampling.n > 1 or sampling.prompt_logprobs is not None:
         raise InvalidRequestError(
-            "an answer that was begun elsewhere takes n = 1, no prompt_logprobs, no"
-            " empty_threshold and no method",
+            "an answer that was begun elsewhere takes n = 1, no prompt_logprobs and no method",
             param="answered",
         )
 

@@ -181,19 +181,25 @@ def _sample_row(sequence: Sequence, row: int, only: int | None = None) -> Sample
     )
 
 
+def append_token(sequence: Sequence, token_id: int, vocabulary: Vocabulary) -> None:
+    """Append a sampled token, and advance what its answer has to begin with."""
+    constraint = sequence.constraint
+    sequence.append(token_id)
+    if constraint is None:
+        sequence.not_empty = False
+    else:
+        sequence.constraint = vocabulary.advance(constraint, token_id)
+        sequence.not_empty = sequence.not_empty and not constraint.exceeded
+
+
 def _append(one: Verification, token: SampledToken | None, vocabulary: Vocabulary) -> bool:
     """Append a sampled token; return whether the answer goes on."""
     if token is None:
         one.failed = True
         return False
-    sequence, constraint = one.sequence, one.sequence.constraint
+    sequence = one.sequence
     one.tokens.append(token)
-    sequence.append(token.token_id)
-    if constraint is None:
-        sequence.not_empty = False
-    else:
-        sequence.constraint = vocabulary.advance(constraint, token.token_id)
-        sequence.not_empty = sequence.not_empty and not constraint.exceeded
+    append_token(sequence, token.token_id, vocabulary)
     if token.token_id in sequence.stop_token_ids:
         one.finish_reason = "stop"
     elif sequence.length >= sequence.max_length:

@@ -70,7 +70,7 @@ def choose_slots(
 
     Args:
         config: the model.
-        options: ``kv_memory`` and ``context`` are used.
+        options: ``kv_memory``, ``memory_share`` and ``context`` are used.
         free_bytes: what the KV cache may take if ``kv_memory`` is not set.
         slot_bytes: bytes of one token's KV.
 
@@ -81,7 +81,7 @@ def choose_slots(
     if options.kv_memory is not None:
         slots = options.kv_memory // slot_bytes
     else:
-        slots = min(int(free_bytes) // slot_bytes, _MAX_CONTEXTS * context)
+        slots = min(int(free_bytes * options.memory_share) // slot_bytes, _MAX_CONTEXTS * context)
     if slots < 16:
         raise MidfillError(
             f"{options.kv_memory or int(free_bytes)} bytes of KV memory hold {slots} tokens of this"

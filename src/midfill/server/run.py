@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -16,6 +17,7 @@ from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_model
 from midfill.config import ModelOptions, ServeOptions
 from midfill.engine.client import EngineClient
+from midfill.engine.disaggregated_client import DisaggregatedClient
 from midfill.engine.messages import EngineInfo
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.formats import FimFormat
@@ -39,6 +41,7 @@ from midfill.server.request_log import Traces
 from midfill.server.served_engine import ServedEngine
 from midfill.server.service import ModelService
 from midfill.server.tls import ServerTls
+from midfill.server.worker_metrics import WorkerCollector
 from midfill.system.progress import Progress
 
 
@@ -97,27 +100,41 @@ async def open_service(
     run = options.options
     AllowedMethods(run.allow_methods, run.method)  # checks them
     checkpoint = open_model(path, run.adapter_path, run.weights)
-    engine = EngineClient(
-        path,
-        _with_scope(run, options.api_keys),
-        on_progress,
-        max_queued_tokens=options.max_queued_tokens,
-        logs=options.logs,
-        step_timeout=options.step_timeout,
-        max_tenant_tokens=options.max_queued_tokens_per_key,
-    )
+    engine = _engine_client(options, path, on_progress)
     try:
         # Both take a while: building the tokenizer and starting the engine.
         format, info = await asyncio.gather(
             asyncio.to_thread(fim_format, checkpoint, options.fim_tokens), engine.start()
         )
         service = await assemble_service(options, checkpoint, format, engine, info, tenants, limits)
+        if isinstance(engine, DisaggregatedClient):
+            service.metrics.add(WorkerCollector(engine))
         try:
             yield service
         finally:
             service.close()
     finally:
         await engine.close()
+
+
+def _engine_client(
+    options: ServeOptions, path: Path, on_progress: Progress | None
+) -> EngineClient | DisaggregatedClient:
+    """Return the engine that the options ask for, not yet started."""
+    client = (
+        partial(DisaggregatedClient, workers=options.workers)
+        if options.workers.prefill
+        else EngineClient
+    )
+    return client(
+        path,
+        _with_scope(options.options, options.api_keys),
+        on_progress=on_progress,
+        max_queued_tokens=options.max_queued_tokens,
+        logs=options.logs,
+        step_timeout=options.step_timeout,
+        max_tenant_tokens=options.max_queued_tokens_per_key,
+    )
 
 
 async def assemble_service(
@@ -200,9 +217,12 @@ async def _serve(
 
 def _kv_routes(options: ServeOptions, service: ModelService) -> APIRouter | None:
     """Return the routes that move KV, if there is a key for them."""
-    if options.kv_transfer_key is None or not isinstance(service.engine, EngineClient):
+    engine = service.engine
+    if options.kv_transfer_key is None or not isinstance(
+        engine, EngineClient | DisaggregatedClient
+    ):
         return None
-    return kv_routes(service.engine, options.kv_transfer_key)
+    return kv_routes(engine, options.kv_transfer_key)
 
 
 def _with_scope(options: ModelOptions, api_keys: Sequence[str]) -> ModelOptions:
