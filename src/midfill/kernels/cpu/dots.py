@@ -52,6 +52,10 @@ _BYTES = ir.VectorType(I8, 4 * LANES)
 _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
+_FIRST_TILE_DISTANCE = 6144
+"""How many bytes ahead of where it reads a panel's first tile prefetches."""
+
+
 def fetched_bytes(layout: BlockLayout) -> int:
     """Return the bytes prefetched per group: a third of its own, in whole cache lines."""
     return -(-layout.block_bytes // layout.groups // (3 * LINE)) * LINE
@@ -184,11 +188,11 @@ def _bits(builder: ir.IRBuilder, packed: Any, at: int, to: int, bits: int) -> An
     return builder.and_(packed, integers(((1 << bits) - 1 << to) * 0x01010101))
 
 
-def _fetch(builder: ir.IRBuilder, pointer: Any, lines: int) -> None:
-    """Prefetch cache lines into the second-level cache."""
+def _fetch(builder: ir.IRBuilder, pointer: Any, lines: int, level: int) -> None:
+    """Prefetch cache lines into the first-level or second-level cache."""
     for line in range(lines):
         at = builder.gep(pointer, [integer(line * LINE)])
-        hints = [I32(hint) for hint in (0, 2, 1)]  # read, second level, data
+        hints = [I32(hint) for hint in (0, 4 - level, 1)]  # read, which level, data
         llvm_call(builder, "llvm.prefetch.p0", [at, *hints], ir.VoidType())
 
 
@@ -200,7 +204,7 @@ class _QuantProducts:
     """
 
     def __init__(self, context: Any, builder: ir.IRBuilder, layout: BlockLayout, rows: int) -> None:
-        self._context, self._builder, self._layout = context, builder, layout
+        self._context, self._builder, self._layout, self._rows = context, builder, layout, rows
         self._indices = [(r, v) for r in range(rows) for v in range(_VECTORS)]
         self._totals = {index: self._variable(constant(0.0)) for index in self._indices}
         self._sums = {index: self._variable(integers(0)) for index in self._indices}
@@ -210,29 +214,53 @@ class _QuantProducts:
     def _variable(self, value: Any) -> Any:
         return cgutils.alloca_once_value(self._builder, value)
 
-    def add_block(self, block: Any, x_blocks: list[Any], ahead: Any | None) -> None:
+    def add_block(self, block: Any, x_blocks: list[Any], ahead: Any) -> None:
         """Add a block's products.
 
         Args:
             block: the panel's block, see weight_formats.py.
             x_blocks: the rows' first blocks, see activations.py.
-            ahead: distance from a group to what is prefetched meanwhile; None fetches nothing.
+            ahead: see ``quantized_product``.
         """
         layout, builder = self._layout, self._builder
         body = builder.gep(block, [integer(layout.header_bytes)])
-        lines = fetched_bytes(layout) // LINE
         if layout.groups == 1:
-            if ahead is not None:
-                _fetch(builder, builder.gep(block, [ahead]), lines)
+            self._fetch_ahead(block, ahead)
             self._add_group(block, body, x_blocks)
             return
         with cgutils.for_range(builder, integer(layout.groups), intp=I64) as group:
             x_at = builder.mul(group.index, integer(ACTIVATION_BLOCK_BYTES))
             at = builder.mul(group.index, integer(layout.group_bytes))
             start = builder.gep(body, [at])
-            if ahead is not None:
-                _fetch(builder, builder.gep(start, [ahead]), lines)
+            self._fetch_ahead(start, ahead)
             self._add_group(block, start, [builder.gep(x, [x_at]) for x in x_blocks])
+
+    def _fetch_ahead(self, group: Any, ahead: Any) -> None:
+        """Prefetch a group's share of what is read next."""
+        layout, builder = self._layout, self._builder
+        if self._rows == 1:
+            self._fetch_next_groups(group)
+            return
+        is_first = builder.icmp_signed("==", ahead, integer(0))
+        with builder.if_else(is_first) as (first, later):
+            with first:
+                self._fetch_next_groups(group)
+            with later:
+                at = builder.gep(group, [ahead])
+                _fetch(builder, at, fetched_bytes(layout) // LINE, level=2)
+
+    def _fetch_next_groups(self, group: Any) -> None:
+        """Prefetch as many bytes as a group has from where a first tile will read soon.
+
+        Lines of two planes are read in turn, and those of one plane with work in between. Chips
+        foresee that badly: without prefetches, formats with two planes come from memory half as
+        fast as it can be read. Whole bytes are read fast enough.
+        """
+        layout, builder = self._layout, self._builder
+        if layout.bits < 8:
+            lines = -(-layout.block_bytes // layout.groups // LINE)
+            at = builder.gep(group, [integer(_FIRST_TILE_DISTANCE)])
+            _fetch(builder, at, lines, level=1)
 
     def _add_group(self, block: Any, group: Any, x_blocks: list[Any]) -> None:
         """Add the products of one group, part by part that has a scale of its own."""
@@ -339,14 +367,16 @@ def quantized_product(rows: int, weight_format: WeightFormat) -> Any:
     ) -> tuple[Any, Codegen]:
         """Compute tile[rows, 32] = rows of activation blocks @ a packed panel.
 
-        With more than one row, a third of a group is prefetched per group read: memory is idle
-        while a panel is reused. One row reads as fast as memory can deliver.
+        A panel's first tile reads it from memory, and prefetches a few groups ahead. Later tiles
+        prefetch a third of a group of the next panel per group read: memory would be idle while
+        they reuse this one.
 
         Args:
             x: uint8, activation blocks; rows are x_stride bytes apart, from x_offset on.
             groups: of 32 inputs per row; a multiple of the format's groups per block.
             panel: uint8, the panel starts at panel_offset.
-            ahead: distance in bytes from a group to what is prefetched meanwhile.
+            ahead: distance in bytes from a group to what is prefetched meanwhile; 0 for the first
+                tile, which prefetches at a distance of its own. With one row, tiles are first ones.
             tile: float32, [rows, 32] at tile_offset.
         """
 
@@ -364,7 +394,7 @@ def quantized_product(rows: int, weight_format: WeightFormat) -> Any:
                 x_step = integer(layout.groups * ACTIVATION_BLOCK_BYTES)
                 x_at = builder.mul(number.index, x_step)
                 x_blocks = [builder.gep(row, [x_at]) for row in x_rows]
-                products.add_block(block, x_blocks, ahead if rows > 1 else None)
+                products.add_block(block, x_blocks, ahead)
             products.store(address(context, builder, kinds[7], tile, at))
             return context.get_dummy_value()
 

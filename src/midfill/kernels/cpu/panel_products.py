@@ -125,8 +125,9 @@ _FETCHED_BYTES = np.array([fetched_bytes(layout) for layout in LAYOUTS.values()]
 def prefetch_distance(number: int, groups: int, weight_format: int) -> int:
     """Return how many bytes ahead of a panel its tile of that number prefetches weights.
 
-    The first tile reads the panel from memory, those after it from the cache. They would leave
-    memory idle, so the three tiles after the first prefetch a third of the next panel each.
+    The first tile, for which this is 0, reads the panel from memory, those after it from the
+    cache. They would leave memory idle, so the three tiles after the first prefetch a third of the
+    next panel each.
     """
     if number == 0:
         return 0
