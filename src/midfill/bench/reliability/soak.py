@@ -36,7 +36,7 @@ _IDLE_SECONDS = 120
 _TIMEOUT = 120.0
 _RAW_CHARACTERS = 400
 _SAMPLE_SECONDS = 1.0
-_MAX_FILL_SECONDS = 1200
+_MAX_FILL_SECONDS = 3600
 _FILLED = ("documents", "tokens")  # the load sends no other files
 _FULL = 0.9  # of a bound; what goes next leaves some room
 _SETTLE_SECONDS = 7.0  # for connections that are kept alive
@@ -61,7 +61,7 @@ class SoakOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     minutes: float = 30.0
     kv_memory: str = "256M"
-    document_memory: str = "2M"
+    document_memory: str = "1M"
     clients: int = 6
     streams: int = 200
     idle: int = 1000
@@ -261,7 +261,7 @@ async def _until_full(server: ServedModel) -> None:
     except TimeoutError:
         raise MidfillError(
             f"the load has not filled the server's memory in {_MAX_FILL_SECONDS} s; give it less:"
-            " --kv-memory"
+            " --kv-memory, --document-memory"
         ) from None
 
 

@@ -27,6 +27,9 @@ MinutesOption = Annotated[
     float, typer.Option(min=0.01, help="Duration, once the memory of its server has been filled.")
 ]
 KvMemoryOption = Annotated[str, typer.Option(help="--kv-memory of the server.")]
+DocumentMemoryOption = Annotated[
+    str, typer.Option(help="--document-memory of the server; small, so that it is soon full.")
+]
 StreamsOption = Annotated[int, typer.Option(min=1, help="Streams at the same time, at the end.")]
 IdleOption = Annotated[int, typer.Option(min=0, help="Idle connections meanwhile.")]
 
@@ -83,6 +86,7 @@ def soak(
     model: ModelArgument = None,
     minutes: MinutesOption = 30,
     kv_memory: KvMemoryOption = "256M",
+    document_memory: DocumentMemoryOption = "1M",
     clients: ClientsOption = 6,
     streams: StreamsOption = 200,
     idle: IdleOption = 1000,
@@ -96,6 +100,7 @@ def soak(
         model=_named(model),
         minutes=minutes,
         kv_memory=kv_memory,
+        document_memory=document_memory,
         clients=clients,
         streams=streams,
         idle=idle,
