@@ -6,6 +6,7 @@ import pytest
 
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError
+from midfill.frontend import template_process
 from midfill.frontend.chat import ChatTemplate
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -107,3 +108,59 @@ def test_common_extensions_of_templates_are_available(tokenizer: Tokenizer) -> N
     )
     rendered = chat.render([{"role": "a", "content": "x"}, {"role": "b", "content": "ü<"}])
     assert rendered.startswith('"ü<" 2')
+
+
+FOR_EVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        FOR_EVER,
+        "{% macro m(n) %}{{ m(n - 1) if n }}{{ m(n - 1) if n }}{% endmacro %}{{ m(40) }}",
+        "{% set ns = namespace(x='x') %}{% for n in range(50) %}{% set ns.x = ns.x ~ ns.x %}"
+        "{% endfor %}",
+        "{% set ns = namespace(x=[]) %}{% for n in range(50) %}{% set ns.x = [ns.x, ns.x] %}"
+        "{% endfor %}{{ ns.x | tojson }}",
+        "{{ 'x' | center(10 ** 11) }}",
+        "{{ 10 ** (10 ** 10) }}",
+    ],
+)
+def test_a_template_gets_so_much_time_and_memory(tokenizer: Tokenizer, source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="too long or too much memory") as raised:
+        template(tokenizer, source).render([{"role": "user", "content": ""}])
+    assert raised.value.param == "messages"
+    assert template(tokenizer).render([]) == "<|endoftext|>assistant\n"
+
+
+def test_a_template_writes_no_more_than_a_prompt_holds(tokenizer: Tokenizer) -> None:
+    source = "{% for n in range(99999) %}{{ messages[0].content }}{% endfor %}"
+    with pytest.raises(InvalidRequestError, match="more than 8000000 characters"):
+        template(tokenizer, source).render([{"role": "user", "content": "x" * 1000}])
+
+
+def test_a_template_that_fails_again_and_again_is_not_tried_any_more(
+    tokenizer: Tokenizer,
+) -> None:
+    source = "{% if messages %}{{ 'x' | center(10 ** 11) }}{% endif %}fine"
+    messages = [{"role": "user", "content": ""}]
+    once = template(tokenizer, source)
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="fails for these messages"):
+            once.render(messages)
+    assert once.render([]) == "fine"
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError, match="fails for these messages"):
+            once.render(messages)
+    with pytest.raises(InvalidRequestError, match=r"broken: it takes too long .*/v1/completions"):
+        once.render([])
+
+
+def test_a_process_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
+    chat = template(tokenizer)
+    rendered = chat.render([])
+    process = template_process._process._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert chat.render([]) == rendered

@@ -1,18 +1,12 @@
 """ChatTemplate: a conversation rendered to one prompt by the checkpoint's own Jinja template."""
 
-import datetime
-import json
 import logging
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from midfill.errors import InvalidRequestError
+from midfill.frontend.template_process import ProcessTemplate, refused
+from midfill.frontend.template_rendering import check_syntax, describe
 from midfill.tokens.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -36,45 +30,30 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _strftime_now
-        self._template: Template | None = None
         self._fault = ""
         try:
-            self._template = environment.from_string(source)
+            check_syntax(source)
         except Exception as error:  # not only TemplateError: deep nesting exceeds Python's limits
-            self._fault = _describe(error)
+            self._fault = describe(error)
             _log.warning("the model's chat template is broken: %s", self._fault)
+        self._template = ProcessTemplate(source, variables)
         self._tokenizer = tokenizer
-        self._variables = dict(variables)
         self._special = _any_of(tokenizer.special_tokens)
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the prompt as text, up to where the assistant's turn begins.
 
         Raises:
-            InvalidRequestError: the template is broken, or it raises for these messages.
+            InvalidRequestError: the template is broken, raises for these messages, or takes too
+                much time or memory for them.
         """
-        if self._template is None:
-            raise InvalidRequestError(
-                f"the model's chat template is broken: {self._fault}; use /v1/completions",
-                param="messages",
-            )
+        if self._fault:
+            raise refused("is broken", self._fault)
+        rendered = self._template.render([dict(message) for message in messages])
         try:
-            rendered = self._template.render(
-                **self._variables, messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-            )  # fmt: skip
             rendered.encode()  # half a surrogate pair can't be tokenised
-        except Exception as error:  # a template can raise anything, ZeroDivisionError for one
-            raise InvalidRequestError(
-                f"the model's chat template refuses these messages: {_describe(error)}",
-                param="messages",
-            ) from error
+        except UnicodeEncodeError as error:
+            raise refused("refuses these messages", describe(error)) from error
         return rendered
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -110,24 +89,7 @@ class ChatTemplate:
         return ids
 
 
-def _describe(error: Exception) -> str:
-    """Return an exception's message on one line, or its kind if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches any of these texts, the longest first."""
     longest_first = sorted(filter(str.strip, texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.datetime.now().strftime(format)
