@@ -15,7 +15,7 @@ from toy_runner import ToyRunner
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.engine import Engine
 from midfill.engine.kv_copies import layout_name
-from midfill.engine.request import EngineSamplingParams, TierStats
+from midfill.engine.request import EngineOutput, EngineSamplingParams, TierStats
 from midfill.engine.warm_cache import CHUNK_TOKENS
 from midfill.forward.runner import Runner
 from midfill.kv.blob import KvIdentity
@@ -128,6 +128,23 @@ def test_texts_of_many_requests_are_stored_in_any_order(
     assert tier_stats(engine).dropped_chunks == 0
     again = build(open_tier, slots=2000)
     assert [ask(again, prompt).cached_tokens for prompt in prompts] == [CHUNK_TOKENS] * 8
+
+
+@pytest.mark.parametrize(("after", "stored"), [(0.0, 2), (3600.0, 0)])
+def test_the_steps_after_a_prompt_are_left_alone_for_a_while(
+    open_tier: OpenTier, monkeypatch: pytest.MonkeyPatch, after: float, stored: int
+) -> None:
+    monkeypatch.setattr("midfill.engine.warm_cache._BUSY_SECONDS", after)
+    monkeypatch.setattr("midfill.engine.warm_cache._BUSY_SHARE", 100.0)
+    engine = build(open_tier)
+    engine.add(request("a", PROMPT))
+    outputs: list[EngineOutput] = []
+    while not any(output.finish_reason for output in outputs):
+        outputs += engine.step()
+    assert tier_stats(engine).stored_tokens == stored * CHUNK_TOKENS
+    while engine.has_work():
+        engine.step()
+    assert tier_stats(engine).stored_tokens == STORED
 
 
 def test_tenants_never_share(open_tier: OpenTier) -> None:

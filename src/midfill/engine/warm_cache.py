@@ -1,8 +1,9 @@
 """WarmCache: the engine's side of the warm tier (``tiers.warm_tier``).
 
 What prompts and answers leave in the prefix cache is handed to the tier chunk by chunk: while the
-engine is idle, and beside its steps for a small share of their time. So a document that is at rest
-is stored, and what is evicted later has its copy. A new request whose KV the tier holds, and the
+engine is idle or, where it doesn't become idle for a while, beside its steps for a small share of
+their time. So a document that is at rest is stored, what is evicted later has its copy, and the
+steps of an answer to a keystroke are left alone. A new request whose KV the tier holds, and the
 cache doesn't, waits while it is loaded, if that takes less time than computing it
 (``tiers.load_policy``), and never much longer: what hasn't come by then is computed.
 """
@@ -37,6 +38,7 @@ CHUNK_TOKENS = 64
 """Tokens per chunk: what is left at a text's end, and computed, is at most one small step."""
 _MAX_NOTES = 256
 _BUSY_SHARE = 0.05  # of the time of steps, to copy chunks beside them
+_BUSY_SECONDS = 0.5  # before texts are stored beside steps: most engines are idle by then
 _MAX_CREDIT = 0.05  # seconds that may add up
 _MIN_PREFILL_ROWS = 32  # of steps that tell how fast prompts are computed
 _PATIENCE, _MIN_PATIENCE = 2.0, 0.05  # times what computing would take; seconds
@@ -83,11 +85,12 @@ def open_warm_tier(
 
 @dataclass(eq=False)
 class _Note:
-    """Tokens that were in the cache, and the keys of the chunks that have been looked at."""
+    """Tokens that were in the cache since a time, and the keys of chunks that were looked at."""
 
     tenant: str
     tokens: Int32Array
     root: bytes
+    since: float
     keys: list[bytes] = field(default_factory=list)
 
 
@@ -166,7 +169,7 @@ class WarmCache:
         if last is not None and last.tenant == tenant and _begins_with(tokens, last.tokens):
             last.tokens = tokens.copy()
             return
-        self._notes.append(_Note(tenant, tokens.copy(), self._root(tenant)))
+        self._notes.append(_Note(tenant, tokens.copy(), self._root(tenant), time.monotonic()))
         if len(self._notes) > _MAX_NOTES:
             self._notes.popleft()
 
@@ -177,21 +180,25 @@ class WarmCache:
         self._credit = min(self._credit + _BUSY_SHARE * seconds, _MAX_CREDIT)
 
     def store(self, *, idle: bool) -> None:
-        """Hand chunks to the tier, the latest prompts' first.
+        """Hand chunks to the tier.
 
         Args:
-            idle: whether no request waits for it.
+            idle: whether no request waits for it. The latest prompts' chunks go first then,
+                otherwise those of prompts that have waited longest, if that was for a while.
         """
         budget = max(MAX_STEP_BYTES // self._copies.token_bytes, 1)
         started = time.perf_counter()
         while self._notes and budget > 0 and not self._tier.is_full:
-            if not idle and self._credit <= 0:
+            if not idle and (self._credit <= 0 or self._notes[0].since > self._busy_before()):
                 break
-            copied = self._store_next(self._notes[-1])
-            budget -= copied
+            budget -= self._store_next(self._notes[-1 if idle else 0])
             now = time.perf_counter()
             self._credit -= 0.0 if idle else now - started
             started = now
+
+    def _busy_before(self) -> float:
+        """Return when the latest texts came that may be stored beside steps."""
+        return time.monotonic() - _BUSY_SECONDS
 
     def _store_next(self, note: _Note) -> int:
         """Store the next chunk of a text that isn't stored; return how many tokens were copied."""
