@@ -47,6 +47,7 @@ from midfill.engine.messages import (
 from midfill.engine.output_buffer import OutputBuffer
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError, MidfillError
+from midfill.system.garbage import freeze_objects
 from midfill.system.logs import configure_logs
 from midfill.system.progress import Progress
 
@@ -117,6 +118,7 @@ def main(address: str) -> NoReturn:
         channel.send(Failed(type(error).__name__, message))
         channel.close()
         sys.exit(1)
+    freeze_objects()
     end.before = lambda: engine.kv_traffic.close(_SAVE_SECONDS)
     channel.send(Ready(info))
     run_loop(engine, buffer, channel)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import ipaddress
 import logging
 import math
@@ -25,6 +24,7 @@ from midfill.server.request_log import Traces
 from midfill.server.service import ModelService
 from midfill.server.tls import ServerTls
 from midfill.system.extras import require
+from midfill.system.garbage import freeze_objects
 from midfill.system.open_files import raise_open_file_limit
 
 _log = logging.getLogger(__name__)
@@ -78,11 +78,7 @@ async def answer_until_stopped(
     # From here on connections wait in the backlog until uvicorn accepts them, so that clients
     # can connect as soon as on_listening is called.
     listener.listen(config.backlog)
-    # What is there now stays: collections of garbage, which stop everything, need not look at it.
-    gc.collect()
-    gc.freeze()
-    # Counts what is left: an old generation is collected only once it has grown by a quarter.
-    gc.collect()
+    freeze_objects()
     on_listening()
     loop.remove_signal_handler(signal.SIGTERM)
     if on_hangup is not None and hasattr(signal, "SIGHUP"):  # not on Windows
