@@ -19,7 +19,7 @@ from midfill.runners.cpu_runner import CpuRunner
 
 
 def test_the_options_reach_the_policies() -> None:
-    chunked = SarathiServe(token_budget=7, max_running=3)
+    chunked = SarathiServe(token_budget=7, max_running=3, short_share=0.5)
     options = ModelOptions(token_budget=7, max_running=3)
     assert scheduler_policy(options, 30) == IdlePrefill(LayeredPrefill(chunked, 30, False))
     layered = ModelOptions(token_budget=7, max_running=3, scheduler="layered-prefill")

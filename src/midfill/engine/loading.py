@@ -36,8 +36,11 @@ from midfill.system.progress import Progress
 from midfill.tiers.warm_tier import WarmTier
 from midfill.tokens.tokenizer import Tokenizer
 
-_STEP_SECONDS = 0.1
-"""Steps with prompts should take no longer: a keystroke's request may have to wait for one."""
+_STEP_SECONDS = 0.075
+"""Steps with prompts should take no longer: a keystroke's request may have to wait for one before
+its own, and both together should take no more than 150 ms."""
+_SHORT_SHARE = 0.5
+"""Of a step, for keystrokes beside a long prompt."""
 
 
 def load_engine(
@@ -78,7 +81,7 @@ def load_engine(
         EngineOptions(max_running=options.max_running, context=options.context),
         policy=scheduler_policy(options, runner.config.layers),
         speculation=speculation(options),
-        step_limit=StepTimeLimit(_STEP_SECONDS, MeasuredStepCost(), options.token_budget),
+        step_limit=step_limit(options),
         token_bytes=checkpoint.tokenizer.token_bytes,
         method=shelf.default,
         find_method=lambda name: extra[name] if name in extra else shelf.find(name),
@@ -107,9 +110,14 @@ def scheduler_policy(options: ModelOptions, layers: int) -> SchedulerPolicy:
         options: how the model is run.
         layers: of the model.
     """
-    chunked = SarathiServe(options.token_budget, options.max_running)
+    chunked = SarathiServe(options.token_budget, options.max_running, short_share=_SHORT_SHARE)
     every_prompt = options.scheduler == "layered-prefill"
     return IdlePrefill(LayeredPrefill(chunked, layers, every_prompt))
+
+
+def step_limit(options: ModelOptions) -> StepTimeLimit:
+    """Return what keeps steps short, knowing nothing yet of what they cost."""
+    return StepTimeLimit(_STEP_SECONDS, MeasuredStepCost(), options.token_budget)
 
 
 def speculation(options: ModelOptions) -> Speculation | None:

@@ -8,7 +8,7 @@ a keystroke should.
 from midfill.engine.scheduler import ScheduleState, WaitingSequence
 from midfill.engine.step_cost import StepCost
 
-MIN_ROWS = 32
+MIN_ROWS = 16
 """Fewer rows would spend most of a step on reading the weights."""
 MIN_STEPS = 8
 """Steps to observe before any is limited: the first ones read and compile what is cached later."""

@@ -29,6 +29,31 @@ def plan(
     return policy.plan(ScheduleState(tuple(running), queue, available, cache or CacheFacts()))
 
 
+@st.composite
+def states(draw: st.DrawFn) -> ScheduleState:
+    running = []
+    held = {}
+    for sequence_id in range(draw(st.integers(0, 6))):
+        length = draw(st.integers(1, 40))
+        if draw(st.booleans()):
+            running.append(decoding(sequence_id, length))
+        else:
+            running.append(prefilling(sequence_id, length, draw(st.integers(0, length - 1))))
+        held[sequence_id] = draw(st.integers(0, length))
+    waiting = []
+    cached = {}
+    for sequence_id in range(10, 10 + draw(st.integers(0, 4))):
+        length = draw(st.integers(1, 60))
+        waiting.append(WaitingSequence(sequence_id, length))
+        matched = draw(st.integers(0, length - 1))
+        cached[sequence_id] = CachedPrefix(matched, draw(st.integers(0, matched)))
+    common = draw(
+        st.dictionaries(st.tuples(st.integers(10, 13), st.integers(0, 13)), st.integers(0, 60))
+    )
+    view = CacheFacts(cached, common, held)
+    return ScheduleState(tuple(running), tuple(waiting), draw(st.integers(0, 80)), view)
+
+
 class TestBudget:
     def test_decodes_first_then_started_prompts_then_new_ones(self) -> None:
         made = plan(
@@ -103,6 +128,69 @@ class TestAdmission:
         assert len(plan(policy, waiting=[(1, 50), (2, 60)], cache=done).admit) == 2
 
 
+class TestShortPromptsBesideLongOnes:
+    policy = SarathiServe(token_budget=100, short_share=0.5)
+
+    def test_a_keystroke_does_not_wait_for_a_long_prompt(self) -> None:
+        made = plan(self.policy, [prefilling(1, 2000)], [(2, 12)])
+        assert made.chunks == (Chunk(1, 88),)
+        assert made.admit == (Chunk(2, 12),)
+
+    def test_the_long_prompt_keeps_its_part_however_many_there_are(self) -> None:
+        running = [decoding(0), decoding(1), prefilling(2, 2000), prefilling(3, 300)]
+        made = plan(self.policy, running, [(4, 40), (5, 40)])
+        assert made.chunks == (Chunk(2, 49),)
+        assert made.admit == (Chunk(4, 40), Chunk(5, 9))
+        assert made.rows == 100
+
+    def test_prompts_of_similar_length_keep_their_order(self) -> None:
+        made = plan(self.policy, [prefilling(1, 400)], [(2, 101)])
+        assert made == StepPlan(chunks=(Chunk(1, 100),))
+
+    def test_a_long_prompt_at_the_queue_s_head_lets_a_keystroke_pass(self) -> None:
+        made = plan(self.policy, waiting=[(1, 2000), (2, 12)])
+        assert made.admit == (Chunk(1, 88), Chunk(2, 12))
+        made = plan(self.policy, [prefilling(0, 2000)], [(1, 2000), (2, 12)])
+        assert made.chunks == (Chunk(0, 88),)
+        assert made.admit == (Chunk(1, 1), Chunk(2, 11))
+
+    def test_cached_tokens_do_not_count(self) -> None:
+        cache = CacheFacts(cached={2: CachedPrefix(1990, 0)})
+        made = plan(self.policy, [prefilling(1, 2000)], [(2, 2000)], cache=cache)
+        assert made.chunks == (Chunk(1, 90),)
+        assert made.admit == (Chunk(2, 10),)
+
+    def test_nothing_is_left_to_one_that_waits_for_the_long_prompt(self) -> None:
+        shared = CacheFacts(common={(2, 1): 40})
+        made = plan(self.policy, [prefilling(1, 2000)], [(2, 60)], cache=shared)
+        assert made == StepPlan(chunks=(Chunk(1, 100),))
+
+    def test_a_share_of_everything_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="short_share"):
+            SarathiServe(short_share=1.0)
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.data(), st.integers(1, 50), st.sampled_from([0.25, 0.5, 0.9]))
+    def test_no_step_exceeds_the_budget_and_all_its_chunks_fit(
+        self, data: st.DataObject, budget: int, share: float
+    ) -> None:
+        state = data.draw(states())
+        made = SarathiServe(token_budget=budget, max_running=8, short_share=share).plan(state)
+        alone = SarathiServe(token_budget=budget, max_running=8).plan(state)
+        assert (made.preempt, made.decodes) == (alone.preempt, alone.decodes)
+        assert made.rows <= max(budget, len(made.decodes))
+        assert bool(made.rows) == bool(alone.rows)
+        by_id = {one.sequence_id: one for one in state.running}
+        assert all(1 <= tokens <= by_id[one].remaining for one, tokens in made.chunks)
+        waiting = [one.sequence_id for one in state.waiting]
+        admitted = [chunk.sequence_id for chunk in made.admit]
+        assert admitted == waiting[: len(admitted)], "the queue keeps its order"
+        available = state.available_slots - len(made.decodes)
+        for one in state.waiting[: len(admitted)]:
+            available -= one.needs(state.cache.cached_prefix(one.sequence_id))
+        assert not admitted or available >= 0
+
+
 class TestPreemption:
     def test_the_latest_arrival_is_preempted(self) -> None:
         cache = CacheFacts(held={3: 20})
@@ -160,31 +248,6 @@ class TestDynamicChunks:
     def test_invalid_sizes_are_refused(self) -> None:
         with pytest.raises(ValueError, match="low <= high"):
             DynamicChunks(low=64, high=32, max_tokens=100, stages=2)
-
-
-@st.composite
-def states(draw: st.DrawFn) -> ScheduleState:
-    running = []
-    held = {}
-    for sequence_id in range(draw(st.integers(0, 6))):
-        length = draw(st.integers(1, 40))
-        if draw(st.booleans()):
-            running.append(decoding(sequence_id, length))
-        else:
-            running.append(prefilling(sequence_id, length, draw(st.integers(0, length - 1))))
-        held[sequence_id] = draw(st.integers(0, length))
-    waiting = []
-    cached = {}
-    for sequence_id in range(10, 10 + draw(st.integers(0, 4))):
-        length = draw(st.integers(1, 60))
-        waiting.append(WaitingSequence(sequence_id, length))
-        matched = draw(st.integers(0, length - 1))
-        cached[sequence_id] = CachedPrefix(matched, draw(st.integers(0, matched)))
-    common = draw(
-        st.dictionaries(st.tuples(st.integers(10, 13), st.integers(0, 13)), st.integers(0, 60))
-    )
-    view = CacheFacts(cached, common, held)
-    return ScheduleState(tuple(running), tuple(waiting), draw(st.integers(0, 80)), view)
 
 
 @settings(max_examples=400, deadline=None)

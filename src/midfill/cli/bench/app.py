@@ -7,6 +7,7 @@ from midfill.cli.bench.cascade import cascade
 from midfill.cli.bench.disaggregation import disaggregation
 from midfill.cli.bench.edits import edits, replay
 from midfill.cli.bench.gateway import gateway, gateway_rounds
+from midfill.cli.bench.keystrokes import keystrokes
 from midfill.cli.bench.kv_dtypes import kv_dtypes
 from midfill.cli.bench.methods import methods
 from midfill.cli.bench.peers import peers
@@ -40,6 +41,7 @@ for _command in (
     rounds,
     speed,
     profile,
+    keystrokes,
     schedulers,
     stops,
     cascade,

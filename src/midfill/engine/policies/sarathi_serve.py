@@ -4,7 +4,7 @@ Source: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference wit
 OSDI 2024, arXiv 2403.02310, section 4.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from midfill.engine.scheduler import (
@@ -13,6 +13,11 @@ from midfill.engine.scheduler import (
     StepPlan,
     WaitingSequence,
 )
+
+_SHORT_FACTOR = 4
+"""A prompt leaves a part of the budget to others that have this many times fewer tokens to run."""
+_MAX_CONSIDERED = 8
+"""Waiting prompts that are looked at for that: each is looked up in the cache."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,9 @@ class SarathiServe:
     """Decode-first chunked prefill under a token budget; first come, first served.
 
     Every decoding sequence runs its token in every step, whatever the budget; prefills share what
-    the decodes leave of it. Cached prompt tokens cost nothing. When decodes run out of slots, the
-    latest arrivals are preempted and recomputed later. New sequences are admitted from the queue's
-    head only, so none overtakes another.
+    the decodes leave of it, the first to arrive before the others. Cached prompt tokens cost
+    nothing. When decodes run out of slots, the latest arrivals are preempted and recomputed later.
+    New sequences are admitted from the queue's head only, so none overtakes another.
 
     Attributes:
         token_budget: maximum tokens per step, fewer where ``ScheduleState.max_rows`` says so;
@@ -63,6 +68,10 @@ class SarathiServe:
         min_shared_prefix: a new sequence whose prompt shares at least this many uncached tokens
             with one that is being prefilled waits until they are cached instead of computing them
             again. An addition to the paper.
+        short_share: share of the budget that a prompt leaves to later ones that have at most a
+            quarter as many tokens to run: a keystroke then doesn't wait for somebody's long
+            prompt, and the long prompt takes at most 1 / (1 - short_share) times as long. Another
+            addition; 0 is the paper's order.
         min_shared_rest: the same for a prompt of which nothing but the last token would be left.
             Some editors send each request several times at once.
     """
@@ -70,24 +79,30 @@ class SarathiServe:
     token_budget: int = 128
     max_running: int = 128
     dynamic_chunks: DynamicChunks | None = None
+    short_share: float = 0.0
     min_shared_prefix: int = 32
     min_shared_rest: int = 4
 
     def __post_init__(self) -> None:
         if self.token_budget < 1 or self.max_running < 1:
             raise ValueError("token_budget and max_running must be at least 1")
+        if not 0 <= self.short_share < 1:
+            raise ValueError("short_share must be at least 0 and below 1")
 
     def plan(self, state: ScheduleState) -> StepPlan:
         """Return the plan of one step: decodes, then prompts already started, then new ones."""
         decodes, victims, available = self.place_decodes(state)
         rows = len(decodes)
         chunks: list[Chunk] = []
-        prefilling: list[int] = []
-        for sequence in state.running:
-            if sequence.decoding or sequence.sequence_id in victims:
-                continue
-            prefilling.append(sequence.sequence_id)
-            tokens = self._chunk(state, sequence.remaining, sequence.computed, rows)
+        started = [
+            one for one in state.running if not one.decoding and one.sequence_id not in victims
+        ]
+        prefilling = [one.sequence_id for one in started]
+        queue = [] if victims else self._queued(state, prefilling)
+        later = [one.remaining for one in started] + queue
+        for place, sequence in enumerate(started):
+            left = self._left_to_short(state, sequence.remaining, later[place + 1 :], len(decodes))
+            tokens = self._chunk(state, sequence.remaining, sequence.computed, rows + left)
             if sequence.indivisible:
                 tokens = self._whole(state, sequence.indivisible, rows, len(decodes))
             if tokens:
@@ -95,7 +110,9 @@ class SarathiServe:
                 rows += tokens
         # After a preemption the queue's head is a victim. It can't fit: the missing slots were
         # taken from it.
-        admit = [] if victims else self.admit(state, prefilling, rows, available, len(decodes))
+        admit = []
+        if not victims:
+            admit = self.admit(state, prefilling, rows, available, len(decodes), queue)
         return StepPlan(tuple(victims), tuple(decodes), tuple(chunks), tuple(admit))
 
     def place_decodes(self, state: ScheduleState) -> tuple[list[int], list[int], int]:
@@ -132,6 +149,7 @@ class SarathiServe:
         rows: int,
         available: int,
         decodes: int,
+        queue: Sequence[int] = (),
     ) -> list[Chunk]:
         """Return the sequences to start, from the queue's head, while slots and budget last.
 
@@ -141,16 +159,22 @@ class SarathiServe:
             rows: that the step has so far.
             available: slots that are left.
             decodes: how many of the rows are decodes.
+            queue: tokens to run of the first waiting prompts, which may be left some by those
+                before them.
         """
         admitted: list[Chunk] = []
         in_prefill = list(prefilling)
         places = self.max_running - len(state.running)
-        for sequence in state.waiting[: max(places, 0)]:
+        for place, sequence in enumerate(state.waiting[: max(places, 0)]):
             if rows >= self._budget(state, 0):
                 break
             cached = state.cache.cached_prefix(sequence.sequence_id)
             available -= sequence.needs(cached)
-            tokens = self._chunk(state, sequence.length - cached.tokens, cached.tokens, rows)
+            remaining = sequence.length - cached.tokens
+            left = self._left_to_short(state, remaining, queue[place + 1 :], decodes)
+            tokens = self._chunk(state, remaining, cached.tokens, rows + left)
+            if left and not tokens:
+                tokens = 1  # admitted, it no longer keeps the others waiting
             if sequence.indivisible:
                 tokens = self._whole(state, sequence.indivisible, rows, decodes)
             if available < 0 or not tokens:
@@ -172,6 +196,33 @@ class SarathiServe:
             if common - cached >= (self.min_shared_rest if is_rest else self.min_shared_prefix):
                 return True
         return False
+
+    def _queued(self, state: ScheduleState, prefilling: list[int]) -> list[int]:
+        """Return how many tokens the first waiting prompts have to run, 0 for those that wait."""
+        if not self.short_share:
+            return []
+        tokens = []
+        for sequence in state.waiting[:_MAX_CONSIDERED]:
+            cached = state.cache.cached_prefix(sequence.sequence_id).tokens
+            waits = self.should_wait(state, sequence, cached, prefilling)
+            tokens.append(0 if waits else sequence.length - cached)
+        return tokens
+
+    def _left_to_short(
+        self, state: ScheduleState, remaining: int, later: Sequence[int], decodes: int
+    ) -> int:
+        """Return how many rows a prompt leaves to much shorter ones that come later.
+
+        Args:
+            state: the state.
+            remaining: tokens that the prompt has to run.
+            later: tokens that the others have to run.
+            decodes: rows of the step that are decodes.
+        """
+        if not self.short_share:
+            return 0
+        short = sum(tokens for tokens in later if tokens * _SHORT_FACTOR <= remaining)
+        return min(short, int(self.short_share * max(self._budget(state, 0) - decodes, 0)))
 
     def _chunk(self, state: ScheduleState, remaining: int, done: int, rows: int) -> int:
         """Return how many tokens a prompt may run beside ``rows`` others.
