@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 
-from midfill.cluster.messages import Accepted, Failed, FromReplica, Output
+from midfill.cluster.messages import Accepted, Failed, FromReplica, KvHint, Output
 from midfill.cluster.numbers import ReplicaNumbers
 from midfill.cluster.remote_engine import RemoteEngine
 from midfill.engine.messages import EngineInfo
@@ -40,14 +40,16 @@ class ScriptedReplicas:
     def __init__(self, *script: list[FromReplica | MidfillError]) -> None:
         self.script = list(script)
         self.avoided: list[list[str]] = []
+        self.hints: list[KvHint] = []
         self.cancelled = 0
         self.present = {"a": ReplicaNumbers(), "b": ReplicaNumbers()}
 
     async def ask(
-        self, request: EngineRequest, document: str, avoid: list[str]
+        self, request: EngineRequest, document: str, avoid: list[str], hint: KvHint
     ) -> AsyncGenerator[FromReplica, None]:
         """Yield a line of the script; what is an error is raised. After its last line, hang."""
         self.avoided.append(list(avoid))
+        self.hints.append(hint)
         try:
             for message in self.script.pop(0):
                 if isinstance(message, MidfillError):

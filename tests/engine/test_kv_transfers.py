@@ -143,6 +143,28 @@ def test_a_prompt_that_waits_can_be_cancelled() -> None:
     finish(target)
 
 
+def test_a_prompt_that_waits_for_a_transfer_that_is_ended_is_computed() -> None:
+    source, target = toy_engine.engine(), toy_engine.engine()
+    serve(source, [request("a", PROMPT)])
+    target.kv_traffic.transfers.start_import("in", "", exported(source, PROMPT).blob)
+    target.add(request("waits", PROMPT))
+    assert target.stats().loading == 1
+    target.kv_traffic.transfers.end("in")
+    answers, results = serve_beside(target)
+    assert answers["waits", 0].tokens == toy_engine.truth(PROMPT)
+    assert answers["waits", 0].cached_tokens == 0
+    assert results == []
+
+
+def test_an_export_that_is_ended_locks_nothing() -> None:
+    source = toy_engine.engine()
+    serve(source, [request("a", PROMPT)])
+    source.kv_traffic.transfers.start_export("out", "", np.array(PROMPT, np.int32))
+    source.kv_traffic.transfers.step()  # a part of it
+    source.kv_traffic.transfers.end("out")
+    assert finish(source) == []  # and all slots can be evicted
+
+
 def test_steps_go_on_beside_a_transfer() -> None:
     source, target = toy_engine.engine(), toy_engine.engine()
     serve(source, [request("a", PROMPT)])

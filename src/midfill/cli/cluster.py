@@ -80,6 +80,12 @@ RouterOption = Annotated[
         help="Which replica a request goes to: the one with its document's KV, or each in turn.",
     ),
 ]
+MoveKvOption = Annotated[
+    bool,
+    typer.Option(
+        help="Fetch a document's KV from the replica that had it, where computing takes longer."
+    ),
+]
 ImageOption = Annotated[
     str, typer.Option(metavar="NAME", help="Container image with midfill, see the Containerfile.")
 ]
@@ -117,6 +123,7 @@ def up(
     cpus_per_replica: CpusOption = None,
     gpus_per_replica: GpusOption = 0.0,
     router: RouterOption = "document",
+    move_kv: MoveKvOption = True,
     address: AddressOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8080,
@@ -186,6 +193,7 @@ def up(
         api_keys=given_api_keys(api_key),
         api_key_file=None if api_key_file is None else str(api_key_file.resolve()),
         logs=logs,
+        move_kv=move_kv,
     )
     with show_steps("connecting") as report:
         shown = start(engines, front, address, host, port, report)
@@ -295,7 +303,7 @@ def describe(shown: "Overview") -> str:
     lines = [
         f"midfill serves {shown.model}{where}",
         f"  replicas {states or 'none'}; generation {shown.generation},"
-        f" {shown.resumed} requests resumed elsewhere",
+        f" {shown.resumed} requests resumed elsewhere, KV of {shown.moved} moved",
         "",
         f"  {'replica':<10} {'state':<10} {'documents':>9} {'running':>8} {'waiting':>8}"
         f" {'prompt tokens':>14} {'cached':>7}",
@@ -316,6 +324,7 @@ def as_plain(shown: "Overview") -> dict[str, object]:
         "url": shown.url,
         "generation": shown.generation,
         "resumed": shown.resumed,
+        "moved": shown.moved,
         "states": shown.states,
         "replicas": {
             name: each.plain() | {"hit_rate": each.hit_rate}

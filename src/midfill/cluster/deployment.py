@@ -37,6 +37,7 @@ class Overview:
         model: what clients call it.
         generation: of its engines.
         resumed: requests that went on at another replica.
+        moved: prompts whose KV was fetched from another replica.
         states: how many replicas are in which of Serve's states.
         replicas: their numbers, by name.
         url: where clients connect; None if that is Serve's own affair.
@@ -45,6 +46,7 @@ class Overview:
     model: str
     generation: int
     resumed: int
+    moved: int
     states: dict[str, int]
     replicas: dict[str, ReplicaNumbers]
     url: str | None
@@ -148,6 +150,7 @@ def overview() -> Overview:
         model=told["model"],
         generation=told["generation"],
         resumed=told["resumed"],
+        moved=told["moved"],
         states=states,
         replicas={name: read_numbers(each) for name, each in told["replicas"].items()},
         url=_url(),

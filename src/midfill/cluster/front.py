@@ -16,6 +16,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from midfill.checkpoints.opening import open_model
+from midfill.cluster.holdings import Holdings
+from midfill.cluster.metrics import MoveCollector
 from midfill.cluster.names import generation_of
 from midfill.cluster.remote_engine import RemoteEngine
 from midfill.cluster.serve_replicas import ServeReplicas
@@ -95,6 +97,7 @@ class Front:
             "generation": current.number,
             "model": current.service.name,
             "resumed": current.engine.resumed,
+            "moved": current.engine.moves.moved,
             "replicas": {name: each.plain() for name, each in current.engine.numbers.items()},
         }
 
@@ -136,10 +139,12 @@ class Front:
         run = options.options
         checkpoint = await asyncio.to_thread(open_model, path, run.adapter_path, run.weights)
         format = await asyncio.to_thread(fim_format, checkpoint, options.fim_tokens)
-        engine = RemoteEngine(ServeReplicas(handle, name), info)
+        holdings = Holdings() if self._spec.move_kv else None
+        engine = RemoteEngine(ServeReplicas(handle, name), info, holdings)
         service = await assemble_service(
             options, checkpoint, format, engine, info, self._keys.tenants, self._limits
         )
+        service.metrics.add(MoveCollector(engine))
         app = create_app(service, self._keys)
         old, self._current = self._current, _Generation(number, service, engine, app)
         _log.warning("requests go to %s now: %s", name, service.name)

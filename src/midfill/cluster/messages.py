@@ -57,3 +57,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 FromReplica = Accepted | Output | Failed
+
+
+class KvHint(msgspec.Struct, frozen=True):
+    """To a replica, with a request: where its KV is, as far as the server knows.
+
+    Attributes:
+        held: how many of its prompt's first tokens a replica has computed, by its name.
+        prefill_rate: tokens of prompts that a replica computes per second; None before any was
+            measured.
+    """
+
+    held: dict[str, int] = {}
+    prefill_rate: float | None = None

@@ -1,10 +1,11 @@
 """What a replica tells of itself every two seconds, as plain values that Serve passes on."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from midfill.cluster.kv_moves import KvMoveCounts
 from midfill.engine.request import EngineStats, TenantStats
 
 
@@ -19,6 +20,7 @@ class ReplicaNumbers(msgspec.Struct, frozen=True, kw_only=True):
         process_id: of its own process.
         stats: its engine's numbers.
         tenants: the same by tenant.
+        moves: what it fetched from other replicas.
     """
 
     state: str = "starting"
@@ -28,6 +30,7 @@ class ReplicaNumbers(msgspec.Struct, frozen=True, kw_only=True):
     process_id: int = 0
     stats: EngineStats = EngineStats()
     tenants: dict[str, TenantStats] = {}
+    moves: KvMoveCounts = msgspec.field(default_factory=KvMoveCounts)
 
     @property
     def hit_rate(self) -> float:
@@ -42,3 +45,12 @@ class ReplicaNumbers(msgspec.Struct, frozen=True, kw_only=True):
 def read_numbers(values: Mapping[str, Any]) -> ReplicaNumbers:
     """Return a replica's numbers; all are 0 before it has told any."""
     return msgspec.convert(values, ReplicaNumbers) if values else ReplicaNumbers()
+
+
+def total_moves(replicas: Iterable[ReplicaNumbers]) -> KvMoveCounts:
+    """Return sums over replicas."""
+    total = KvMoveCounts()
+    for each in replicas:
+        for name in total.__struct_fields__:
+            setattr(total, name, getattr(total, name) + getattr(each.moves, name))
+    return total

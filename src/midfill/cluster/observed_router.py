@@ -40,6 +40,19 @@ class ObservedRouter(RequestRouter):  # type: ignore[misc]
         replicas = list(self.curr_replicas.values())
         return {each.replica_id.unique_id: read_numbers(each.routing_stats) for each in replicas}
 
+    def named(
+        self, replicas: Sequence[RunningReplica], request: PendingRequest
+    ) -> list[list[RunningReplica]] | None:
+        """Return the order for a call of one replica, if it is one: it alone, if it is there.
+
+        If it isn't, any other one is called, and says that it is not the one.
+        """
+        name = request.kwargs.get("replica")
+        if name is None:
+            return None
+        found = [each for each in replicas if each.replica_id.unique_id == name]
+        return [found or list(replicas)]
+
     def candidates(
         self, replicas: Sequence[RunningReplica], request: PendingRequest
     ) -> list[Candidate]:

@@ -18,8 +18,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from midfill.cluster.messages import Accepted, Failed, FromReplica, Output
-from midfill.cluster.numbers import ReplicaNumbers
+from midfill.cluster.holdings import Holdings
+from midfill.cluster.kv_moves import KvMoveCounts
+from midfill.cluster.messages import Accepted, Failed, FromReplica, KvHint, Output
+from midfill.cluster.numbers import ReplicaNumbers, total_moves
 from midfill.cluster.resumption import Resumption, with_seed
 from midfill.engine.messages import EngineInfo
 from midfill.engine.output_stream import OutputStream
@@ -32,18 +34,20 @@ from midfill.errors import (
     QueueFullError,
 )
 from midfill.routing import request_key
+from midfill.tiers.load_policy import MeasuredRate
 
 _log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 4  # replicas that may fail on a request before it fails
 _RETRY_SECONDS = 2
+_MIN_PREFILL_TOKENS = 32  # of a prompt that tells how fast prompts are computed
 
 
 class Replicas(Protocol):
     """The replicas of one model, however they are reached."""
 
     def ask(
-        self, request: EngineRequest, document: str, avoid: list[str]
+        self, request: EngineRequest, document: str, avoid: list[str], hint: KvHint
     ) -> AsyncGenerator[FromReplica, None]:
         """Yield what the replica that gets the request answers; closing it cancels the request.
 
@@ -51,6 +55,7 @@ class Replicas(Protocol):
             request: what to ask.
             document: ``routing.request_key``.
             avoid: replicas that have failed on it.
+            hint: where its KV is.
 
         Raises:
             EngineDeadError: there is no replica, or it was lost.
@@ -68,13 +73,19 @@ class RemoteEngine:
     Args:
         replicas: those of one model.
         info: what the first of them said of itself.
+        holdings: where documents' KV is, so that it follows them to other replicas; None has them
+            computed there.
 
     Attributes:
         resumed: requests that went on at another replica after one was lost.
     """
 
-    def __init__(self, replicas: Replicas, info: EngineInfo) -> None:
+    def __init__(
+        self, replicas: Replicas, info: EngineInfo, holdings: Holdings | None = None
+    ) -> None:
         self.resumed = 0
+        self._holdings = holdings
+        self._prefill = MeasuredRate()
         self._replicas = replicas
         self._info = info
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -114,6 +125,12 @@ class RemoteEngine:
         present = self.numbers
         past = [each for name, each in self._known.items() if name not in present]
         return list(present.values()), past
+
+    @property
+    def moves(self) -> KvMoveCounts:
+        """What replicas fetched from each other."""
+        self.numbers  # noqa: B018 - brings _known up to date
+        return total_moves(self._known.values())
 
     @property
     def restarts(self) -> int:
@@ -193,6 +210,8 @@ class RemoteEngine:
                     raise
                 assert attempt.replica is not None
                 failed.append(attempt.replica)
+                if self._holdings is not None and isinstance(error, EngineDeadError):
+                    self._holdings.forget(document, attempt.replica)
                 if isinstance(error, QueueFullError) and len(failed) >= len(self.numbers):
                     raise
                 _log.warning("replica %s: %s; asking another one", attempt.replica, error)
@@ -213,12 +232,15 @@ class RemoteEngine:
         Raises:
             MidfillError: it refuses the request, or is lost before all answers have ended.
         """
-        async with contextlib.aclosing(self._replicas.ask(request, document, failed)) as messages:
+        hint = self._hint(request, document)
+        asked = self._replicas.ask(request, document, failed, hint)
+        async with contextlib.aclosing(asked) as messages:
             async for message in messages:
                 match message:
                     case Accepted(replica):
                         attempt.replica = replica
                     case Output(output):
+                        self._record(request, document, attempt, output)
                         if (new := answers.take(output)) is not None:
                             stream.put(new)
                     case Failed():
@@ -226,11 +248,38 @@ class RemoteEngine:
         if not answers.finished:
             raise EngineDeadError("the replica's answer ended too early", retry_after=1)
 
+    def _hint(self, request: EngineRequest, document: str) -> KvHint:
+        """Return where a request's KV is."""
+        if self._holdings is None:
+            return KvHint()
+        held = self._holdings.held(document, request.token_ids, self.numbers)
+        return KvHint(held, self._prefill.per_second)
+
+    def _record(
+        self, request: EngineRequest, document: str, attempt: "_Attempt", output: EngineOutput
+    ) -> None:
+        """Learn from a replica's first output that it has the prompt's KV, and how fast it was."""
+        if self._holdings is None or attempt.answers or attempt.replica is None:
+            return
+        if output.finish_reason in ("cancelled", "expired", "error"):
+            return
+        attempt.answers = True
+        self._holdings.record(document, attempt.replica, request.token_ids)
+        computed = len(request.token_ids) - output.cached_tokens
+        if output.prefill_seconds is not None and computed >= _MIN_PREFILL_TOKENS:
+            self._prefill.record(computed, output.prefill_seconds)
+
 
 class _Attempt:
-    """One replica's turn at a request: its name, once it has said it."""
+    """One replica's turn at a request.
+
+    Attributes:
+        replica: its name, once it has said it.
+        answers: whether it has begun to answer.
+    """
 
     replica: str | None = None
+    answers: bool = False
 
 
 def _cancelled(request: EngineRequest) -> EngineOutput:

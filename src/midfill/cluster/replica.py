@@ -10,8 +10,10 @@ from typing import Any
 import msgspec
 from ray import serve
 
-from midfill.cluster.messages import Accepted, Failed, FromReplica, Output
+from midfill.cluster.kv_moves import KvMoves
+from midfill.cluster.messages import Accepted, Failed, FromReplica, KvHint, Output
 from midfill.cluster.numbers import ReplicaNumbers
+from midfill.cluster.serve_peers import ServePeers
 from midfill.cluster.spec import ModelSpec, read_spec
 from midfill.engine.client import EngineClient
 from midfill.engine.request import EngineRequest
@@ -49,7 +51,11 @@ class EngineReplica:
         )
         self._info = await self._engine.start()
         self._documents: OrderedDict[str, None] = OrderedDict()
-        self._name = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._name = context.replica_id.unique_id
+        token_bytes = self._info.kv_bytes / max(1, self._info.slots)
+        peers = ServePeers(context.app_name)
+        self._moves = KvMoves(self._name, self._engine, peers, token_bytes)
 
     async def describe(self) -> dict[str, Any]:
         """Return the ``ModelSpec`` and the ``EngineInfo`` that the server in front needs."""
@@ -66,6 +72,7 @@ class EngineReplica:
         document: str,
         avoid: list[str],
         background: bool,
+        hint: bytes,
     ) -> AsyncIterator[bytes]:
         """Yield the ``FromReplica`` messages of an ``EngineRequest``.
 
@@ -74,6 +81,7 @@ class EngineReplica:
             seconds: until its deadline, which each machine has by a clock of its own.
             document: what the router has gone by.
             avoid, background: for the router alone.
+            hint: a ``KvHint`` as msgpack.
         """
         yield _encode(Accepted(self._name))
         self._record(document)
@@ -82,11 +90,29 @@ class EngineReplica:
             if seconds is not None:
                 deadline = time.monotonic() + seconds
                 request = msgspec.structs.replace(request, deadline=deadline)
+            self._engine.check_admission(request.tenant, request.deadline)
+            where = msgspec.msgpack.decode(hint, type=KvHint)
+            await self._moves.fetch(request, document, where)
             with self._engine.submit(request) as outputs:
                 async for output in outputs:
                     yield _encode(Output(output))
         except MidfillError as error:
             yield _encode(Failed.of(error))
+
+    async def export_kv(self, tenant: str, token_ids: list[int], *, replica: str) -> bytes:
+        """Return an encoded ``KvBlob`` of what is cached of a prompt; nothing if nothing is.
+
+        Args:
+            tenant: whose cache.
+            token_ids: the prompt.
+            replica: which one is asked. Serve calls another one if that has gone.
+        """
+        if replica != self._name:
+            return b""
+        try:
+            return await self._engine.export_kv(tenant, token_ids)
+        except MidfillError:
+            return b""
 
     def _record(self, document: str) -> None:
         self._documents[document] = None
@@ -105,6 +131,7 @@ class EngineReplica:
             process_id=os.getpid(),
             stats=engine.stats,
             tenants=engine.tenants,
+            moves=self._moves.counts,
         ).plain()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

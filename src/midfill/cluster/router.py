@@ -29,6 +29,8 @@ class DocumentRouter(ObservedRouter):
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
+        if (named := self.named(candidate_replicas, pending_request)) is not None:
+            return named
         kwargs: Mapping[str, Any] = pending_request.kwargs
         document = str(kwargs.get("document", ""))
         candidates = self.candidates(candidate_replicas, pending_request)
@@ -51,6 +53,8 @@ class RoundRobinRouter(ObservedRouter):
         if pending_request is None or not candidate_replicas:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
+        if (named := self.named(candidate_replicas, pending_request)) is not None:
+            return named
         candidates = self.candidates(candidate_replicas, pending_request)
         candidates.sort(key=lambda each: each.address)
         self._turn += 1

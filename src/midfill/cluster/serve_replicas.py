@@ -10,7 +10,7 @@ import msgspec
 from ray import exceptions as ray_errors
 from ray.serve import exceptions as serve_errors
 
-from midfill.cluster.messages import FromReplica
+from midfill.cluster.messages import FromReplica, KvHint
 from midfill.cluster.numbers import ReplicaNumbers
 from midfill.cluster.observed_router import numbers_of
 from midfill.engine.request import EngineRequest
@@ -39,7 +39,7 @@ class ServeReplicas:
         return numbers_of(self._app)
 
     async def ask(
-        self, request: EngineRequest, document: str, avoid: list[str]
+        self, request: EngineRequest, document: str, avoid: list[str], hint: KvHint
     ) -> AsyncGenerator[FromReplica, None]:
         """Yield a replica's messages; see ``remote_engine.Replicas``."""
         left = None if request.deadline is None else request.deadline - time.monotonic()
@@ -49,6 +49,7 @@ class ServeReplicas:
             document=document,
             avoid=list(avoid),
             background=request.background,
+            hint=msgspec.msgpack.encode(hint),
         )
         ended = False
         try:

@@ -98,6 +98,7 @@ class FrontSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         replicas: how many servers there are.
         cpus: what each reserves of its machine.
         logs: what it logs, and how.
+        move_kv: have replicas fetch documents' KV from each other.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -105,6 +106,7 @@ class FrontSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     replicas: int = 1
     cpus: float = 0.5
     logs: LogOptions = LogOptions()
+    move_kv: bool = True
 
     @property
     def key_path(self) -> Path | None:

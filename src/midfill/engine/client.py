@@ -5,7 +5,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from midfill.config import (
 from midfill.engine.admission import Admission
 from midfill.engine.messages import (
     Cancel,
+    EndTransfer,
     EngineInfo,
     ExportKv,
     Failed,
@@ -37,12 +38,13 @@ from midfill.engine.messages import (
     Start,
     StepReport,
     Submit,
+    ToEngine,
     TransferRefused,
 )
 from midfill.engine.output_stream import OutputStream
 from midfill.engine.process_handle import EngineProcess
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
-from midfill.engine.transfers import Transfers
+from midfill.engine.transfers import TransferAnswer, Transfers
 from midfill.engine.watchdog import Watchdog
 from midfill.errors import (
     EngineDeadError,
@@ -223,11 +225,8 @@ class EngineClient:
             EngineDeadError: the engine is not ready, or died.
             KvTransferError: nothing of it is cached.
         """
-        if not self._is_up or self._process is None:
-            raise self._not_ready()
-        transfer_id, result = self._transfers.start()
-        self._process.send(ExportKv(transfer_id, tenant, list(token_ids)))
-        exported = await result
+        tokens = list(token_ids)
+        exported = await self._transfer(lambda number: ExportKv(number, tenant, tokens))
         assert isinstance(exported, KvExported)
         return exported.blob
 
@@ -243,13 +242,24 @@ class EngineClient:
             EngineDeadError: the engine is not ready, or died.
             KvTransferError: the blob is damaged, or of another model or tenant.
         """
-        if not self._is_up or self._process is None:
-            raise self._not_ready()
-        transfer_id, result = self._transfers.start()
-        self._process.send(ImportKv(transfer_id, tenant, blob))
-        imported = await result
+        imported = await self._transfer(lambda number: ImportKv(number, tenant, blob))
         assert isinstance(imported, KvImported)
         return imported.tokens
+
+    async def _transfer(self, message: Callable[[str], ToEngine]) -> TransferAnswer:
+        """Send a message with a new transfer's id; return its answer. A cancelled one is ended."""
+        process = self._process
+        if not self._is_up or process is None:
+            raise self._not_ready()
+        transfer_id, result = self._transfers.start()
+        process.send(message(transfer_id))
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._transfers.forget(transfer_id)
+            if self._process is process:
+                process.send(EndTransfer(transfer_id))
+            raise
 
     @property
     def _is_up(self) -> bool:

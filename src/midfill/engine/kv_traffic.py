@@ -45,7 +45,7 @@ class KvTraffic:
 
     def __bool__(self) -> bool:
         """Whether ``step`` has anything to do."""
-        return bool(self.transfers or self._warm)
+        return bool(self.transfers or self._warm or self._queues.loading)
 
     def tier_stats(self) -> TierStats | None:
         """Return what the warm tier holds and did; None without one."""

@@ -146,6 +146,14 @@ class KvTransfers:
         decoded.add_done_callback(lambda _: self._changed.set())
         self._imports.append(_Import(transfer_id, tenant, decoded))
 
+    def end(self, transfer_id: str) -> None:
+        """End a transfer without a result; what was imported stays cached."""
+        for each in [one for one in self._exports if one.transfer_id == transfer_id]:
+            if each.result is None:
+                self._pool.cache.unlock(each.node)
+            self._exports.remove(each)
+        self._imports = [one for one in self._imports if one.transfer_id != transfer_id]
+
     def awaits(self, tenant: str, tokens: Int32Array) -> bool:
         """Whether KV is being imported that a prompt of [n] int32 ``tokens`` would find cached."""
         return any(one.tenant == tenant and _is_open(one, tokens) for one in self._imports)

@@ -71,6 +71,12 @@ class ImportKv(msgspec.Struct, frozen=True, tag=True):
     blob: bytes
 
 
+class EndTransfer(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: end an ExportKv or ImportKv that nobody awaits any more."""
+
+    transfer_id: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """To the engine: say that you are there, between two steps."""
 
@@ -154,7 +160,7 @@ class TransferRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Start | Submit | Cancel | ExportKv | ImportKv | Ping
+ToEngine = Start | Submit | Cancel | ExportKv | ImportKv | EndTransfer | Ping
 FromEngine = (
     Loading
     | Ready

@@ -26,6 +26,7 @@ import zmq
 from midfill.engine.kv_transfers import Exported, Imported, TransferFailed, TransferResult
 from midfill.engine.messages import (
     Cancel,
+    EndTransfer,
     EngineInfo,
     ExportKv,
     Failed,
@@ -62,7 +63,7 @@ _SAVE_SECONDS = 2.0  # less than the server waits for this process to end
 _MEMORY_KILL_SCORE = 300  # of 1000; a process like any other has 0
 _MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
 
-_Handled = Submit | Cancel | ExportKv | ImportKv | Ping
+_Handled = Submit | Cancel | ExportKv | ImportKv | EndTransfer | Ping
 
 Send = Callable[[FromEngine], None]
 
@@ -182,6 +183,8 @@ class Inbox:
                     self._engine.kv_traffic.transfers.start_export(transfer_id, tenant, tokens)
                 case ImportKv(transfer_id, tenant, blob):
                     self._engine.kv_traffic.transfers.start_import(transfer_id, tenant, blob)
+                case EndTransfer(transfer_id):
+                    self._engine.kv_traffic.transfers.end(transfer_id)
                 case Ping():
                     self._send(Pong())
         except Exception:

@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from midfill.engine.messages import (
     Cancel,
+    EndTransfer,
     ExportKv,
     FromEngine,
     ImportKv,
@@ -135,7 +136,9 @@ def _encode(message: ToEngine) -> tuple[bytes, bytes]:
     match message:
         case Submit(request):
             request_id = request.request_id
-        case Cancel(request_id) | ExportKv(request_id) | ImportKv(request_id):
+        case Cancel(request_id):
+            pass
+        case ExportKv(request_id) | ImportKv(request_id) | EndTransfer(request_id):
             pass
         case Start() | Ping():
             request_id = ""

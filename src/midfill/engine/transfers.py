@@ -23,6 +23,10 @@ class Transfers:
         self._waiting[transfer_id] = future
         return transfer_id, future
 
+    def forget(self, transfer_id: str) -> None:
+        """Await a transfer's answer no more."""
+        self._waiting.pop(transfer_id, None)
+
     def end(self, transfer_id: str, answer: TransferAnswer) -> None:
         """Give a transfer its answer; one that nobody awaits is ignored."""
         future = self._waiting.pop(transfer_id, None)

@@ -31,7 +31,7 @@ from midfill.system.cache import cache_folder
 from midfill.tiers.chunk_folder import ChunkFolder
 from midfill.tiers.codec import ChunkCodec
 from midfill.tiers.disk_folder import open_disk_folder
-from midfill.tiers.load_policy import MeasuredRate, chunks_to_load
+from midfill.tiers.load_policy import MeasuredRate, chunks_to_load, patience
 from midfill.tiers.warm_tier import TierLoad, WantedChunk, WarmTier
 
 CHUNK_TOKENS = 64
@@ -41,7 +41,6 @@ _BUSY_SHARE = 0.05  # of the time of steps, to copy chunks beside them
 _BUSY_SECONDS = 0.5  # before texts are stored beside steps: most engines are idle by then
 _MAX_CREDIT = 0.05  # seconds that may add up
 _MIN_PREFILL_ROWS = 32  # of steps that tell how fast prompts are computed
-_PATIENCE, _MIN_PATIENCE = 2.0, 0.05  # times what computing would take; seconds
 _UNKNOWN_SECONDS = 1.0  # to compute a chunk, before the first measurement
 
 
@@ -259,8 +258,7 @@ class WarmCache:
         count = chunks_to_load([self._load_seconds(chunk.key) for chunk in wanted], compute)
         if not count:
             return False
-        patience = max(_PATIENCE * sum(compute[:count]), _MIN_PATIENCE)
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + patience(sum(compute[:count]))
         load = self._tier.load(wanted[:count])
         sequence.loaded_variant = variant
         self._loading[sequence.sequence_id] = _Loading(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 _WEIGHT = 0.2
 """Of the newest measurement."""
+_PATIENCE, _MIN_PATIENCE = 2.0, 0.05  # times what computing would take; seconds
 
 
 class MeasuredRate:
@@ -49,3 +50,8 @@ def chunks_to_load(
         if saved > most:
             best, most = count, saved
     return best
+
+
+def patience(compute_seconds: float) -> float:
+    """Return how many seconds KV may take to come that would take so many to compute."""
+    return max(_PATIENCE * compute_seconds, _MIN_PATIENCE)
