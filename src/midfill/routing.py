@@ -14,12 +14,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-DEFAULT_SLOTS = 8
-"""Of a server that doesn't tell how many it has."""
-
-REPLICA_SLOTS = 32
-"""Of a replica of midfill. Passed over earlier, documents would be computed anew elsewhere, which
-costs more than waiting and fills the next replica (``midfill bench cluster-simulation``)."""
+DEFAULT_SLOTS = 32
+"""Of a target that doesn't tell how many it has. Passed over earlier, documents would be computed
+anew elsewhere, which costs more than waiting and fills the next target (``midfill bench
+cluster-simulation``)."""
 
 _SHARE = 1.25  # of the mean load that a target may have
 _FIRST_IDS = 64  # of a prompt without a document, which say where it goes

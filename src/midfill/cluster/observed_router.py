@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from midfill.cluster.numbers import ReplicaNumbers, read_numbers
-from midfill.routing import REPLICA_SLOTS
+from midfill.routing import DEFAULT_SLOTS
 
 _ROUTERS: "WeakValueDictionary[str, ObservedRouter]" = WeakValueDictionary()
 
@@ -25,7 +25,7 @@ class Candidate:
     replica: RunningReplica
     address: str
     running: int
-    slots: int = REPLICA_SLOTS
+    slots: int = DEFAULT_SLOTS
 
 
 class ObservedRouter(RequestRouter):  # type: ignore[misc]

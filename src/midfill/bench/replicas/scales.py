@@ -22,13 +22,14 @@ from midfill.frontend.sampling import SamplingParams
 from midfill.infill.window import WindowRule
 from midfill.llm import LLM
 from midfill.reporting.result_table import ResultTable
-from midfill.routing import DEFAULT_SLOTS, REPLICA_SLOTS
+from midfill.routing import DEFAULT_SLOTS
 from midfill.system.machine import Machine, describe_machine
 
+_FEW_SLOTS = 8  # for comparison
 _ROUTINGS: tuple[tuple[RouterName, int], ...] = (
-    ("document", REPLICA_SLOTS),
     ("document", DEFAULT_SLOTS),
-    ("round-robin", REPLICA_SLOTS),
+    ("document", _FEW_SLOTS),
+    ("round-robin", DEFAULT_SLOTS),
 )
 _PROMPT = 1024  # tokens, to measure prefill
 _DECODED = 48  # tokens, to measure decoding

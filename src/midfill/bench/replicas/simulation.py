@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midfill.config import RouterName
-from midfill.routing import REPLICA_SLOTS
+from midfill.routing import DEFAULT_SLOTS
 
 _SHARE = 1.25  # see midfill.routing
 _CHOICES = 16  # of a document that are ranked; then the least loaded replica takes the request
@@ -210,7 +210,7 @@ class Simulation:
         output_tokens: int = 16,
         think_seconds: float = 0.0,
         warm_up: int = 0,
-        slots: int = REPLICA_SLOTS,
+        slots: int = DEFAULT_SLOTS,
     ) -> None:
         self._sessions = sessions
         self._costs = costs
@@ -337,7 +337,7 @@ class Simulation:
         return first_fit(ranked, self._running, self._slots)
 
 
-def first_fit(ranked: Sequence[int], running: Sequence[int], slots: int = REPLICA_SLOTS) -> int:
+def first_fit(ranked: Sequence[int], running: Sequence[int], slots: int = DEFAULT_SLOTS) -> int:
     """Return the first replica that is not overloaded, as ``routing.choose`` does.
 
     Args:
