@@ -41,6 +41,7 @@ def start(
     engines.model.find()  # whose faults are told before anything starts
     report("connecting")
     found = None if address is not None else find_local()
+    _check_started(found)
     started = None
     if address is None and found is None:
         _check_port(host, port)
@@ -63,7 +64,9 @@ def look(address: str | None) -> "Overview":
     Raises:
         MidfillError: nothing does.
     """
-    with _connected(address, None if address is not None else _local()):
+    cluster = None if address is not None else _local()
+    _check_started(cluster)
+    with _connected(address, cluster):
         from midfill.cluster.deployment import overview
 
         return overview()
@@ -76,6 +79,10 @@ def stop(address: str | None, report: Report) -> str:
         MidfillError: there is nothing to end.
     """
     cluster = None if address is not None else _local()
+    if cluster is not None and not cluster.address:
+        report("ending Ray")
+        stop_local(cluster)
+        return "the Ray cluster that was starting has ended"
     report("waiting for requests in progress")
     try:
         with _connected(address, cluster):
@@ -122,6 +129,19 @@ def _local() -> LocalCluster:
             " or name yours with --address"
         )
     return cluster
+
+
+def _check_started(cluster: LocalCluster | None) -> None:
+    """Check that midfill's own cluster, if there is one, can be connected to.
+
+    Raises:
+        MidfillError: it is starting.
+    """
+    if cluster is not None and not cluster.address:
+        raise MidfillError(
+            "midfill's cluster on this machine is still starting; wait a moment, or end it, if what"
+            " started it was interrupted, with 'midfill cluster down'"
+        )
 
 
 def _cpus(engines: EnginesSpec, front: FrontSpec) -> float:

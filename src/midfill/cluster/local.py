@@ -44,7 +44,7 @@ class LocalCluster(msgspec.Struct, frozen=True, kw_only=True):
     """A cluster that midfill has started.
 
     Attributes:
-        address: that Ray's programs connect to.
+        address: that Ray's programs connect to; "" while it starts.
         folder: of its logs and sockets.
         token: that its programs have to know.
         process_id: of the process that ends it.
@@ -116,18 +116,21 @@ def _start(cpus: float) -> LocalCluster:
             env=os.environ | _ENVIRONMENT | {"RAY_AUTH_TOKEN": token},
             start_new_session=True,
         )
+    cluster = LocalCluster(
+        address="",
+        folder=str(folder),
+        token=token,
+        process_id=process.pid,
+        started=_started(process.pid) or 0,
+    )
     try:
+        _write_state(cluster)  # so that it can be ended, should this process be killed meanwhile
         address = _wait_for_address(process, folder, log)
-        cluster = LocalCluster(
-            address=address,
-            folder=str(folder),
-            token=token,
-            process_id=process.pid,
-            started=_started(process.pid) or 0,
-        )
+        cluster = msgspec.structs.replace(cluster, address=address)
         _write_state(cluster)
     except BaseException as error:
         _end(process.pid)
+        _remove_state()
         if isinstance(error, _TooSlowError):
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -139,8 +142,7 @@ def stop_local(cluster: LocalCluster) -> None:
     if cluster.running:
         _end(cluster.process_id)
     shutil.rmtree(cluster.folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        _state_file().unlink()
+    _remove_state()
 
 
 def _wait_for_address(process: "subprocess.Popen[bytes]", folder: Path, log: Path) -> str:
@@ -171,6 +173,11 @@ def _write_state(cluster: LocalCluster) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(msgspec.json.encode(cluster))
+
+
+def _remove_state() -> None:
+    with contextlib.suppress(OSError):
+        _state_file().unlink()
 
 
 def _state_file() -> Path:
