@@ -21,12 +21,14 @@ from midfill.cli.options import (
 )
 from midfill.cli.serve import (
     AliasOption,
+    AllowedHostOption,
     ApiKeyFileOption,
     ApiKeyOption,
     HostOption,
     IdlePrefillOption,
     LogLevelOption,
     PortOption,
+    RedactOption,
     ServedNameOption,
     TokenBudgetOption,
     given_api_keys,
@@ -131,6 +133,7 @@ def up(
     alias: AliasOption = None,
     api_key: ApiKeyOption = None,
     api_key_file: ApiKeyFileOption = None,
+    allowed_host: AllowedHostOption = None,
     backend: BackendOption = "auto",
     weights: WeightsFormatOption = "auto",
     context: ContextOption = None,
@@ -144,6 +147,7 @@ def up(
     method: MethodOption = "none",
     idle_prefill: IdlePrefillOption = True,
     log_level: LogLevelOption = "info",
+    redact: RedactOption = False,
 ) -> None:
     """Start replicas; if some run already, change their model, number or options."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL
@@ -156,7 +160,7 @@ def up(
     require_ray()
     from midfill.cluster.command import start
 
-    logs = LogOptions(level=log_level)
+    logs = LogOptions(level=log_level, redact=redact)
     options = ModelOptions(
         backend=backend,
         weights=weights,
@@ -194,6 +198,7 @@ def up(
         api_key_file=None if api_key_file is None else str(api_key_file.resolve()),
         logs=logs,
         move_kv=move_kv,
+        own_hosts=tuple(allowed_host or ()),
     )
     with show_steps("connecting") as report:
         shown = start(engines, front, address, host, port, report)

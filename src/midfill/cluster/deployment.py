@@ -1,6 +1,7 @@
 """What ``midfill cluster`` does on a Ray cluster: deploy replicas, look at them, end them."""
 
 import contextlib
+import ipaddress
 import logging
 import os
 import re
@@ -118,6 +119,7 @@ def deploy(
     serve.start(
         proxy_location="EveryNode", http_options={"host": host, "port": port or free_port(host)}
     )
+    front = _with_own_hosts(front)
     old = _generations()
     number = max(old, default=0) + 1
     _run(applications.engines(_plain(engines)), engines_app(number), None, report)
@@ -295,13 +297,35 @@ def _generations() -> list[int]:
     return [number for number in found if number is not None]
 
 
-def _url() -> str | None:
-    """Return where Serve listens on this machine."""
+def _with_own_hosts(front: FrontSpec) -> FrontSpec:
+    """Return the server's spec with the names that it answers under, see ``FrontSpec``."""
+    options = _http_options()
+    if options is None or not _is_loopback(options.host):
+        return msgspec.structs.replace(front, own_hosts=None)
+    return msgspec.structs.replace(front, own_hosts=(options.host, *(front.own_hosts or ())))
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to what listens there."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return host == "::1"
+
+
+def _http_options() -> Any:
+    """Return Serve's options of where it listens; None if they can't be told."""
     try:
         from ray.serve.context import _get_global_client
 
-        options = _get_global_client().http_config
+        return _get_global_client().http_config
     except (ImportError, AttributeError):  # no public interface tells
+        return None
+
+
+def _url() -> str | None:
+    """Return where Serve listens on this machine."""
+    if (options := _http_options()) is None:
         return None
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
     return f"http://{host}:{options.port}"

@@ -8,6 +8,7 @@ its engines by itself.
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -119,9 +120,12 @@ class Front:
             current.active -= 1
 
     async def _follow(self) -> None:
-        """Adopt newer engines whenever there are any."""
+        """Adopt newer engines whenever there are any, and keys whenever their file changes."""
+        changed = _changed(self._spec.key_path)
         while True:
             try:
+                if changed != (changed := await asyncio.to_thread(_changed, self._spec.key_path)):
+                    self._keys.reload()
                 number, name = await asyncio.to_thread(_newest_engines)
                 if name and (self._current is None or number > self._current.number):
                     await self._adopt(number, name)
@@ -145,13 +149,26 @@ class Front:
             options, checkpoint, format, engine, info, self._keys.tenants, self._limits
         )
         service.metrics.add(MoveCollector(engine))
-        app = create_app(service, self._keys)
+        app = create_app(
+            service,
+            self._keys,
+            redact=self._spec.logs.redact,
+            own_hosts=None if self._keys else self._spec.own_hosts,
+        )
         old, self._current = self._current, _Generation(number, service, engine, app)
         _log.warning("requests go to %s now: %s", name, service.name)
         if old is not None:
             task = asyncio.create_task(old.close(), name="ending old requests")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+
+
+def _changed(path: Path | None) -> int:
+    """Return when a file was changed last, in ns; 0 if it can't be told."""
+    try:
+        return 0 if path is None else path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _newest_engines() -> tuple[int, str]:

@@ -99,6 +99,8 @@ class FrontSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         cpus: what each reserves of its machine.
         logs: what it logs, and how.
         move_kv: have replicas fetch documents' KV from each other.
+        own_hosts: if only their own machine can connect, names that servers without keys answer
+            under, beside the machine's; None is any, see ``server.own_hosts``.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -107,6 +109,7 @@ class FrontSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     cpus: float = 0.5
     logs: LogOptions = LogOptions()
     move_kv: bool = True
+    own_hosts: tuple[str, ...] | None = None
 
     @property
     def key_path(self) -> Path | None:
