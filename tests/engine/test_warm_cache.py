@@ -218,8 +218,8 @@ def test_loading_that_takes_too_long_is_given_up(
 ) -> None:
     ask(build(open_tier), PROMPT)
     engine = build(open_tier)
-    monkeypatch.setattr("midfill.engine.warm_cache._MIN_PATIENCE", 0.0)
-    monkeypatch.setattr("midfill.engine.warm_cache._PATIENCE", 0.0)
+    monkeypatch.setattr("midfill.tiers.load_policy._MIN_PATIENCE", 0.0)
+    monkeypatch.setattr("midfill.tiers.load_policy._PATIENCE", 0.0)
     answer = ask(engine, PROMPT)
     assert answer.tokens == toy_engine.truth(PROMPT)
     assert answer.cached_tokens in (0, CHUNK_TOKENS, STORED)
@@ -260,7 +260,7 @@ def test_nobody_waits_behind_a_disk_that_hangs(
         return load(folder, key)
 
     monkeypatch.setattr(ChunkFolder, "load", hang)
-    monkeypatch.setattr("midfill.engine.warm_cache._PATIENCE", 0.0)
+    monkeypatch.setattr("midfill.tiers.load_policy._PATIENCE", 0.0)
     engine = build_engine(runner, (), warm_tier=tier)
     answer = serve(engine, [request("first", PROMPT)])["first", 0]
     assert answer.cached_tokens == 0
