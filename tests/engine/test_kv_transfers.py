@@ -156,6 +156,18 @@ def test_a_prompt_that_waits_for_a_transfer_that_is_ended_is_computed() -> None:
     assert results == []
 
 
+def test_beside_long_steps_more_is_copied_between_two_of_them() -> None:
+    source = toy_engine.engine()
+    serve(source, [request("a", PROMPT)])
+    transfers = source.kv_traffic.transfers
+    transfers.start_export("bounded", "", np.array(PROMPT, np.int32))
+    transfers.step()
+    assert transfers.counts.exported_bytes == 16 * 384
+    transfers.step(seconds=60)
+    assert transfers.counts.exported_bytes == len(PROMPT) * 384
+    finish(source)
+
+
 def test_an_export_that_is_ended_locks_nothing() -> None:
     source = toy_engine.engine()
     serve(source, [request("a", PROMPT)])

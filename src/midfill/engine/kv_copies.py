@@ -52,7 +52,7 @@ class KvCopies:
         """Return what ``dump`` would return for all slots of (slots, dumped) parts together."""
         if len(parts) == 1:
             return parts[0][1]
-        arrays: list[bytes] = []
+        arrays: list[memoryview] = []  # not bytes, which would be copied while steps wait
         at = 0
         for width in self._widths:
             pieces = [
@@ -60,7 +60,7 @@ class KvCopies:
                 for count, data in parts
             ]
             shaped = [piece.reshape(self._heads, -1) for piece in pieces]
-            arrays.append(np.concatenate(shaped, axis=1).tobytes())
+            arrays.append(np.concatenate(shaped, axis=1).reshape(-1).data)
             at += self._heads * width
         return b"".join(arrays)
 

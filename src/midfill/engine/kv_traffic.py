@@ -10,6 +10,7 @@ from midfill.forward.runner import Runner
 from midfill.kv.blob import KvIdentity
 from midfill.tiers.warm_tier import WarmTier
 
+_STEP_SHARE = 0.1  # of the last step's time, that copying may take between two steps
 _WAIT_SECONDS = 0.002  # messages wait so long while there is nothing to do but to wait for KV
 
 
@@ -42,6 +43,7 @@ class KvTraffic:
         self._queues = queues
         self._warm = None if tier is None else WarmCache(tier, copies, queues.pool, source)
         queues.on_release = self.note
+        self._step_seconds = 0.0
 
     def __bool__(self) -> bool:
         """Whether ``step`` has anything to do."""
@@ -74,6 +76,7 @@ class KvTraffic:
 
     def record_step(self, rows: int, seconds: float) -> None:
         """Learn how fast the engine computes."""
+        self._step_seconds = seconds
         if self._warm is not None:
             self._warm.record_step(rows, seconds)
 
@@ -86,7 +89,7 @@ class KvTraffic:
         queues = self._queues
         if may_wait and len(queues.sequences) == len(queues.loading):
             self._wait()
-        self.transfers.step()
+        self.transfers.step(_STEP_SHARE * self._step_seconds)
         if self._warm is not None:
             self._warm.load()
             self._warm.store(idle=not queues.running and not queues.waiting)

@@ -1,10 +1,11 @@
-"""KvTransfers: exports and imports of cached KV, a bounded part of each between two steps.
+"""KvTransfers: exports and imports of cached KV, a bounded part of them between two steps.
 
 Checksums are computed on a thread of their own, beside the steps. A request whose prompt begins
 with tokens that are being imported waits for them, see ``awaits``.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from midfill.kv.pool import KVPool
 from midfill.kv.radix_node import RadixNode
 
 MAX_STEP_BYTES = 4 * 2**20
-"""Copied at most between two steps: one to three milliseconds."""
+"""Copied at most at once: one to three milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class KvTransfers:
         held = tokens[: len(found)].copy()
         self._exports.append(_Export(transfer_id, tenant, held, found.slots, found.node))
 
-    def start_import(self, transfer_id: str, tenant: str, content: bytes) -> None:
+    def start_import(self, transfer_id: str, tenant: str, content: bytes | memoryview) -> None:
         """Put an encoded blob's KV into a tenant's prefix cache.
 
         Ends with ``Imported``, also if room is found for a part of it only, or with
@@ -158,13 +159,26 @@ class KvTransfers:
         """Whether KV is being imported that a prompt of [n] int32 ``tokens`` would find cached."""
         return any(one.tenant == tenant and _is_open(one, tokens) for one in self._imports)
 
-    def step(self) -> None:
-        """Continue the transfers, copying at most MAX_STEP_BYTES."""
-        budget = max(MAX_STEP_BYTES // self._copies.token_bytes, 1)
+    def step(self, seconds: float = 0.0) -> None:
+        """Continue the transfers, by MAX_STEP_BYTES, and by more if that takes less time.
+
+        Args:
+            seconds: that copying may take. Without it a transfer beside long steps would go on by
+                MAX_STEP_BYTES for each of them.
+        """
+        started = time.perf_counter()
+        while self._copy() and time.perf_counter() - started < seconds:
+            pass
+
+    def _copy(self) -> bool:
+        """Copy at most MAX_STEP_BYTES; return whether there may be more to copy now."""
+        left = max(MAX_STEP_BYTES // self._copies.token_bytes, 1)
+        budget = left
         for one in list(self._imports):
-            budget -= self._continue_import(one, budget)
+            left -= self._continue_import(one, left)
         for each in list(self._exports):
-            budget -= self._continue_export(each, budget)
+            left -= self._continue_export(each, left)
+        return left < budget
 
     def wait(self, seconds: float) -> None:
         """Sleep until a checksum is computed, at most for so long, if all waits for that."""
@@ -232,7 +246,7 @@ class KvTransfers:
         parent = identity.root(tenant)
         return KvBlob(identity, tenant, parent, 0, one.tokens, RAW, data).encode()
 
-    def _decode(self, tenant: str, content: bytes) -> KvBlob:
+    def _decode(self, tenant: str, content: bytes | memoryview) -> KvBlob:
         blob = decode_blob(content)
         blob.require(self._source.identity, bind_tenant(tenant, self._source.scope))
         if blob.start:

@@ -80,13 +80,16 @@ class _Channel:
         self._socket.connect(address)
 
     def send(self, message: FromEngine) -> None:
-        """Queue a message; never blocks."""
-        self._socket.send(msgspec.msgpack.encode(message))
+        """Queue a message; never blocks. KV is a frame of its own, which nobody copies."""
+        kv = []
+        if isinstance(message, KvExported):
+            kv, message = [message.blob], msgspec.structs.replace(message, blob=b"")
+        self._socket.send_multipart([msgspec.msgpack.encode(message), *kv], copy=False)
 
-    def receive(self) -> tuple[bytes, bytes]:
-        """Wait for the next message; return its request's id (b"" for none) and its msgpack."""
-        request_id, *payload = self._socket.recv_multipart()
-        return request_id, b"".join(payload)
+    def receive(self) -> tuple[bytes, bytes, memoryview]:
+        """Wait for the next message; return its request's id (b"" for none), its msgpack and KV."""
+        request_id, payload, *kv = self._socket.recv_multipart(copy=False)
+        return request_id.bytes, payload.bytes, kv[0].buffer if kv else memoryview(b"")
 
     def pending(self) -> bool:
         """Whether ``receive`` would return at once."""
@@ -108,7 +111,7 @@ def main(address: str) -> NoReturn:
     channel = _Channel(address)
     started = time.perf_counter()
     try:
-        _, payload = channel.receive()
+        _, payload, _ = channel.receive()
         start = msgspec.msgpack.decode(payload, type=Start)
         configure_logs(start.logs, process="engine")
         engine, buffer, info = _load(start, started, channel.send)
@@ -165,12 +168,13 @@ class Inbox:
         self._send = send
         self._decoder: msgspec.msgpack.Decoder[_Handled] = msgspec.msgpack.Decoder(_Handled)
 
-    def handle(self, request_id: bytes, payload: bytes) -> None:
+    def handle(self, request_id: bytes, payload: bytes, kv: memoryview | None = None) -> None:
         """Carry out one message.
 
         Args:
             request_id: the id of the request that it is about, UTF-8.
             payload: the message as msgpack.
+            kv: the blob of an ImportKv, which travels beside it.
         """
         try:
             match self._decoder.decode(payload):
@@ -182,7 +186,8 @@ class Inbox:
                     tokens = np.array(token_ids, np.int32)
                     self._engine.kv_traffic.transfers.start_export(transfer_id, tenant, tokens)
                 case ImportKv(transfer_id, tenant, blob):
-                    self._engine.kv_traffic.transfers.start_import(transfer_id, tenant, blob)
+                    content = kv or blob
+                    self._engine.kv_traffic.transfers.start_import(transfer_id, tenant, content)
                 case EndTransfer(transfer_id):
                     self._engine.kv_traffic.transfers.end(transfer_id)
                 case Ping():

@@ -17,6 +17,7 @@ from midfill.engine.messages import (
     ExportKv,
     FromEngine,
     ImportKv,
+    KvExported,
     Ping,
     Start,
     Submit,
@@ -80,7 +81,7 @@ class EngineProcess:
             OverflowError: a message holds an integer of more than 64 bits.
         """
         for frames in [_encode(message) for message in messages]:
-            self._socket.send_multipart(frames)
+            self._socket.send_multipart(frames, copy=False)
 
     async def messages(self) -> AsyncGenerator[FromEngine, None]:
         """Yield what the engine sends, until the process has ended and all of it is read.
@@ -89,10 +90,10 @@ class EngineProcess:
             msgspec.DecodeError: a message makes no sense.
         """
         ended = asyncio.ensure_future(self._child.wait())
-        received: asyncio.Future[bytes] | None = None
+        received: asyncio.Future[list[bytes]] | None = None
         try:
             while True:
-                received = asyncio.ensure_future(self._socket.recv())
+                received = asyncio.ensure_future(self._socket.recv_multipart())
                 await asyncio.wait({received, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not received.done():
                     await asyncio.wait({received}, timeout=_LAST_MESSAGES_SECONDS)
@@ -101,7 +102,11 @@ class EngineProcess:
                 # The two are connected, so the socket's file is no longer needed. Removed now,
                 # nothing is left behind even if this process is killed.
                 shutil.rmtree(self._folder, ignore_errors=True)
-                yield self._decoder.decode(received.result())
+                payload, *kv = received.result()
+                message = self._decoder.decode(payload)
+                if kv and isinstance(message, KvExported):
+                    message = msgspec.structs.replace(message, blob=kv[0])
+                yield message
         finally:
             ended.cancel()
             if received is not None:
@@ -128,8 +133,8 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _encode(message: ToEngine) -> tuple[bytes, bytes]:
-    """Return two frames: the id of the request or transfer that it is about, and its msgpack.
+def _encode(message: ToEngine) -> tuple[bytes, ...]:
+    """Return frames: the id of the request or transfer that it is about, its msgpack, KV if any.
 
     With the id apart, the engine can name the request even if it can't decode the message.
     """
@@ -142,4 +147,7 @@ def _encode(message: ToEngine) -> tuple[bytes, bytes]:
             pass
         case Start() | Ping():
             request_id = ""
-    return request_id.encode(), msgspec.msgpack.encode(message)
+    kv: tuple[bytes, ...] = ()
+    if isinstance(message, ImportKv):  # beside it: encoded, it would be copied
+        kv, message = (message.blob,), msgspec.structs.replace(message, blob=b"")
+    return (request_id.encode(), msgspec.msgpack.encode(message), *kv)
