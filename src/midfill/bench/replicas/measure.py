@@ -101,7 +101,7 @@ def measure_replicas(
         routers: tuple[RouterName, ...] = ("document", "round-robin")
         for router in routers if replicas > 1 else routers[:1]:
             progress(f"{replicas} replicas, {router}: starting")
-            up = (*OPTIONS, "--replicas", str(replicas), "--router", router)
+            up = (*OPTIONS, "--no-move-kv", "--replicas", str(replicas), "--router", router)
             with bench_cluster(model, *up) as (cluster, url):
                 for name, load in bodies.items():
                     progress(f"{replicas} replicas, {router}: {name}")

@@ -20,6 +20,9 @@ RoundsOption = Annotated[
 EditsOption = Annotated[int, typer.Option(min=1, help="Requests per user of the editing mix.")]
 CharactersOption = Annotated[int, typer.Option(min=200, help="Characters of a document.")]
 FailoverOption = Annotated[bool, typer.Option(help="Kill one of two replicas as well.")]
+MovesOption = Annotated[
+    bool, typer.Option("--moves", help="Measure KV that follows documents to other replicas, only.")
+]
 
 
 def replicas(
@@ -31,6 +34,7 @@ def replicas(
     characters: CharactersOption = 3000,
     output_tokens: OutputTokensOption = 8,
     failover: FailoverOption = True,
+    moves: MovesOption = False,
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
@@ -41,6 +45,7 @@ def replicas(
     require_ray()
     from midfill.bench.replicas.load import ReplicaLoad
     from midfill.bench.replicas.measure import measure_replicas, replicas_table
+    from midfill.bench.replicas.moves import measure_moves, moves_table
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
     load = ReplicaLoad(
@@ -50,6 +55,13 @@ def replicas(
         characters=characters,
         output_tokens=output_tokens,
     )
+    if moves:
+        with show_steps("starting") as progress:
+            moved = measure_moves(model or DEFAULT_MODEL, load, progress)
+        table = moves_table(moved)
+        section = "kv-moves"
+        publish(moved, table.drawn(), table.markdown(), section=section, json=json, docs=docs)
+        return
     numbers = parse_counts(counts)
     with show_steps("starting") as progress:
         report = measure_replicas(
