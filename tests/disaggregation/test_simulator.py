@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.disaggregation.latency import DecodeCost, DecodeLatency, PrefillLatency
-from midfill.disaggregation.simulator import Deployment, Transfer, simulate, simulate_decode
+from midfill.disaggregation.simulated_workers import Transfer
+from midfill.disaggregation.simulator import (
+    Deployment,
+    simulate,
+    simulate_decode,
+    simulate_workers,
+)
 from midfill.disaggregation.workers import DecodeWorker, Pool, PrefillWorker
 from midfill.disaggregation.workload import (
     Arrival,
@@ -62,13 +68,29 @@ def test_the_transfer_is_in_the_first_gap_and_not_in_the_time_to_the_first_token
     assert one.finish - one.first_token == pytest.approx(3 * STEP + 0.3)
 
 
-def test_a_pull_waits_for_the_step_in_progress_where_the_prefill_worker_copies_between_steps() -> (
-    None
-):
-    requests = [(0.0, 100, 3), (0.01, 400, 1)]  # the second runs from 0.1 to 0.5 seconds
-    for between_steps, end in ((False, 0.1), (True, 0.5)):
-        first, _ = serve(*requests, transfer=Transfer(constant=0.2, between_steps=between_steps))
-        assert first.finish == pytest.approx(end + 0.2 + 2 * STEP)
+@pytest.mark.parametrize(("share", "start"), [(0.0, 0.1), (0.5, 0.2), (1.0, 0.3)])
+def test_the_next_prompt_waits_while_the_prefill_worker_copies(share: float, start: float) -> None:
+    transfer = Transfer(constant=0.2, read_share=share)
+    first, second = serve((0.0, 100, 3), (0.01, 400, 1), transfer=transfer)
+    assert first.finish == pytest.approx(0.1 + 0.2 + 2 * STEP)
+    assert second.first_token == pytest.approx(start + 0.4)
+
+
+def test_a_pull_that_comes_late_waits_for_the_step_in_progress() -> None:
+    # The decode worker has no room for the second before the first has ended, at 0.1 + 20 steps.
+    requests = [(0.0, 100, 21), (0.0, 100, 3), (0.0, 400, 1)]
+    transfer = Transfer(constant=0.01, read_share=1.0)
+    served = serve(*requests, decode=decode_worker(pages=130), transfer=transfer)
+    assert served[0].finish == pytest.approx(0.1 + 0.01 + 20 * STEP)
+    assert served[2].first_token == pytest.approx(0.21 + 0.4)  # before the second is copied
+    assert served[1].finish == pytest.approx(0.61 + 0.01 + 2 * STEP)
+
+
+def test_it_says_how_busy_the_workers_are() -> None:
+    deployment = Deployment((prefill_worker(),), (decode_worker(),))
+    simulated = simulate_workers([Arrival(0.0, Lengths(100, 11))], deployment)
+    assert simulated.prefill_busy == pytest.approx(0.5)
+    assert simulated.decode_busy == pytest.approx(0.5)
 
 
 def test_an_answer_of_one_token_never_moves() -> None:

@@ -14,9 +14,9 @@ from functools import partial
 from math import ceil
 from typing import Protocol
 
+from midfill.disaggregation.simulated_workers import Transfer
 from midfill.disaggregation.simulator import (
     Deployment,
-    Transfer,
     simulate,
     simulate_decode,
     simulate_prefill,

@@ -6,7 +6,8 @@ Source: DistServe (Zhong et al., OSDI 2024, arXiv 2401.09670). The way of a requ
    much to do. The worker computes the prompt and samples the first token, which is sent on at once.
 2. A decode worker pulls the prompt's KV as soon as it has room. Until it has confirmed that, the
    prompt counts as held by the prefill worker, which takes no further ones where its pool is full:
-   that pool is the buffer.
+   that pool is the buffer. A worker copies KV between its steps, so a prefill worker that takes
+   one batch after the other copies before the next one.
 3. The decode worker goes on with the answer after its first token. Seed, penalties and what the
    answer has to begin with go with it (``EngineRequest.answered``), so the tokens are those of one
    engine.
@@ -24,7 +25,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -258,18 +259,19 @@ class DisaggregatedEngine:
         request = answer.request
         with prefill.holding(len(request.token_ids)) as prompt:
             await self._wait(answer, prompt.turn())
-            goes_on = await self._first_tokens(answer, prefill)
-            prompt.computed()
-            if not goes_on:
+            if not await self._first_tokens(answer, prefill):
                 return
             decode = self._choose(self._decode, request)
             if decode is None:
+                prompt.computed()
                 with prefill.whole():
                     await self._forward(answer, prefill)
                 return
             with decode.serving(request) as served:
-                await self._wait(answer, served.room())
-                await self._pull(request, prefill, decode)
+                if not served.has_room():
+                    prompt.computed()  # and the next one starts
+                    await self._wait(answer, served.room)
+                await self._pull(request, prefill, decode, on_export=prompt.computed)
                 prompt.release()
                 served.tokens += len(answer.tokens)
                 with decode.engine.submit(answer.rest()) as outputs:
@@ -295,9 +297,20 @@ class DisaggregatedEngine:
         raise EngineDeadError("the worker's answer ended too early", retry_after=1)
 
     async def _pull(
-        self, request: EngineRequest, prefill: PrefillQueue, decode: DecodeQueue
+        self,
+        request: EngineRequest,
+        prefill: PrefillQueue,
+        decode: DecodeQueue,
+        on_export: Callable[[], None],
     ) -> None:
         """Move a prompt's KV; what can't be moved is computed again.
+
+        Before the prefill worker's next prompt: else the KV would wait for that.
+
+        Args:
+            request: whose KV it is.
+            prefill, decode: from which worker to which.
+            on_export: called when the prefill worker has done its part.
 
         Raises:
             EngineDeadError: the decode worker died.
@@ -309,6 +322,8 @@ class DisaggregatedEngine:
         except (KvTransferError, EngineDeadError) as error:
             _log.warning("KV was not moved: %s", error)
             return
+        finally:
+            on_export()
         try:
             await decode.engine.import_kv(request.tenant, blob)
         except KvTransferError as error:

@@ -200,12 +200,13 @@ class ServedRequest:
     Attributes:
         prompt: tokens of its prompt.
         tokens: of its context.
+        room: done when the worker has room for the prompt's KV, which was asked for.
     """
 
     def __init__(self, queue: DecodeQueue, prompt: int) -> None:
         self.prompt = self.tokens = prompt
         self._queue = queue
-        self._room = asyncio.get_running_loop().create_future()
+        self.room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pulls = False
 
     def __enter__(self) -> "ServedRequest":
@@ -221,18 +222,18 @@ class ServedRequest:
         queue.decoding.discard(self)
         queue.start()
 
-    async def room(self) -> None:
-        """Wait until the worker has room for the prompt's KV."""
+    def has_room(self) -> bool:
+        """Ask for room for the prompt's KV; return whether there is any now."""
         self._queue.bridge.append(self)
         self._queue.start()
-        await self._room
+        return self._pulls
 
     def pull(self) -> None:
         """Let it pull its KV."""
         self._pulls = True
         self._queue.pulled += self._queue.limits.pulled_pages(self.prompt)
-        if not self._room.done():
-            self._room.set_result(None)
+        if not self.room.done():
+            self.room.set_result(None)
 
     def decoded(self, tokens: int) -> None:
         """Record that it has tokens more."""
