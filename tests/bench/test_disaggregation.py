@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from midfill.bench.disaggregation import (
+from midfill.bench.disaggregation.load import DisaggregationLoad
+from midfill.bench.disaggregation.measure import measure_disaggregation
+from midfill.bench.disaggregation.report import (
     CHUNKED,
     MEASURED,
     SIMULATED,
     WHOLE,
-    DisaggregationLoad,
     disaggregation_table,
-    measure_disaggregation,
 )
 
 
@@ -27,5 +27,6 @@ def test_all_ways_serve_every_request(tiny_folder: Path) -> None:
         assert run.tpot > 0
         assert (run.p99_gap is None) == (name == SIMULATED)
         assert 0 <= run.attainment <= 1
+        assert (run.busy is not None) == (name in (MEASURED, SIMULATED))
     rows = disaggregation_table(report).rows
     assert [row[""] for row in rows] == [MEASURED, SIMULATED, WHOLE, CHUNKED]

@@ -15,6 +15,11 @@ import numpy as np
 from midfill.errors import MidfillError
 
 
+def between(first: float, second: float, share: float) -> float:
+    """Return the mean of two numbers of which the second has this share."""
+    return first + share * (second - first)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
     """A measured prefill: the tokens of each prompt of the batch, and its seconds."""
@@ -44,6 +49,14 @@ class PrefillLatency:
         squares = sum(tokens * tokens for tokens in prompts)
         return self.constant + self.per_token * sum(prompts) + self.per_square * squares
 
+    def between(self, other: "PrefillLatency", share: float) -> "PrefillLatency":
+        """Return what it takes where another latency holds for a share of the time."""
+        return PrefillLatency(
+            between(self.constant, other.constant, share),
+            between(self.per_token, other.per_token, share),
+            between(self.per_square, other.per_square, share),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
@@ -52,6 +65,14 @@ class DecodeCost:
     constant: float
     per_context_token: float
     per_sequence: float
+
+    def between(self, other: "DecodeCost", share: float) -> "DecodeCost":
+        """Return what it costs where another cost holds for a share of the time."""
+        return DecodeCost(
+            between(self.constant, other.constant, share),
+            between(self.per_context_token, other.per_context_token, share),
+            between(self.per_sequence, other.per_sequence, share),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +94,11 @@ class DecodeLatency:
         return (
             cost.constant + cost.per_context_token * context_tokens + cost.per_sequence * sequences
         )
+
+    def between(self, other: "DecodeLatency", share: float) -> "DecodeLatency":
+        """Return what it takes where another latency holds for a share of the time."""
+        small = self.small.between(other.small, share)
+        return DecodeLatency(small, self.large.between(other.large, share), self.threshold)
 
 
 def fit_prefill(samples: Sequence[PrefillSample]) -> PrefillLatency:

@@ -16,20 +16,18 @@ LoadedArgument = Annotated[
 
 def disaggregation(
     model: LoadedArgument = None,
-    requests: Annotated[int, typer.Option(min=2, help="Requests of each run.")] = 60,
+    requests: Annotated[int, typer.Option(min=2, help="Requests of each run.")] = 150,
     utilisation: Annotated[
         float, typer.Option(min=0.05, max=2.0, help="Of the prefill worker; the rate follows.")
-    ] = 0.6,
+    ] = 0.5,
     seed: Annotated[int, typer.Option(help="Of lengths and arrivals.")] = 0,
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
     """Measure a prefill and a decode worker beside DistServe's simulator and one engine."""
-    from midfill.bench.disaggregation import (
-        DisaggregationLoad,
-        disaggregation_table,
-        measure_disaggregation,
-    )
+    from midfill.bench.disaggregation.load import DisaggregationLoad
+    from midfill.bench.disaggregation.measure import measure_disaggregation
+    from midfill.bench.disaggregation.report import disaggregation_table
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
     load = DisaggregationLoad(requests=requests, utilisation=utilisation, seed=seed)

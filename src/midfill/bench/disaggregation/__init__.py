@@ -1,0 +1,1 @@
+"""DistServe on this machine: two workers, their simulation, and one engine, under one load."""

@@ -1,0 +1,293 @@
+"""What the simulator is told of two real workers: fitted times, measured as they will be used.
+
+Workers of one machine share its memory, its caches and this process, which passes all tokens on.
+So everything is measured twice, with the other worker idle and busy, as clients see it: messages
+between processes included. ``Costs.between`` is what is in between, for a worker that is busy for a
+share of the time.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from statistics import mean, median
+
+from midfill.bench.disaggregation.load import (
+    DisaggregationLoad,
+    greedy,
+    output_times,
+    random_prompt,
+)
+from midfill.disaggregation.latency import (
+    DecodeLatency,
+    DecodeSample,
+    PrefillLatency,
+    PrefillSample,
+    between,
+    fit_decode,
+    fit_prefill,
+)
+from midfill.disaggregation.simulated_workers import Transfer
+from midfill.disaggregation.simulator import Deployment, Simulated, simulate_workers
+from midfill.disaggregation.workers import DecodeWorker, PrefillWorker
+from midfill.disaggregation.workload import Arrival
+from midfill.engine.client import EngineClient
+from midfill.engine.disaggregated import DisaggregatedEngine
+
+_DECODED = 24  # tokens of an answer whose steps are measured
+_TRIES = 3
+_THRESHOLD = 3  # sequences, where a batch's costs change
+_BATCHES = (1, 2, 3, 5)  # sequences of the fitted steps
+_OTHERS = 4  # of a step that the fit is checked with
+_PARTNERS = 2  # answers in progress while the decode worker is to be busy
+_ROUNDS = 8  # until the shares of busy time agree with what is simulated with them
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Fitted times.
+
+    Attributes:
+        prefill, decode: of the workers.
+        transfer: from a first token to where the decode worker can go on.
+    """
+
+    prefill: PrefillLatency
+    decode: DecodeLatency
+    transfer: Transfer
+
+    def between(self, other: "Costs", prefill_busy: float, decode_busy: float) -> "Costs":
+        """Return the costs where the workers are busy for some of the time.
+
+        Args:
+            other: where the other worker is always busy; these are where it is idle.
+            prefill_busy, decode_busy: shares of the time.
+        """
+        mine, busy = self.transfer, other.transfer
+        return Costs(
+            self.prefill.between(other.prefill, decode_busy),
+            self.decode.between(other.decode, prefill_busy),
+            Transfer(
+                between(mine.seconds_per_token, busy.seconds_per_token, decode_busy),
+                between(mine.constant, busy.constant, decode_busy),
+                between(mine.read_share, busy.read_share, decode_busy),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What was measured.
+
+    Attributes:
+        idle, busy: where the other worker is.
+        prefill_error, decode_error: largest relative error on sizes that were not fitted.
+    """
+
+    idle: Costs
+    busy: Costs
+    prefill_error: float
+    decode_error: float
+
+    def simulate(
+        self, arrivals: list[Arrival], prefill: PrefillWorker, decode: DecodeWorker
+    ) -> tuple[Simulated, Costs]:
+        """Simulate requests with costs that agree with how busy the workers then are.
+
+        Args:
+            arrivals: the requests.
+            prefill, decode: the workers; their latencies are replaced.
+        """
+        shares = (0.5, 0.5)
+        for _ in range(_ROUNDS):
+            costs = self.idle.between(self.busy, *shares)
+            deployment = Deployment(
+                (replace(prefill, latency=costs.prefill),),
+                (replace(decode, latency=costs.decode),),
+                costs.transfer,
+            )
+            simulated = simulate_workers(arrivals, deployment)
+            shares = (simulated.prefill_busy, simulated.decode_busy)
+        return simulated, costs
+
+
+async def measure_costs(
+    engine: DisaggregatedEngine,
+    one: EngineClient,
+    other: EngineClient,
+    load: DisaggregationLoad,
+    progress: Callable[[str], None],
+) -> MeasuredCosts:
+    """Measure what prefills, decode steps and transfers cost.
+
+    Args:
+        engine: hands requests over from one worker to the other.
+        one, other: the prefill and the decode worker.
+        load: sizes.
+        progress: told what is measured.
+    """
+    meter = _Meter(engine, one, other, load)
+    progress("measuring prefills, steps and transfers, the other worker idle")
+    prefill, decode = await meter.prefill(), await meter.decode()
+    idle = Costs(prefill, decode, await meter.transfer(decode, beside=0))
+    progress("measuring prefills and transfers beside decoding")
+    async with _kept_busy(meter.decode_once, _PARTNERS):
+        prefill = await meter.prefill()
+        transfer = await meter.transfer(idle.decode, beside=_PARTNERS)
+    progress("measuring steps beside prefills")
+    async with _kept_busy(meter.prefill_once, 1):
+        decode = await meter.decode()
+    progress("checking what was fitted at other sizes")
+    return MeasuredCosts(
+        idle,
+        Costs(prefill, decode, transfer),
+        await meter.prefill_error(idle.prefill),
+        await meter.decode_error(idle.decode),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _kept_busy(work: Callable[[], Awaitable[None]], times: int) -> AsyncIterator[None]:
+    """Keep doing some work, so many times at once."""
+
+    async def keep() -> None:
+        while True:
+            await work()
+
+    tasks = [asyncio.create_task(keep()) for _ in range(times)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Meter:
+    """Measures two workers.
+
+    Args:
+        engine, one, other, load: as of ``measure_costs``.
+    """
+
+    def __init__(
+        self,
+        engine: DisaggregatedEngine,
+        one: EngineClient,
+        other: EngineClient,
+        load: DisaggregationLoad,
+    ) -> None:
+        self._engine, self._one, self._other = engine, one, other
+        self._rng = random.Random(load.seed)
+        low, high = min(load.prompts), max(load.prompts)
+        self._sizes = [low, (2 * low + high) // 3, (low + 2 * high) // 3, high]
+        self._ends = (low, high)
+
+    # --- what keeps the other worker busy ---
+
+    async def decode_once(self) -> None:
+        """Have the decode worker generate an answer."""
+        await output_times(self._other, greedy(self._prompt(self._ends[0]), 2 * _DECODED))
+
+    async def prefill_once(self) -> None:
+        """Have the prefill worker compute a prompt."""
+        await output_times(self._one, greedy(self._prompt(sum(self._ends) // 2), 1))
+
+    # --- prefills ---
+
+    async def prefill(self) -> PrefillLatency:
+        """Fit the latency of prefills."""
+        return fit_prefill([await self._prefill_sample(size) for size in self._sizes])
+
+    async def prefill_error(self, latency: PrefillLatency) -> float:
+        """Return the relative error of a latency at a size that it was not fitted to."""
+        sample = await self._prefill_sample(sum(self._ends) // 2)
+        return _error(latency.seconds(sample.prompts), sample.seconds)
+
+    async def _prefill_sample(self, tokens: int) -> PrefillSample:
+        """Measure a prefill, the first token's way to this process included."""
+        times = []
+        for _ in range(_TRIES):
+            request = greedy(self._prompt(tokens), 1)
+            started = time.perf_counter()
+            await output_times(self._one, request)
+            times.append(time.perf_counter() - started)
+        return PrefillSample((tokens,), median(times))
+
+    # --- decode steps ---
+
+    async def decode(self) -> DecodeLatency:
+        """Fit the latency of decode steps."""
+        shapes = [(size, context) for size in _BATCHES for context in self._ends]
+        return fit_decode([await self._decode_sample(*shape) for shape in shapes], _THRESHOLD)
+
+    async def decode_error(self, latency: DecodeLatency) -> float:
+        """Return the relative error of a latency at a size that it was not fitted to."""
+        sample = await self._decode_sample(_OTHERS, sum(self._ends) // 2)
+        expected = latency.seconds(len(sample.contexts), sum(sample.contexts))
+        return _error(expected, sample.seconds)
+
+    async def _decode_sample(self, sequences: int, context: int) -> DecodeSample:
+        """Measure a step of some sequences with about so many tokens each."""
+        tries = [await self._seconds_per_step(sequences, context) for _ in range(_TRIES)]
+        return DecodeSample((context + _DECODED // 2,) * sequences, median(tries))
+
+    async def _seconds_per_step(self, sequences: int, context: int) -> float:
+        """Return the mean, from when all sequences decode to when the first one ends."""
+        requests = [greedy(self._prompt(context), _DECODED + sequences) for _ in range(sequences)]
+        arrived: dict[str, list[float]] = {each.request_id: [] for each in requests}
+        with self._other.submit(*requests) as outputs:
+            async for output in outputs:
+                arrived[output.request_id] += [time.perf_counter()] * len(output.token_ids)
+        together = max(times[0] for times in arrived.values())
+        times = min(arrived.values(), key=lambda times: times[-1])
+        steps = sum(each > together for each in times)
+        return max(times[-1] - together, 1e-6) / max(steps, 1)
+
+    # --- transfers ---
+
+    async def transfer(self, decode: DecodeLatency, beside: int) -> Transfer:
+        """Measure transfers of two sizes.
+
+        A transfer takes as long as a client waits for its second token, but for the steps that the
+        simulator counts: the one in progress when the KV is there, half of it on average, and the
+        one that computes the token.
+
+        Args:
+            decode: latency of steps.
+            beside: answers that the decode worker generates meanwhile.
+        """
+        low, high = self._ends
+        context = beside * (low + _DECODED)
+        times, reads = [], []
+        for tokens in self._ends:
+            in_progress = decode.seconds(beside, context) / 2 if beside else 0.0
+            step = decode.seconds(beside + 1, context + tokens)
+            gap = median([await self._handover(tokens) for _ in range(_TRIES)])
+            times.append(max(gap - in_progress - step, 1e-4))
+            reads.append(median([await self._export(tokens) for _ in range(_TRIES)]))
+        per_token = max(0.0, (times[1] - times[0]) / (high - low))
+        constant = max(0.0, mean(times) - per_token * mean(self._ends))
+        return Transfer(per_token, constant, read_share=min(1.0, sum(reads) / sum(times)))
+
+    async def _handover(self, tokens: int) -> float:
+        """Return the seconds between the first and the second token of an answer."""
+        times = await output_times(self._engine, greedy(self._prompt(tokens), 2))
+        return times[1] - times[0]
+
+    async def _export(self, tokens: int) -> float:
+        """Return the seconds for which a prefill worker is busy with a prompt's transfer."""
+        request = greedy(self._prompt(tokens), 1)
+        await output_times(self._one, request)
+        started = time.perf_counter()
+        await self._one.export_kv("", request.token_ids)
+        return time.perf_counter() - started
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return random_prompt(tokens, self._rng)
+
+
+def _error(expected: float, measured: float) -> float:
+    return abs(expected - measured) / measured
