@@ -36,6 +36,7 @@ from midfill.runners.autotune import (
     default_tile_rows,
 )
 from midfill.runners.cpu_cells import CpuCells
+from midfill.runners.growing_arrays import GrowingArrays
 from midfill.runners.packed_model import PackedModel, block_format, load_packed
 from midfill.runners.rope import layer_frequencies
 from midfill.system.cores import available_threads
@@ -115,6 +116,7 @@ class CpuRunner:
         self._sparse: SparseAttention | None = None
         self._groups: GroupedAttention | None = None
         self._hidden = self._allocate_hidden(self._rows)
+        self._arrays = GrowingArrays()
         self._workspace = self._allocate_workspace()
         if progress is not None:
             progress("compiling kernels", 0, 1)
@@ -312,26 +314,31 @@ class CpuRunner:
             matrix.formats != {WeightFormat.F32} for matrix in self.model.matrices.values()
         )
 
-        def floats(*shape: int) -> Float32Array:
-            return aligned_zeros(shape, np.float32)
+        floats = self._arrays.floats
 
-        def activations(size: int) -> Activations:
+        def activations(name: str, size: int) -> Activations:
             blocks = size // GROUP * ACTIVATION_BLOCK_BYTES if quantized else 0
-            return Activations(floats(size), aligned_zeros(blocks, np.uint8))
+            return Activations(floats(name, size), self._arrays.bytes(f"{name} blocks", blocks))
+
+        def per_thread(name: str, size: int) -> Float32Array:
+            return floats(name, threads * size).reshape(threads, size)
 
         projected = rows * config.hidden if config.post_norms else 0
+        normed = max(rows, outputs, threads * MAX_SOLO_ROWS) * config.hidden
         return Workspace(
-            normed=activations(max(rows, outputs, threads * MAX_SOLO_ROWS) * config.hidden),
-            qkv=floats(rows * self.model.weights.qkv.outputs),
-            attended=activations(rows * attended),
-            gated=activations(rows * config.ffn),
-            projected=floats(projected),
-            logits=floats(outputs * panel_count(config.vocab) * PANEL),
-            products=floats(threads, 2 * MAX_TILE_ROWS * PANEL),
-            attention=floats(threads, scratch_size(group, config.head_dim)),
+            normed=activations("normed", normed),
+            qkv=floats("qkv", rows * self.model.weights.qkv.outputs),
+            attended=activations("attended", rows * attended),
+            gated=activations("gated", rows * config.ffn),
+            projected=floats("projected", projected),
+            logits=floats("logits", outputs * panel_count(config.vocab) * PANEL),
+            products=per_thread("products", 2 * MAX_TILE_ROWS * PANEL),
+            attention=per_thread("attention", scratch_size(group, config.head_dim)),
             cells=aligned_zeros((threads, 2 * SEGMENT), np.int32),
-            observed=floats(config.layers * self._observed * attended),
-            partials=SoftmaxSums(floats(merged * 2), floats(merged * config.head_dim)),
+            observed=floats("observed", config.layers * self._observed * attended),
+            partials=SoftmaxSums(
+                floats("states", merged * 2), floats("sums", merged * config.head_dim)
+            ),
             clock=self._clock,
             tile_rows=self._tile_rows,
         )
