@@ -50,10 +50,10 @@ def test_nothing_grows_in_a_long_run(model: str) -> None:
     assert report.streams_complete == options.streams
     before, after = report.descriptors
     assert after <= before + 2
-    # In three minutes memory that has a bound is still being filled: these find large leaks only.
-    # `midfill bench soak` runs long enough for small ones.
+    # Measured: 0.1 to 0.4. One array that grows in these three minutes may be 2 MB/min;
+    # `midfill bench soak` runs long enough for what is smaller.
     assert report.engine_slope < 5.0
-    assert report.server_slope < 25.0
+    assert report.server_slope < 4.0
     assert "MB/min" in soak_table(report).markdown()
 
 

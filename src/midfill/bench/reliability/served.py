@@ -18,6 +18,7 @@ from midfill.errors import MidfillError
 _PROC = Path("/proc")
 _START_SECONDS = 300
 _STOP_SECONDS = 30
+_KEEP_ALIVE_SECONDS = 2  # less than the server's: a request on a connection that it closes fails
 _ENGINE = b"midfill.engine.process"
 _WAIT_SECONDS = 0.02
 
@@ -133,7 +134,7 @@ async def serve_model(model: str, options: Sequence[str]) -> AsyncIterator[Serve
             if url is None:
                 last = log.read_text("utf-8", errors="replace").splitlines()[-8:]
                 raise MidfillError("the server did not start:\n" + "\n".join(last))
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
             timeout = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
                 yield ServedModel(url, process.pid, session, log)

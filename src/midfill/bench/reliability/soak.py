@@ -77,7 +77,7 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
         options: with which load.
         machine: where.
         requests: how many of each kind were sent.
-        failed: answers that were neither what was asked for nor an error that fits.
+        failed: answers that were neither what was asked for nor an error that fits; streams, too.
         server_slope, engine_slope: growth of the resident memory, in MB per minute.
         server_mb, engine_mb: the resident memory at the end.
         descriptors: what the server has open when idle, at the beginning and at the end.
@@ -223,7 +223,7 @@ async def measure_soak(options: SoakOptions, say: Say = lambda _: None) -> SoakR
         load.over.set()
         await asyncio.gather(*clients)
         say(f"{options.streams} streams beside {options.idle} idle connections")
-        complete, seconds = await _streams(server, options, texts)
+        complete, seconds = await _streams(load)
         await server.wait_until_idle(_IDLE_SECONDS)
         await asyncio.sleep(_SETTLE_SECONDS)
         after = descriptors(server.process_id)
@@ -285,10 +285,9 @@ async def _sample(server: ServedModel, minutes: float) -> _Samples:
     return samples
 
 
-async def _streams(
-    server: ServedModel, options: SoakOptions, texts: Sequence[str]
-) -> tuple[int, float]:
+async def _streams(load: _Load) -> tuple[int, float]:
     """Return how many streams came to their end beside idle connections, and how long all took."""
+    server, options, texts = load.server, load.options, load.texts
     host, port = server.url.removeprefix("http://").rsplit(":", 1)
     idle = await asyncio.gather(
         *(asyncio.open_connection(host, int(port)) for _ in range(options.idle))
@@ -310,7 +309,9 @@ async def _streams(
     seconds = time.perf_counter() - started
     for _, writer in idle:
         writer.close()
-    return sum(one.kind == "complete" for one in outcomes), seconds
+    failed = [one for one in outcomes if one.kind != "complete"]
+    load.failures += (f"stream: {one.kind} {one.status} {one.detail}" for one in failed)
+    return len(outcomes) - len(failed), seconds
 
 
 def soak_table(report: SoakReport) -> ResultTable:
