@@ -27,6 +27,7 @@ class Watched:
 
     client: EngineClient
     asked: list[str] = field(default_factory=list)
+    exported: list[int] = field(default_factory=list)  # tokens
     fails: bool = False
 
     @property
@@ -41,15 +42,19 @@ class Watched:
         self.asked += ["submit"] * len(requests)
         return self.client.submit(*requests)
 
-    async def export_kv(self, tenant: str, token_ids: Sequence[int]) -> bytes:
+    async def cached_tokens(self, tenant: str, token_ids: Sequence[int]) -> int:
+        return await self.client.cached_tokens(tenant, token_ids)
+
+    async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> bytes:
         self.asked.append("export")
+        self.exported.append(len(token_ids) - start)
         if self.fails:
             raise KvTransferError("none of these tokens is cached")
-        return await self.client.export_kv(tenant, token_ids)
+        return await self.client.export_kv(tenant, token_ids, start)
 
-    async def import_kv(self, tenant: str, blob: bytes) -> int:
+    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
         self.asked.append("import")
-        return await self.client.import_kv(tenant, blob)
+        return await self.client.import_kv(tenant, blob, before)
 
 
 @dataclass
@@ -149,6 +154,24 @@ def test_the_first_token_is_sent_before_the_kv_moves_and_the_rest_after_all_of_i
             assert [output async for output in stream][-1].finish_reason == "length"
             # Nothing of the prompt was computed again.
             assert workers.clients[1].stats.computed_tokens - computed < len(prompt)
+
+    workers.run(test())
+
+
+def test_of_a_document_only_what_is_new_moves(workers: Workers) -> None:
+    async def test() -> None:
+        engine, prefill, _ = workers.together()
+        prompt = [10 + at % 90 for at in range(300)]
+        await tokens_of(engine.submit(ask(prompt, tenant="typing")))
+        typed = [*prompt, 7, 8, 9]
+        computed = workers.clients[1].stats.computed_tokens
+        answer = await tokens_of(engine.submit(ask(typed, tenant="typing")))
+        assert prefill.exported == [300, 3]
+        assert workers.clients[1].stats.computed_tokens - computed < 100
+        assert answer == await tokens_of(workers.clients[0].submit(ask(typed, tenant="alone")))
+        # The same prompt again: there is nothing to move.
+        assert await tokens_of(engine.submit(ask(typed, tenant="typing"))) == answer
+        assert prefill.exported == [300, 3]
 
     workers.run(test())
 

@@ -13,7 +13,13 @@ from tiny_checkpoints import VOCAB, write_variant
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine import kv_transfers
 from midfill.engine.engine import Engine
-from midfill.engine.kv_transfers import Exported, Imported, TransferFailed, TransferResult
+from midfill.engine.kv_transfers import (
+    Exported,
+    Found,
+    Imported,
+    TransferFailed,
+    TransferResult,
+)
 from midfill.engine.request import EngineRequest
 from midfill.forward.runner import Runner
 from midfill.kv.blob import decode_blob
@@ -244,3 +250,37 @@ def test_what_is_no_blob_is_refused_and_harms_nobody(damage: bytes) -> None:
     answers, (result,) = serve_beside(target, [request("a", PROMPT)])
     assert answers["a", 0].tokens == toy_engine.truth(PROMPT)
     assert isinstance(result, TransferFailed)
+
+
+def test_what_the_receiver_has_is_left_out() -> None:
+    source, target = toy_engine.engine(), toy_engine.engine()
+    serve(source, [request("a", PROMPT, toy_engine.sampling(max_tokens=1))])
+    whole = exported(source, PROMPT)
+    assert imported(target, exported(source, PROMPT[:40]).blob) == 40
+    tokens = np.array(PROMPT, np.int32)
+    source.kv_traffic.transfers.start_export("out", "", tokens, 40)
+    (rest,) = finish(source)
+    assert isinstance(rest, Exported)
+    assert rest.tokens == whole.tokens - 40
+    transfers = target.kv_traffic.transfers
+    transfers.find("find", "", tokens)
+    assert finish(target) == [Found("find", 40)]
+    for before, reason in ((40 * [1], "the KV follows other tokens"), ([], "not at 0")):
+        transfers.start_import("in", "", rest.blob, np.array(before, np.int32))
+        (refused,) = finish(target)
+        assert isinstance(refused, TransferFailed)
+        assert reason in refused.reason
+    transfers.start_import("in", "", rest.blob, tokens[:40])
+    assert finish(target) == [Imported("in", whole.tokens)]
+    assert exported(target, PROMPT).blob == whole.blob
+
+
+def test_without_what_comes_before_nothing_is_imported() -> None:
+    source, target = toy_engine.engine(), toy_engine.engine()
+    serve(source, [request("a", PROMPT, toy_engine.sampling(max_tokens=1))])
+    tokens = np.array(PROMPT, np.int32)
+    source.kv_traffic.transfers.start_export("out", "", tokens, 40)
+    (rest,) = finish(source)
+    assert isinstance(rest, Exported)
+    target.kv_traffic.transfers.start_import("in", "", rest.blob, tokens[:40])
+    assert finish(target) == [Imported("in", 0)]

@@ -25,9 +25,11 @@ from midfill.engine.messages import (
     EngineInfo,
     ExportKv,
     Failed,
+    FindKv,
     FromEngine,
     ImportKv,
     KvExported,
+    KvFound,
     KvImported,
     Loading,
     Ping,
@@ -218,31 +220,46 @@ class EngineClient:
         """Size of the KV pool, 0 before the engine was ready."""
         return 0 if self.info is None else self.info.kv_bytes
 
-    async def export_kv(self, tenant: str, token_ids: Sequence[int]) -> bytes:
-        """Return an encoded ``KvBlob`` of what is cached of a prompt's first tokens.
+    async def cached_tokens(self, tenant: str, token_ids: Sequence[int]) -> int:
+        """Return how many of a prompt's tokens are cached, from the first on.
 
         Raises:
             EngineDeadError: the engine is not ready, or died.
-            KvTransferError: nothing of it is cached.
         """
         tokens = list(token_ids)
-        exported = await self._transfer(lambda number: ExportKv(number, tenant, tokens))
+        found = await self._transfer(lambda number: FindKv(number, tenant, tokens))
+        assert isinstance(found, KvFound)
+        return found.tokens
+
+    async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> bytes:
+        """Return an encoded ``KvBlob`` of what is cached of a prompt's first tokens.
+
+        Without the first ``start``, which the receiver has.
+
+        Raises:
+            EngineDeadError: the engine is not ready, or died.
+            KvTransferError: nothing of it is cached, or nothing after ``start``.
+        """
+        tokens = list(token_ids)
+        exported = await self._transfer(lambda number: ExportKv(number, tenant, tokens, start))
         assert isinstance(exported, KvExported)
         return exported.blob
 
-    async def import_kv(self, tenant: str, blob: bytes) -> int:
+    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
         """Put an encoded ``KvBlob`` into a tenant's prefix cache.
 
-        A prompt that is submitted meanwhile and begins with its tokens waits for them.
+        A prompt that is submitted meanwhile and begins with its tokens waits for them. ``before``
+        are the tokens that an export has left out.
 
         Returns:
-            How many of its tokens are cached then, from the first on.
+            How many tokens are cached then, from the first on, those before included.
 
         Raises:
             EngineDeadError: the engine is not ready, or died.
             KvTransferError: the blob is damaged, or of another model or tenant.
         """
-        imported = await self._transfer(lambda number: ImportKv(number, tenant, blob))
+        tokens = list(before)
+        imported = await self._transfer(lambda number: ImportKv(number, tenant, blob, tokens))
         assert isinstance(imported, KvImported)
         return imported.tokens
 
@@ -359,7 +376,7 @@ class EngineClient:
                     self._route(output)
             case Rejected(request_id, text, param, code):
                 self._fail(request_id, InvalidRequestError(text, param=param, code=code))
-            case KvExported() | KvImported():
+            case KvExported() | KvImported() | KvFound():
                 self._transfers.end(message.transfer_id, message)
             case TransferRefused(transfer_id, text):
                 self._transfers.fail(transfer_id, KvTransferError(text))

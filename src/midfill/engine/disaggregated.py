@@ -12,9 +12,10 @@ Source: DistServe (Zhong et al., OSDI 2024, arXiv 2401.09670). The way of a requ
    answer has to begin with go with it (``EngineRequest.answered``), so the tokens are those of one
    engine.
 
-KV that can't be moved, or is evicted on the way, is computed again: a transfer changes times, never
-answers. What belongs to more than tokens and KV (``hands_over``) stays on its prefill worker from
-its beginning to its end, and so do prompts that are computed in idle time.
+What the decode worker has of a prompt since it answered an older one of the same document is not
+moved. KV that can't be moved, or is evicted on the way, is computed again: a transfer changes
+times, never answers. What belongs to more than tokens and KV (``hands_over``) stays on its prefill
+worker from its beginning to its end, and so do prompts that are computed in idle time.
 
 A worker that dies or hangs takes no answer with it that can be handed over: another one goes on
 after the tokens that were sent. Where all workers of a kind are down, those of the other kind do
@@ -49,11 +50,48 @@ _log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3  # at a request whose workers die: it may be what kills them
 
+_ASKED_TOKENS = 256  # of a prompt; less KV moves sooner than is found out what is there
+
 W = TypeVar("W", bound=WorkerQueue)
 
 
 class _ExpiredError(Exception):
     """Nobody waits for the request any more."""
+
+
+class _KnownTokens:
+    """What a decode worker has cached of a prompt, asked for beside its prefill.
+
+    Args:
+        worker: who is asked; None for nobody.
+        request: the prompt's.
+    """
+
+    def __init__(self, worker: DecodeQueue | None, request: EngineRequest) -> None:
+        self._worker = worker
+        self._request = request
+        self._task: asyncio.Task[int] | None = None
+
+    def __enter__(self) -> "_KnownTokens":
+        if self._worker is not None:
+            engine, request = self._worker.engine, self._request
+            asked = engine.cached_tokens(request.tenant, request.token_ids)
+            self._task = asyncio.create_task(asked, name="asking for cached tokens")
+            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def of(self, worker: DecodeQueue) -> int:
+        """Return how many tokens a worker has; 0 if it was not asked, or died."""
+        if self._task is None or worker is not self._worker:
+            return 0
+        try:
+            return await self._task
+        except EngineDeadError:
+            return 0
 
 
 class DisaggregatedEngine:
@@ -257,7 +295,7 @@ class DisaggregatedEngine:
     async def _hand_over(self, answer: SharedAnswer, prefill: PrefillQueue) -> None:
         """Compute the prompt on one worker, and the answer on another."""
         request = answer.request
-        with prefill.holding(len(request.token_ids)) as prompt:
+        with prefill.holding(len(request.token_ids)) as prompt, self._asking(request) as known:
             await self._wait(answer, prompt.turn())
             if not await self._first_tokens(answer, prefill):
                 return
@@ -271,7 +309,8 @@ class DisaggregatedEngine:
                 if not served.has_room():
                     prompt.computed()  # and the next one starts
                     await self._wait(answer, served.room)
-                await self._pull(request, prefill, decode, on_export=prompt.computed)
+                start = await known.of(decode)
+                await self._pull(request, prefill, decode, start, prompt.computed)
                 prompt.release()
                 served.tokens += len(answer.tokens)
                 with decode.engine.submit(answer.rest()) as outputs:
@@ -301,6 +340,7 @@ class DisaggregatedEngine:
         request: EngineRequest,
         prefill: PrefillQueue,
         decode: DecodeQueue,
+        start: int,
         on_export: Callable[[], None],
     ) -> None:
         """Move a prompt's KV; what can't be moved is computed again.
@@ -310,27 +350,39 @@ class DisaggregatedEngine:
         Args:
             request: whose KV it is.
             prefill, decode: from which worker to which.
+            start: how many of the prompt's tokens the decode worker has.
             on_export: called when the prefill worker has done its part.
 
         Raises:
             EngineDeadError: the decode worker died.
         """
+        if start >= len(request.token_ids):
+            on_export()
+            return
         loop = asyncio.get_running_loop()
         started = loop.time()
+        before = request.token_ids[:start]
         try:
-            blob = await prefill.engine.export_kv(request.tenant, request.token_ids)
+            blob = await prefill.engine.export_kv(request.tenant, request.token_ids, start)
         except (KvTransferError, EngineDeadError) as error:
             _log.warning("KV was not moved: %s", error)
             return
         finally:
             on_export()
         try:
-            await decode.engine.import_kv(request.tenant, blob)
+            tokens = await decode.engine.import_kv(request.tenant, blob, before)
         except KvTransferError as error:
             _log.warning("KV was not moved: %s", error)
             return
         self.transferred_bytes += len(blob)
         self.transfer_seconds += loop.time() - started
+        if tokens < start:  # what was there has been evicted meanwhile
+            await self._pull(request, prefill, decode, 0, on_export)
+
+    def _asking(self, request: EngineRequest) -> "_KnownTokens":
+        """Ask how much of a long prompt's KV its decode worker has, while it is computed."""
+        is_long = len(request.token_ids) >= _ASKED_TOKENS
+        return _KnownTokens(self._choose(self._decode, request) if is_long else None, request)
 
     async def _wait(self, answer: SharedAnswer, event: Awaitable[None]) -> None:
         """Wait for a turn or for room, as long as anybody waits for the answer.

@@ -15,12 +15,21 @@ import numpy as np
 
 from midfill.arrays import Int32Array
 from midfill.engine.kv_copies import KvCopies, NoRoomError
-from midfill.kv.blob import RAW, BlobError, KvBlob, KvIdentity, bind_tenant, decode_blob
+from midfill.kv.blob import (
+    RAW,
+    BlobError,
+    KvBlob,
+    KvIdentity,
+    bind_tenant,
+    chain,
+    decode_blob,
+)
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_node import RadixNode
 
 MAX_STEP_BYTES = 4 * 2**20
 """Copied at most at once: one to three milliseconds."""
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,14 @@ class Imported:
 
 
 @dataclass(frozen=True)
+class Found:
+    """How many tokens are cached, from the first on."""
+
+    transfer_id: str
+    tokens: int
+
+
+@dataclass(frozen=True)
 class TransferFailed:
     """An export or import came to nothing."""
 
@@ -48,7 +65,7 @@ class TransferFailed:
     reason: str
 
 
-TransferResult = Exported | Imported | TransferFailed
+TransferResult = Exported | Imported | Found | TransferFailed
 
 
 @dataclass(eq=False)
@@ -84,6 +101,7 @@ class _Export:
     tokens: Int32Array
     slots: Int32Array
     node: RadixNode | None
+    start: int
     parts: list[tuple[int, bytes]] = field(default_factory=list)
     done: int = 0
     result: Future[bytes] | None = None
@@ -93,8 +111,14 @@ class _Export:
 class _Import:
     transfer_id: str
     tenant: str
+    before: Int32Array
     decoded: Future[KvBlob]
     done: int = 0
+
+    @property
+    def tokens(self) -> Int32Array:
+        """[n] int32: all tokens from position 0 on; known once it is decoded."""
+        return np.concatenate((self.before, self.decoded.result().tokens))
 
 
 class KvTransfers:
@@ -124,28 +148,54 @@ class KvTransfers:
     def _worker(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, thread_name_prefix="kv-transfer")
 
-    def start_export(self, transfer_id: str, tenant: str, tokens: Int32Array) -> None:
+    def find(self, transfer_id: str, tenant: str, tokens: Int32Array) -> None:
+        """Tell how many of [n] int32 ``tokens`` are cached, with ``Found``."""
+        self._results.append(Found(transfer_id, self._copies.cached(tenant, tokens)))
+
+    def start_export(
+        self, transfer_id: str, tenant: str, tokens: Int32Array, start: int = 0
+    ) -> None:
         """Export what is cached of [n] int32 ``tokens``; they stay cached meanwhile.
 
         Ends with ``Exported``, or with ``TransferFailed`` if nothing is cached.
+
+        Args:
+            transfer_id: is in the result.
+            tenant: whose cache.
+            tokens: from position 0 on.
+            start: how many of them are left out.
         """
         found = self._pool.cache.match(tenant, tokens)
-        if not len(found):
-            self._results.append(TransferFailed(transfer_id, "none of these tokens is cached"))
+        if len(found) <= start:
+            which = f"no token after the first {start}" if start else "none of these tokens"
+            self._results.append(TransferFailed(transfer_id, f"{which} is cached"))
             return
         self._pool.cache.lock(found.node)
         held = tokens[: len(found)].copy()
-        self._exports.append(_Export(transfer_id, tenant, held, found.slots, found.node))
+        one = _Export(transfer_id, tenant, held, found.slots, found.node, start, done=start)
+        self._exports.append(one)
 
-    def start_import(self, transfer_id: str, tenant: str, content: bytes | memoryview) -> None:
+    def start_import(
+        self,
+        transfer_id: str,
+        tenant: str,
+        content: bytes | memoryview,
+        before: Int32Array = _NO_TOKENS,
+    ) -> None:
         """Put an encoded blob's KV into a tenant's prefix cache.
 
         Ends with ``Imported``, also if room is found for a part of it only, or with
         ``TransferFailed`` if the blob can't be used.
+
+        Args:
+            transfer_id: is in the result.
+            tenant: whose cache.
+            content: the blob.
+            before: [n] int32, the tokens before the blob's; they have to be cached.
         """
-        decoded = self._worker.submit(self._decode, tenant, content)
+        decoded = self._worker.submit(self._decode, tenant, content, before)
         decoded.add_done_callback(lambda _: self._changed.set())
-        self._imports.append(_Import(transfer_id, tenant, decoded))
+        self._imports.append(_Import(transfer_id, tenant, before, decoded))
 
     def end(self, transfer_id: str) -> None:
         """End a transfer without a result; what was imported stays cached."""
@@ -220,18 +270,19 @@ class KvTransfers:
             blob = one.decoded.result()
         except Exception as error:
             return self._end_import(one, TransferFailed(one.transfer_id, str(error)))
-        one.done = max(one.done, self._copies.cached(one.tenant, blob.tokens))
-        count = min(budget, len(blob.tokens) - one.done)
+        tokens, start = one.tokens, blob.start
+        one.done = max(one.done, start, self._copies.cached(one.tenant, tokens))
+        count = min(budget, len(tokens) - one.done)
         try:
             if count:
                 end = one.done + count
-                self._copies.insert(one.tenant, blob.tokens[:end], one.done, blob, one.done)
+                self._copies.insert(one.tenant, tokens[:end], one.done, blob, one.done - start)
                 self.counts.imported_bytes += count * self._copies.token_bytes
                 one.done = end
         except NoRoomError:
-            cached = self._copies.cached(one.tenant, blob.tokens)
+            cached = self._copies.cached(one.tenant, tokens)
             return self._end_import(one, Imported(one.transfer_id, cached))
-        if one.done == len(blob.tokens):
+        if one.done == len(tokens):
             self._end_import(one, Imported(one.transfer_id, one.done))
         return count
 
@@ -243,14 +294,19 @@ class KvTransfers:
     def _encode(self, one: _Export) -> bytes:
         identity, tenant = self._source.identity, bind_tenant(one.tenant, self._source.scope)
         data = self._copies.join(one.parts)
-        parent = identity.root(tenant)
-        return KvBlob(identity, tenant, parent, 0, one.tokens, RAW, data).encode()
+        parent, start = identity.root(tenant), one.start
+        if start:
+            parent = chain(parent, one.tokens[:start])
+        return KvBlob(identity, tenant, parent, start, one.tokens[start:], RAW, data).encode()
 
-    def _decode(self, tenant: str, content: bytes | memoryview) -> KvBlob:
+    def _decode(self, tenant: str, content: bytes | memoryview, before: Int32Array) -> KvBlob:
         blob = decode_blob(content)
-        blob.require(self._source.identity, bind_tenant(tenant, self._source.scope))
-        if blob.start:
-            raise BlobError(f"the KV begins at token {blob.start}, not at the first")
+        bound = bind_tenant(tenant, self._source.scope)
+        blob.require(self._source.identity, bound)
+        if blob.start != len(before):
+            raise BlobError(f"the KV begins at token {blob.start}, not at {len(before)}")
+        if blob.start and blob.parent != chain(self._source.identity.root(bound), before):
+            raise BlobError("the KV follows other tokens")
         self._copies.check(blob)
         return blob
 
@@ -261,15 +317,15 @@ def _is_open(one: _Import, tokens: Int32Array) -> bool:
         return True
     if one.decoded.exception() is not None:
         return False
-    blob = one.decoded.result().tokens
-    span = min(len(blob), len(tokens))
-    differs = np.flatnonzero(blob[:span] != tokens[:span])
+    imported = one.tokens
+    span = min(len(imported), len(tokens))
+    differs = np.flatnonzero(imported[:span] != tokens[:span])
     return (int(differs[0]) if len(differs) else span) > one.done
 
 
 def _exported(one: _Export) -> TransferResult:
     assert one.result is not None
     try:
-        return Exported(one.transfer_id, one.result.result(), len(one.tokens))
+        return Exported(one.transfer_id, one.result.result(), len(one.tokens) - one.start)
     except Exception as error:
         return TransferFailed(one.transfer_id, str(error))

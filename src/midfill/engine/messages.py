@@ -56,19 +56,35 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExportKv(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: send a ``KvBlob`` of what is cached of these tokens for a tenant."""
+    """To the engine: send a ``KvBlob`` of what is cached of these tokens for a tenant.
+
+    The first ``start`` tokens are left out: the receiver has them.
+    """
 
     transfer_id: str
     tenant: str
     token_ids: list[int]
+    start: int = 0
 
 
 class ImportKv(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: put an encoded ``KvBlob`` into a tenant's prefix cache."""
+    """To the engine: put an encoded ``KvBlob`` into a tenant's prefix cache.
+
+    ``before`` are the tokens that come before the blob's, which have to be cached.
+    """
 
     transfer_id: str
     tenant: str
     blob: bytes
+    before: list[int] = []
+
+
+class FindKv(msgspec.Struct, frozen=True, tag=True):
+    """To the engine: say how many of these tokens are cached for a tenant, from the first on."""
+
+    transfer_id: str
+    tenant: str
+    token_ids: list[int]
 
 
 class EndTransfer(msgspec.Struct, frozen=True, tag=True):
@@ -153,6 +169,13 @@ class KvImported(msgspec.Struct, frozen=True, tag=True):
     tokens: int
 
 
+class KvFound(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the answer to ``FindKv``."""
+
+    transfer_id: str
+    tokens: int
+
+
 class TransferRefused(msgspec.Struct, frozen=True, tag=True):
     """From the engine: an ExportKv or ImportKv came to nothing, and why."""
 
@@ -160,7 +183,7 @@ class TransferRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Start | Submit | Cancel | ExportKv | ImportKv | EndTransfer | Ping
+ToEngine = Start | Submit | Cancel | ExportKv | ImportKv | FindKv | EndTransfer | Ping
 FromEngine = (
     Loading
     | Ready
@@ -170,6 +193,7 @@ FromEngine = (
     | StepReport
     | KvExported
     | KvImported
+    | KvFound
     | TransferRefused
     | Pong
 )

@@ -23,16 +23,18 @@ import msgspec
 import numpy as np
 import zmq
 
-from midfill.engine.kv_transfers import Exported, Imported, TransferFailed, TransferResult
+from midfill.engine.kv_transfers import Exported, Found, Imported, TransferFailed, TransferResult
 from midfill.engine.messages import (
     Cancel,
     EndTransfer,
     EngineInfo,
     ExportKv,
     Failed,
+    FindKv,
     FromEngine,
     ImportKv,
     KvExported,
+    KvFound,
     KvImported,
     Loading,
     Ping,
@@ -54,6 +56,7 @@ from midfill.system.progress import Progress
 
 if TYPE_CHECKING:
     from midfill.engine.engine import Engine
+    from midfill.engine.kv_transfers import KvTransfers
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ _SAVE_SECONDS = 2.0  # less than the server waits for this process to end
 _MEMORY_KILL_SCORE = 300  # of 1000; a process like any other has 0
 _MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
 
-_Handled = Submit | Cancel | ExportKv | ImportKv | EndTransfer | Ping
+_Handled = Submit | Cancel | ExportKv | ImportKv | FindKv | EndTransfer | Ping
 
 Send = Callable[[FromEngine], None]
 
@@ -182,14 +185,16 @@ class Inbox:
                     self._submit(request)
                 case Cancel(cancelled, index):
                     self._engine.cancel(cancelled, index)
-                case ExportKv(transfer_id, tenant, token_ids):
+                case ExportKv(transfer_id, tenant, token_ids, start):
                     tokens = np.array(token_ids, np.int32)
-                    self._engine.kv_traffic.transfers.start_export(transfer_id, tenant, tokens)
-                case ImportKv(transfer_id, tenant, blob):
-                    content = kv or blob
-                    self._engine.kv_traffic.transfers.start_import(transfer_id, tenant, content)
+                    self._transfers.start_export(transfer_id, tenant, tokens, start)
+                case ImportKv(transfer_id, tenant, blob, before):
+                    tokens = np.array(before, np.int32)
+                    self._transfers.start_import(transfer_id, tenant, kv or blob, tokens)
                 case EndTransfer(transfer_id):
-                    self._engine.kv_traffic.transfers.end(transfer_id)
+                    self._transfers.end(transfer_id)
+                case FindKv(transfer_id, tenant, token_ids):
+                    self._transfers.find(transfer_id, tenant, np.array(token_ids, np.int32))
                 case Ping():
                     self._send(Pong())
         except Exception:
@@ -200,6 +205,10 @@ class Inbox:
                 self._engine.cancel(name)
             text = "the engine could not handle this request; the server's log has the details"
             self._send(RequestFailed(name, text))
+
+    @property
+    def _transfers(self) -> "KvTransfers":
+        return self._engine.kv_traffic.transfers
 
     def _submit(self, request: EngineRequest) -> None:
         try:
@@ -223,6 +232,8 @@ def _transfer_message(result: TransferResult) -> FromEngine:
             return KvExported(transfer_id, blob, tokens)
         case Imported(transfer_id, tokens):
             return KvImported(transfer_id, tokens)
+        case Found(transfer_id, tokens):
+            return KvFound(transfer_id, tokens)
         case TransferFailed(transfer_id, reason):
             return TransferRefused(transfer_id, reason)
 

@@ -15,6 +15,7 @@ from midfill.engine.messages import (
     Cancel,
     EndTransfer,
     ExportKv,
+    FindKv,
     FromEngine,
     ImportKv,
     KvExported,
@@ -143,7 +144,12 @@ def _encode(message: ToEngine) -> tuple[bytes, ...]:
             request_id = request.request_id
         case Cancel(request_id):
             pass
-        case ExportKv(request_id) | ImportKv(request_id) | EndTransfer(request_id):
+        case (
+            ExportKv(request_id)
+            | ImportKv(request_id)
+            | FindKv(request_id)
+            | EndTransfer(request_id)
+        ):
             pass
         case Start() | Ping():
             request_id = ""

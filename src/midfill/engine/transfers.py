@@ -3,10 +3,10 @@
 import asyncio
 import itertools
 
-from midfill.engine.messages import KvExported, KvImported
+from midfill.engine.messages import KvExported, KvFound, KvImported
 from midfill.errors import MidfillError
 
-TransferAnswer = KvExported | KvImported
+TransferAnswer = KvExported | KvImported | KvFound
 
 
 class Transfers:
