@@ -6,6 +6,7 @@ to its first token. Drafts are judged by their cost alone: how long a step takes
 many tokens, beside one that decodes. How often drafts are right depends on the text.
 """
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from midfill.engine.policies.sarathi_serve import SarathiServe
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.forward.batch import ForwardBatch
 from midfill.reporting.result_table import ResultTable
+from midfill.reporting.sizes import format_size
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.loading import load_runner
 from midfill.system.machine import Machine, describe_machine
@@ -81,6 +83,8 @@ class KeystrokesReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         context: tokens of a keystroke's prompt that are cached.
         prompt: tokens of the long prompt.
+        weight_bytes: that each step reads.
+        load: the machine's load average, the higher of before and after.
         one_row: seconds of a step that decodes one token, the median.
         drafts: by number of drafted tokens, seconds of a step that verifies them, the median.
     """
@@ -90,6 +94,8 @@ class KeystrokesReport(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     context: int
     prompt: int
+    weight_bytes: int
+    load: float
     outcomes: list[Outcome]
     one_row: float
     drafts: dict[int, float]
@@ -114,6 +120,7 @@ def measure_keystrokes(
     checkpoint = open_model(resolve(model), resolve_adapter(model, None), options.weights)
     runner = load_runner(checkpoint, options)
     assert isinstance(runner, CpuRunner)
+    before = os.getloadavg()[0]
     progress("drafts")
     rows = _time_rows(runner, context, repeats=max(5, keystrokes))
     outcomes = []
@@ -129,6 +136,8 @@ def measure_keystrokes(
         threads=runner.threads,
         context=context,
         prompt=prompt,
+        weight_bytes=runner.weight_bytes,
+        load=max(before, os.getloadavg()[0]),
         outcomes=outcomes,
         one_row=rows[0],
         drafts={drafted: rows[drafted] for drafted in DRAFTS},
@@ -287,9 +296,11 @@ def keystrokes_tables(report: KeystrokesReport) -> tuple[ResultTable, ResultTabl
         ],
         caption=(
             f"{report.model}: a step that verifies drafted tokens of one sequence, beside one that"
-            f" decodes ({report.one_row * 1e3:.1f} ms), at {report.context:,} tokens. Pays from:"
+            f" decodes ({report.one_row * 1e3:.1f} ms), at {report.context:,} tokens. Either reads"
+            f" {format_size(report.weight_bytes)} of weights. Pays from:"
             " the share of drafted tokens, each as likely right as the others, above which such a"
-            f" step yields more tokens per second. Threads: {report.threads}; {report.machine}."
+            f" step yields more tokens per second. Threads: {report.threads}; {report.machine};"
+            f" load {report.load:.1f}."
         ),
     )
     return keystrokes, drafts
