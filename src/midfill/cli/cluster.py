@@ -1,43 +1,29 @@
 """``midfill cluster``: replicas on Ray."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.options import (
-    AdapterOption,
-    BackendOption,
-    ContextOption,
-    FimTokensOption,
-    KvDtypeOption,
-    KvMemoryOption,
-    MethodOption,
-    ModelArgument,
-    SnippetsOption,
-    WeightsFormatOption,
-    WindowOption,
-)
-from midfill.cli.serve import (
-    AliasOption,
-    AllowedHostOption,
-    ApiKeyFileOption,
-    ApiKeyOption,
+from midfill.cli.engine_options import IdlePrefillOption, StepFlags, WeightsFlags
+from midfill.cli.option_groups import with_option_groups
+from midfill.cli.options import AdapterOption, ModelArgument
+from midfill.cli.server_options import (
+    AccessFlags,
     HostOption,
-    IdlePrefillOption,
-    LogLevelOption,
+    LogFlags,
+    NameFlags,
     PortOption,
-    RedactOption,
-    ServedNameOption,
-    TokenBudgetOption,
-    given_api_keys,
+    PromptFlags,
 )
 from midfill.config import RouterName
 from midfill.version import __version__
 
 if TYPE_CHECKING:
     from midfill.cluster.deployment import Overview
+    from midfill.cluster.spec import EnginesSpec, ModelSpec
 
 app = typer.Typer(
     help="Replicas of the server on a Ray cluster: one address, each document's KV in one place.",
@@ -116,89 +102,95 @@ RayVersionOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for programs.")]
 
 
+@dataclass(frozen=True)
+class ReplicaFlags:
+    """How many replicas there are, and what each reserves."""
+
+    replicas: ReplicasOption = 2
+    max_replicas: MaxReplicasOption = 0
+    target_requests: TargetRequestsOption = 4.0
+    cpus_per_replica: CpusOption = None
+    gpus_per_replica: GpusOption = 0.0
+
+    def check(self) -> None:
+        """Check that there can be so many.
+
+        Raises:
+            typer.BadParameter: the most are less than the least.
+        """
+        if 0 < self.max_replicas < self.replicas:
+            raise typer.BadParameter(
+                f"--max-replicas {self.max_replicas} is less than {self.replicas}"
+            )
+
+    def engines(
+        self, model: "ModelSpec", cpus: float, router: RouterName = "document"
+    ) -> "EnginesSpec":
+        """Return the engines of a model; ``cpus`` is what each reserves if it isn't named."""
+        from midfill.cluster.spec import EnginesSpec
+
+        return EnginesSpec(
+            model=model,
+            replicas=self.replicas,
+            max_replicas=self.max_replicas,
+            target_requests=self.target_requests,
+            cpus=self.cpus_per_replica or cpus,
+            gpus=self.gpus_per_replica,
+            router=router,
+        )
+
+
 @app.command()
+@with_option_groups
 def up(
+    *,
     model: ModelArgument = None,
-    replicas: ReplicasOption = 2,
-    max_replicas: MaxReplicasOption = 0,
-    target_requests: TargetRequestsOption = 4.0,
-    cpus_per_replica: CpusOption = None,
-    gpus_per_replica: GpusOption = 0.0,
+    size: ReplicaFlags,
     router: RouterOption = "document",
     move_kv: MoveKvOption = True,
     address: AddressOption = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8080,
-    served_name: ServedNameOption = None,
-    alias: AliasOption = None,
-    api_key: ApiKeyOption = None,
-    api_key_file: ApiKeyFileOption = None,
-    allowed_host: AllowedHostOption = None,
-    backend: BackendOption = "auto",
-    weights: WeightsFormatOption = "auto",
-    context: ContextOption = None,
-    kv_memory: KvMemoryOption = None,
-    kv_cache_dtype: KvDtypeOption = "auto",
+    names: NameFlags,
+    access: AccessFlags,
     adapter: AdapterOption = None,
-    fim_tokens: FimTokensOption = None,
-    window: WindowOption = None,
-    snippets: SnippetsOption = None,
-    token_budget: TokenBudgetOption = 128,
-    method: MethodOption = "none",
+    prompts: PromptFlags,
+    loading: WeightsFlags,
+    steps: StepFlags,
     idle_prefill: IdlePrefillOption = True,
-    log_level: LogLevelOption = "info",
-    redact: RedactOption = False,
+    log: LogFlags,
 ) -> None:
     """Start replicas; if some run already, change their model, number or options."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_steps
     from midfill.cluster.require import require_ray
-    from midfill.cluster.spec import EnginesSpec, FrontSpec, ModelSpec
-    from midfill.config import LogOptions, ModelOptions
+    from midfill.cluster.spec import FrontSpec, ModelSpec
     from midfill.system.cores import available_threads
 
     require_ray()
     from midfill.cluster.command import start
 
-    logs = LogOptions(level=log_level, redact=redact)
-    options = ModelOptions(
-        backend=backend,
-        weights=weights,
-        context=context,
-        kv_memory=kv_memory,
-        kv_dtype=kv_cache_dtype,
-        token_budget=token_budget,
-        method=method,
-    )
+    size.check()
     spec = ModelSpec(
         model=_absolute(model or DEFAULT_MODEL),
         adapter=None if adapter is None else _absolute(adapter),
-        served_name=served_name,
-        aliases=tuple(alias or ()),
-        fim_tokens=fim_tokens,
-        window=window,
-        snippets=snippets,
+        served_name=names.served_name,
+        aliases=names.aliases,
+        fim_tokens=prompts.fim_tokens,
+        window=prompts.window,
+        snippets=prompts.snippets,
         idle_prefill=idle_prefill,
-        logs=logs,
-        options=options,
+        logs=log.options,
+        options=steps.apply(loading.options),
     )
-    _check_counts(replicas, max_replicas)
-    most = max(replicas, max_replicas)
-    engines = EnginesSpec(
-        model=spec,
-        replicas=replicas,
-        max_replicas=max_replicas,
-        target_requests=target_requests,
-        cpus=cpus_per_replica or max(1.0, available_threads() // most),
-        gpus=gpus_per_replica,
-        router=router,
-    )
+    most = max(size.replicas, size.max_replicas)
+    engines = size.engines(spec, max(1.0, available_threads() // most), router)
     front = FrontSpec(
-        api_keys=given_api_keys(api_key),
-        api_key_file=None if api_key_file is None else str(api_key_file.resolve()),
-        logs=logs,
+        api_keys=access.api_keys,
+        api_key_file=None if access.api_key_file is None else str(access.api_key_file.resolve()),
+        logs=log.options,
         move_kv=move_kv,
-        own_hosts=tuple(allowed_host or ()),
+        own_hosts=access.allowed_hosts,
     )
     with show_steps("connecting") as report:
         shown = start(engines, front, address, host, port, report)
@@ -232,57 +224,35 @@ def down(address: AddressOption = None) -> None:
 
 
 @app.command()
+@with_option_groups
 def manifest(
+    *,
     model: ModelArgument = None,
     image: ImageOption = f"midfill:{__version__}",
     name: NameOption = "midfill",
     namespace: NamespaceOption = None,
-    replicas: ReplicasOption = 2,
-    max_replicas: MaxReplicasOption = 0,
-    target_requests: TargetRequestsOption = 4.0,
-    cpus_per_replica: CpusOption = None,
-    gpus_per_replica: GpusOption = 0.0,
+    size: ReplicaFlags,
     memory: MemoryOption = "8Gi",
     key_secret: KeySecretOption = None,
     cache_claim: CacheClaimOption = None,
     ray_version: RayVersionOption = None,
-    served_name: ServedNameOption = None,
-    alias: AliasOption = None,
-    backend: BackendOption = "auto",
-    weights: WeightsFormatOption = "auto",
-    context: ContextOption = None,
-    kv_memory: KvMemoryOption = None,
-    kv_cache_dtype: KvDtypeOption = "auto",
+    names: NameFlags,
     adapter: AdapterOption = None,
+    loading: WeightsFlags,
 ) -> None:
     """Write a RayService for KubeRay, to be applied with kubectl."""
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cluster.manifest import ManifestOptions, ray_service, to_yaml
     from midfill.cluster.require import installed_ray
-    from midfill.cluster.spec import EnginesSpec, FrontSpec, ModelSpec
-    from midfill.config import ModelOptions
+    from midfill.cluster.spec import FrontSpec, ModelSpec
 
-    _check_counts(replicas, max_replicas)
+    size.check()
     spec = ModelSpec(
         model=model or DEFAULT_MODEL,
         adapter=adapter,
-        served_name=served_name,
-        aliases=tuple(alias or ()),
-        options=ModelOptions(
-            backend=backend,
-            weights=weights,
-            context=context,
-            kv_memory=kv_memory,
-            kv_dtype=kv_cache_dtype,
-        ),
-    )
-    engines = EnginesSpec(
-        model=spec,
-        replicas=replicas,
-        max_replicas=max_replicas,
-        target_requests=target_requests,
-        cpus=cpus_per_replica or 4.0,
-        gpus=gpus_per_replica,
+        served_name=names.served_name,
+        aliases=names.aliases,
+        options=loading.options,
     )
     options = ManifestOptions(
         name=name,
@@ -293,12 +263,8 @@ def manifest(
         key_secret=key_secret,
         cache_claim=cache_claim,
     )
+    engines = size.engines(spec, cpus=4.0)
     typer.echo(to_yaml(ray_service(engines, FrontSpec(), options)), nl=False)
-
-
-def _check_counts(replicas: int, max_replicas: int) -> None:
-    if 0 < max_replicas < replicas:
-        raise typer.BadParameter(f"--max-replicas {max_replicas} is less than {replicas}")
 
 
 def describe(shown: "Overview") -> str:

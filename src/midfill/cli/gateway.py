@@ -6,29 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.options import (
-    DocumentMemoryOption,
-    FimTokensOption,
-    SnippetsOption,
-    WindowOption,
-)
-from midfill.cli.serve import (
-    AliasOption,
-    AllowedHostOption,
-    ApiKeyFileOption,
-    ApiKeyOption,
+from midfill.cli.option_groups import with_option_groups
+from midfill.cli.options import DocumentMemoryOption
+from midfill.cli.server_options import (
+    AccessFlags,
     HostOption,
-    LogFormatOption,
-    LogLevelOption,
+    LogFlags,
+    NameFlags,
     OtlpTracesOption,
     PortOption,
-    RedactOption,
-    ServedNameOption,
-    SslCaCertsOption,
-    SslCertfileOption,
-    SslKeyfileOption,
-    given_api_keys,
-    given_tls,
+    PromptFlags,
+    TlsFlags,
 )
 
 if TYPE_CHECKING:
@@ -96,7 +84,9 @@ IdlePrefillOption = Annotated[
 ]
 
 
+@with_option_groups
 def gateway(
+    *,
     upstream: UpstreamOption = None,
     upstream_file: UpstreamFileOption = None,
     upstream_api: UpstreamApiOption = "auto",
@@ -106,30 +96,20 @@ def gateway(
     model: UpstreamModelOption = None,
     tokenizer: TokenizerOption = None,
     context: ContextOption = None,
-    fim_tokens: FimTokensOption = None,
-    window: WindowOption = None,
-    snippets: SnippetsOption = None,
+    prompts: PromptFlags,
     document_memory: DocumentMemoryOption = "256MB",  # type: ignore[assignment]
     idle_prefill: IdlePrefillOption = False,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8080,
-    served_name: ServedNameOption = None,
-    alias: AliasOption = None,
-    api_key: ApiKeyOption = None,
-    api_key_file: ApiKeyFileOption = None,
-    ssl_certfile: SslCertfileOption = None,
-    ssl_keyfile: SslKeyfileOption = None,
-    ssl_ca_certs: SslCaCertsOption = None,
-    allowed_host: AllowedHostOption = None,
-    log_format: LogFormatOption = "text",
-    log_level: LogLevelOption = "info",
-    redact: RedactOption = False,
+    names: NameFlags,
+    access: AccessFlags,
+    tls: TlsFlags,
+    log: LogFlags,
     otlp_traces_endpoint: OtlpTracesOption = None,
 ) -> None:
     """Stand in front of vLLM, SGLang or llama.cpp, and lay out prompts so that their caches hit."""
     from typing import get_args
 
-    from midfill.config import LogOptions
     from midfill.gateway.options import GatewayOptions
     from midfill.gateway.run import run_gateway
     from midfill.gateway.upstream import ApiName
@@ -138,8 +118,7 @@ def gateway(
     api = next((name for name in get_args(ApiName) if name == upstream_api), None)
     if api is None:
         raise typer.BadParameter(f"{upstream_api!r} is none of {', '.join(get_args(ApiName))}")
-    logs = LogOptions(format=log_format, level=log_level, redact=redact)
-    configure_logs(logs)
+    configure_logs(log.options)
     options = GatewayOptions(
         upstreams=tuple(upstream or ()),
         upstream_file=upstream_file,
@@ -150,20 +129,20 @@ def gateway(
         model=model,
         tokenizer=tokenizer,
         context=context,
-        served_name=served_name,
-        aliases=tuple(alias or ()),
+        served_name=names.served_name,
+        aliases=names.aliases,
         host=host,
         port=port,
-        api_keys=given_api_keys(api_key),
-        api_key_file=api_key_file,
-        tls=given_tls(ssl_certfile, ssl_keyfile, ssl_ca_certs),
-        allowed_hosts=tuple(allowed_host or ()),
-        fim_tokens=fim_tokens,
-        window=window,
-        snippets=snippets,
+        api_keys=access.api_keys,
+        api_key_file=access.api_key_file,
+        tls=tls.files,
+        allowed_hosts=access.allowed_hosts,
+        fim_tokens=prompts.fim_tokens,
+        window=prompts.window,
+        snippets=prompts.snippets,
         document_memory=document_memory,
         idle_prefill=idle_prefill,
-        logs=logs,
+        logs=log.options,
         otlp_traces_endpoint=otlp_traces_endpoint,
     )
     run_gateway(options, lambda url, running: typer.echo(banner(url, running)))

@@ -8,7 +8,7 @@ import typer
 
 from midfill.cli.evaluation.cuts import cuts
 from midfill.cli.evaluation.empty import empty
-from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
+from midfill.cli.evaluation.option_groups import ModelFlags, ResultFlags
 from midfill.cli.evaluation.options import (
     ConditionsOption,
     ContextOption,
@@ -68,7 +68,7 @@ def infilling(
     *,
     humaneval: HumanEvalOption = None,
     files: FilesOption = None,
-    asked: ModelOptions,
+    asked: ModelFlags,
     url: UrlOption = None,
     tasks: TasksOption = None,
     conditions: ConditionsOption = None,
@@ -80,7 +80,7 @@ def infilling(
     typed: TypedOption = False,
     suffixes: SuffixesOption = ".py",
     kv_cache_dtype: KvDtypeOption = "auto",
-    results: ResultOptions,
+    results: ResultFlags,
     section: SectionOption = "infilling",
 ) -> None:
     """Measure infilling: pass@1 on HumanEval-Infilling, exact match in held-out files.

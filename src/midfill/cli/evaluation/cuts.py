@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
+from midfill.cli.evaluation.option_groups import ModelFlags, ResultFlags
 from midfill.cli.evaluation.options import (
     ContextOption,
     FilesOption,
@@ -62,7 +62,7 @@ def cuts(
     *,
     humaneval: HumanEvalOption = None,
     files: FilesOption = None,
-    asked: ModelOptions,
+    asked: ModelFlags,
     tasks: TasksOption = None,
     distances: DistancesOption = "0,32,96,200,400,800,whole",
     score: ScoreOption = "similarity",
@@ -72,7 +72,7 @@ def cuts(
     max_tokens: MaxTokensOption = None,
     suffixes: SuffixesOption = ".py",
     context_characters: ContextOption = "2000,1000",
-    results: ResultOptions,
+    results: ResultFlags,
     section: SectionOption = "cuts",
     write: WriteOption = None,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
+from midfill.cli.evaluation.option_groups import ModelFlags, ResultFlags
 from midfill.cli.evaluation.options import (
     ContextOption,
     FilesOption,
@@ -57,14 +57,14 @@ def empty(
     *,
     files: FilesOption = None,
     humaneval: HumanEvalOption = None,
-    asked: ModelOptions,
+    asked: ModelFlags,
     most: MostOption = 4.0,
     threshold: ThresholdOption = None,
     limit: LimitOption = 200,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
     context_characters: ContextOption = "2000,1000",
-    results: ResultOptions,
+    results: ResultFlags,
     section: SectionOption = "empty",
     write: WriteOption = None,
 ) -> None:

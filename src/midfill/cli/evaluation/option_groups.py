@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelFlags:
     """Which model to ask, and how to run it; the fields are ``ModelChoice``'s."""
 
     model: ModelOption = None
@@ -76,7 +76,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class ResultOptions:
+class ResultFlags:
     """Where the results of a run go."""
 
     json: JsonOption = None

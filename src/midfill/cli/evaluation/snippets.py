@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midfill.cli.evaluation.cuts import ScoreOption
-from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
+from midfill.cli.evaluation.option_groups import ModelFlags, ResultFlags
 from midfill.cli.evaluation.options import (
     ContextOption,
     FilesOption,
@@ -56,7 +56,7 @@ def snippets(
     *,
     files: FilesOption = None,
     suffixes: SuffixesOption = ".py",
-    asked: ModelOptions,
+    asked: ModelFlags,
     tasks: SnippetTasksOption = "line,subtoken",
     snippets: SnippetsOption = "0,500,1000,2000,4000,8000,2000/alike,2000/old,2000/answer",
     context_characters: ContextOption = "2000,600",
@@ -64,7 +64,7 @@ def snippets(
     limit: LimitOption = 100,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
-    results: ResultOptions,
+    results: ResultFlags,
     section: SectionOption = "snippets",
     write: WriteOption = None,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midfill.cli.evaluation.cuts import MarginOption, ScoreOption
-from midfill.cli.evaluation.option_groups import ModelOptions, ResultOptions
+from midfill.cli.evaluation.option_groups import ModelFlags, ResultFlags
 from midfill.cli.evaluation.options import (
     FilesOption,
     LimitOption,
@@ -56,7 +56,7 @@ def windows(
     *,
     files: FilesOption = None,
     suffixes: SuffixesOption = ".py",
-    asked: ModelOptions,
+    asked: ModelFlags,
     tasks: WindowTasksOption = "line,block",
     windows: WindowsOption = "400/150,800/250,1200/400,2000/600,4000/1000",
     shortest: ShortestOption = 12_000,
@@ -65,7 +65,7 @@ def windows(
     limit: LimitOption = 100,
     seed: SeedOption = 0,
     max_tokens: MaxTokensOption = None,
-    results: ResultOptions,
+    results: ResultFlags,
     section: SectionOption = "windows",
     write: WriteOption = None,
 ) -> None:
