@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
+from typing import TypeVarTuple
 
 from midfill.bench.disaggregation.load import (
     DisaggregationLoad,
@@ -37,7 +38,7 @@ from midfill.engine.client import EngineClient
 from midfill.engine.disaggregated import DisaggregatedEngine
 
 _DECODED = 24  # tokens of an answer whose steps are measured
-_TRIES = 3
+_TRIES = 5
 _THRESHOLD = 3  # sequences, where a batch's costs change
 _BATCHES = (1, 2, 3, 5)  # sequences of the fitted steps
 _OTHERS = 4  # of a step that the fit is checked with
@@ -199,40 +200,36 @@ class _Meter:
 
     async def prefill(self) -> PrefillLatency:
         """Fit the latency of prefills."""
-        return fit_prefill([await self._prefill_sample(size) for size in self._sizes])
+        times = await _medians(self._prefill_seconds, [(size,) for size in self._sizes])
+        return fit_prefill([PrefillSample(sizes, seconds) for sizes, seconds in times.items()])
 
     async def prefill_error(self, latency: PrefillLatency) -> float:
         """Return the relative error of a latency at a size that it was not fitted to."""
-        sample = await self._prefill_sample(sum(self._ends) // 2)
-        return _error(latency.seconds(sample.prompts), sample.seconds)
+        times = await _medians(self._prefill_seconds, [(sum(self._ends) // 2,)])
+        return max(_error(latency.seconds(size), seconds) for size, seconds in times.items())
 
-    async def _prefill_sample(self, tokens: int) -> PrefillSample:
+    async def _prefill_seconds(self, tokens: int) -> float:
         """Measure a prefill, the first token's way to this process included."""
-        times = []
-        for _ in range(_TRIES):
-            request = greedy(self._prompt(tokens), 1)
-            started = time.perf_counter()
-            await output_times(self._one, request)
-            times.append(time.perf_counter() - started)
-        return PrefillSample((tokens,), median(times))
+        request = greedy(self._prompt(tokens), 1)
+        started = time.perf_counter()
+        await output_times(self._one, request)
+        return time.perf_counter() - started
 
     # --- decode steps ---
 
     async def decode(self) -> DecodeLatency:
         """Fit the latency of decode steps."""
         shapes = [(size, context) for size in _BATCHES for context in self._ends]
-        return fit_decode([await self._decode_sample(*shape) for shape in shapes], _THRESHOLD)
+        times = await _medians(self._seconds_per_step, shapes)
+        samples = [DecodeSample(_contexts(*shape), seconds) for shape, seconds in times.items()]
+        return fit_decode(samples, _THRESHOLD)
 
     async def decode_error(self, latency: DecodeLatency) -> float:
         """Return the relative error of a latency at a size that it was not fitted to."""
-        sample = await self._decode_sample(_OTHERS, sum(self._ends) // 2)
-        expected = latency.seconds(len(sample.contexts), sum(sample.contexts))
-        return _error(expected, sample.seconds)
-
-    async def _decode_sample(self, sequences: int, context: int) -> DecodeSample:
-        """Measure a step of some sequences with about so many tokens each."""
-        tries = [await self._seconds_per_step(sequences, context) for _ in range(_TRIES)]
-        return DecodeSample((context + _DECODED // 2,) * sequences, median(tries))
+        shape = (_OTHERS, sum(self._ends) // 2)
+        times = await _medians(self._seconds_per_step, [shape])
+        expected = latency.seconds(_OTHERS, sum(_contexts(*shape)))
+        return _error(expected, times[shape])
 
     async def _seconds_per_step(self, sequences: int, context: int) -> float:
         """Return the mean, from when all sequences decode to when the first one ends."""
@@ -261,16 +258,17 @@ class _Meter:
         """
         low, high = self._ends
         context = beside * (low + _DECODED)
-        times, reads = [], []
-        for tokens in self._ends:
-            in_progress = decode.seconds(beside, context) / 2 if beside else 0.0
-            step = decode.seconds(beside + 1, context + tokens)
-            gap = median([await self._handover(tokens) for _ in range(_TRIES)])
-            times.append(max(gap - in_progress - step, 1e-4))
-            reads.append(median([await self._export(tokens) for _ in range(_TRIES)]))
+        sizes = [(tokens,) for tokens in self._ends]
+        gaps = await _medians(self._handover, sizes)
+        reads = await _medians(self._export, sizes)
+        in_progress = decode.seconds(beside, context) / 2 if beside else 0.0
+        times = [
+            max(gap - in_progress - decode.seconds(beside + 1, context + tokens), 1e-4)
+            for (tokens,), gap in gaps.items()
+        ]
         per_token = max(0.0, (times[1] - times[0]) / (high - low))
         constant = max(0.0, mean(times) - per_token * mean(self._ends))
-        return Transfer(per_token, constant, read_share=min(1.0, sum(reads) / sum(times)))
+        return Transfer(per_token, constant, read_share=min(1.0, sum(reads.values()) / sum(times)))
 
     async def _handover(self, tokens: int) -> float:
         """Return the seconds between the first and the second token of an answer."""
@@ -287,6 +285,28 @@ class _Meter:
 
     def _prompt(self, tokens: int) -> list[int]:
         return random_prompt(tokens, self._rng)
+
+
+S = TypeVarTuple("S")
+
+
+async def _medians(
+    measure: Callable[[*S], Awaitable[float]], sizes: Sequence[tuple[*S]]
+) -> dict[tuple[*S], float]:
+    """Return the median seconds of each size.
+
+    All sizes are measured in turn, so what disturbs the machine for a while doesn't spoil one.
+    """
+    times: dict[tuple[*S], list[float]] = {size: [] for size in sizes}
+    for _ in range(_TRIES):
+        for size in sizes:
+            times[size].append(await measure(*size))
+    return {size: median(seconds) for size, seconds in times.items()}
+
+
+def _contexts(sequences: int, context: int) -> tuple[int, ...]:
+    """Return the tokens of contexts in the middle of answers that are measured."""
+    return (context + _DECODED // 2,) * sequences
 
 
 def _error(expected: float, measured: float) -> float:
