@@ -13,6 +13,7 @@ import torch
 from midfill.attention.sparse import TorchProbe, list_mask
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.cells import CellLayout, StoredCells
+from midfill.forward.likeliest import likeliest_tokens
 from midfill.forward.sparse import SparsePlanner
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.config import ModelConfig
@@ -96,6 +97,9 @@ class ToyRunner:
         self.batches.append(batch)
         hidden = self._run_layers(batch, self.embed(batch), 0, self.config.layers)
         return self.compute_logits(batch, hidden)
+
+    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+        return likeliest_tokens(logits)
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         tokens, positions = (

@@ -296,7 +296,8 @@ class Engine:
             computed = time.perf_counter()
             groups = sibling_groups(scheduled)
             record_scores(logits, scheduled)
-            verify(logits, [one for _, group in groups for one in group], self._vocabulary)
+            answers = [one for _, group in groups for one in group]
+            verify(logits, self._runner.likeliest_tokens, answers, self._vocabulary)
             sampled = time.perf_counter()
         except Exception as error:
             _log.exception("a forward pass over %d sequences failed", len(scheduled))

@@ -67,9 +67,9 @@ def _observed(
     end: int,
 ) -> list[Float32Array | None]:
     """Return the queries that a batch's rows left in some layers, per sequence."""
-    counts = [len(observed_rows(entry)) for entry in scheduled]
-    if not any(counts):
+    if not len(batch.observed_rows):
         return [None] * len(scheduled)
+    counts = [len(observed_rows(entry)) for entry in scheduled]
     queries = runner.observed_queries(batch, first, end)
     ends = np.cumsum(counts)
     return [

@@ -5,7 +5,7 @@ its rows but the last. Rows whose KV is cached would have to be computed for the
 such a prompt reuses only what precedes its first missing score.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 
@@ -13,13 +13,15 @@ from midfill.engine.batching import ScheduledSequence
 from midfill.engine.logprobs import mask_nonfinite, one_thread, token_logprobs
 
 
-def record_scores(logits: torch.Tensor, scheduled: Iterable[ScheduledSequence]) -> None:
+def record_scores(logits: torch.Tensor, scheduled: Collection[ScheduledSequence]) -> None:
     """Append the scores that a step has computed to the sequences that want them.
 
     Args:
         logits: [outputs, vocab] float32, in the order of ``build_batch``.
         scheduled: the step.
     """
+    if all(entry.sequence.prompt_logprobs is None for entry in scheduled):
+        return
     row = 0
     for entry in scheduled:
         scored, outputs, sequence = entry.scored_rows, entry.outputs, entry.sequence

@@ -105,14 +105,6 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
     Returns:
         One entry per row: the token, or None if the row's logits hold no finite value.
     """
-    if logits.device.type == "cpu" and all(map(_is_plain, rows)):
-        values = logits.numpy()
-        peaks = [int(values[spec.row].argmax()) for spec in rows]
-        # argmax returns the index of a NaN or an infinity, if there is one.
-        if all(
-            math.isfinite(values[spec.row, peak]) for spec, peak in zip(rows, peaks, strict=True)
-        ):
-            return [SampledToken(peak, None) for peak in peaks]
     working: list[_Row | None] = [None] * len(rows)
     with one_thread():
         for places in _groups(rows):
@@ -127,20 +119,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
     ]
 
 
-def _is_plain(spec: SampleRow) -> bool:
-    """Whether a row needs the likeliest token and nothing else.
+def takes_likeliest(params: EngineSamplingParams) -> bool:
+    """Whether a row needs the token of its largest logit and nothing else.
 
-    Nearly all completions do, and next to a small model's step of some milliseconds, the work that
-    this saves per row matters.
+    That is so for nearly all completions. Runners find this token in the forward pass, so such
+    rows don't come here unless they are restricted, or one of their logits isn't finite.
     """
-    params = spec.params
-    return (
-        is_greedy(params)
-        and spec.allowed is None
-        and spec.barred is None
-        and params.logprobs is None
-        and not _is_adjusted(params)
-    )
+    return is_greedy(params) and params.logprobs is None and not _is_adjusted(params)
 
 
 def _groups(rows: Sequence[SampleRow]) -> list[list[int]]:

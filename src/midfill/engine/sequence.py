@@ -25,6 +25,7 @@ from midfill.engine.request import (
     TokenLogprobs,
 )
 from midfill.engine.row_pruning import RowPruning
+from midfill.engine.sampler import takes_likeliest
 from midfill.engine.sparse_prefill import SparsePrefill
 from midfill.kv.radix_node import CacheRoot, MethodRoot
 from midfill.kv.sequence_kv import SequenceKV
@@ -83,6 +84,8 @@ class Sequence:
             computed; None if they are not asked for, or were sent.
         score_from: number of the first token that is scored.
         calibration: how well drafts for this sequence do.
+        takes_likeliest: whether its tokens are those of the largest logits, where it is not
+            restricted to others.
         seed: key of the sequence's random numbers, together with the answer's index.
     """
 
@@ -125,6 +128,7 @@ class Sequence:
         "sequence_id",
         "sparse_prefill",
         "stop_token_ids",
+        "takes_likeliest",
         "tenant",
     )
 
@@ -146,6 +150,7 @@ class Sequence:
         self.request_id = request.request_id
         self.tenant = request.tenant
         self.params: EngineSamplingParams = request.sampling
+        self.takes_likeliest = takes_likeliest(request.sampling)
         self.sequence_id = sequence_id
         self.answer_indices = tuple(range(request.sampling.n))
         self.prompt_length = self.length = len(request.token_ids)
@@ -313,6 +318,10 @@ class Sequence:
     def index(self) -> int:
         """Index of the answer, or of the first answer that the sequence stands for."""
         return self.answer_indices[0]
+
+    def token_at(self, position: int) -> int:
+        """Return one of its tokens."""
+        return int(self._tokens[position])
 
     def uncomputed_tokens(self, count: int) -> Int32Array:
         """[count] int32, a view: the first ``count`` tokens whose KV is not computed yet."""

@@ -8,7 +8,7 @@ sampled, whatever was drafted. (Speculative sampling after Leviathan et al. pres
 distribution only, but accepts more often at high temperatures.)
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from midfill.engine.sequence import Sequence
 from midfill.engine.vocabulary import Vocabulary
 
 
-@dataclass
+@dataclass(slots=True)
 class Verification:
     """The new tokens of one answer in a step.
 
@@ -95,22 +95,26 @@ def sibling_groups(
     draft: SequenceOf[int]
     row = 0
     for entry in scheduled:
+        row += len(entry.scored_rows)
         if entry.sampled:
             draft = entry.draft.tokens[: entry.drafted].tolist() if entry.drafted else ()
-            first = row + len(entry.scored_rows)
-            siblings = [Verification(one, first, draft) for one in entry.sequence.fork()]
+            siblings = [Verification(one, row, draft) for one in entry.sequence.fork()]
             groups.append((entry, siblings))
-        row += entry.outputs
+            row += 1 + entry.drafted
     return groups
 
 
 def verify(
-    logits: torch.Tensor, verifications: Iterable[Verification], vocabulary: Vocabulary
+    logits: torch.Tensor,
+    likeliest_tokens: Callable[[torch.Tensor], SequenceOf[int]],
+    verifications: Iterable[Verification],
+    vocabulary: Vocabulary,
 ) -> None:
     """Sample tokens and append them to their sequences as far as drafts match.
 
     Args:
         logits: [outputs, vocab] float32.
+        likeliest_tokens: the runner's, see ``Runner.likeliest_tokens``.
         verifications: one per answer, without tokens.
         vocabulary: the model's.
     """
@@ -119,13 +123,39 @@ def verify(
         for one in verifications
         if one.sequence.empty_check is None or _check_empty(one, logits, vocabulary)
     ]
+    likeliest: SequenceOf[int] = ()
+    if any(one.sequence.takes_likeliest for one in pending):
+        likeliest = likeliest_tokens(logits)
     while pending:
-        sampled = sample(logits, [_sample_row(one.sequence, one.row) for one in pending])
+        sampled = _sample(logits, likeliest, pending)
         pending = [
             one
             for one, token in zip(pending, sampled, strict=True)
             if _append(one, token, vocabulary) and one.accept(one.tokens[-1].token_id)
         ]
+
+
+def _sample(
+    logits: torch.Tensor, likeliest: SequenceOf[int], pending: SequenceOf[Verification]
+) -> list[SampledToken | None]:
+    """Return the next token of each answer; None where its logits hold no finite value."""
+    tokens = [_likeliest_token(one, likeliest) for one in pending]
+    if all(token is not None for token in tokens):
+        return tokens
+    others = [place for place, token in enumerate(tokens) if token is None]
+    rows = [_sample_row(pending[place].sequence, pending[place].row) for place in others]
+    for place, token in zip(others, sample(logits, rows), strict=True):
+        tokens[place] = token
+    return tokens
+
+
+def _likeliest_token(one: Verification, likeliest: SequenceOf[int]) -> SampledToken | None:
+    """Return an answer's next token if it is that of the largest logit; None: to be sampled."""
+    sequence = one.sequence
+    if not sequence.takes_likeliest or sequence.not_empty or sequence.constraint is not None:
+        return None
+    token_id = likeliest[one.row]
+    return SampledToken(token_id, None) if token_id >= 0 else None
 
 
 @one_thread()

@@ -54,6 +54,17 @@ class Runner(Protocol):
         """
         ...
 
+    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+        """Return the token of each row's largest logit, of equal ones the first.
+
+        Args:
+            logits: what the last ``forward`` or ``compute_logits`` returned.
+
+        Returns:
+            One token id per row; -1 may stand where one of its logits isn't finite.
+        """
+        ...
+
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the tokens' embeddings: new hidden rows [rows, hidden], the caller's own.
 

@@ -161,6 +161,8 @@ class SequenceKV:
             ValueError: some of them belong to the cache, or are compressed.
         """
         count = min(tokens - self.first, self.reserved)
+        if count == self.reserved:
+            return
         if count < self.shared:
             raise ValueError(f"can't truncate to {count} slots: the cache holds {self.shared}")
         self._pool.slots.free(self._buffer[count : self.reserved])

@@ -10,7 +10,7 @@ import numpy as np
 
 from midfill.arrays import BoolArray
 from midfill.kernels.cpu.attention_metadata import PARTIAL, REQUEST, AttentionMetadata
-from midfill.kernels.cpu.decoder import Batch, Stages
+from midfill.kernels.cpu.decoder_data import Batch, Stages
 from midfill.models.config import ModelConfig
 
 

@@ -1,6 +1,7 @@
 """CpuRunner: the model on the CPU, through the compiled kernels."""
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,10 +20,13 @@ from midfill.kernels.cpu.attention_metadata import (
     plan_attention,
 )
 from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
-from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS, Batch, Stages, Workspace, forward
+from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS, forward
+from midfill.kernels.cpu.decoder_data import Batch, Stages, Workspace
+from midfill.kernels.cpu.jit import compiled_for
 from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, entry_bytes
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
+from midfill.kernels.cpu.peaks import PEAK_WIDTH
 from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
@@ -118,9 +122,12 @@ class CpuRunner:
         self._hidden = self._allocate_hidden(self._rows)
         self._arrays = GrowingArrays()
         self._workspace = self._allocate_workspace()
+        # Views of the workspace's logits, by their number of rows: making one takes as long as a
+        # phase of a small model.
+        self._views: dict[int, torch.Tensor] = {}
         if progress is not None:
             progress("compiling kernels", 0, 1)
-        self._compile()
+        self._forward = self._compile()
         if progress is not None:
             progress("compiling kernels", 1, 1)
         if slots >= MEASURED_ROWS:
@@ -159,6 +166,11 @@ class CpuRunner:
         hidden = self._hidden[: batch.rows]
         self._run(batch, hidden, Stages(True, 0, self.config.layers, True))
         return self._logits(len(batch.logit_rows))
+
+    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+        """See ``Runner.likeliest_tokens``: the kernels have found them."""
+        tokens: list[int] = self._workspace.likeliest[: len(logits)].tolist()
+        return tokens
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the tokens' embeddings: new hidden rows, float32 [rows, hidden]."""
@@ -218,11 +230,12 @@ class CpuRunner:
     def _run(self, batch: ForwardBatch, hidden: Float32Array, stages: Stages) -> None:
         prepared = self._prepare(batch)
         self._reserve(batch, prepared.attention.partials)
-        special = batch.special_requests()
-        if special.any() and stages.end_layer > stages.first_layer:
-            self._run_special(batch, special, prepared, hidden, stages)
-        else:
-            self._execute(prepared, hidden, stages)
+        if (batch.sparse or batch.groups) and stages.end_layer > stages.first_layer:
+            special = batch.special_requests()
+            if special.any():
+                self._run_special(batch, special, prepared, hidden, stages)
+                return
+        self._execute(prepared, hidden, stages)
 
     def _run_special(
         self,
@@ -256,7 +269,7 @@ class CpuRunner:
 
     def _execute(self, prepared: Batch, hidden: Float32Array, stages: Stages) -> None:
         self._pool.run_on_standby(
-            forward, self.model.config, self.model.weights, self._kv_cache, prepared,
+            self._forward, self.model.config, self.model.weights, self._kv_cache, prepared,
             hidden.reshape(-1), self._workspace, stages,
         )  # fmt: skip
 
@@ -270,9 +283,12 @@ class CpuRunner:
 
     def _logits(self, outputs: int) -> torch.Tensor:
         """Return a view of the logits [outputs, vocab] that the last call left."""
-        padded = panel_count(self.config.vocab) * PANEL
-        logits = self._workspace.logits[: outputs * padded].reshape(outputs, padded)
-        return torch.from_numpy(logits[:, : self.config.vocab])
+        view = self._views.get(outputs)
+        if view is None:
+            padded = panel_count(self.config.vocab) * PANEL
+            logits = self._workspace.logits[: outputs * padded].reshape(outputs, padded)
+            view = self._views[outputs] = torch.from_numpy(logits[:, : self.config.vocab])
+        return view
 
     def _prepare(self, batch: ForwardBatch) -> Batch:
         """Return the batch as the kernels take it, its attention planned."""
@@ -300,6 +316,7 @@ class CpuRunner:
             return
         self._rows, self._outputs, self._partials, self._observed = map(max, wanted, sizes)
         self._workspace = self._allocate_workspace()
+        self._views = {}
 
     def _allocate_hidden(self, rows: int) -> Float32Array:
         return aligned_zeros((rows, self.config.hidden), np.float32)
@@ -332,6 +349,8 @@ class CpuRunner:
             gated=activations("gated", rows * config.ffn),
             projected=floats("projected", projected),
             logits=floats("logits", outputs * panel_count(config.vocab) * PANEL),
+            peaks=per_thread("peaks", outputs * PEAK_WIDTH),
+            likeliest=aligned_zeros(outputs, np.int32),
             products=per_thread("products", 2 * MAX_TILE_ROWS * PANEL),
             attention=per_thread("attention", scratch_size(group, config.head_dim)),
             cells=aligned_zeros((threads, 2 * SEGMENT), np.int32),
@@ -361,15 +380,18 @@ class CpuRunner:
         ticks: Int64Array = (self.phase_ticks() - before).sum(axis=0)
         return ticks
 
-    def _compile(self) -> None:
-        """Run an empty step on this thread, so that the pool never compiles."""
+    def _compile(self) -> Callable[..., None]:
+        """Return the forward pass, compiled, after an empty step on this thread."""
         nothing = np.zeros(0, np.int32)
         batch = ForwardBatch(
             nothing, nothing, nothing, np.zeros(1, np.int32), np.zeros(1, np.int32), nothing,
             nothing,
         )  # fmt: skip
-        forward(
+        arguments = (
             0, 1, self._pool.sync, self.model.config, self.model.weights, self._kv_cache,
             self._prepare(batch), self._hidden.reshape(-1), self._workspace,
             Stages(True, 0, 0, True),
         )  # fmt: skip
+        compiled = compiled_for(forward, *arguments)
+        compiled(*arguments)
+        return compiled

@@ -13,7 +13,7 @@ from midfill.forward.batch import ForwardBatch
 from midfill.forward.sparse import SparsePlanner
 from midfill.kernels.cpu.attention import Queries
 from midfill.kernels.cpu.attention_metadata import AttentionHeads
-from midfill.kernels.cpu.decoder import Workspace
+from midfill.kernels.cpu.decoder_data import Workspace
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.segment_rows import SEGMENT

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError
-from midfill.kernels.cpu.decoder import DecoderConfig, DecoderWeights
+from midfill.kernels.cpu.decoder_data import DecoderConfig, DecoderWeights
 from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
 from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes

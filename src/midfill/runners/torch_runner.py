@@ -6,6 +6,7 @@ from midfill.arrays import Float32Array
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.errors import MidfillError
 from midfill.forward.batch import ForwardBatch
+from midfill.forward.likeliest import likeliest_tokens
 from midfill.runners.rope import layer_frequencies
 from midfill.runners.torch_cells import TorchCells
 from midfill.runners.torch_decoder import Decoder, KVCache
@@ -69,6 +70,10 @@ class TorchRunner:
         """See ``Runner.forward``; the logits are on the runner's device."""
         hidden = self.run_layers(batch, self.embed(batch), 0, self.config.layers)
         return self.compute_logits(batch, hidden)
+
+    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+        """See ``Runner.likeliest_tokens``."""
+        return likeliest_tokens(logits)
 
     def observed_queries(
         self, batch: ForwardBatch, first: int = 0, end: int | None = None

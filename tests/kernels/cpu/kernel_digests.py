@@ -162,7 +162,9 @@ def linear_arguments(weight_format: WeightFormat, rows: int, x: np.ndarray) -> t
         0,
         linear_weights(matrix, np.linspace(-1, 1, 96, dtype=np.float32)),
         0,
-        linear.LinearOutput(np.zeros(rows * 96, np.float32), rows, 96, False, 1.0),
+        linear.LinearOutput(
+            np.zeros(rows * 96, np.float32), rows, 96, False, 1.0, np.zeros(0, np.float32), False
+        ),
         linear.Tiling(tile_rows, np.empty(linear.MAX_TILE_ROWS * PANEL, np.float32)),
     )
 

@@ -17,6 +17,7 @@ from midfill.models.stored_tensor import StoredTensor
 
 TILE_ROWS = even_tile_rows(MAX_QUANTIZED_ROWS)
 KINDS = (*QUANTIZED_KINDS, "f32")
+NO_PEAKS = np.zeros(0, np.float32)
 
 
 def stored(kind: str, outputs: int, inputs: int) -> StoredTensor:
@@ -82,7 +83,9 @@ def apply(
     out = np.full((len(x), width), np.nan, np.float32) if onto is None else onto.copy()
     kernels.linear(
         one_thread(), activations(x), 0, linear_weights(weights, bias), 0,
-        kernels.LinearOutput(out.reshape(-1), len(x), width, onto is not None, multiplier),
+        kernels.LinearOutput(
+            out.reshape(-1), len(x), width, onto is not None, multiplier, NO_PEAKS, False
+        ),
         tiling(tile_rows),
     )  # fmt: skip
     return out[:, : weights.outputs]
@@ -184,7 +187,7 @@ def test_a_layer_uses_its_own_part_of_the_weights(kinds: tuple[str, str]) -> Non
     biases = np.linspace(-1, 1, 128, dtype=np.float32)
     for layer, alone in enumerate(layers):
         out = np.empty((3, 64), np.float32)
-        output = kernels.LinearOutput(out.reshape(-1), 3, 64, False, 1.0)
+        output = kernels.LinearOutput(out.reshape(-1), 3, 64, False, 1.0, NO_PEAKS, False)
         both = stacked(layers, biases)
         kernels.linear(one_thread(), activations(x), 0, both, layer, output, tiling())
         expected = apply(alone, x, biases[layer * 64 : layer * 64 + 64])
@@ -220,7 +223,7 @@ def test_threads_share_the_panels_and_every_panel_is_computed() -> None:
         pool = ThreadPool(threads)
         out = np.full((5, 320), np.nan, np.float32)
         clock = np.zeros((threads, 16), np.int64)
-        output = kernels.LinearOutput(out.reshape(-1), 5, 320, False, 1.0)
+        output = kernels.LinearOutput(out.reshape(-1), 5, 320, False, 1.0, NO_PEAKS, False)
 
         def phase(
             thread: int, threads: int, sync: np.ndarray, clock: np.ndarray = clock,

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from midfill.kernels.cpu.memory import LINE, aligned, aligned_zeros, small_page_zeros
+from midfill.kernels.cpu.memory import LINE, aligned_zeros, small_page_zeros
 
 
 def test_it_is_zero_and_can_be_written() -> None:
@@ -40,12 +40,3 @@ def test_zeros_of_any_shape_start_at_a_line(shape: int | tuple[int, ...], dtype:
         assert array.shape == np.zeros(shape).shape
         assert not array.any()
         array.fill(1)
-
-
-def test_an_array_is_copied_only_where_it_does_not_start_a_line() -> None:
-    whole = aligned_zeros(256, np.uint8)
-    whole[:] = range(256)
-    assert aligned(whole) is whole
-    moved = aligned(whole[3:])
-    assert moved.ctypes.data % 64 == 0
-    np.testing.assert_array_equal(moved, whole[3:])

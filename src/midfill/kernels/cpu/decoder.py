@@ -5,13 +5,11 @@ rows that the caller owns. So a method may stop between layers, look at the rows
 continue; the usual step is one call for the whole pass.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, quantize
 from midfill.kernels.cpu.attention import Queries, attend, merge_partials
-from midfill.kernels.cpu.attention_metadata import AttentionHeads, AttentionMetadata
+from midfill.kernels.cpu.attention_metadata import AttentionHeads
 from midfill.kernels.cpu.clock import (
     ATTENTION,
     DOWN,
@@ -26,20 +24,14 @@ from midfill.kernels.cpu.clock import (
     lap,
     start_clock,
 )
+from midfill.kernels.cpu.decoder_data import Batch, DecoderConfig, DecoderWeights, Stages, Workspace
 from midfill.kernels.cpu.embedding import embed
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.kv_cache import KVCache, LayerKV, write_entry
-from midfill.kernels.cpu.linear import (
-    GateUpWeights,
-    LinearOutput,
-    LinearWeights,
-    Tiling,
-    gated_linear,
-    linear,
-)
-from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array, Uint8Array
-from midfill.kernels.cpu.rows import NormWeights, RopeTables, norm, rotate
-from midfill.kernels.cpu.softmax import SoftmaxSums
+from midfill.kernels.cpu.linear import LinearOutput, Tiling, gated_linear, linear
+from midfill.kernels.cpu.memory import Float32Array, Int64Array
+from midfill.kernels.cpu.peaks import choose_likeliest, start_peaks
+from midfill.kernels.cpu.rows import NormWeights, norm, rotate
 from midfill.kernels.cpu.standby import (
     await_run,
     current_run,
@@ -59,132 +51,6 @@ from midfill.kernels.cpu.tiles import (
 
 MAX_SOLO_ROWS = 4
 """Up to this many rows, every thread norms all of them itself: cheaper than a barrier."""
-
-
-class DecoderConfig(NamedTuple):
-    """ModelConfig as the kernels see it: numbers and switches only."""
-
-    layers: int
-    hidden: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    qk_norm: bool
-    post_norms: bool
-    score_scale: float
-    embedding_multiplier: float
-    residual_multiplier: float
-    logits_multiplier: float
-
-
-class DecoderWeights(NamedTuple):
-    """All weights; each entry holds those of all layers.
-
-    Attributes:
-        embed, head: [vocab, hidden]; ``packed`` is one array where embeddings are tied.
-        qkv: rows of q, k and v, one below the other.
-        o: attention's output projection.
-        gate_up, down: the MLP.
-        attn_norm, mlp_norm: before attention and before the MLP.
-        final_norm: before the head.
-        attn_post_norm, mlp_post_norm: of what attention and the MLP add to the hidden rows; used
-            where config.post_norms.
-        q_norm, k_norm: of each head; used where config.qk_norm.
-        rope: angles of every position.
-        windows: int32 [layers], keys that a query sees; 0 is all.
-    """
-
-    embed: LinearWeights
-    head: LinearWeights
-    qkv: LinearWeights
-    o: LinearWeights
-    gate_up: GateUpWeights
-    down: LinearWeights
-    attn_norm: NormWeights
-    mlp_norm: NormWeights
-    final_norm: NormWeights
-    attn_post_norm: NormWeights
-    mlp_post_norm: NormWeights
-    q_norm: NormWeights
-    k_norm: NormWeights
-    rope: RopeTables
-    windows: Int32Array
-
-
-class Batch(NamedTuple):
-    """A ForwardBatch as the kernels see it.
-
-    Attributes:
-        token_ids, positions, write_slots: int32 [rows].
-        logit_rows: int32 [outputs], the rows whose logits are wanted.
-        observed_rows: int32 [n], the rows whose queries are kept.
-        attention: which rows attend to which slots.
-    """
-
-    token_ids: Int32Array
-    positions: Int32Array
-    write_slots: Int32Array
-    logit_rows: Int32Array
-    observed_rows: Int32Array
-    attention: AttentionMetadata
-
-
-class Workspace(NamedTuple):
-    """Memory of a step, reused by the next one; all arrays but five are flat.
-
-    Attributes:
-        normed: [rows, hidden]; one part per thread where every thread norms all rows.
-        qkv: float32 [rows * (query_heads + 2 * kv_heads) * head_dim].
-        attended: [rows, query_heads * head_dim].
-        gated: [rows, ffn].
-        projected: float32 [rows * hidden] where config.post_norms, else empty.
-        logits: float32 [outputs * vocab padded to whole panels].
-        products: float32 [threads, 2 * 8 * 32], see linear.Tiling.
-        attention: float32 [threads, attention.scratch_size(...)].
-        cells: int32 [threads, 2 * 256], see attention.attend.
-        observed: float32 [layers * n * query_heads * head_dim], rotated queries of the batch's
-            observed rows.
-        partials: attention.partial_rows(...) rows.
-        clock: int64 [threads, 16], see clock.py.
-        tile_rows: uint8 [matrices, 49], see tiles.py.
-    """
-
-    normed: Activations
-    qkv: Float32Array
-    attended: Activations
-    gated: Activations
-    projected: Float32Array
-    logits: Float32Array
-    products: Float32Array
-    attention: Float32Array
-    cells: Int32Array
-    observed: Float32Array
-    partials: SoftmaxSums
-    clock: Int64Array
-    tile_rows: Uint8Array
-
-
-class Stages(NamedTuple):
-    """The part of the forward pass that a call runs, in this order.
-
-    A pass may stop between a layer's projections and its attention: the layer's queries, keys and
-    values stay in the workspace until a call that continues there.
-
-    Attributes:
-        embed: fill the hidden rows with the tokens' embeddings.
-        first_layer, end_layer: run layers first_layer <= i < end_layer.
-        logits: compute the logits of the rows that want them.
-        projected: the first layer's queries, keys and values are there: the last call stopped
-            after them.
-        project: also compute those of layer end_layer, and stop before its attention.
-    """
-
-    embed: bool
-    first_layer: int
-    end_layer: int
-    logits: bool
-    projected: bool = False
-    project: bool = False
 
 
 @kernel
@@ -218,9 +84,10 @@ def _added_rows(
     config: DecoderConfig, hidden: Float32Array, rows: int, workspace: Workspace
 ) -> LinearOutput:
     """Return where a projection goes: it is added to the hidden rows, or normed before that."""
+    width, peaks = config.hidden, workspace.peaks[0]
     if config.post_norms:
-        return LinearOutput(workspace.projected, rows, config.hidden, False, 1.0)
-    return LinearOutput(hidden, rows, config.hidden, True, config.residual_multiplier)
+        return LinearOutput(workspace.projected, rows, width, False, 1.0, peaks, False)
+    return LinearOutput(hidden, rows, width, True, config.residual_multiplier, peaks, False)
 
 
 @kernel
@@ -298,7 +165,7 @@ def _project_block(
     start = _norm_rows(context, hidden, rows, weights.attn_norm, layer, workspace.normed)
     linear(
         context, workspace.normed, start, weights.qkv, layer,
-        LinearOutput(workspace.qkv, rows, width, False, 1.0),
+        LinearOutput(workspace.qkv, rows, width, False, 1.0, workspace.peaks[0], False),
         _tiling(workspace, context, QKV_TILES),
     )  # fmt: skip
     end_phase(context, QKV)
@@ -366,7 +233,9 @@ def _compute_logits(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, batch: Batch,
     hidden: Float32Array, workspace: Workspace,
 ) -> None:  # fmt: skip
-    """Compute logits of the wanted rows: [outputs, vocab padded to whole panels]."""
+    """Compute logits of the wanted rows, [outputs, vocab padded to whole panels], and find the
+    largest of each.
+    """
     outputs, width, normed = len(batch.logit_rows), config.hidden, workspace.normed
     for i in range(context.thread, outputs, context.threads):
         at = i * width
@@ -376,13 +245,16 @@ def _compute_logits(
                 normed.values[k] *= np.float32(config.logits_multiplier)
         quantize(normed, at, width)
     end_phase(context, NORM)
-    stride = len(weights.head.bias)
+    stride, peaks = len(weights.head.bias), workspace.peaks[context.thread]
+    start_peaks(peaks, outputs)
     linear(
         context, normed, 0, weights.head, 0,
-        LinearOutput(workspace.logits, outputs, stride, False, 1.0),
+        LinearOutput(workspace.logits, outputs, stride, False, 1.0, peaks, True),
         _tiling(workspace, context, HEAD_TILES),
     )  # fmt: skip
     end_phase(context, HEAD)
+    for row in range(context.thread, outputs, context.threads):
+        choose_likeliest(workspace.peaks, context.threads, row, workspace.likeliest)
 
 
 @kernel

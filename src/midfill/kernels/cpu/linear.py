@@ -16,6 +16,7 @@ from midfill.kernels.cpu.panel_products import (
     multiply_quants,
     prefetch_distance,
 )
+from midfill.kernels.cpu.peaks import find_peak
 from midfill.kernels.cpu.simd import (
     LANES,
     add,
@@ -93,6 +94,8 @@ class LinearOutput(NamedTuple):
         stride: elements from one row to the next, at least the outputs padded to whole panels.
         residual: add multiplier * outputs to what is there, instead of replacing it.
         multiplier: used where ``residual``.
+        peaks: float32 [rows * 48], this thread's own, see peaks.py; used where ``finds_peaks``.
+        finds_peaks: look for each row's largest output, where outputs are not added.
     """
 
     values: Float32Array
@@ -100,6 +103,8 @@ class LinearOutput(NamedTuple):
     stride: int
     residual: bool
     multiplier: float
+    peaks: Float32Array
+    finds_peaks: bool
 
 
 class Tiling(NamedTuple):
@@ -200,6 +205,10 @@ def linear(
                         store(out.values, target, value)
                 row += count
                 number += 1
+        if out.finds_peaks:  # of what this thread has just written
+            columns = min(end * PANEL, weights.outputs)
+            for r in range(out.rows):
+                find_peak(out.values, r * out.stride, first * PANEL, columns, out.peaks, r)
 
 
 @kernel

@@ -29,15 +29,6 @@ def aligned_zeros(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDA
     return block[start : start + size].view(kind).reshape(shape)
 
 
-def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the array itself, or a copy that starts at a multiple of 64 bytes."""
-    if array.ctypes.data % LINE == 0:
-        return array
-    copy = aligned_zeros(array.shape, array.dtype)
-    copy[...] = array
-    return copy
-
-
 def small_page_zeros(size: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
     """Return [size] zeros backed by the system's smallest pages, taken only as they are written.
 

@@ -248,6 +248,17 @@ maximum = _binary(_maximum, "Return the larger of a and b, lane by lane.")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def where_larger(typing_context: Any, a: Any, b: Any, x: Any, y: Any) -> tuple[Any, Codegen]:
+    """Return x in lanes where a > b, and y in the others."""
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a, b, x, y = arguments
+        return builder.select(builder.fcmp_ordered(">", a, b), x, y)
+
+    return f32x16(f32x16, f32x16, f32x16, f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def absolute(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
     """Return |value|, lane by lane."""
 

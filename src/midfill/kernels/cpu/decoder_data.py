@@ -1,0 +1,141 @@
+"""What the decoder's kernels take: the model, a batch, memory for a step, and what to run of it."""
+
+from typing import NamedTuple
+
+from midfill.kernels.cpu.activations import Activations
+from midfill.kernels.cpu.attention_metadata import AttentionMetadata
+from midfill.kernels.cpu.linear import GateUpWeights, LinearWeights
+from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array, Uint8Array
+from midfill.kernels.cpu.rows import NormWeights, RopeTables
+from midfill.kernels.cpu.softmax import SoftmaxSums
+
+
+class DecoderConfig(NamedTuple):
+    """ModelConfig as the kernels see it: numbers and switches only."""
+
+    layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool
+    post_norms: bool
+    score_scale: float
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_multiplier: float
+
+
+class DecoderWeights(NamedTuple):
+    """All weights; each entry holds those of all layers.
+
+    Attributes:
+        embed, head: [vocab, hidden]; ``packed`` is one array where embeddings are tied.
+        qkv: rows of q, k and v, one below the other.
+        o: attention's output projection.
+        gate_up, down: the MLP.
+        attn_norm, mlp_norm: before attention and before the MLP.
+        final_norm: before the head.
+        attn_post_norm, mlp_post_norm: of what attention and the MLP add to the hidden rows; used
+            where config.post_norms.
+        q_norm, k_norm: of each head; used where config.qk_norm.
+        rope: angles of every position.
+        windows: int32 [layers], keys that a query sees; 0 is all.
+    """
+
+    embed: LinearWeights
+    head: LinearWeights
+    qkv: LinearWeights
+    o: LinearWeights
+    gate_up: GateUpWeights
+    down: LinearWeights
+    attn_norm: NormWeights
+    mlp_norm: NormWeights
+    final_norm: NormWeights
+    attn_post_norm: NormWeights
+    mlp_post_norm: NormWeights
+    q_norm: NormWeights
+    k_norm: NormWeights
+    rope: RopeTables
+    windows: Int32Array
+
+
+class Batch(NamedTuple):
+    """A ForwardBatch as the kernels see it.
+
+    Attributes:
+        token_ids, positions, write_slots: int32 [rows].
+        logit_rows: int32 [outputs], the rows whose logits are wanted.
+        observed_rows: int32 [n], the rows whose queries are kept.
+        attention: which rows attend to which slots.
+    """
+
+    token_ids: Int32Array
+    positions: Int32Array
+    write_slots: Int32Array
+    logit_rows: Int32Array
+    observed_rows: Int32Array
+    attention: AttentionMetadata
+
+
+class Workspace(NamedTuple):
+    """Memory of a step, reused by the next one; all arrays but five are flat.
+
+    Attributes:
+        normed: [rows, hidden]; one part per thread where every thread norms all rows.
+        qkv: float32 [rows * (query_heads + 2 * kv_heads) * head_dim].
+        attended: [rows, query_heads * head_dim].
+        gated: [rows, ffn].
+        projected: float32 [rows * hidden] where config.post_norms, else empty.
+        logits: float32 [outputs * vocab padded to whole panels].
+        peaks: float32 [threads, outputs * 48], see peaks.py.
+        likeliest: int32 [outputs], the token of each output's largest logit; -1 where one of them
+            isn't finite.
+        products: float32 [threads, 2 * 8 * 32], see linear.Tiling.
+        attention: float32 [threads, attention.scratch_size(...)].
+        cells: int32 [threads, 2 * 256], see attention.attend.
+        observed: float32 [layers * n * query_heads * head_dim], rotated queries of the batch's
+            observed rows.
+        partials: attention.partial_rows(...) rows.
+        clock: int64 [threads, 16], see clock.py.
+        tile_rows: uint8 [matrices, 49], see tiles.py.
+    """
+
+    normed: Activations
+    qkv: Float32Array
+    attended: Activations
+    gated: Activations
+    projected: Float32Array
+    logits: Float32Array
+    peaks: Float32Array
+    likeliest: Int32Array
+    products: Float32Array
+    attention: Float32Array
+    cells: Int32Array
+    observed: Float32Array
+    partials: SoftmaxSums
+    clock: Int64Array
+    tile_rows: Uint8Array
+
+
+class Stages(NamedTuple):
+    """The part of the forward pass that a call runs, in this order.
+
+    A pass may stop between a layer's projections and its attention: the layer's queries, keys and
+    values stay in the workspace until a call that continues there.
+
+    Attributes:
+        embed: fill the hidden rows with the tokens' embeddings.
+        first_layer, end_layer: run layers first_layer <= i < end_layer.
+        logits: compute the logits of the rows that want them.
+        projected: the first layer's queries, keys and values are there: the last call stopped
+            after them.
+        project: also compute those of layer end_layer, and stop before its attention.
+    """
+
+    embed: bool
+    first_layer: int
+    end_layer: int
+    logits: bool
+    projected: bool = False
+    project: bool = False
