@@ -7,7 +7,8 @@ A step goes through six stages:
 2. drafts are proposed and chosen (``speculation.py``);
 3. the plan is applied: preemptions, admissions, slots (``plan_execution.py``);
 4. the runner computes one packed batch (``batching.py``);
-5. tokens are sampled, drafts verified (``verification.py``), and computed KV is committed.
+5. tokens are sampled, drafts verified (``verification.py``), and both tokens and KV are taken over
+   (``step_commit.py``).
 """
 
 import logging
@@ -34,7 +35,6 @@ from midfill.engine.request import (
     EngineOutput,
     EngineRequest,
     EngineStats,
-    FinishReason,
     TenantStats,
 )
 from midfill.engine.request_queues import RequestQueues
@@ -43,14 +43,14 @@ from midfill.engine.scheduler import SchedulerPolicy, StepPlan
 from midfill.engine.sequence import Sequence
 from midfill.engine.sparse_prefill import KeyPairs
 from midfill.engine.speculation import DraftCounts, Speculation
+from midfill.engine.step_commit import StepCommit
 from midfill.engine.step_limit import StepTimeLimit
 from midfill.engine.tenant_stats import TenantCounters
 from midfill.engine.validation import validate
-from midfill.engine.verification import Verification, append_token, sibling_groups, verify
+from midfill.engine.verification import append_token, sibling_groups, verify
 from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
-from midfill.kv.sequence_kv import SequenceKV
 from midfill.tiers.warm_tier import WarmTier
 
 _log = logging.getLogger(__name__)
@@ -136,8 +136,11 @@ class Engine:
             pool.cache, runner.cells, config.layers * config.kv_heads, runner.slots
         )
         self._execution = PlanExecution(
-            config.layers, self._queues, self._blending, contexts, self._counters, self._tenants,
-            self._fail,
+            config.layers, self._queues, self._blending, contexts, self._counters, self._tenants
+        )
+        self._commit = StepCommit(
+            self._queues, self._execution, self._compression, self.kv_traffic, self._counters,
+            self._tenants,
         )  # fmt: skip
 
     def add(self, request: EngineRequest) -> None:
@@ -182,7 +185,7 @@ class Engine:
             cancelled = [one for one in sequence.answer_indices if index is None or one == index]
             if len(cancelled) == len(sequence.answer_indices):
                 self.kv_traffic.forget(sequence)
-                self._undelivered += self._finish(sequence, "cancelled")
+                self._undelivered += self._queues.end(sequence, "cancelled")
             elif cancelled:
                 self._undelivered += sequence.final_outputs("cancelled", indices=cancelled)
                 remaining = [one for one in sequence.answer_indices if one not in cancelled]
@@ -207,7 +210,7 @@ class Engine:
         if self._queues:
             plan, drafts = self._plan()
             for sequence_id in plan.drop:
-                outputs += self._finish(self._queues.sequences[sequence_id], "cancelled")
+                outputs += self._queues.end(self._queues.sequences[sequence_id], "cancelled")
             outputs += self._execution.apply(plan)
             plan = self._execution.blend(plan, outputs)
             scheduled = schedule(plan, drafts, self._queues.sequences, self._runner.config.layers)
@@ -268,7 +271,7 @@ class Engine:
         for deadline in self._deadlines.take_expired(time.monotonic()):
             for sequence in self._queues.sequences_of(deadline.request_id):
                 if deadline.whole or sequence.length == sequence.prompt_length:
-                    outputs += self._finish(sequence, "expired")
+                    outputs += self._queues.end(sequence, "expired")
         return outputs
 
     # --- planning ---
@@ -301,7 +304,9 @@ class Engine:
             sampled = time.perf_counter()
         except Exception as error:
             _log.exception("a forward pass over %d sequences failed", len(scheduled))
-            return self._fail([entry.sequence for entry in scheduled], f"the model failed: {error}")
+            return self._queues.fail(
+                [entry.sequence for entry in scheduled], f"the model failed: {error}"
+            )
         rows = sum(entry.rows for entry in scheduled if entry.completes)
         self._counters.steps += 1
         self._counters.computed_tokens += rows
@@ -316,141 +321,4 @@ class Engine:
         if self._speculation is not None:
             for entry, group in groups:
                 self._speculation.record_verification(entry, group[0].verified_token_ids)
-        outputs: list[EngineOutput] = []
-        for entry in scheduled:
-            outputs += self._commit_computed(entry)
-        for _, group in groups:
-            outputs += self._commit_sampled(group)
-        return outputs
-
-    def _commit_computed(self, entry: ScheduledSequence) -> list[EngineOutput]:
-        """Count the computed tokens; hand KV of chunks that sample nothing to the prefix cache."""
-        sequence = entry.sequence
-        if not entry.completes:
-            return []
-        sequence.layer_rows = None
-        sequence.computed += entry.tokens
-        if sequence.parallel is not None:
-            self._execution.commit_contexts(sequence)
-        if sequence.background:
-            self._counters.background_tokens += entry.tokens
-            finished = sequence.computed == sequence.length
-            self._queues.release(sequence)
-            return self._finish(sequence, "stop") if finished else []
-        if not entry.sampled:
-            _held(sequence).cache_prefix(sequence.cache_keys(sequence.computed))
-            if sequence.compression is not None:
-                return self._compress_prefilling(sequence)
-        return []
-
-    def _compress_prefilling(self, sequence: Sequence) -> list[EngineOutput]:
-        """Show a method what was computed, and compress it if there is more to compute after it.
-
-        That is so where tokens of the prompt come after the compressed ones, and after preemption,
-        when the answer has begun before.
-
-        Like every prefilling sequence, it then holds slots for all its tokens.
-        """
-        outputs: list[EngineOutput] = []
-        if self._compress(sequence, outputs):
-            kv, pool = _held(sequence), self._queues.pool
-            missing = sequence.length - kv.first - kv.reserved
-            if pool.available >= missing:
-                kv.reserve(missing)
-            else:
-                self._preempt(sequence)
-        return outputs
-
-    def _compress(self, sequence: Sequence, outputs: list[EngineOutput]) -> bool:
-        """Have a sequence's method decide, if it has come to a point; return whether it goes on.
-
-        Without room for what stays, it is preempted. If the method fails, the sequence ends, and
-        its last outputs are added to ``outputs``.
-        """
-        try:
-            fits = self._compression.compress(sequence)
-        except Exception as error:
-            outputs += self._fail([sequence], _method_failure(error))
-            return False
-        if not fits:
-            self._preempt(sequence)
-        return fits
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self._execution.preempt(sequence)
-
-    def _commit_sampled(self, group: list[Verification]) -> list[EngineOutput]:
-        """Take over the sampled tokens of sibling answers, which fork here; return the outputs."""
-        first = group[0].sequence
-        if any(one.failed for one in group):
-            # KV that led to such logits must not be found by others, so it is discarded.
-            outputs = [group[0].output()] if len(group) == 1 and group[0].tokens else []
-            return outputs + self._fail([first], "the model's logits hold no finite value")
-        if not first.decoding:
-            # An answer that started again may have other tokens than those that were computed.
-            computed = min(first.computed, first.length - 1)
-            _held(first).cache_prefix(first.cache_keys(computed))
-            self.kv_traffic.note(first)
-        fits, failure = True, ""
-        if not first.decoding:  # where siblings fork, they share what stays
-            try:
-                fits = self._compression.compress(first)
-            except Exception as error:
-                failure = _method_failure(error)
-                if len(group) > 1:
-                    return self._fail([first], failure)
-        if len(group) > 1:
-            self._queues.start_siblings([one.sequence for one in group])
-        outputs = [self._commit_answer(one) for one in group]
-        for one in group:
-            sequence = one.sequence
-            if one.finish_reason is not None or sequence.kv is None:
-                continue
-            if failure:  # the token that was sampled before counts, as it does while decoding
-                outputs += self._fail([sequence], failure)
-            elif fits:
-                self._compress(sequence, outputs)
-            else:
-                self._preempt(sequence)
-        return [one for one in outputs if one.token_ids or one.finish_reason is not None]
-
-    def _commit_answer(self, one: Verification) -> EngineOutput:
-        """Free the slots of rejected tokens, finish the answer if it ended, return its output."""
-        sequence = one.sequence
-        sequence.decoding = True
-        self._counters.generated_tokens += len(one.tokens)
-        self._tenants.record_tokens(sequence, len(one.tokens))
-        self._queues.waiting.charge(sequence.tenant, len(one.tokens))
-        if sequence.kv is not None:
-            sequence.computed = sequence.length - 1
-            sequence.kv.truncate(sequence.computed)
-            if sequence.compression is not None:
-                sequence.compression.forget_after(sequence.computed)
-        if one.finish_reason is not None:
-            self._queues.finish(sequence)
-        return one.output()
-
-    def _fail(self, sequences: list[Sequence], error: str) -> list[EngineOutput]:
-        """End sequences with an error and discard their KV."""
-        outputs: list[EngineOutput] = []
-        for sequence in sequences:
-            outputs += sequence.final_outputs("error", error)
-            self._queues.discard(sequence)
-        return outputs
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> list[EngineOutput]:
-        """End all answers that a sequence stands for; its computed KV stays cached."""
-        outputs = sequence.final_outputs(reason)
-        self._queues.finish(sequence)
-        return outputs
-
-
-def _method_failure(error: Exception) -> str:
-    _log.exception("a method of compression failed")
-    return f"the method of compression failed: {error}"
-
-
-def _held(sequence: Sequence) -> SequenceKV:
-    """Return the KV of a sequence that holds slots."""
-    assert sequence.kv is not None
-    return sequence.kv
+        return self._commit.commit(scheduled, [group for _, group in groups])

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
@@ -28,7 +27,6 @@ class PlanExecution:
         blending: prefills with KV from elsewhere.
         contexts: where files are cached that are computed apart from each other.
         counters, tenants: count what is done.
-        fail: ends sequences with an error and returns their last outputs.
     """
 
     def __init__(
@@ -39,14 +37,12 @@ class PlanExecution:
         contexts: ContextPlaces,
         counters: EngineCounters,
         tenants: TenantCounters,
-        fail: Callable[[list[Sequence], str], list[EngineOutput]],
     ) -> None:
         self._layers = layers
         self._queues = queues
         self._blending = blending
         self._counters = counters
         self._tenants = tenants
-        self._fail = fail
         self._contexts = contexts
 
     def preempt(self, sequence: Sequence) -> None:
@@ -93,7 +89,7 @@ class PlanExecution:
                     if sequence.blend is not None:
                         self._queues.start_branch(sequence)
                 except Exception as error:
-                    outputs += self._fail([sequence], _blend_failure(error))
+                    outputs += self._queues.fail([sequence], _blend_failure(error))
         return outputs
 
     def _copy_contexts(self, sequence: Sequence) -> None:
@@ -164,7 +160,7 @@ class PlanExecution:
             left = self._blending.advance(sequence, chunk.tokens)
             self._counters.reused_tokens += 0 if sequence.blend else sequence.reused_tokens
         except Exception as error:
-            outputs += self._fail([sequence], _blend_failure(error))
+            outputs += self._queues.fail([sequence], _blend_failure(error))
             return 0
         row_layers = self._blending.computed_row_layers - before
         self._counters.computed_tokens += -(-row_layers // self._layers)

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 from midfill.arrays import Int32Array
 from midfill.engine.policies.deficit_round_robin import DeficitRoundRobin
+from midfill.engine.request import EngineOutput, FinishReason
 from midfill.engine.scheduler import RunningSequence, ScheduleState, WaitingSequence
 from midfill.engine.sequence import Sequence
 from midfill.engine.waiting_queue import WaitingQueue
@@ -157,6 +158,20 @@ class RequestQueues:
             sequence.kv.discard()
         sequence.forget_kv()
 
+    def end(self, sequence: Sequence, reason: FinishReason) -> list[EngineOutput]:
+        """Finish a sequence; return the last outputs of all answers that it stands for."""
+        outputs = sequence.final_outputs(reason)
+        self.finish(sequence)
+        return outputs
+
+    def fail(self, sequences: SequenceOf[Sequence], error: str) -> list[EngineOutput]:
+        """Discard sequences; return the last outputs of all their answers."""
+        outputs: list[EngineOutput] = []
+        for sequence in sequences:
+            outputs += sequence.final_outputs("error", error)
+            self.discard(sequence)
+        return outputs
+
     def start_siblings(self, siblings: SequenceOf[Sequence]) -> None:
         """Start a request's other answers on the KV of the first.
 
@@ -265,7 +280,7 @@ def _running(sequence: Sequence) -> RunningSequence:
         sequence.computed,
         sequence.decoding,
         sequence.by_layers,
-        sequence.prefill == "layers",
+        sequence.runs_whole,
         0 if rows is None else rows.tokens,
         0 if rows is None else rows.next_layer,
         sequence.listed_chunk,

@@ -297,12 +297,17 @@ class Sequence:
     @property
     def prefill(self) -> Literal["any", "layers", "chunks"]:
         """How its tokens may be computed, see ``scheduler.WaitingSequence``."""
-        if self.pruning is not None or self.is_cascading:
+        if self.runs_whole:
             return "layers"
         in_blocks = self.compression is not None and self.compression.observes_blocks
         by_method = any(one is not None for one in (self.reuse, self.parallel, self.sparse_prefill))
         cut = self.background or self.interrupted or in_blocks or by_method
         return "chunks" if cut else "any"
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether its prompt has to run in one pass, layer by layer."""
+        return self.pruning is not None or self.is_cascading
 
     @property
     def is_cascading(self) -> bool:

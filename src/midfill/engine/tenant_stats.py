@@ -57,7 +57,10 @@ class TenantCounters:
         }
 
     def _of(self, sequence: Sequence) -> _Counters:
-        return self._counters.setdefault(sequence.tenant, _Counters())
+        counters = self._counters.get(sequence.tenant)
+        if counters is None:
+            counters = self._counters[sequence.tenant] = _Counters()
+        return counters
 
 
 def _count(sequences: Iterable[Sequence]) -> dict[str, int]:

@@ -90,6 +90,8 @@ class WaitingQueue:
     def head(self, limit: int) -> list[Sequence]:
         """Return the sequences to admit next, at most ``limit``; at least one if there is any."""
         limit = max(limit, 1)
+        if not self._turns and not self._resuming:
+            return []
         chosen = [one for one, _ in zip(self._resuming.values(), range(limit), strict=False)]
         if len(self._turns) == 1:
             (turn,) = self._turns
