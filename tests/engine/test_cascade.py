@@ -250,7 +250,7 @@ def test_a_prompt_that_is_preempted_begins_again(runner: CpuRunner, after: int) 
     for _ in range(after):
         outputs += engine.step()
     (sequence,) = engine._queues.running
-    engine._preempt(sequence)
+    engine._execution.preempt(sequence)
     assert engine.stats().slots_free == 400
     found = serve(engine)["r", 0]
     expected = alone(runner, prompt())

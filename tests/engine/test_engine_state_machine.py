@@ -160,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
     def preempt(self, which: int) -> None:
         running = self.engine._queues.running
         if which < len(running):
-            self.engine._preempt(running[which])
+            self.engine._execution.preempt(running[which])
 
     @rule(count=st.integers(1, 6))
     def step(self, count: int) -> None:

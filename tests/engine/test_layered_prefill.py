@@ -116,7 +116,7 @@ def test_a_prompt_that_is_preempted_between_two_layers_goes_on_in_chunks(after: 
     for _ in range(after):
         engine.step()
     (sequence,) = engine._queues.running
-    engine._preempt(sequence)
+    engine._execution.preempt(sequence)
     assert sequence.layer_rows is None
     assert engine.stats().slots_free == 512
     runner_parts = len(engine._runner.parts)  # type: ignore[attr-defined]

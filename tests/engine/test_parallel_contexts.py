@@ -222,7 +222,7 @@ def test_preempted_answers_go_on_and_cancelled_ones_leave_nothing(
     for _ in range(after):
         outputs += engine.step()
     for sequence in list(engine._queues.running):
-        engine._preempt(sequence)
+        engine._execution.preempt(sequence)
     engine.cancel("cancelled")
     answers = serve(engine)
     before = [t for one in outputs if one.request_id == "preempted" for t in one.token_ids]

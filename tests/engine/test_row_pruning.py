@@ -190,7 +190,7 @@ def test_a_preempted_answer_is_computed_again_to_the_same_end(steps: int, budget
     engine = pruned(SOME, token_budget=budget)
     engine.add(request("a", prompt(40)))
     outputs = [output for _ in range(steps) for output in engine.step()]
-    engine._preempt(engine._queues.running[0])
+    engine._execution.preempt(engine._queues.running[0])
     assert engine.stats().slots_free == 512
     while engine.has_work():
         outputs += engine.step()
