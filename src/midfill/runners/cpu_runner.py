@@ -338,7 +338,7 @@ class CpuRunner:
             return Activations(floats(name, size), self._arrays.bytes(f"{name} blocks", blocks))
 
         def per_thread(name: str, size: int) -> Float32Array:
-            return floats(name, threads * size).reshape(threads, size)
+            return floats(name, threads * size)[: threads * size].reshape(threads, size)
 
         projected = rows * config.hidden if config.post_norms else 0
         normed = max(rows, outputs, threads * MAX_SOLO_ROWS) * config.hidden
