@@ -29,15 +29,23 @@ class ServePeers:
     async def export_kv(self, replica: str, tenant: str, token_ids: Sequence[int]) -> bytes:
         """Return what a replica has cached; see ``kv_moves.KvPeers``."""
         response = self._export.remote(tenant, list(token_ids), replica=replica)
+        blob: bytes | None = None
         try:
             blob = await response
         except _LOST as error:
+            if _cancels_this_task():  # Serve may say so in its own way
+                raise asyncio.CancelledError from error
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise KvTransferError(f"the replica was lost: {reason}") from error
-        except asyncio.CancelledError:
-            with contextlib.suppress(*_LOST):
-                response.cancel()
-            raise
+        finally:
+            if blob is None:
+                with contextlib.suppress(*_LOST):
+                    response.cancel()
         if not blob:
             raise KvTransferError("it has nothing of it any more, or has gone")
         return bytes(blob)
+
+
+def _cancels_this_task() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
