@@ -76,7 +76,7 @@ class SoakReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         options: with which load.
         machine: where.
-        requests: how many of each kind were sent.
+        requests: how many of each kind were sent; those among them that were refused for a while.
         failed: answers that were neither what was asked for nor an error that fits; streams, too.
         server_slope, engine_slope: growth of the resident memory, in MB per minute.
         server_mb, engine_mb: the resident memory at the end.
@@ -185,7 +185,9 @@ class _Load:
     async def _expect(self, kind: str, body: dict[str, Any], expected: str) -> None:
         self.requests[kind] += 1
         outcome = await ask(self.server.session, self.server.url, body, _TIMEOUT)
-        if outcome.kind != expected:
+        if outcome.kind == "retry":  # a full queue
+            self.requests["refused"] += 1
+        elif outcome.kind != expected:
             self.failures.append(f"{kind}: {outcome.kind} {outcome.status} {outcome.detail}")
 
     def _body(self, text: str, caret: int) -> dict[str, Any]:
