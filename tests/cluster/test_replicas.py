@@ -162,3 +162,33 @@ def test_a_model_changes_while_requests_are_answered(
     assert cluster.complete(prompt="x", max_tokens=1)["model"] == "other-llama"
 
     cluster.up(tiny_folder, "--replicas", "2", *_OPTIONS)
+
+
+def moves(cluster: RunningCluster) -> dict[str, float]:
+    """Return what became of prompts whose KV another replica had, by result."""
+    lines = cluster.client.get(f"{cluster.url}/metrics").text.splitlines()
+    found = [line for line in lines if line.startswith("midfill:kv_moves_total{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in found}
+
+
+def test_a_document_that_moves_is_fetched_from_the_replica_that_had_it(
+    cluster: RunningCluster, tmp_path: Path
+) -> None:
+    slow = write_tiny("llama", tmp_path / "slow-llama", hidden_size=512)
+    cluster.up(slow, "--replicas", "2", "--router", "round-robin", *_OPTIONS[2:])
+    body = {"prompt": documents(1, "bird", 450)[0], "suffix": "\n", "max_tokens": 4}
+    # In turn: each of the replicas gets one of them.
+    first, second = (cluster.complete(**body, temperature=0) for _ in range(2))
+    assert first["choices"] == second["choices"]
+    wait_for(lambda: any(moves(cluster).values()), 30)
+    result = moves(cluster)
+    assert result["moved"] + result["late"] == 1, result  # late if the machine is busy
+    if result["moved"]:
+        usage = second["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0.9 * usage["prompt_tokens"]
+
+
+def test_a_page_that_points_its_name_here_is_refused(cluster: RunningCluster) -> None:
+    response = cluster.client.get(f"{cluster.url}/v1/models", headers={"host": "evil.example"})
+    assert response.status_code == 421
+    assert "--allowed-host" in response.json()["error"]["message"]
