@@ -12,6 +12,8 @@ from midfill.kv.pool import KVPool
 from midfill.kv.radix_node import CacheRoot
 from midfill.kv.ragged import cells_of_slots
 
+_COPY_BYTES = 4 * 2**20
+
 
 class NoRoomError(RuntimeError):
     """KV can't be put into the cache: slots are too few, or what comes before it was evicted."""
@@ -52,7 +54,8 @@ class KvCopies:
         """Return what ``dump`` would return for all slots of (slots, dumped) parts together."""
         if len(parts) == 1:
             return parts[0][1]
-        arrays: list[memoryview] = []  # not bytes, which would be copied while steps wait
+        # Small pieces of bytes: Python joins nothing else without stopping the engine's thread.
+        arrays: list[bytes] = []
         at = 0
         for width in self._widths:
             pieces = [
@@ -60,7 +63,10 @@ class KvCopies:
                 for count, data in parts
             ]
             shaped = [piece.reshape(self._heads, -1) for piece in pieces]
-            arrays.append(np.concatenate(shaped, axis=1).reshape(-1).data)
+            flat = np.concatenate(shaped, axis=1).reshape(-1)
+            arrays += [
+                flat[i : i + _COPY_BYTES].tobytes() for i in range(0, len(flat), _COPY_BYTES)
+            ]
             at += self._heads * width
         return b"".join(arrays)
 
