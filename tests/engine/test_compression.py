@@ -144,7 +144,7 @@ def test_questions_after_a_compressed_context_survive_preemption() -> None:
 def preempt(one: Engine) -> None:
     """Send every running sequence back to the queue, as a policy may after any step."""
     for sequence in reversed(list(one._queues.running)):
-        one._preempt(sequence)
+        one._execution.preempt(sequence)
 
 
 def preempting_after(step: int) -> Callable[[Engine], None]:
@@ -318,7 +318,7 @@ def test_a_preempted_answer_whose_prompt_is_cached_whole_is_compressed_again() -
 
     def preempt(one: Engine) -> None:
         if next(steps) % 4 == 0 and one._queues.running:
-            one._preempt(one._queues.running[0])
+            one._execution.preempt(one._queues.running[0])
 
     found = serve(engine(method=means), [request("r", LONG)], after_step=preempt)
     assert found["r", 0].tokens == expected

@@ -94,7 +94,7 @@ def preempting_every(steps: int) -> Callable[[Engine], None]:
     def preempt(one: Engine) -> None:
         if next(numbers) % steps == 0:
             for sequence in reversed(list(one._queues.running)):
-                one._preempt(sequence)
+                one._execution.preempt(sequence)
 
     return preempt
 

@@ -69,7 +69,9 @@ def test_while_it_waits_for_the_engine(server: RunningServer) -> None:
     with sent(server, prompt=f"first {LONG_TEXT}"):
         server.wait_for(lambda: server.metric("num_requests_running") == 1)
         admitted = server.metric("prompt_tokens_total")
-        with sent(server, prompt="second x", stream=True), sent(server, prompt="third y"):
+        # Short prompts would be computed beside the first.
+        second, third = f"second {LONG_TEXT}", f"third {LONG_TEXT}"
+        with sent(server, prompt=second, stream=True), sent(server, prompt=third):
             server.wait_for(lambda: server.metric("num_requests_waiting") == 2)
         server.wait_for(lambda: server.metric("num_requests_waiting") == 0)
         assert server.metric("num_requests_running") == 1

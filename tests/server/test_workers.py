@@ -140,8 +140,14 @@ def test_kv_moves_from_and_to_other_servers(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_when_a_worker_is_killed_its_answers_go_on_elsewhere(
-    server: RunningServer, alone: RunningServer, place: int
+    folder: Path, alone: RunningServer, place: int
 ) -> None:
+    with start(folder, *WORKERS, "--kv-memory", "64MB") as server:
+        check_survives(server, alone, place)
+
+
+def check_survives(server: RunningServer, alone: RunningServer, place: int) -> None:
+    """Kill a worker, the first or the second that was started, while it answers."""
     expected = alone.complete(**LONG)["choices"][0]["text"]
     texts: list[str] = []
 
