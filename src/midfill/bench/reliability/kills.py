@@ -25,7 +25,7 @@ from midfill.system.machine import Machine, describe_machine
 
 _SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGSTOP": signal.SIGSTOP}
 _IDLE_SECONDS = 60
-_RETRY_SECONDS = 0.05  # less than asked for, so that the restarting server is tried
+_RETRY_SECONDS = 0.25  # less than asked for, so that the restarting server is tried
 
 
 class KillOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +41,7 @@ class KillOptions(msgspec.Struct, frozen=True, kw_only=True):
         output_tokens: of each answer.
         timeout: seconds after which a request counts as hung.
         step_timeout: of the server; what an engine that was stopped adds to its restart.
+        warm_tier_memory: of the server; the next engine finds KV there.
         seed: chooses documents and moments.
     """
 
@@ -53,6 +54,7 @@ class KillOptions(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 48
     timeout: float = 60.0
     step_timeout: float = 4.0
+    warm_tier_memory: str = "256M"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -156,6 +158,7 @@ async def measure_kills(options: KillOptions, progress: Any = None) -> KillRepor
     texts = standard_library_documents(options.documents, seed=options.seed)
     bodies = [_body(text[: options.characters], options) for text in texts]
     flags = ["--step-timeout", f"{options.step_timeout:g}", "--log-level", "warning"]
+    flags += ["--warm-tier-memory", options.warm_tier_memory]
     async with serve_model(options.model, flags) as server:
         load = _Load(server, options, bodies)
         for body in bodies:
@@ -256,6 +259,7 @@ def kills_table(report: KillReport) -> ResultTable:
     caption = (
         f"{options.model}, {options.clients} clients that ask all the time, answers of"
         f" {options.output_tokens} tokens; the engine is ended by {', '.join(options.signals)} in"
-        f" turn (--step-timeout {options.step_timeout:g}). On {report.machine}."
+        f" turn (--step-timeout {options.step_timeout:g}, --warm-tier-memory"
+        f" {options.warm_tier_memory}). On {report.machine}."
     )
     return ResultTable(rows=rows, title="An engine that is killed under load", caption=caption)
