@@ -172,10 +172,18 @@ def moves(cluster: RunningCluster) -> dict[str, float]:
 
 
 def test_a_document_that_moves_is_fetched_from_the_replica_that_had_it(
-    cluster: RunningCluster, tmp_path: Path
+    cluster: RunningCluster, tiny_folder: Path, tmp_path: Path
 ) -> None:
     slow = write_tiny("llama", tmp_path / "slow-llama", hidden_size=512)
     cluster.up(slow, "--replicas", "2", "--router", "round-robin", *_OPTIONS[2:])
+    try:
+        check_moves(cluster)
+    finally:
+        cluster.up(tiny_folder, "--replicas", "2", *_OPTIONS)
+
+
+def check_moves(cluster: RunningCluster) -> None:
+    """Ask two replicas for the same answer: the second fetches the KV of the first."""
     body = {"prompt": documents(1, "bird", 450)[0], "suffix": "\n", "max_tokens": 4}
     # In turn: each of the replicas gets one of them.
     first, second = (cluster.complete(**body, temperature=0) for _ in range(2))

@@ -86,16 +86,22 @@ class RunningServer:
 
     def engine_process(self) -> int:
         """Return the id of the engine process."""
+        (engine,) = self.engine_processes()
+        return engine
+
+    def engine_processes(self) -> list[int]:
+        """Return the ids of the engine processes in the order in which they were started."""
         listing = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
+            ["ps", "-A", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
         )
-        rows = [line.split() for line in listing.stdout.splitlines()]
-        (child,) = (
+        rows = [line.split(maxsplit=3) for line in listing.stdout.splitlines()]
+        return sorted(
             int(pid)
-            for pid, parent, state in rows
-            if int(parent) == self.process.pid and not state.startswith("Z")
+            for pid, parent, state, *command in rows
+            if int(parent) == self.process.pid
+            and not state.startswith("Z")
+            and "midfill.engine.process" in "".join(command)
         )
-        return child
 
 
 @contextlib.contextmanager

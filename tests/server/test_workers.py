@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,24 +49,9 @@ def of_role(server: RunningServer, name: str, role: str) -> float:
     return float(line.split()[-1])
 
 
-def engines(server: RunningServer) -> list[int]:
-    """Return the workers' processes in the order in which they were started."""
-    listing = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
-    )
-    rows = [line.split(maxsplit=3) for line in listing.stdout.splitlines()]
-    return sorted(
-        int(pid)
-        for pid, parent, state, command in rows
-        if int(parent) == server.process.pid
-        and not state.startswith("Z")
-        and "midfill.engine.process" in command
-    )
-
-
 def test_it_says_how_many_there_are(server: RunningServer) -> None:
     assert "in each of 1 prefill and 1 decode workers" in server.banner
-    assert len(engines(server)) == 2
+    assert len(server.engine_processes()) == 2
     assert server.get("/readyz").json() == {"status": "ok"}
 
 
@@ -166,7 +150,7 @@ def check_survives(server: RunningServer, alone: RunningServer, place: int) -> N
     for client in clients:
         client.start()
     server.wait_for(lambda: of_role(server, "worker_requests_running", "decode") == 3, 60)
-    os.kill(engines(server)[place], signal.SIGKILL)
+    os.kill(server.engine_processes()[place], signal.SIGKILL)
     for client in clients:
         client.join(120)
     assert texts == [expected] * 3
