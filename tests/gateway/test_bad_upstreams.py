@@ -67,6 +67,20 @@ def test_the_client_is_told_or_another_server_answers(
     run(test())
 
 
+def test_a_server_may_close_connections_that_were_idle() -> None:
+    async def test() -> None:
+        with StubUpstream() as upstream:
+            async with serve(upstream.url) as gateway:
+                upstream.requests_per_connection = 1
+                for _ in range(4):
+                    response = await gateway.client.post("/v1/completions", json=REQUEST)
+                    assert response.status_code == 200, response.text
+                assert len(upstream.received) == 4
+                assert gateway.gateway.pool.upstreams[0].failures == 0
+
+    run(test())
+
+
 def test_a_server_that_breaks_off_midway_is_not_replaced_by_another() -> None:
     async def test() -> None:
         with StubUpstream() as first, StubUpstream() as second:

@@ -6,6 +6,7 @@ special tokens, which it parses in every text. It counts what a cache of whole b
 
 import asyncio
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -107,6 +108,8 @@ class StubUpstream:
         hold: seconds between two pieces of an answer.
         chats: the chats that it was asked for.
         tried: requests that only find out what it can do.
+        requests_per_connection: it closes a connection on which more come, as if that had been idle
+            for too long.
     """
 
     model: StubModel = field(default_factory=StubModel)
@@ -115,6 +118,7 @@ class StubUpstream:
     hold: float = 0.0
     chats: list[dict[str, Any]] = field(default_factory=list)
     tried: list[dict[str, Any]] = field(default_factory=list)
+    requests_per_connection: float = math.inf
     port: int = 0
     healthy: bool = True
     tokenized: int = 0
@@ -177,6 +181,7 @@ class StubUpstream:
     # --- HTTP ---
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served = 0
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -186,6 +191,9 @@ class StubUpstream:
                     for name, _, value in (line.partition(":") for line in lines)
                 }
                 data = await reader.readexactly(int(headers.get("content-length", 0)))
+                served += 1
+                if served > self.requests_per_connection:
+                    return
                 method, path, _ = first.split(" ")
                 body = json.loads(data) if data else None
                 await self._route(method, path, body, headers, reader, writer)

@@ -21,6 +21,7 @@ from midfill.gateway.chat import chat_dialect
 from midfill.gateway.described_upstream import DescribedUpstream, describe
 from midfill.gateway.discovery import ServedModel, discover
 from midfill.gateway.engine import GatewayEngine
+from midfill.gateway.kept_connections import trace_connections
 from midfill.gateway.metrics import UpstreamCollector
 from midfill.gateway.options import GatewayOptions
 from midfill.gateway.pool import UpstreamPool
@@ -163,6 +164,7 @@ async def open_gateway(
         connector=aiohttp.TCPConnector(limit=0),
         read_bufsize=2**18,
         trust_env=False,
+        trace_configs=[trace_connections()],
     ) as session:
         upstreams = _upstreams(options, session)
         found = await _wait_for_models(upstreams, options)

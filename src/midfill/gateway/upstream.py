@@ -14,6 +14,7 @@ from midfill.errors import InvalidRequestError
 from midfill.gateway.breaker import Breaker
 from midfill.gateway.calls import Call, Piece, UpstreamApi, UpstreamFailedError
 from midfill.gateway.event_stream import read_events
+from midfill.gateway.kept_connections import post
 from midfill.gateway.llama_cpp_api import LlamaCppApi
 from midfill.gateway.openai_api import CompletionsApi, error_text
 from midfill.routing import DEFAULT_SLOTS
@@ -163,7 +164,8 @@ class Upstream:
     async def _answer(self, path: str, body: Mapping[str, Any]) -> aiohttp.ClientResponse:
         """Return the response to a request, unless it shows that the upstream has failed."""
         try:
-            response = await self._session.post(
+            response = await post(
+                self._session,
                 self.address + path,
                 data=msgspec.json.encode(body),
                 headers=_JSON,
@@ -214,7 +216,8 @@ class Upstream:
     async def _post(
         self, path: str, body: Mapping[str, Any], limits: aiohttp.ClientTimeout
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        async with self._session.post(
+        async with await post(
+            self._session,
             self.address + path,
             data=msgspec.json.encode(body),
             headers=_JSON,
