@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from client_prompts import CLIENT_PROMPTS, NEXT_EDIT_PROMPTS, PREFIX, SUFFIX, ClientPrompt
@@ -10,12 +11,16 @@ from tiny_checkpoints import tiny_tokenizer
 
 ALIASES = ("qwen2.5-coder", "codellama:7b")
 GREEDY = {"temperature": 0, "max_tokens": 8}
+KEYS = {one.client: f"key-{number}" for number, one in enumerate(CLIENT_PROMPTS)}
+OTHERS_KEY = "key"
 
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path) -> Iterator[RunningServer]:
     options = [option for alias in ALIASES for option in ("--alias", alias)]
+    options += [option for key in (*KEYS.values(), OTHERS_KEY) for option in ("--api-key", key)]
     with start(tiny_folder, "--kv-memory", "4MB", *options) as server:
+        server.client.headers["authorization"] = f"Bearer {OTHERS_KEY}"
         yield server
 
 
@@ -42,10 +47,18 @@ _HELLO = {"role": "user", "content": "a"}
 def test_a_template_is_answered_as_prefix_and_suffix_are(
     server: RunningServer, one: ClientPrompt
 ) -> None:
+    # A tenant of its own: the files that a tenant was shown before decide the order of these.
+    headers = {"authorization": f"Bearer {KEYS[one.client]}"}
+
+    def complete(**body: object) -> dict[str, Any]:
+        response = server.post("/v1/completions", body | GREEDY, headers=headers)
+        assert response.status_code == 200, response.text
+        return response.json()  # type: ignore[no-any-return]
+
     context = [{"path": file.path, "text": file.text} for file in one.context]
     fields = {"context": context, "path": one.path, "repository": one.repository}
-    expected = server.complete(prompt=one.prefix, suffix=one.suffix, midfill=fields, **GREEDY)
-    answer = server.complete(prompt=one.prompt, stop=list(one.stop), **GREEDY)
+    expected = complete(prompt=one.prefix, suffix=one.suffix, midfill=fields)
+    answer = complete(prompt=one.prompt, stop=list(one.stop))
     assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
     assert answer["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"]
     assert answer["midfill"]["template"] in one.prompt
