@@ -28,7 +28,7 @@ def is_running(process_id: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait until a condition holds; fail if it does not within ``seconds``."""
     end = time.monotonic() + seconds
     while not condition():

@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 from processes import default_interrupt, wait_for
+from slowed_engines import slowed
 
 
 @dataclass
@@ -80,7 +81,17 @@ class RunningServer:
         assert values, f"no metric {name}"
         return sum(map(float, values))
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 10) -> None:
+    def is_idle(self) -> bool:
+        """Whether the engine has no request, running or waiting."""
+        requests = re.findall(
+            r"^midfill:num_requests_(?:running|waiting)(?:{[^}]*})? (\S+)$",
+            self.get("/metrics").text,  # once: requests go from one number to the other
+            re.MULTILINE,
+        )
+        assert requests, "no metrics of requests"
+        return not any(map(float, requests))
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
         """Wait until a condition holds; fail if it does not within ``seconds``."""
         wait_for(condition, seconds)
 
@@ -111,6 +122,7 @@ def start(
     signals: Callable[[], None] = default_interrupt,
     python: Path | str = sys.executable,
     verify: ssl.SSLContext | bool = True,
+    step_seconds: float = 0.0,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until it is ready, and end it with the block.
 
@@ -120,6 +132,8 @@ def start(
         signals: sets the process's signal handling before it starts.
         python: the interpreter; one of another environment has its own midfill.
         verify: how the client checks the server's certificate.
+        step_seconds: minimum time that each step of its engines takes, for tests that act amid
+            an answer: the tiny model's own steps take less than a millisecond.
 
     Without torch the test that asks for a server is skipped.
     """
@@ -128,6 +142,7 @@ def start(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if python != sys.executable:
         environment.pop("PYTHONPATH", None)
+    environment = slowed(environment, step_seconds)
     with (
         tempfile.NamedTemporaryFile(suffix=".log") as log,
         subprocess.Popen(

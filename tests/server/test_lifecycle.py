@@ -6,7 +6,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import httpx
@@ -19,7 +20,8 @@ from tiny_checkpoints import write_tiny
 from midfill.config import ModelOptions, ServeOptions
 from midfill.server.run import run_server
 
-CONTEXT = 16_384  # long enough that a request takes seconds unless it is cancelled
+CONTEXT = 16_384
+STEP_SECONDS = 0.02  # a request for the whole context takes minutes unless it is cancelled
 LONG = {"prompt": "a", "max_tokens": 16_000, "n": 2, "temperature": 0, "ignore_eos": True}
 FOREVER = {"n_predict": -1, "temperature": 0, "ignore_eos": True}
 LONG_REQUESTS = {
@@ -37,7 +39,7 @@ def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(long_folder: Path) -> Iterator[RunningServer]:
-    with start(long_folder, "--kv-memory", "64MB") as server:
+    with start(long_folder, "--kv-memory", "64MB", step_seconds=STEP_SECONDS) as server:
         yield server
 
 
@@ -46,10 +48,6 @@ def own_server(long_folder: Path) -> Iterator[RunningServer]:
     """A server for a test that breaks it."""
     with start(long_folder, "--kv-memory", "64MB") as server:
         yield server
-
-
-def is_idle(server: RunningServer) -> bool:
-    return server.metric("num_requests_running") == server.metric("num_requests_waiting") == 0
 
 
 def check_nothing_held(server: RunningServer) -> None:
@@ -66,8 +64,8 @@ def test_a_stream_whose_client_disconnects_is_cancelled(server: RunningServer, p
     with httpx.stream("POST", server.url + path, json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
-        assert not is_idle(server)
-    server.wait_for(lambda: is_idle(server))
+        assert not server.is_idle()
+    server.wait_for(server.is_idle)
     assert server.metric("generation_tokens_total") - before < 16_000
     check_nothing_held(server)
 
@@ -82,15 +80,15 @@ def test_an_answer_whose_client_disconnects_is_cancelled(server: RunningServer, 
             b"POST %b HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body)
         )
-        server.wait_for(lambda: not is_idle(server))
-    server.wait_for(lambda: is_idle(server))
+        server.wait_for(lambda: not server.is_idle())
+    server.wait_for(server.is_idle)
     assert server.metric("generation_tokens_total") - before < 16_000
     check_nothing_held(server)
 
 
 def test_an_idle_engine_takes_no_processor_time(server: RunningServer) -> None:
     server.complete(prompt="a", max_tokens=1)
-    server.wait_for(lambda: is_idle(server))
+    server.wait_for(server.is_idle)
     engine = server.engine_process()
     before = processor_seconds(engine)
     time.sleep(1)
@@ -121,7 +119,7 @@ def test_clients_can_connect_when_the_server_says_it_is_ready(tiny_folder: Path)
 
     def ready(url: str, *_: object) -> None:
         host, port = url.removeprefix("http://").split(":")
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host, int(port)), timeout=60).close()
         raise EnoughError
 
     options = ServeOptions(
@@ -152,7 +150,7 @@ def test_a_signal_ends_the_server_and_its_engine(
     with start(tiny_folder, "--kv-memory", "4MB", signals=parent) as server:
         engine = server.engine_process()
         server.process.send_signal(number)
-        assert server.process.wait(20) in (0, 128 + number)
+        assert server.process.wait(60) in (0, 128 + number)
     wait_for(lambda: not is_running(engine))
 
 
@@ -161,28 +159,50 @@ def processor_seconds(process_id: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_answers_in_progress_may_end_before_the_server_does(long_folder: Path) -> None:
-    """One ends by itself, one takes too long and is told to try again."""
-    with start(long_folder, "--kv-memory", "64MB", "--drain-timeout", "4") as server:
-        short = {**LONG, "n": 1, "max_tokens": 150, "stream": True}
-        with (
-            httpx.stream("POST", f"{server.url}/v1/completions", json=short) as ending,
-            httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True})
-            as endless,
-        ):  # fmt: skip
-            events, others = ending.iter_lines(), endless.iter_lines()
-            assert next(events).startswith("data: ")
-            assert next(others).startswith("data: ")
+def stream(server: RunningServer, **body: object) -> AbstractContextManager[httpx.Response]:
+    """Ask for a streamed answer."""
+    body = {**LONG, "stream": True, **body}
+    return httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def events_of(lines: Iterable[str]) -> list[str]:
+    """Return the data of all events that a stream's lines hold."""
+    return [line.removeprefix("data: ") for line in lines if line]
+
+
+def refuses_connections(server: RunningServer) -> bool:
+    host, port = server.url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=60).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_an_answer_in_progress_may_end_before_the_server_does(long_folder: Path) -> None:
+    options = ["--kv-memory", "64MB", "--drain-timeout", "60"]
+    with start(long_folder, *options, step_seconds=STEP_SECONDS) as server:
+        with stream(server, n=1, max_tokens=150) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
             server.process.send_signal(signal.SIGTERM)
-            *_, last, done = filter(None, events)
-            assert (
-                json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-            )
-            assert done == "data: [DONE]"
-            *_, last, done = filter(None, others)
-            error = json.loads(last.removeprefix("data: "))["error"]
-            assert (error["code"], error["type"]) == ("server_stopping", "server_error")
-            assert "try again" in error["message"]
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{server.url}/livez")
-        assert server.process.wait(20) in (0, 128 + signal.SIGTERM)
+            server.wait_for(lambda: refuses_connections(server))
+            *_, last, done = events_of([first, *lines])
+        assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+        assert done == "[DONE]"
+        assert server.process.wait(60) in (0, 128 + signal.SIGTERM)
+
+
+def test_an_answer_that_takes_too_long_is_told_to_try_again(long_folder: Path) -> None:
+    options = ["--kv-memory", "64MB", "--drain-timeout", "1"]
+    with start(long_folder, *options, step_seconds=STEP_SECONDS) as server:
+        with stream(server) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            *_, last, done = events_of([first, *lines])
+        error = json.loads(last)["error"]
+        assert (error["code"], error["type"]) == ("server_stopping", "server_error")
+        assert "try again" in error["message"]
+        assert done == "[DONE]"
+        assert server.process.wait(60) in (0, 128 + signal.SIGTERM)
