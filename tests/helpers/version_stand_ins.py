@@ -37,6 +37,11 @@ class LLM:
         print("loading", model)
         note("loads", os.path.dirname(__file__))
 
+    def generate(self, prompts, sampling):
+        lengths = "+".join(str(len(prompt)) for prompt in prompts)
+        note("answers", lengths, sampling.max_tokens, hash(tuple(map(tuple, prompts))))
+        spend(0.1 * sampling.max_tokens)
+
     def generate_stream(self, prompt, sampling):
         note("answers", len(prompt), sampling.max_tokens, hash(tuple(prompt)))
         spend(0.01 * len(prompt))

@@ -48,6 +48,8 @@ def test_the_package_itself_answers(tmp_path: Path) -> None:
         decode = worker.measure(list(range(20, 52)), 16)
         assert decode.later_seconds > 0
         assert 0 < decode.later_tokens < 16
+        prompts = [list(range(first, first + 24)) for first in (20, 30, 40)]
+        assert worker.measure_streams(prompts, 8) > 0
 
 
 def test_the_first_token_is_timed_apart_from_the_rest(

@@ -1,4 +1,4 @@
-"""``bench speed`` of two versions, both loaded at once and asked in turn.
+"""``bench speed`` of two versions, both loaded at once and asked in turn; of many streams, too.
 
 Requests a fraction of a second apart meet the same speed of the machine, so their ratio is far
 less noisy than that of two runs. Both versions get the same prompts: old, new, new, old, and so on,
@@ -33,6 +33,7 @@ _PREFILLED = 5120
 """Prompt tokens per version and restart, about; short prompts are repeated more often."""
 _PREFILL_REPEATS = (4, 20)
 _DECODE_REPEATS = 8
+_STREAMS_REPEATS = 4
 
 Progress = Callable[[str], None]
 
@@ -44,15 +45,19 @@ class CompareSpeedOptions(msgspec.Struct, frozen=True, kw_only=True):
         model: its name or path.
         prefill: prompt lengths, in tokens.
         contexts: tokens before the first decoded one.
+        streams: answers decoded at once, beside single ones; 1 for none.
+        stream_contexts: tokens before the first decoded one where several are decoded.
         decoded: tokens decoded at each context.
-        repeats: requests of each figure per version and restart; None takes 8 for decode, and for
-            prefill the more, the shorter the prompt.
+        repeats: requests of each figure per version and restart; None takes 8 for decode, 4 for
+            that of several streams, and for prefill the more, the shorter the prompt.
         threads: of the kernels; None takes all cores.
     """
 
     model: str
     prefill: tuple[int, ...] = (512, 1500)
     contexts: tuple[int, ...] = (16, 1500)
+    streams: int = 16
+    stream_contexts: tuple[int, ...] = (16, 500)
     decoded: int = 64
     repeats: int | None = None
     threads: int | None = None
@@ -62,6 +67,9 @@ class CompareSpeedOptions(msgspec.Struct, frozen=True, kw_only=True):
         arguments = [self.model]
         for name, lengths in (("prefill", self.prefill), ("contexts", self.contexts)):
             arguments += [f"--{name}", ",".join(map(str, lengths))]
+        arguments += ["--streams", str(self.streams)]
+        if self.streams > 1:
+            arguments += ["--stream-contexts", ",".join(map(str, self.stream_contexts))]
         for name, number in (("repeats", self.repeats), ("threads", self.threads)):
             arguments += [] if number is None else [f"--{name}", str(number)]
         return arguments
@@ -130,29 +138,38 @@ class _Load:
         prompt_tokens: length of their prompts: random tokens, or real code to decode after.
         decoded: tokens of the answer if decode is measured; 0 for prefill.
         repeats: requests per version and restart.
+        streams: requests at once.
     """
 
     prompt_tokens: int
     decoded: int
     repeats: int
+    streams: int = 1
 
     @property
     def name(self) -> str:
         """Name of the figure."""
         how = "decode at" if self.decoded else "prefill of"
-        return f"{how} {self.prompt_tokens} tokens"
+        at_once = f", {self.streams} streams" if self.streams > 1 else ""
+        return f"{how} {self.prompt_tokens} tokens{at_once}"
 
     @property
     def answer_tokens(self) -> int:
         """Tokens of each answer."""
         return self.decoded or 1
 
-    def rate(self, timing: Timing) -> float:
-        """Return tokens per second.
+    def measure(self, worker: SpeedWorker, prompts: Sequence[Sequence[int]]) -> float:
+        """Return a version's tokens per second, of all streams together.
 
         Raises:
-            MidfillError: the answer has no pieces to time decode by.
+            MidfillError: the answer has no pieces to time decode by, or the version fails.
         """
+        if self.streams > 1:
+            seconds = worker.measure_streams(prompts, self.decoded)
+            return self.streams * self.decoded / seconds
+        return self._rate(worker.measure(prompts[0], self.answer_tokens))
+
+    def _rate(self, timing: Timing) -> float:
         if not self.decoded:
             return self.prompt_tokens / timing.first_seconds
         if not timing.later_tokens:
@@ -185,25 +202,36 @@ class _Requests:
                 for n in options.contexts
             ),
         ]
+        if options.streams > 1:
+            repeats = options.repeats or _STREAMS_REPEATS
+            self.loads += [
+                _Load(n, options.decoded, repeats, options.streams) for n in options.stream_contexts
+            ]
         context = checkpoint.config.context
         for load in self.loads:
             if load.prompt_tokens + load.answer_tokens > context:
                 raise MidfillError(f"{load.name}: {options.model} has {context} tokens of context")
         self._prompts = Prompts(checkpoint.tokenizer, seed=0)
-        self._streams = 0
+        self._stretches = 0
 
-    def prompt(self, load: _Load) -> list[int]:
-        """Return the next prompt: for prefill a new one, which no cache holds.
+    def prompts(self, load: _Load) -> list[list[int]]:
+        """Return the next prompts: for prefill a new one, which no cache holds.
 
-        To decode after, it is real code: after random tokens a model may write what is no text,
+        To decode after, they are real code: after random tokens a model may write what is no text,
         and pieces of text are what is timed. Short stretches may recur; decode is timed after the
-        first token, so the cache doesn't matter.
+        first token, so the cache doesn't matter. Several streams always get the same prompts, which
+        take longer to compute than their answers.
         """
         if not load.decoded:
-            return self._prompts.random_tokens(load.prompt_tokens)
-        self._streams += 1
-        room = max(self.options.contexts)
-        return self._prompts.code_tokens(self._streams, load.prompt_tokens, room)
+            return [self._prompts.random_tokens(load.prompt_tokens)]
+        room = max(*self.options.contexts, *self.options.stream_contexts)
+        if load.streams == 1:
+            self._stretches += 1
+            return [self._prompts.code_tokens(self._stretches, load.prompt_tokens, room)]
+        return [
+            self._prompts.code_tokens(stream, load.prompt_tokens, room)
+            for stream in range(load.streams)
+        ]
 
 
 class _Observation(NamedTuple):
@@ -233,9 +261,9 @@ def _observe(
         for worker in workers.values():  # one after the other, in alternating order
             worker.load(options.model, options.threads)
         for load in requests.loads:
-            prompt = requests.prompt(load)
+            prompts = requests.prompts(load)
             for worker in workers.values():
-                worker.measure(prompt, load.answer_tokens)
+                load.measure(worker, prompts)
         observations = []
         for load in requests.loads:
             progress(load.name)
@@ -252,10 +280,9 @@ def _observe_load(
 ) -> _Observation:
     rates: dict[str, list[float]] = {side: [] for side in workers}
     for repeat in range(load.repeats):
-        prompt = requests.prompt(load)
+        prompts = requests.prompts(load)
         for copy in copies.in_turn(restart + repeat):
-            timing = workers[copy.side].measure(prompt, load.answer_tokens)
-            rates[copy.side].append(load.rate(timing))
+            rates[copy.side].append(load.measure(workers[copy.side], prompts))
     ratios = [new / old for old, new in zip(rates["old"], rates["new"], strict=True)]
     return _Observation(median(rates["old"]), median(rates["new"]), median(ratios))
 

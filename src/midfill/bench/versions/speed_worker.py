@@ -39,6 +39,12 @@ class Timing(msgspec.Struct, frozen=True):
     later_tokens: int
 
 
+class _StreamsTiming(msgspec.Struct, frozen=True):
+    """How long answers to several prompts at once took."""
+
+    seconds: float
+
+
 class SpeedWorker:
     """Runs ``worker_program.py`` with a version. A context manager that always ends the process.
 
@@ -102,6 +108,16 @@ class SpeedWorker:
             MidfillError: the process ended, or gave another answer.
         """
         return self._ask({"prompt": prompt, "tokens": tokens}, Timing)
+
+    def measure_streams(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        """Return the seconds of greedy answers of so many tokens to all prompts at once.
+
+        The prompts are in the cache when the time begins.
+
+        Raises:
+            MidfillError: the process ended, or gave another answer.
+        """
+        return self._ask({"prompts": prompts, "tokens": tokens}, _StreamsTiming).seconds
 
     def _ask(self, request: dict[str, Any], kind: type[T]) -> T:
         assert self._process.stdin is not None

@@ -10,6 +10,7 @@ It reads JSON lines and answers each with one:
     {"prompt": [token ids], "tokens": 64}             -> {"first_seconds": time to the first piece,
                                                           "later_seconds": from there to the end,
                                                           "later_tokens": tokens in that time}
+    {"prompts": [[token ids], ...], "tokens": 64}     -> {"seconds": time of all answers at once}
 """
 
 import json
@@ -38,6 +39,8 @@ def main() -> None:
         if llm is None:
             llm = LLM(request["model"], threads=request["threads"], speculation=False)
             reply: dict[str, Any] = {"loaded": request["model"]}
+        elif "prompts" in request:
+            reply = measure_streams(llm, request["prompts"], request["tokens"])
         else:
             reply = measure(llm, request["prompt"], request["tokens"])
         time.sleep(_PARKED_SECONDS)
@@ -59,6 +62,19 @@ def measure(llm: "LLM", prompt: list[int], tokens: int) -> dict[str, float]:
         "later_seconds": arrivals[-1] - arrivals[0],
         "later_tokens": sum(counts[1:]),
     }
+
+
+def measure_streams(llm: "LLM", prompts: list[list[int]], tokens: int) -> dict[str, float]:
+    """Time greedy answers of exactly ``tokens`` tokens to all prompts at once.
+
+    The prompts are computed before, so that hardly more than decode is timed.
+    """
+    from midfill import SamplingParams
+
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
+    started = time.perf_counter()
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+    return {"seconds": time.perf_counter() - started}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """midfill bench speed: prefill and decode of one request at a time."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts
 from midfill.reporting.publish import publish
 
-if TYPE_CHECKING:
-    pass
-
 
 def speed(
     model: ModelArgument = None,
@@ -25,6 +22,15 @@ def speed(
     contexts: Annotated[
         str, typer.Option(help="Tokens before the first decoded one, separated by commas.")
     ] = "16,1500",
+    streams: Annotated[
+        int,
+        typer.Option(
+            min=1, help="With --compare: answers decoded at once, measured as well; 1 for none."
+        ),
+    ] = 16,
+    stream_contexts: Annotated[
+        str, typer.Option(help="With --compare: like --contexts, where several are decoded.")
+    ] = "16,500",
     repeats: Annotated[
         int | None,
         typer.Option(
@@ -56,6 +62,8 @@ def speed(
             model=absolute_model(model or DEFAULT_MODEL),
             prefill=parse_counts(prefill),
             contexts=parse_counts(contexts),
+            streams=streams,
+            stream_contexts=parse_counts(stream_contexts),
             repeats=repeats,
             threads=threads,
         )
