@@ -47,7 +47,8 @@ _HELLO = {"role": "user", "content": "a"}
 def test_a_template_is_answered_as_prefix_and_suffix_are(
     server: RunningServer, one: ClientPrompt
 ) -> None:
-    # A tenant of its own: the files that a tenant was shown before decide the order of these.
+    # A tenant of its own: files in a template are snippets, so those that a tenant was shown before
+    # may stay in their place.
     headers = {"authorization": f"Bearer {KEYS[one.client]}"}
 
     def complete(**body: object) -> dict[str, Any]:

@@ -160,6 +160,26 @@ def test_a_failed_write_leaves_nothing(
     assert folder.load(key(2)) == b"two"
 
 
+def test_a_folder_that_is_closed_during_a_write_keeps_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = open_folder(tmp_path / "kv")
+    folder.store(key(1), b"one")
+    fsync = os.fsync
+
+    def close_meanwhile(handle: int) -> None:
+        assert folder.used_bytes == len(b"one") + len(b"three"), "what is being written counts"
+        folder.close()
+        assert names(tmp_path / "kv") == {f"{key(1).hex()}.kv"}
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", close_meanwhile)
+    folder.store(key(2), b"three")
+    folder.store(key(3), b"four")
+    assert names(tmp_path / "kv") == {f"{key(1).hex()}.kv"}
+    assert folder.used_bytes == len(b"one")
+
+
 class _KilledError(BaseException):
     """Ends a write where SIGKILL would."""
 
@@ -203,6 +223,15 @@ def test_other_models_have_half_of_the_space_at_most(tmp_path: Path) -> None:
     opened = open_disk_folder(tmp_path, "f" * 32, 1000)
     assert {one.name for one in tmp_path.iterdir()} == {"mine", f"{2:032x}", "f" * 32}
     assert opened.capacity == 700
+
+
+def test_what_a_killed_server_of_another_model_left_unfinished_is_removed(tmp_path: Path) -> None:
+    other = open_disk_folder(tmp_path, "0" * 32, 1000)
+    other.store(key(1), b"one")
+    (other.path / f".{key(2).hex()}.1.1.partial").write_bytes(bytes(300))
+    other.close()
+    assert open_disk_folder(tmp_path, "f" * 32, 1000).capacity == 997
+    assert names(other.path) == {f"{key(1).hex()}.kv"}
 
 
 def test_models_that_are_served_keep_their_space(tmp_path: Path) -> None:

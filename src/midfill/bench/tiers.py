@@ -202,7 +202,7 @@ class _Bench:
         seconds = self._first_token(engine, prompt)
         while engine.has_work():
             engine.step()
-        engine.kv_traffic.close(_FLUSH_SECONDS)
+        engine.kv_traffic.flush(_FLUSH_SECONDS)
         return seconds
 
     def _load(self, tier: WarmTier, prompt: list[int]) -> tuple[float, int]:

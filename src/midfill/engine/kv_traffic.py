@@ -96,8 +96,13 @@ class KvTraffic:
         if queues.loading:
             queues.queue_loaded(self._is_loading)
 
+    def flush(self, seconds: float) -> None:
+        """Wait until what the warm tier was given is written, for at most so long."""
+        if self._warm is not None:
+            self._warm.flush(seconds)
+
     def close(self, seconds: float) -> None:
-        """Write what the warm tier was given, for at most so long."""
+        """Write what the warm tier was given, for at most so long, and close it."""
         if self._warm is not None:
             self._warm.close(seconds)
 

@@ -51,7 +51,6 @@ class RequestQueues:
         self._max_running = max_running
         self._sequence_ids: dict[str, set[int]] = {}
         self._branches = Branches(self.pool.cache)
-        self._cache_view = _QueueCacheView(self.pool, self.sequences, self._find_branch)
 
     def __bool__(self) -> bool:
         """Whether any sequence is running, waiting or background work."""
@@ -72,7 +71,7 @@ class RequestQueues:
             running=tuple(_running(sequence) for sequence in self.running),
             waiting=self._queued(self.waiting.head(places)),
             available_slots=self.pool.available,
-            cache=self._cache_view,
+            cache=_QueueCacheView(self.pool, self.sequences, self._find_branch),
             background=self._queued(self.background),
         )
 
@@ -233,7 +232,10 @@ class RequestQueues:
 
 
 class _QueueCacheView:
-    """Implements ``scheduler.CacheView`` for the sequences in the queues; changes nothing."""
+    """Implements ``scheduler.CacheView`` for the sequences in the queues; changes nothing.
+
+    It is of one step: what policies ask several times is looked up once.
+    """
 
     def __init__(
         self, pool: KVPool, sequences: Mapping[int, Sequence], find_branch: _FindBranch
@@ -241,10 +243,16 @@ class _QueueCacheView:
         self._pool = pool
         self._sequences = sequences
         self._find_branch = find_branch
+        self._found: dict[int, CachedPrefix] = {}
 
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
         """See ``CacheView.cached_prefix``."""
-        sequence = self._sequences[sequence_id]
+        found = self._found.get(sequence_id)
+        if found is None:
+            found = self._found[sequence_id] = self._look_up(self._sequences[sequence_id])
+        return found
+
+    def _look_up(self, sequence: Sequence) -> CachedPrefix:
         tokens = cached_tokens(sequence, self._pool)
         exact = self._pool.cache.peek(sequence.cache_root, tokens)
         found = self._find_branch(sequence, exact)

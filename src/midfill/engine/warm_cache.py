@@ -303,9 +303,14 @@ class WarmCache:
             self._tier.changed.wait(seconds)
         self._tier.changed.clear()
 
-    def close(self, seconds: float) -> None:
-        """Write what was handed over, for at most so long."""
+    def flush(self, seconds: float) -> None:
+        """Wait until what was handed over is written, for at most so long."""
         self._tier.flush(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Write what was handed over, for at most so long, and close the tier."""
+        self._tier.flush(seconds)
+        self._tier.close()
 
     def _take(self, one: _Loading, blob: KvBlob) -> int:
         """Put a chunk into the cache; return how many tokens were copied.

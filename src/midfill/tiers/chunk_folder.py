@@ -57,6 +57,8 @@ class ChunkFolder:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._used = 0
         self._writes = 0
+        self._unfinished: tuple[Path, int] | None = None  # the file that is being written, its size
+        self._closed = False
         make_private(path)
         self._lock = filelock.FileLock(path / "lock", blocking=False)
         try:
@@ -81,8 +83,9 @@ class ChunkFolder:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files."""
-        return self._used
+        """Bytes of all files, with the one that is being written."""
+        unfinished = self._unfinished
+        return self._used + (0 if unfinished is None else unfinished[1])
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark the chunks of a text as just used, those that are there.
@@ -97,6 +100,8 @@ class ChunkFolder:
     def store(self, key: bytes, content: bytes, before: Sequence[bytes] = ()) -> None:
         """Write a chunk, removing others to make room. One thread at a time may store.
 
+        A folder that is closed, or is closed meanwhile, stores nothing.
+
         Args:
             key: its name.
             content: what its file will hold.
@@ -108,10 +113,30 @@ class ChunkFolder:
         if len(content) > self.capacity:
             return
         self._make_room(len(content))
+        try:
+            self._write(key, content)
+        except OSError:
+            if self._closed:
+                return
+            raise
+        self.touch((*before, key))
+        if self._durable:
+            self._date((*before, key))
+
+    def _write(self, key: bytes, content: bytes) -> None:
+        """Write a file under another name and give it its own.
+
+        Raises:
+            OSError: see ``store``, or the folder is closed.
+        """
         self._writes += 1
         partial = self.path / f".{key.hex()}.{os.getpid()}.{self._writes}{_PARTIAL}"
         try:
-            handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
+            with self._mutex:
+                if self._closed:
+                    raise OSError("the folder is closed")
+                handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE)
+                self._unfinished = partial, len(content)
             with os.fdopen(handle, "wb", buffering=0) as file:
                 _write_all(file.fileno(), content)
             if self._durable:
@@ -119,15 +144,14 @@ class ChunkFolder:
             else:
                 partial.rename(self._file(key))
         except BaseException:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+            _unlink(partial)
+            with self._mutex:
+                self._unfinished = None
             raise
         with self._mutex:
+            self._unfinished = None
             self._used += len(content) - self._sizes.pop(key, 0)
             self._sizes[key] = len(content)
-        self.touch((*before, key))
-        if self._durable:
-            self._date((*before, key))
 
     def _date(self, keys: Sequence[bytes]) -> None:
         """Have the next process find the chunks of a text in the order of ``touch``."""
@@ -161,8 +185,7 @@ class ChunkFolder:
         """Remove a chunk, if it is there."""
         with self._mutex:
             self._used -= self._sizes.pop(key, 0)
-        with contextlib.suppress(OSError):
-            self._file(key).unlink(missing_ok=True)
+        _unlink(self._file(key))
 
     def shrink(self, capacity: int) -> None:
         """Set the maximum of bytes, removing what exceeds it."""
@@ -170,7 +193,11 @@ class ChunkFolder:
         self._make_room(0)
 
     def close(self) -> None:
-        """Let other processes use the folder."""
+        """Let other processes use the folder; of a file that is being written nothing is left."""
+        with self._mutex:
+            self._closed = True
+            if self._unfinished is not None:
+                _unlink(self._unfinished[0])
         self._lock.release()
 
     def _make_room(self, size: int) -> None:
@@ -184,11 +211,10 @@ class ChunkFolder:
         """Find the files of earlier processes; remove what a killed one left unfinished."""
         found: list[tuple[float, bytes, int]] = []
         try:
+            remove_unfinished(self.path)
             with os.scandir(self.path) as entries:
                 for entry in entries:
-                    if entry.name.endswith(_PARTIAL):
-                        Path(entry.path).unlink(missing_ok=True)
-                    elif (key := _key(entry.name)) is not None:
+                    if (key := _key(entry.name)) is not None:
                         status = entry.stat(follow_symlinks=False)
                         found.append((status.st_mtime, key, status.st_size))
         except OSError as error:
@@ -200,6 +226,17 @@ class ChunkFolder:
 
     def _file(self, key: bytes) -> Path:
         return self.path / f"{key.hex()}{_SUFFIX}"
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed processes left unfinished in a folder that no process uses.
+
+    Raises:
+        OSError: it can't be read or written.
+    """
+    for entry in path.iterdir():
+        if entry.name.endswith(_PARTIAL):
+            entry.unlink(missing_ok=True)
 
 
 def make_private(path: Path) -> None:
@@ -239,6 +276,11 @@ def _key(name: str) -> bytes | None:
         if name == f"{key.hex()}{_SUFFIX}" and len(key) == _KEY_BYTES:
             return key
     return None
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _write_all(handle: int, content: bytes) -> None:

@@ -11,7 +11,12 @@ from pathlib import Path
 import filelock
 
 from midfill.system.cache import mark_used
-from midfill.tiers.chunk_folder import ChunkFolder, FolderInUseError, make_private
+from midfill.tiers.chunk_folder import (
+    ChunkFolder,
+    FolderInUseError,
+    make_private,
+    remove_unfinished,
+)
 
 _NAME = re.compile(r"[0-9a-f]{32}(-\d+)?")
 _MAX_SERVERS = 64  # of one model on one machine
@@ -55,6 +60,7 @@ def _shrink_others(folder: Path, own: Path, size: int) -> int:
         for path in folder.iterdir():
             if path != own and _NAME.fullmatch(path.name) and not path.is_symlink():
                 with suppress(OSError, filelock.Timeout), _locked(path):
+                    remove_unfinished(path)
                     used = sum(one.lstat().st_size for one in path.iterdir())
                     others.append((path.stat().st_mtime, used, path))
     total = sum(used for _, used, _ in others)

@@ -194,11 +194,13 @@ class WarmTier:
                 self._wake_writer.wait(left)
 
     def close(self) -> None:
-        """End the threads; what isn't written yet is lost."""
+        """End the threads; what isn't written yet is lost, and nothing unfinished is left."""
         self._closed = True
         for condition in (self._wake_writer, self._wake_reader):
             with condition:
                 condition.notify_all()
+        for folder in self.folders.values():
+            folder.close()
 
     # --- the threads ---
 

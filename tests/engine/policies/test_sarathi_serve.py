@@ -139,9 +139,32 @@ class TestShortPromptsBesideLongOnes:
     def test_the_long_prompt_keeps_its_part_however_many_there_are(self) -> None:
         running = [decoding(0), decoding(1), prefilling(2, 2000), prefilling(3, 300)]
         made = plan(self.policy, running, [(4, 40), (5, 40)])
-        assert made.chunks == (Chunk(2, 49),)
+        assert made.chunks == (Chunk(2, 25), Chunk(3, 24))
         assert made.admit == (Chunk(4, 40), Chunk(5, 9))
         assert made.rows == 100
+
+    @given(
+        st.integers(1, 200),
+        st.sampled_from([0.25, 0.5, 0.9]),
+        st.integers(100, 1000),
+        st.integers(4, 20),
+        st.lists(st.floats(0.07, 0.25), max_size=12),  # none much shorter than another
+        st.integers(0, 12),
+    )
+    def test_keystrokes_do_not_keep_a_prompt_waiting_behind_a_much_longer_one(
+        self, budget: int, share: float, length: int, factor: int, typed: list[float], started: int
+    ) -> None:
+        keystrokes = [int(part * length) for part in typed]
+        running = [prefilling(0, factor * length), prefilling(1, length)]
+        running += [prefilling(2 + at, one) for at, one in enumerate(keystrokes[:started])]
+        waiting = [(20 + at, one) for at, one in enumerate(keystrokes[started:])]
+        made = plan(SarathiServe(budget, short_share=share), running, waiting)
+        rows = {chunk.sequence_id: chunk.tokens for chunk in (*made.chunks, *made.admit)}
+        considered = sum(keystrokes[:started]) + sum(keystrokes[started:][:8])
+        theirs = min(considered, int(share * budget))
+        assert rows[0] >= 1
+        assert rows.get(1, 0) >= min(length, int(share * (budget - theirs)))
+        assert sum(rows.values()) - rows[0] - rows.get(1, 0) >= theirs
 
     def test_prompts_of_similar_length_keep_their_order(self) -> None:
         made = plan(self.policy, [prefilling(1, 400)], [(2, 101)])

@@ -70,8 +70,10 @@ class SarathiServe:
             again. An addition to the paper.
         short_share: share of the budget that a prompt leaves to later ones that have at most a
             quarter as many tokens to run: a keystroke then doesn't wait for somebody's long
-            prompt, and the long prompt takes at most 1 / (1 - short_share) times as long. Another
-            addition; 0 is the paper's order.
+            prompt. The longest of the shorter ones is left as large a share of the rest, so
+            keystrokes don't keep it from running beside a much longer one. A prompt that all later
+            ones are short beside takes at most 1 / (1 - short_share) times as long as in their
+            absence, and so does one that waits for it. Another addition; 0 is the paper's order.
         min_shared_rest: the same for a prompt of which nothing but the last token would be left.
             Some editors send each request several times at once.
     """
@@ -216,13 +218,18 @@ class SarathiServe:
         Args:
             state: the state.
             remaining: tokens that the prompt has to run.
-            later: tokens that the others have to run.
+            later: tokens that the others have to run, 0 for those that wait.
             decodes: rows of the step that are decodes.
         """
         if not self.short_share:
             return 0
-        short = sum(tokens for tokens in later if tokens * _SHORT_FACTOR <= remaining)
-        return min(short, int(self.short_share * max(self._budget(state, 0) - decodes, 0)))
+        shorter = [tokens for tokens in later if 0 < tokens * _SHORT_FACTOR <= remaining]
+        if not shorter:
+            return 0
+        # Those that the longest of them has to leave rows to come first, however many there are.
+        shortest = self._left_to_short(state, max(shorter), shorter, decodes)
+        rows = max(self._budget(state, 0) - decodes, 0) - shortest
+        return shortest + min(sum(shorter) - shortest, int(self.short_share * rows))
 
     def _chunk(self, state: ScheduleState, remaining: int, done: int, rows: int) -> int:
         """Return how many tokens a prompt may run beside ``rows`` others.
