@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 
 Backend = Literal["auto", "cpu", "torch"]
 WeightsOption = Literal["auto", "q4", "q8", "f32"]
@@ -258,10 +258,10 @@ class ServeOptions:
                 )
         self._check_workers()
         if self.kv_transfer_key is not None and not self.kv_transfer_key.strip():
-            raise MidfillError("--kv-transfer-key is empty; leave it out to let nobody move KV")
+            raise OptionError("--kv-transfer-key is empty; leave it out to let nobody move KV")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
-            raise MidfillError(
+            raise OptionError(
                 f"--otlp-traces-endpoint takes a URL of OTLP over HTTP such as"
                 f" http://127.0.0.1:4318/v1/traces, not {endpoint!r}"
             )
@@ -275,12 +275,12 @@ class ServeOptions:
         prefill, decode = self.workers
         if (prefill > 0) != (decode > 0):
             given, missing = ("prefill", "decode") if prefill else ("decode", "prefill")
-            raise MidfillError(
+            raise OptionError(
                 f"--{given}-workers needs --{missing}-workers, too: prompts are computed by the"
                 " ones, answers by the others; leave both out for one engine that does both"
             )
         if prefill and self.options.method != "none":
-            raise MidfillError(
+            raise OptionError(
                 f"--method {self.options.method} and --decode-workers don't go together: KV under a"
                 " method stays where it is computed. Leave out one of them; single requests may"
                 " choose a method with --allow-method"

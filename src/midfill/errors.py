@@ -11,6 +11,10 @@ class MidfillError(Exception):
     """Base of all errors that a user can cause; the message is meant for the user."""
 
 
+class OptionError(MidfillError):
+    """An option of the command line whose value can't be used, or not beside another one."""
+
+
 class InvalidRequestError(MidfillError):
     """A request that can't be served as it is (HTTP 400).
 

@@ -25,7 +25,7 @@ import msgspec
 
 from midfill.bench.clients import Client, Measurement
 from midfill.bench.documents import standard_library_documents
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
 
@@ -104,7 +104,7 @@ def parse_layouts(text: str) -> tuple[Layout, ...]:
     unknown = [name for name in names if name not in LAYOUTS]
     if unknown or not names:
         what = ", ".join(unknown) or "nothing"
-        raise MidfillError(f"--layouts names {what}; there are {', '.join(LAYOUTS)}")
+        raise OptionError(f"--layouts names {what}; there are {', '.join(LAYOUTS)}")
     return tuple(layout for layout in LAYOUTS if layout in names)
 
 

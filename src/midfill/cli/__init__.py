@@ -4,12 +4,12 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; a MidfillError becomes one line on standard error and exit status 1."""
+    """Run the command line; an error becomes one line on standard error."""
     from midfill.cli.app import app
-    from midfill.errors import MidfillError
+    from midfill.errors import MidfillError, OptionError
 
     try:
         app()
     except MidfillError as error:
         sys.stderr.write(f"midfill: {error}\n")
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, OptionError) else 1)

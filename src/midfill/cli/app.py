@@ -17,10 +17,12 @@ from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
 from midfill.cli.top import top
 from midfill.cli.training import app as training
+from midfill.cli.usage import CommandLine
 from midfill.version import __version__
 
 app = typer.Typer(
     name="midfill",
+    cls=CommandLine,
     help="An LLM server for infilling: it computes only what an edit changed.",
     epilog="Start with: midfill serve (downloads a small model the first time).",
     no_args_is_help=True,

@@ -7,11 +7,13 @@ import typer
 
 from midfill.cli.gateway import gateway
 from midfill.cli.keys import app as keys
-from midfill.errors import MidfillError
+from midfill.cli.usage import CommandLine
+from midfill.errors import MidfillError, OptionError
 from midfill.version import __version__
 
 app = typer.Typer(
     name="midfill",
+    cls=CommandLine,
     help="midfill's planner in front of other servers; the distribution midfill has an engine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -39,9 +41,9 @@ app.add_typer(keys, name="keys")
 
 
 def main() -> None:
-    """Run the command line; a MidfillError becomes one line on standard error and exit status 1."""
+    """Run the command line; an error becomes one line on standard error."""
     try:
         app()
     except MidfillError as error:
         sys.stderr.write(f"midfill: {error}\n")
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, OptionError) else 1)

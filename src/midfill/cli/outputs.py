@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.system.extras import require
 
 _PLOT_ENDINGS = (".png", ".svg", ".pdf")
@@ -29,7 +29,7 @@ def _drawable(path: Path | None) -> Path | None:
     if path is not None:
         require("--plot", ["matplotlib"], extra="bench")
         if path.suffix not in _PLOT_ENDINGS:
-            raise MidfillError(f"--plot {path}: the name must end in .png, .svg or .pdf")
+            raise OptionError(f"--plot {path}: the name must end in .png, .svg or .pdf")
     return writable(path)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.evaluation.bootstrap import Estimate, estimate_difference, estimate_mean
 from midfill.evaluation.run import InfillingReport
 from midfill.evaluation.summary import SCORES
@@ -66,7 +66,7 @@ def check_score(name: str) -> None:
         MidfillError: there is no such score.
     """
     if name not in SCORES:
-        raise MidfillError(f"--score {name}: there is no such score, only {', '.join(SCORES)}")
+        raise OptionError(f"--score {name}: there is no such score, only {', '.join(SCORES)}")
 
 
 def choose_cheapest(
@@ -168,7 +168,7 @@ def _scores(
         outcomes = report.outcomes[name]
         if not all(score in one.scores for one in outcomes):
             known = [each for each in SCORES if all(each in one.scores for one in outcomes)]
-            raise MidfillError(
+            raise OptionError(
                 f"--score {score}: not all of these tasks have it; they have {', '.join(known)}"
             )
         scores[name] = [one.scores[score] for one in outcomes]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.evaluation.problems import Problem
 from midfill.evaluation.snippets import ShownSnippets, shown_snippets
 from midfill.infill.context import shown_text
@@ -98,7 +98,7 @@ def parse_conditions(text: str) -> tuple[str, ...]:
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         what = ", ".join(unknown) or "nothing"
-        raise MidfillError(f"--conditions names {what}; there are {', '.join(known)}")
+        raise OptionError(f"--conditions names {what}; there are {', '.join(known)}")
     return names
 
 

@@ -8,7 +8,7 @@ best is chosen, see ``choice``.
 from collections.abc import Sequence
 
 from midfill.checkpoints.model_record import MAX_LEAST_INCREMENT
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.evaluation.choice import Choice, choose_cheapest
 from midfill.evaluation.conditions import Condition
 from midfill.evaluation.run import InfillingReport
@@ -31,11 +31,11 @@ def parse_distances(text: str) -> tuple[int, ...]:
         elif part.isascii() and part.isdigit() and int(part) < MAX_LEAST_INCREMENT:
             distances.add(int(part))
         else:
-            raise MidfillError(
+            raise OptionError(
                 f"--distances takes characters and 'whole', like {DEFAULT_DISTANCES}, not {part!r}"
             )
     if len(distances) < 2:
-        raise MidfillError("--distances names one distance; there is nothing to choose from")
+        raise OptionError("--distances names one distance; there is nothing to choose from")
     return tuple(sorted(distances))
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.evaluation.sandbox.pool import Program
 from midfill.infill.context import ContextFile
 
@@ -125,5 +125,5 @@ def parse_tasks(text: str) -> tuple[Task, ...]:
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         what = ", ".join(unknown) or "nothing"
-        raise MidfillError(f"--tasks names {what}; there are {', '.join(known)}")
+        raise OptionError(f"--tasks names {what}; there are {', '.join(known)}")
     return tuple(task for task in known if task in names)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.evaluation.problems import Problem
 from midfill.evaluation.source_files import SourceFile
 from midfill.infill.context import ContextFile
@@ -69,7 +69,7 @@ def parse_snippets(text: str) -> tuple[ShownSnippets, ...]:
     """
     shown = [_parse_one(part.strip()) for part in text.split(",")]
     if len({one for one in shown if is_plain(one)}) < 2:
-        raise MidfillError("--snippets names fewer than two numbers to choose from, as 0,2000 does")
+        raise OptionError("--snippets names fewer than two numbers to choose from, as 0,2000 does")
     return tuple(dict.fromkeys(sorted(shown, key=lambda one: (not is_plain(one), one.characters))))
 
 
@@ -83,7 +83,7 @@ def _parse_one(part: str) -> ShownSnippets:
     choices = [one for one in CHOICES if one in words]
     rest = [word for word in words if word not in CHOICES and word != "behind"]
     if not (number.isascii() and number.isdigit()) or rest or len(choices) > 1:
-        raise MidfillError(
+        raise OptionError(
             "--snippets takes numbers of characters, each with one of /alike, /old and /answer or"
             f" /behind if wanted, like 0,1000,2000/old, not {part!r}"
         )

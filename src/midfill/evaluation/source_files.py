@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 
 MIN_FILE_CHARACTERS = 400
 """Shorter files have too little context around a hole."""
@@ -123,7 +123,7 @@ def read_files(
     found = 0
     for path in paths:
         if not path.exists():
-            raise MidfillError(f"--files {path}: no such file or folder")
+            raise OptionError(f"--files {path}: no such file or folder")
         root = path if path.is_dir() else path.parent
         for file in _find_files(path, suffixes) if path.is_dir() else [path]:
             if not file.is_file():

@@ -7,7 +7,7 @@ best is chosen, see ``choice``. ``window_costs`` counts what each window costs.
 
 from collections.abc import Iterable, Sequence
 
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.evaluation.choice import Choice, choose_cheapest
 from midfill.evaluation.conditions import Condition
 from midfill.evaluation.problems import FILE_TASKS, Task
@@ -28,13 +28,13 @@ def parse_windows(text: str) -> tuple[WindowRule, ...]:
     for part in (each.strip() for each in text.split(",")):
         numbers = part.split("/")
         if len(numbers) != 2 or not all(one.isascii() and one.isdigit() for one in numbers):
-            raise MidfillError(
+            raise OptionError(
                 f"--windows takes characters before and after the caret, like {DEFAULT_WINDOWS},"
                 f" not {part!r}"
             )
         rules.add(WindowRule(int(numbers[0]), int(numbers[1])))
     if len(rules) < 2:
-        raise MidfillError("--windows names one window; there is nothing to choose from")
+        raise OptionError("--windows names one window; there is nothing to choose from")
     return tuple(sorted(rules, key=_size))
 
 

@@ -11,7 +11,7 @@ from midfill.config import (
     TlsFiles,
     WindowSize,
 )
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.gateway.upstream import ApiName
 
 DEFAULT_UPSTREAM_TIMEOUT = 120.0
@@ -102,7 +102,7 @@ def address_of(url: str) -> str:
         MidfillError: it is no URL of HTTP.
     """
     if not _URL.fullmatch(url):
-        raise MidfillError(
+        raise OptionError(
             f"--upstream takes a URL such as http://127.0.0.1:8000, not {url!r}"
             " (keys belong in --upstream-key)"
         )

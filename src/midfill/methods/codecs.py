@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
-from midfill.methods.registry import OFF, make_options
+from midfill.methods.registry import OFF, make_options, nearest_name
 from midfill.tiers.codec import ChunkCodec
 from midfill.tokens.tokenizer import Tokenizer
 
@@ -24,8 +24,9 @@ def check_codec(specification: str) -> None:
     if name == OFF and not listed:
         return
     if name not in CODECS:
+        known = [*CODECS] if name == OFF else [OFF, *CODECS]
         raise InvalidRequestError(
-            f"there is no codec {name!r}; there are {OFF}, {', '.join(CODECS)}", param="codec"
+            f"there is no codec {name!r}{nearest_name(name, known)}", param="codec"
         )
     from midfill.methods.store.cachegen import CacheGen
 

@@ -203,7 +203,7 @@ def make_options(factory: type[Any], name: str, listed: str) -> Any:
     for item in filter(None, listed.split(",")):
         option, equals, text = item.partition("=")
         if option not in known:
-            nearest = _nearest(option, known)
+            nearest = nearest_name(option, known)
             raise InvalidRequestError(f"{name} has no option {option!r}{nearest}", param="method")
         if not equals:
             raise InvalidRequestError(f"{name}: write {option}=VALUE", param="method")
@@ -224,7 +224,7 @@ def check_name(name: str) -> None:
     """
     if name not in METHODS:
         raise InvalidRequestError(
-            f"there is no method {name!r}{_nearest(name, list(METHODS))}", param="method"
+            f"there is no method {name!r}{nearest_name(name, list(METHODS))}", param="method"
         )
 
 
@@ -238,7 +238,8 @@ def _parse(text: str, kind: type, option: str) -> object:
         ) from None
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest_name(name: str, known: list[str]) -> str:
+    """Return the end of a message: the nearest of some names, or all of them if none is near."""
     wanted = name.lower()
     begun = [each for each in known if len(wanted) > 2 and each.startswith(wanted)]
     found = begun or difflib.get_close_matches(wanted, known, n=1)

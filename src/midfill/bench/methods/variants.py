@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.methods.registry import (
     METHODS,
     OFF,
@@ -49,7 +49,7 @@ def choose_variants(methods: str | None, budgets: Sequence[float]) -> list[Varia
     """
     specifications = methods_of("evict") if methods is None else split_specifications(methods)
     if not specifications:
-        raise MidfillError(f"--methods names nothing; there are {', '.join(methods_of('evict'))}")
+        raise OptionError(f"--methods names nothing; there are {', '.join(methods_of('evict'))}")
     variants = [
         variant for text in specifications for variant in _at_budgets(text, sorted(budgets)[::-1])
     ]
@@ -69,7 +69,7 @@ def parse_budgets(text: str) -> tuple[float, ...]:
     except ValueError:
         budgets = ()
     if not budgets or min(budgets) <= 0:
-        raise MidfillError(
+        raise OptionError(
             f"--budgets takes shares below 1, or tokens per layer, like 0.5,0.25, not {text!r}"
         )
     return budgets

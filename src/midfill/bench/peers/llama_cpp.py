@@ -13,7 +13,7 @@ from midfill.bench.peers.compared_model import ComparedModel, open_compared
 from midfill.bench.peers.loads import LAID_OUT
 from midfill.bench.peers.results import LLAMA_CPP, STORED
 from midfill.bench.peers.servers import PORT, Launch, Missing, ReadBytes, Room
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.system.atomic import replacing_file
 from midfill.system.cache import cache_folder
 
@@ -42,7 +42,7 @@ def parse_formats(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",")))
     for name in names:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            raise MidfillError(f"--llama-formats names {name!r}; name types like q4_0,q4_k_m")
+            raise OptionError(f"--llama-formats names {name!r}; name types like q4_0,q4_k_m")
     return names
 
 

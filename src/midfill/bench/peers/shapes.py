@@ -23,7 +23,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from midfill.checkpoints.gguf_file import GgufFile
 from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.reporting.sizes import format_size
 from midfill.system.atomic import replacing_file
 from midfill.system.cache import cache_folder
@@ -99,7 +99,7 @@ def random_model(name: str, progress: Callable[[str], None] = lambda _: None) ->
         MidfillError: no such shape, too little disk space, or the file can't be written.
     """
     if name not in SHAPES:
-        raise MidfillError(f"--shape names {name}; there are {', '.join(SHAPES)}")
+        raise OptionError(f"--shape names {name}; there are {', '.join(SHAPES)}")
     path = cache_folder() / "peers" / f"random-{name}.gguf"
     if path.is_file():
         return path

@@ -63,12 +63,12 @@ def methods(
     from midfill.bench.methods.run import measure_methods
     from midfill.bench.methods.variants import choose_variants, parse_budgets
     from midfill.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.errors import MidfillError
+    from midfill.errors import OptionError
     from midfill.evaluation.metrics import is_exact_first_line
     from midfill.reporting.publish import publish, write_json
 
     if resume and json is None:
-        raise MidfillError("--resume continues what a file holds: name it with --json")
+        raise OptionError("--resume continues what a file holds: name it with --json")
     chosen = parse_budgets(budgets or ("0.25" if quick else "0.5,0.25,0.125"))
     variants = choose_variants(methods, chosen)
 

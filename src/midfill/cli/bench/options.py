@@ -9,7 +9,7 @@ import typer
 from midfill.cli.outputs import writable
 from midfill.cli.values import parse_fim_tokens
 from midfill.config import FimTokens
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 
 UrlOption = Annotated[
     str | None,
@@ -63,5 +63,5 @@ def model_or_shape(
     from midfill.checkpoints.model_store import DEFAULT_MODEL
 
     if shape is not None and model is not None:
-        raise MidfillError("--shape makes a model of its own: it goes without a model")
+        raise OptionError("--shape makes a model of its own: it goes without a model")
     return str(random_model(shape, progress)) if shape else model or DEFAULT_MODEL

@@ -11,7 +11,7 @@ from midfill.cli.outputs import DocsOption, PlotOption, SectionOption, writable
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts, parse_fim_tokens
 from midfill.config import FimTokens
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.reporting.publish import publish, write_json
 from midfill.system.extras import require
 
@@ -149,9 +149,9 @@ def peers(
     from midfill.system.machine import describe_machine
 
     if shape is not None and model is not None:
-        raise MidfillError("--shape makes a model of its own: it goes without --model")
+        raise OptionError("--shape makes a model of its own: it goes without --model")
     if resume and json is None:
-        raise MidfillError("--resume continues what a file holds: name it with --json")
+        raise OptionError("--resume continues what a file holds: name it with --json")
     machine = describe_machine()
     chosen = QUICK if quick else PeersOptions()
     given = {"prefill": prefill, "contexts": contexts, "streams": streams, "users": users}

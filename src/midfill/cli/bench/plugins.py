@@ -14,7 +14,7 @@ from midfill.cli.options import (
 )
 from midfill.cli.outputs import DocsOption, SectionOption
 from midfill.cli.progress import show_steps
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.reporting.publish import publish
 from midfill.system.extras import require
 
@@ -62,7 +62,7 @@ def plugins(
     known = plugins_of(checkpoint)
     for one in only or ():
         if one not in known:
-            raise MidfillError(f"--only {one}: there are {', '.join(known)}")
+            raise OptionError(f"--only {one}: there are {', '.join(known)}")
     options = PluginsOptions(
         sessions=sessions, rounds=rounds, window=window, snippets=snippets, seed=seed
     )

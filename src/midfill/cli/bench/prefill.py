@@ -45,7 +45,7 @@ def prefill(
     from midfill.bench.prefill.results import QUICK, PrefillOptions
     from midfill.bench.prefill.run import measure_prefill
     from midfill.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.errors import MidfillError
+    from midfill.errors import OptionError
     from midfill.methods.registry import methods_of, parse_name, resolve_method
     from midfill.reporting.publish import publish
 
@@ -59,7 +59,7 @@ def prefill(
     for text in named:
         resolve_method(text)
         if parse_name(text) not in known:
-            raise MidfillError(
+            raise OptionError(
                 f"--methods takes methods of sparse prefill ({', '.join(known)}),"
                 f" not {parse_name(text)}"
             )

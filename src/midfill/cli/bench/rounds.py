@@ -19,7 +19,7 @@ from midfill.cli.options import MethodOption, ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
 from midfill.config import FimTokens
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.reporting.publish import publish
 from midfill.system.extras import require
 
@@ -90,10 +90,10 @@ def rounds(
         method=method,
     )
     if url is not None and method != "none":
-        raise MidfillError("--method is for a model loaded here: start the server with its own")
+        raise OptionError("--method is for a model loaded here: start the server with its own")
     if compare is not None:
         if url is not None or plot is not None:
-            raise MidfillError("--compare runs both versions here: it takes no --url and no --plot")
+            raise OptionError("--compare runs both versions here: it takes no --url and no --plot")
         from midfill.bench.versions.rounds import compare_rounds
 
         arguments = _rounds_arguments(options, model, fim_tokens, threads)

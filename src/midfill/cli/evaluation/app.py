@@ -89,14 +89,14 @@ def infilling(
     character, the first and the last of these with token healing, and as midfill lays prompts out.
     With --method, each of them once more for each method of KV compression.
     """
-    from midfill.errors import MidfillError
+    from midfill.errors import OptionError
     from midfill.evaluation.conditions import choose_conditions, parse_conditions, with_methods
     from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.models import RemoteModel
     from midfill.evaluation.run import RunOptions, load_problems
 
     if url is not None and (asked.model or asked.adapter or typed):
-        raise MidfillError(
+        raise OptionError(
             "--url can't be combined with --model, --adapter or --typed: the server has a model"
         )
     file = results.results_file()

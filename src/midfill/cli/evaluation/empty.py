@@ -76,7 +76,7 @@ def empty(
     """
     from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY
     from midfill.checkpoints.model_record import write_empty
-    from midfill.errors import MidfillError
+    from midfill.errors import MidfillError, OptionError
     from midfill.evaluation.empties import (
         caret_tasks,
         choose_empty,
@@ -91,7 +91,7 @@ def empty(
     if not files:
         raise MidfillError("nothing to ask: name held-out Python files with --files")
     if write is not None and threshold is not None:
-        raise MidfillError("--write notes a threshold that is chosen: leave out --threshold")
+        raise OptionError("--write notes a threshold that is chosen: leave out --threshold")
     if write is not None:
         asked.check_target(write, EMPTY_THRESHOLD_KEY)
     before, after = parse_context(context_characters)

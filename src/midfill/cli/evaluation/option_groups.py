@@ -64,15 +64,13 @@ class ModelFlags:
         """
         from midfill.checkpoints.model_record import check_folder
         from midfill.checkpoints.model_store import resolve, resolve_adapter
-        from midfill.errors import MidfillError
+        from midfill.errors import OptionError
 
         check_folder(folder, keys)
         model = self.choice().model
         measured = resolve_adapter(model, self.adapter) or resolve(model)
         if folder.resolve() != measured.resolve():
-            raise MidfillError(
-                f"--write {folder}: what is measured is {measured}; name that folder"
-            )
+            raise OptionError(f"--write {folder}: what is measured is {measured}; name that folder")
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def page(
     An interrupted page continues where it stopped.
     """
     from midfill.cli.progress import show_progress
-    from midfill.errors import MidfillError
+    from midfill.errors import OptionError
     from midfill.evaluation.model_choice import ModelChoice
     from midfill.evaluation.page import PageOptions, measure_page, read_page
 
@@ -60,7 +60,7 @@ def page(
     sections = only or list(found.sections)
     unknown = [name for name in sections if name not in found.sections]
     if unknown:
-        raise MidfillError(
+        raise OptionError(
             f"--only names {', '.join(unknown)}; {plan} has {', '.join(found.sections)}"
         )
     options = PageOptions(

@@ -99,9 +99,9 @@ class Outputs:
 
 def _read_earlier(path: Path | None) -> "InfillingReport | None":
     """Return the report to continue; None if the run has not begun."""
-    from midfill.errors import MidfillError
+    from midfill.errors import OptionError
     from midfill.evaluation.report import read_report
 
     if path is None:
-        raise MidfillError("--resume continues what a file holds: name it with --json")
+        raise OptionError("--resume continues what a file holds: name it with --json")
     return read_report(path) if path.exists() else None
