@@ -35,8 +35,8 @@ class RunningServer:
 
     @property
     def log(self) -> list[str]:
-        """What the server has logged so far, line by line."""
-        return self.log_path.read_text("utf-8").splitlines()
+        """What the server has logged so far, line by line; the last may be on its way."""
+        return self.log_path.read_text("utf-8").rpartition("\n")[0].splitlines()
 
     def logged(self, request_id: str) -> dict[str, Any]:
         """What a server that logs JSON has logged of a finished request."""
@@ -164,7 +164,7 @@ def start(
             match = re.search(r"https?://\S+", banner)
             assert match is not None
             keys = [key for option, key in pairwise(options) if option == "--api-key"]
-            with httpx.Client(timeout=60, verify=verify) as client:
+            with httpx.Client(timeout=120, verify=verify) as client:
                 yield RunningServer(
                     match.group(), process, banner, client, Path(log.name), *keys[:1]
                 )

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -59,9 +60,39 @@ def _value(value: Any) -> object:
     return getattr(value, kind)
 
 
+class _Receiver(ThreadingHTTPServer):
+    """Has a port of its own from the start, and refuses connections until it is activated."""
+
+    allow_reuse_address = False
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler, bind_and_activate=False)
+        self.server_bind()
+
+
+@dataclass(frozen=True)
+class Port:
+    """A port of the loopback interface that nobody else can have."""
+
+    number: int
+    receiver: ThreadingHTTPServer
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Receive what is sent to it."""
+        self.receiver.server_activate()
+        thread = threading.Thread(target=self.receiver.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield
+        finally:
+            self.receiver.shutdown()
+            thread.join()
+
+
 @contextmanager
-def collecting(collector: TraceCollector, port: int = 0) -> Iterator[int]:
-    """Listen on a port of the loopback interface, and yield it."""
+def port_of(collector: TraceCollector) -> Iterator[Port]:
+    """Yield a port where a collector can listen; until it does, connections are refused."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -73,11 +104,12 @@ def collecting(collector: TraceCollector, port: int = 0) -> Iterator[int]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
+    with _Receiver(Handler) as receiver:
+        yield Port(receiver.server_address[1], receiver)
+
+
+@contextmanager
+def collecting(collector: TraceCollector) -> Iterator[int]:
+    """Listen on a port of the loopback interface, and yield it."""
+    with port_of(collector) as port, port.listening():
+        yield port.number

@@ -1,6 +1,8 @@
 """Clients that disconnect: wherever their request is, the engine does no more for it."""
 
 import json
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,34 +13,38 @@ from tiny_checkpoints import write_tiny
 
 CONTEXT = 16_384
 LONG_TEXT = "the quick fox " * 1000  # thousands of steps of a few tokens each
+STEP_SECONDS = 0.02
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server whose prefills take seconds, since its steps are small."""
+    """A server whose prefills take minutes, since its steps are small and slow."""
     folder = tmp_path_factory.mktemp("long") / "tiny-llama"
     write_tiny("llama", folder, max_position_embeddings=CONTEXT)
     options = ["--kv-memory", "64MB", "--token-budget", "4", "--no-idle-prefill"]
-    with start(folder, *options) as server:
+    options += ["--log-format", "json"]
+    with start(folder, *options, step_seconds=STEP_SECONDS) as server:
         yield server
 
 
 @contextmanager
-def sent(server: RunningServer, **body: object) -> Iterator[socket.socket]:
+def sent(
+    server: RunningServer, *, request_id: str = "some", **body: object
+) -> Iterator[socket.socket]:
     """Send a completion request over a connection that is closed at the end of the block."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps({"max_tokens": 5, "temperature": 0, **body}).encode()
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (len(data), data)
+            b"X-Request-Id: %b\r\nContent-Length: %d\r\n\r\n%b"
+            % (request_id.encode(), len(data), data)
         )
         yield connection
 
 
 def is_idle(server: RunningServer) -> bool:
-    waiting = server.metric("num_requests_running") + server.metric("num_requests_waiting")
-    return waiting + server.metric("queued_tokens") == 0
+    return server.metric("queued_tokens") == 0 and server.is_idle()
 
 
 def check_works(server: RunningServer) -> None:
@@ -80,16 +86,36 @@ def test_while_it_waits_for_the_engine(server: RunningServer) -> None:
     check_works(server)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_it_is_logged_as_nginx_does(server: RunningServer, stream: bool) -> None:
+    server.wait_for(lambda: is_idle(server))
+    name = f"gone-{stream}"
+    with sent(
+        server, request_id=name, prompt="a", n=3, max_tokens=4000, ignore_eos=True, stream=stream
+    ):
+        server.wait_for(lambda: server.metric("num_requests_running") == 3)
+    line = server.logged(name)
+    assert (line["status"], line["finish_reason"]) == (499, "abort")
+    assert line["completion_tokens"] < 3 * 4000
+
+
 def test_while_its_prompt_is_encoded(server: RunningServer) -> None:
     """One request keeps the encoding thread busy; nothing of it gets any further.
 
-    Small requests may overtake it while its body arrives; they have a few tokens each.
+    Small requests may overtake it while its body arrives; they have a few tokens each. The engine
+    gets no message before all have gone, so that none is too late to be cancelled.
     """
+    engine = server.engine_process()
     admitted = server.metric("prompt_tokens_total")
-    with sent(server, prompt=[f"{number} {LONG_TEXT}" for number in range(100)]):
-        for number in range(5):
-            with sent(server, prompt=f"behind {number}", stream=bool(number % 2)):
-                pass
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        with sent(server, prompt=[f"{number} {LONG_TEXT}" for number in range(100)]):
+            for number in range(5):
+                with sent(server, prompt=f"behind {number}", stream=bool(number % 2)):
+                    pass
+        server.wait_for(lambda: server.metric("queued_tokens") == 0)
+    finally:
+        os.kill(engine, signal.SIGCONT)
     check_works(server)  # its prompt is encoded after all of them
     assert server.metric("prompt_tokens_total") - admitted < 100
 

@@ -114,7 +114,7 @@ def test_an_export_of_nonsense_is_refused(source: RunningServer, body: dict[str,
 
 
 def test_a_body_larger_than_the_pool_is_not_read(source: RunningServer) -> None:
-    connection = http.client.HTTPConnection(httpx.URL(source.url).netloc.decode(), timeout=30)
+    connection = http.client.HTTPConnection(httpx.URL(source.url).netloc.decode(), timeout=60)
     connection.putrequest("POST", "/internal/kv/import")
     for name, value in (SENT | {"Content-Length": str(10**12)}).items():
         connection.putheader(name, value)

@@ -1,8 +1,6 @@
 """Request ids and the log: each request has an id, and a line in the log when it is finished."""
 
-import json
 import re
-import socket
 
 import pytest
 from running_server import RunningServer
@@ -107,22 +105,3 @@ def test_what_monitoring_asks_is_not_logged(server: RunningServer) -> None:
     server.client.get(f"{server.url}/pages/none", headers=headers("missing"))
     assert server.logged("missing")["status"] == 404
     assert not any("routine" in line for line in server.log)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_disconnects_is_logged_as_nginx_does(
-    server: RunningServer, stream: bool
-) -> None:
-    name = f"gone-{stream}"
-    body = {"prompt": "a", "n": 30, "max_tokens": 400, "ignore_eos": True, "stream": stream}
-    data = json.dumps(body).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
-            b"X-Request-Id: %b\r\nContent-Length: %d\r\n\r\n%b" % (name.encode(), len(data), data)
-        )
-        server.wait_for(lambda: server.metric("num_requests_running") > 0)
-    line = server.logged(name)
-    assert (line["status"], line["finish_reason"]) == (499, "abort")
-    assert line["completion_tokens"] < 30 * 400

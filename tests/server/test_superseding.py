@@ -10,6 +10,8 @@ import pytest
 from running_server import RunningServer, start
 from tiny_checkpoints import write_tiny
 
+STEP_SECONDS = 0.005
+# More than a minute's, unless it is superseded.
 LONG = {"max_tokens": 15_000, "temperature": 0, "ignore_eos": True}
 SHORT = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
 
@@ -19,7 +21,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("long") / "tiny-llama"
     write_tiny("llama", folder, max_position_embeddings=16_384)
     keys = ["--api-key", "one", "--api-key", "two"]
-    with start(folder, "--kv-memory", "64MB", *keys) as server:
+    with start(folder, "--kv-memory", "64MB", *keys, step_seconds=STEP_SECONDS) as server:
         server.client.headers["authorization"] = "Bearer one"
         yield server
 
@@ -35,14 +37,14 @@ def marked(document: str = "a.py") -> dict[str, object]:
 
 
 def ask(server: RunningServer, pool: ThreadPoolExecutor, **body: object) -> Future[dict[str, Any]]:
-    """Send a request, and wait until it runs; its first choice comes later."""
-    running = server.metric("num_requests_running")
+    """Send a request, and wait until it runs alone; its first choice comes later."""
+    server.wait_for(server.is_idle)
 
     def answer() -> dict[str, Any]:
         return server.complete(**LONG | body)["choices"][0]  # type: ignore[no-any-return]
 
     future = pool.submit(answer)
-    server.wait_for(lambda: server.metric("num_requests_running") > running)
+    server.wait_for(lambda: server.metric("num_requests_running") == 1)
     return future
 
 
@@ -54,7 +56,7 @@ def test_an_older_request_ends_with_what_it_has(
     choice = older.result(60)
     assert (choice["finish_reason"], choice["stop_reason"]) == ("superseded", None)
     assert newer["choices"][0]["finish_reason"] == "length"
-    server.wait_for(lambda: server.metric("num_requests_running") == 0)
+    server.wait_for(server.is_idle)
 
 
 def test_a_stream_ends_with_a_chunk_that_says_so(
@@ -71,6 +73,7 @@ def test_a_stream_ends_with_a_chunk_that_says_so(
 
 
 def test_all_of_several_answers_end(server: RunningServer, pool: ThreadPoolExecutor) -> None:
+    server.wait_for(server.is_idle)
     older = pool.submit(server.complete, prompt="c = ", suffix="\n", n=3, midfill=marked(), **LONG)
     server.wait_for(lambda: server.metric("num_requests_running") == 3)
     server.complete(prompt="c = 1", suffix="\n", midfill=marked(), **SHORT)

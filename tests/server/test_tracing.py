@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from running_server import RunningServer, start
-from trace_collector import TraceCollector, attributes, collecting
+from trace_collector import TraceCollector, attributes, collecting, port_of
 
 from midfill.config import ServeOptions
 from midfill.errors import MidfillError
@@ -28,10 +28,10 @@ def collector() -> TraceCollector:
 
 @pytest.fixture(scope="module")
 def server(tiny_folder: Path, collector: TraceCollector) -> Iterator[RunningServer]:
-    """A server that sends its spans at once, and gives up soon."""
+    """A server that sends its spans at once."""
     with pytest.MonkeyPatch.context() as patch, collecting(collector) as port:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-        patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+        patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "60")
         options = ["--otlp-traces-endpoint", f"http://127.0.0.1:{port}", "--api-key", "key"]
         options += ["--kv-memory", "4MB", "--log-format", "json"]
         with start(tiny_folder, *options) as server:
@@ -112,18 +112,16 @@ def test_a_refused_request_says_why(server: RunningServer, collector: TraceColle
 
 def test_a_collector_that_is_down_costs_one_warning(tiny_folder: Path) -> None:
     collector = TraceCollector()
-    with collecting(collector) as port:
-        pass  # now nothing listens there
-    with pytest.MonkeyPatch.context() as patch:
+    with port_of(collector) as port, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         patch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-        endpoint = f"http://127.0.0.1:{port}/v1/traces"
+        endpoint = f"http://127.0.0.1:{port.number}/v1/traces"
         options = ["--otlp-traces-endpoint", endpoint, "--kv-memory", "4MB"]
         with start(tiny_folder, *options) as server:
             for number in range(5):
                 assert post(server, f"down-{number}", {"prompt": "a", "max_tokens": 1}) == 200
                 server.wait_for(lambda: any("can't be sent" in line for line in server.log))
-            with collecting(collector, port):
+            with port.listening():
 
                 def is_received() -> bool:
                     post(server, "up", {"prompt": "a", "max_tokens": 1})

@@ -126,7 +126,8 @@ def test_kv_moves_from_and_to_other_servers(server: RunningServer) -> None:
 def test_when_a_worker_is_killed_its_answers_go_on_elsewhere(
     folder: Path, alone: RunningServer, place: int
 ) -> None:
-    with start(folder, *WORKERS, "--kv-memory", "64MB") as server:
+    # An answer takes ten seconds, so that the kill meets it half-way.
+    with start(folder, *WORKERS, "--kv-memory", "64MB", step_seconds=0.005) as server:
         check_survives(server, alone, place)
 
 
@@ -149,7 +150,7 @@ def check_survives(server: RunningServer, alone: RunningServer, place: int) -> N
     clients = [threading.Thread(target=ask) for _ in range(3)]
     for client in clients:
         client.start()
-    server.wait_for(lambda: of_role(server, "worker_requests_running", "decode") == 3, 60)
+    server.wait_for(lambda: of_role(server, "worker_requests_running", "decode") == 3)
     os.kill(server.engine_processes()[place], signal.SIGKILL)
     for client in clients:
         client.join(120)
