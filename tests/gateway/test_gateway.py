@@ -280,6 +280,24 @@ def test_a_stream_arrives_in_pieces_with_the_servers_usage() -> None:
     run(test())
 
 
+def test_cached_tokens_are_left_out_of_an_answer_that_ends_before_the_server_tells_them() -> None:
+    async def test() -> None:
+        with StubUpstream(StubModel(answer=lambda _: "abcdef" * 50), hold=0.02) as upstream:
+            async with serve(upstream.url) as gateway:
+                request = {"prompt": PREFIX + "a =", "suffix": SUFFIX, "max_tokens": 300}
+                cut = await gateway.complete(**request, stop="fa")
+                upstream.model, upstream.hold = StubModel(), 0.0
+                whole = await gateway.complete(**request)
+        assert cut["choices"][0]["text"] == "abcde"
+        assert "prompt_tokens_details" not in cut["usage"]
+        assert not {"cached_tokens", "computed_tokens"} & cut["midfill"].keys()
+        cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0
+        assert whole["midfill"]["cached_tokens"] == cached
+
+    run(test())
+
+
 def test_a_client_that_goes_ends_the_servers_request() -> None:
     async def test() -> None:
         with StubUpstream(StubModel(answer=lambda _: "abcdef" * 50), hold=0.02) as upstream:

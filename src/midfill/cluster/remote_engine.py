@@ -265,7 +265,7 @@ class RemoteEngine:
             return
         attempt.answers = True
         self._holdings.record(document, attempt.replica, request.token_ids)
-        computed = len(request.token_ids) - output.cached_tokens
+        computed = len(request.token_ids) - (output.cached_tokens or 0)
         if output.prefill_seconds is not None and computed >= _MIN_PREFILL_TOKENS:
             self._prefill.record(computed, output.prefill_seconds)
 

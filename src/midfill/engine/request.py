@@ -136,7 +136,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
         token_ids: new tokens since the last output, a stop token included.
         logprobs: one entry per new token; None if not requested.
         finish_reason: why the answer ended; None while it continues.
-        cached_tokens: prompt tokens whose KV was found in the cache when the prompt was admitted.
+        cached_tokens: prompt tokens whose KV was found in the cache when the prompt was admitted;
+            None as long as an engine elsewhere has not told.
         reused_tokens: further prompt tokens whose KV was copied from elsewhere, by a method of
             reuse, and kept.
         error: what went wrong, if finish_reason is "error".
@@ -158,7 +159,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0
+    cached_tokens: int | None = 0
     reused_tokens: int = 0
     error: str | None = None
     empty_probability: float | None = None

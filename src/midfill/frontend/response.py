@@ -20,12 +20,15 @@ class Usage:
         completion_tokens: generated tokens, without those that stand for healed bytes only.
         cached_tokens: prompt tokens that were found in the prefix cache and not computed.
         reused_tokens: further prompt tokens whose KV a method of reuse took from elsewhere.
+        knows_cached: whether the engine has told ``cached_tokens``, which is 0 otherwise. A server
+            behind a gateway may tell them at an answer's end only, or not at all.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reused_tokens: int = 0
+    knows_cached: bool = True
 
     @property
     def computed_tokens(self) -> int:
@@ -38,6 +41,7 @@ class Usage:
             self.completion_tokens + other.completion_tokens,
             self.cached_tokens + other.cached_tokens,
             self.reused_tokens + other.reused_tokens,
+            self.knows_cached and other.knows_cached,
         )
 
 
@@ -72,6 +76,7 @@ class Response:
             for index in range(sampling.n)
         ]
         self._cached_tokens = self._reused_tokens = 0
+        self._knows_cached = True
         self._counted_prompt: int | None = None
         self._counted_completion: int | None = None
         self._empty_probability: float | None = None
@@ -89,7 +94,9 @@ class Response:
             prompt = len(self.prompt.token_ids)
         if generated is None:
             generated = sum(answer.tokens for answer in self._answers)
-        return Usage(prompt, generated, self._cached_tokens, self._reused_tokens)
+        return Usage(
+            prompt, generated, self._cached_tokens, self._reused_tokens, self._knows_cached
+        )
 
     @property
     def empty_probability(self) -> float | None:
@@ -116,7 +123,8 @@ class Response:
         Raises:
             GenerationError: the engine failed on the request.
         """
-        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        self._knows_cached = output.cached_tokens is not None
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens or 0)
         self._reused_tokens = max(self._reused_tokens, output.reused_tokens)
         if output.prompt_tokens is not None:
             self._counted_prompt = output.prompt_tokens

@@ -164,7 +164,7 @@ class GatewayEngine:
         finally:
             tenant.running -= 1
             tenant.prompt_tokens += work.prompt_tokens or 0
-            tenant.cached_tokens += work.cached_tokens
+            tenant.cached_tokens += work.cached_tokens or 0
             tenant.generated_tokens += work.completion_tokens
 
     def _forget_task(self, request_id: str, _: object) -> None:

@@ -81,7 +81,7 @@ class PromptAnswers:
 
     Attributes:
         prompt_tokens: tokens of the prompt, as an upstream counts them; None until it has.
-        cached_tokens: those that it has found in its cache.
+        cached_tokens: those that it has found in its cache; None until it has told.
         completion_tokens: tokens of all answers so far.
     """
 
@@ -101,7 +101,7 @@ class PromptAnswers:
         self._started = time.perf_counter()
         self._passed_on = False  # whether the client may have seen anything
         self.prompt_tokens: int | None = None
-        self.cached_tokens = 0
+        self.cached_tokens: int | None = None
         self.completion_tokens = 0
         self._healed = 0  # tokens that wrote the half word and nothing else
         self._counted: dict[tuple[int, ...], int] = {}  # completion tokens of each ask's answers
@@ -219,7 +219,7 @@ class PromptAnswers:
         if piece.prompt_tokens is not None:
             self.prompt_tokens = piece.prompt_tokens
         if piece.cached_tokens is not None:
-            self.cached_tokens = max(self.cached_tokens, piece.cached_tokens)
+            self.cached_tokens = max(self.cached_tokens or 0, piece.cached_tokens)
         if piece.completion_tokens is not None:
             self._counted[ask.indices] = piece.completion_tokens
             self.completion_tokens = sum(self._counted.values())

@@ -161,7 +161,7 @@ def _costs(record: RequestRecord) -> Mapping[str, float | None]:
     first = times.first_token
     return {
         "prompt_tokens": usage.prompt_tokens,
-        "cached_tokens": None if times.admitted is None else usage.cached_tokens,
+        "cached_tokens": usage.cached_tokens if times.admitted and usage.knows_cached else None,
         "completion_tokens": usage.completion_tokens,
         "queue_seconds": None if times.queued is None else round(times.queued, 6),
         "ttft_seconds": None if first is None else round(first - record.arrived, 6),

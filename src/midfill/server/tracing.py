@@ -151,9 +151,10 @@ def _of_generation(
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.prompt_tokens": usage.prompt_tokens,
         "gen_ai.usage.completion_tokens": usage.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
         "gen_ai.latency.e2e": now - record.arrived,
     }
+    if usage.knows_cached:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
     if times.queued is not None:
         attributes["gen_ai.latency.time_in_queue"] = times.queued
     admitted, first, last = times.admitted, times.first_token, times.last_token

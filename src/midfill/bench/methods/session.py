@@ -175,7 +175,7 @@ class MethodSession:
             arrived = time.perf_counter()
             held.append(self._held_slots())
             if outputs and not arrivals:
-                after_prefill, cached = held[-1], outputs[0].cached_tokens
+                after_prefill, cached = held[-1], outputs[0].cached_tokens or 0
             arrivals += [arrived] * sum(len(output.token_ids) for output in outputs)
         return Holding(
             after_prefill=after_prefill,

@@ -81,13 +81,15 @@ class GenerationFields(msgspec.Struct, kw_only=True):
 
 
 def usage_object(usage: Usage) -> dict[str, object]:
-    """Return OpenAI's ``usage`` object."""
-    return {
+    """Return OpenAI's ``usage`` object; without cached tokens where nobody knows them."""
+    fields: dict[str, object] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.knows_cached:
+        fields["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return fields
 
 
 def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
@@ -97,9 +99,10 @@ def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
     fields: dict[str, object] = {
         "layout": prompt.report.layout,
         "sentinels": prompt.report.sentinels,
-        "cached_tokens": usage.cached_tokens,
-        "computed_tokens": usage.computed_tokens,
     }
+    if usage.knows_cached:
+        fields["cached_tokens"] = usage.cached_tokens
+        fields["computed_tokens"] = usage.computed_tokens
     if usage.reused_tokens:
         fields["reused_tokens"] = usage.reused_tokens
     if prompt.report.cut is not None:
