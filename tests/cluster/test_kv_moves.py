@@ -30,6 +30,7 @@ class Replicas:
         delay: seconds that an export takes in addition.
         damage: bytes that an export loses at its end.
         exports: how many were asked for.
+        starts: the first token of each.
     """
 
     engines: dict[str, EngineClient]
@@ -38,10 +39,12 @@ class Replicas:
     delay: float = 0.0
     damage: int = 0
     exports: int = 0
+    starts: list[int] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
 
     def reset(self) -> None:
         self.delay, self.damage, self.exports, self.gone = 0.0, 0, 0, set()
+        self.starts = []
         info = self.engines["a"].info
         assert info is not None
         self.moves = {
@@ -49,12 +52,15 @@ class Replicas:
             for name, engine in self.engines.items()
         }
 
-    async def export_kv(self, replica: str, tenant: str, token_ids: Sequence[int]) -> bytes:
+    async def export_kv(
+        self, replica: str, tenant: str, token_ids: Sequence[int], start: int
+    ) -> bytes:
         self.exports += 1
+        self.starts.append(start)
         await asyncio.sleep(self.delay)
         if replica in self.gone:
             raise KvTransferError("the replica was lost")
-        blob = await self.engines[replica].export_kv(tenant, token_ids)
+        blob = await self.engines[replica].export_kv(tenant, token_ids, start)
         return blob[: len(blob) - self.damage]
 
     async def ask(
@@ -160,6 +166,44 @@ def test_a_document_that_moves_is_not_computed_again(pair: Pair) -> None:
         replicas.turn = "b"
         computed = await ask(remote(replicas, moving=False), request([*tokens, 9], "somebody"))
         assert (computed.tokens, computed.cached) == (moved.tokens, 0)
+
+    pair.run(test())
+
+
+def test_only_what_is_missing_moves(pair: Pair) -> None:
+    async def test() -> None:
+        replicas, tokens = pair.replicas, prompt(43)
+        engine = remote(replicas)
+        replicas.turn = "b"
+        await ask(remote(replicas, moving=False), request(tokens[:200]))
+        there = await replicas.engines["b"].cached_tokens("", tokens)
+        assert there >= 200
+        replicas.turn = "a"
+        first = await ask(engine, request(tokens))
+        replicas.turn = "b"
+        moved = await ask(engine, request(tokens))
+        assert (moved.tokens, moved.cached) == (first.tokens, len(tokens) - 1)
+        assert replicas.starts == [there]
+        assert engine.moves == KvMoveCounts(moved=1, moved_tokens=len(tokens) - there)
+
+    pair.run(test())
+
+
+def test_what_was_evicted_meanwhile_moves_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        replicas, tokens = pair.replicas, prompt(47)
+        engine = remote(replicas)
+        replicas.turn = "a"
+        await ask(engine, request(tokens))
+
+        async def long_ago(tenant: str, token_ids: Sequence[int]) -> int:
+            return 150
+
+        monkeypatch.setattr(replicas.engines["b"], "cached_tokens", long_ago)
+        replicas.turn = "b"
+        assert (await ask(engine, request(tokens))).cached == len(tokens) - 1
+        assert replicas.starts == [150, 0]
+        assert engine.moves == KvMoveCounts(moved=1, moved_tokens=len(tokens))
 
     pair.run(test())
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from running_server import RunningServer, start
 
@@ -56,6 +57,27 @@ def test_another_server_goes_on_with_the_same_kv(
         assert target.metric("kv_imported_bytes_total") == len(decode_blob(blob).data)
 
 
+def test_what_another_server_has_need_not_be_sent(
+    source: RunningServer, blob: bytes, tiny_folder: Path
+) -> None:
+    with start(tiny_folder, "--kv-memory", "4MB", "--kv-transfer-key", KEY) as target:
+        import_(target, export(source, token_ids=TOKENS[:70]).content)
+        found = target.post("/internal/kv/find", {"token_ids": TOKENS}, headers=SENT).json()
+        assert found == {"tokens": 70}
+        rest = export(source, token_ids=TOKENS, start=70).content
+        assert decode_blob(rest).tokens.tolist() == TOKENS[70:]
+        before = np.array(TOKENS[:70], "<i4").tobytes()
+        refused = import_(target, rest)
+        assert refused.status_code == 400
+        assert "begins at token 70" in refused.json()["error"]["message"]
+        path = f"{target.url}/internal/kv/import?before="
+        short = target.client.post(f"{path}{2**40}", content=before + rest, headers=SENT)
+        assert short.status_code == 400
+        response = target.client.post(f"{path}70", content=before + rest, headers=SENT)
+        assert (response.status_code, response.json()) == (200, {"tokens": 200})
+        assert target.metric("kv_imported_bytes_total") == len(decode_blob(blob).data)
+
+
 def test_what_is_cached_is_exported_and_no_more(source: RunningServer, blob: bytes) -> None:
     assert decode_blob(blob).tokens.tolist() == TOKENS
     shorter = export(source, token_ids=[*TOKENS[:70], 3])
@@ -71,6 +93,7 @@ def test_without_the_key_nothing_moves(source: RunningServer, blob: bytes, sent:
     for response in (
         export(source, headers, token_ids=TOKENS),
         import_(source, blob, headers=headers),
+        source.post("/internal/kv/find", {"token_ids": TOKENS}, headers=headers),
     ):
         assert response.status_code == 401
         assert "--kv-transfer-key" in response.json()["error"]["message"]
@@ -107,6 +130,7 @@ def test_damaged_kv_is_refused(source: RunningServer, blob: bytes, damage: str) 
         {"token_ids": [2**31]},
         {"token_ids": "1"},
         {"token_ids": [1], "tenants": ""},
+        {"token_ids": [1], "start": -1},
     ],
 )
 def test_an_export_of_nonsense_is_refused(source: RunningServer, body: dict[str, object]) -> None:

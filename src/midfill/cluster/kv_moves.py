@@ -1,9 +1,9 @@
 """KvMoves: a document's KV follows it to another replica, where that is cheaper than computing it.
 
 The server in front says which replicas have computed how much of a prompt (``messages.KvHint``).
-The replica that gets the request fetches the KV from the one with most of it, if the warm tier's
-policy finds that this takes less time than computing (``tiers.load_policy``), and waits for it at
-most twice as long as computing would take. Whatever goes wrong, the prompt is computed.
+The replica that gets the request fetches what it lacks from the one with most of it, if the warm
+tier's policy finds that this takes less time than computing (``tiers.load_policy``), and waits for
+it at most twice as long as computing would take. Whatever goes wrong, the prompt is computed.
 """
 
 import asyncio
@@ -47,8 +47,10 @@ class KvMoveCounts(msgspec.Struct, kw_only=True):
 class KvPeers(Protocol):
     """The other replicas."""
 
-    async def export_kv(self, replica: str, tenant: str, token_ids: Sequence[int]) -> bytes:
-        """Return an encoded ``KvBlob`` of what a replica has cached of a prompt.
+    async def export_kv(
+        self, replica: str, tenant: str, token_ids: Sequence[int], start: int
+    ) -> bytes:
+        """Return an encoded ``KvBlob`` of what a replica has cached of a prompt from ``start`` on.
 
         Raises:
             MidfillError: it has nothing, or it can't be reached.
@@ -59,8 +61,15 @@ class KvPeers(Protocol):
 class KvTarget(Protocol):
     """The replica's own engine; see ``engine.client.EngineClient``."""
 
-    async def import_kv(self, tenant: str, blob: bytes) -> int:
-        """Put an encoded ``KvBlob`` into a tenant's prefix cache; return the tokens cached."""
+    async def cached_tokens(self, tenant: str, token_ids: Sequence[int]) -> int:
+        """Return how many of a prompt's tokens are cached, from the first on."""
+        ...
+
+    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
+        """Put an encoded ``KvBlob`` into a tenant's prefix cache; return the tokens cached.
+
+        ``before`` are the prompt's tokens that it leaves out, which have to be cached.
+        """
         ...
 
 
@@ -105,7 +114,7 @@ class KvMoves:
         gained = others[source] - hint.held.get(self._name, 0)
         if gained <= 0:
             return
-        seconds = self._seconds(gained, others[source], hint.prefill_rate)
+        seconds = self._seconds(gained, hint.prefill_rate)
         if not seconds:
             self.counts.declined += 1
             return
@@ -120,28 +129,39 @@ class KvMoves:
             move.add_done_callback(lambda _: self._moves.pop(document))
         await asyncio.wait({move}, timeout=seconds)
 
-    def _seconds(self, gained: int, moved: int, prefill_rate: float | None) -> float:
+    def _seconds(self, gained: int, prefill_rate: float | None) -> float:
         """Return how long to wait for KV; 0 if computing it is cheaper.
 
         Args:
-            gained: tokens that need not be computed then.
-            moved: tokens whose KV is sent.
+            gained: tokens whose KV is sent, and that need not be computed then.
             prefill_rate: tokens computed per second, as far as it is known.
         """
         if time.monotonic() - self._measured > _FORGET_SECONDS:
             self._rate = MeasuredRate()
         compute = gained * (1 / prefill_rate if prefill_rate else _UNKNOWN_SECONDS)
-        load = self._rate.seconds(moved * self._token_bytes) or 0.0
+        load = self._rate.seconds(gained * self._token_bytes) or 0.0
         return patience(compute) if chunks_to_load([load], [compute], _OVERHEAD_SECONDS) else 0.0
 
-    async def _move(self, source: str, request: EngineRequest, tokens: int, seconds: float) -> None:
-        """Copy a prompt's KV from another replica; count what becomes of it."""
+    async def _move(self, source: str, request: EngineRequest, held: int, seconds: float) -> None:
+        """Copy a prompt's missing KV from another replica; count what becomes of it.
+
+        Args:
+            source: the other replica.
+            request: whose prompt it is.
+            held: how many of its tokens are probably there.
+            seconds: that it may take.
+        """
         started = time.monotonic()
-        size = tokens * self._token_bytes  # unless it comes, and tells
+        size = held * self._token_bytes
         try:
             async with asyncio.timeout(seconds):
-                blob = await self._peers.export_kv(source, request.tenant, request.token_ids)
-                cached = await self._engine.import_kv(request.tenant, blob)
+                start = await self._engine.cached_tokens(request.tenant, request.token_ids)
+                if start >= held:
+                    return
+                size = (held - start) * self._token_bytes  # unless it comes, and tells
+                size, moved = await self._fetch_after(start, source, request)
+                if moved < 0:  # what was here has been evicted meanwhile
+                    size, moved = await self._fetch_after(0, source, request)
         except TimeoutError:
             self.counts.late += 1
         except MidfillError as error:
@@ -153,8 +173,22 @@ class KvMoves:
             _log.exception("KV of replica %s can't be fetched", source)
             return
         else:
-            size = len(blob)
             self.counts.moved += 1
-            self.counts.moved_tokens += cached
+            self.counts.moved_tokens += moved
         self._measured = time.monotonic()
         self._rate.record(size, self._measured - started)
+
+    async def _fetch_after(
+        self, start: int, source: str, request: EngineRequest
+    ) -> tuple[int, int]:
+        """Copy the KV of a prompt's tokens after the first ``start``.
+
+        Returns:
+            Bytes that were sent, and how many more tokens than these are cached now.
+
+        Raises:
+            MidfillError: it isn't there, or can't be used.
+        """
+        tenant, tokens = request.tenant, request.token_ids
+        blob = await self._peers.export_kv(source, tenant, tokens, start)
+        return len(blob), await self._engine.import_kv(tenant, blob, tokens[:start]) - start

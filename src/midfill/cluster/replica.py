@@ -99,18 +99,21 @@ class EngineReplica:
         except MidfillError as error:
             yield _encode(Failed.of(error))
 
-    async def export_kv(self, tenant: str, token_ids: list[int], *, replica: str) -> bytes:
+    async def export_kv(
+        self, tenant: str, token_ids: list[int], start: int, *, replica: str
+    ) -> bytes:
         """Return an encoded ``KvBlob`` of what is cached of a prompt; nothing if nothing is.
 
         Args:
             tenant: whose cache.
             token_ids: the prompt.
+            start: how many of its tokens are left out.
             replica: which one is asked. Serve calls another one if that has gone.
         """
         if replica != self._name:
             return b""
         try:
-            return await self._engine.export_kv(tenant, token_ids)
+            return await self._engine.export_kv(tenant, token_ids, start)
         except MidfillError:
             return b""
 

@@ -26,9 +26,11 @@ class ServePeers:
         handle = serve.get_deployment_handle(ENGINE, app)
         self._export = handle.options(method_name="export_kv")
 
-    async def export_kv(self, replica: str, tenant: str, token_ids: Sequence[int]) -> bytes:
+    async def export_kv(
+        self, replica: str, tenant: str, token_ids: Sequence[int], start: int
+    ) -> bytes:
         """Return what a replica has cached; see ``kv_moves.KvPeers``."""
-        response = self._export.remote(tenant, list(token_ids), replica=replica)
+        response = self._export.remote(tenant, list(token_ids), start, replica=replica)
         blob: bytes | None = None
         try:
             blob = await response

@@ -160,24 +160,36 @@ class DisaggregatedClient:
         """Size of the largest KV pool, 0 before the engine was ready."""
         return max(worker.engine.kv_bytes for worker in self.workers)
 
-    async def export_kv(self, tenant: str, token_ids: Sequence[int]) -> bytes:
-        """Return an encoded ``KvBlob`` of what prefill workers have cached of a prompt.
+    async def cached_tokens(self, tenant: str, token_ids: Sequence[int]) -> int:
+        """Return how many of a prompt's tokens every prefill worker has cached.
 
         Raises:
             EngineDeadError: no prefill worker is ready.
-            KvTransferError: nothing of it is cached.
         """
-        exports = (engine.export_kv(tenant, token_ids) for engine in self.of_role("prefill"))
+        finds = (engine.cached_tokens(tenant, token_ids) for engine in self.of_role("prefill"))
+        return _least(await asyncio.gather(*finds, return_exceptions=True))
+
+    async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> bytes:
+        """Return an encoded ``KvBlob`` of what prefill workers have cached of a prompt.
+
+        Without the first ``start`` of its tokens, which the receiver has.
+
+        Raises:
+            EngineDeadError: no prefill worker is ready.
+            KvTransferError: nothing of it is cached, or nothing after ``start``.
+        """
+        exports = (engine.export_kv(tenant, token_ids, start) for engine in self.of_role("prefill"))
         results = await asyncio.gather(*exports, return_exceptions=True)
         blobs = [result for result in results if isinstance(result, bytes)]
         if blobs:
             return max(blobs, key=len)
         raise _most_telling(results)
 
-    async def import_kv(self, tenant: str, blob: bytes) -> int:
+    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
         """Put an encoded ``KvBlob`` into the prefix caches of prefill workers.
 
-        Of all of them: which document it belongs to is not known.
+        Of all of them: which document it belongs to is not known. ``before`` are the tokens that an
+        export has left out.
 
         Returns:
             How many of its tokens are cached then.
@@ -186,12 +198,8 @@ class DisaggregatedClient:
             EngineDeadError: no prefill worker is ready.
             KvTransferError: the blob is damaged, or of another model or tenant.
         """
-        imports = (engine.import_kv(tenant, blob) for engine in self.of_role("prefill"))
-        results = await asyncio.gather(*imports, return_exceptions=True)
-        tokens = [result for result in results if isinstance(result, int)]
-        if tokens:
-            return min(tokens)
-        raise _most_telling(results)
+        imports = (engine.import_kv(tenant, blob, before) for engine in self.of_role("prefill"))
+        return _least(await asyncio.gather(*imports, return_exceptions=True))
 
     # --- numbers ---
 
@@ -290,6 +298,14 @@ def _prefill_limits(info: EngineInfo | None) -> PrefillLimits:
 def _decode_limits(info: EngineInfo | None) -> DecodeLimits:
     assert info is not None
     return DecodeLimits(pool=Pool(pages=info.slots, page_tokens=1), max_batch=info.max_running)
+
+
+def _least(results: Sequence[object]) -> int:
+    """Return the least number of those that worked; raise what says most if none has."""
+    numbers = [result for result in results if isinstance(result, int)]
+    if not numbers:
+        raise _most_telling(results)
+    return min(numbers)
 
 
 def _most_telling(results: Sequence[object]) -> BaseException:

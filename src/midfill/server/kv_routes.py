@@ -1,15 +1,16 @@
-"""POST /internal/kv/export and /internal/kv/import: KV between servers of one model.
+"""POST /internal/kv/find, export and import: KV between servers of one model.
 
 For whoever moves documents between servers, behind a key of its own: its holder may read and write
 the KV of all tenants.
 """
 
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Protocol
 
 import msgspec
-from fastapi import APIRouter, Depends, Request
+import numpy as np
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
 from midfill.errors import KvTransferError
@@ -20,6 +21,7 @@ from midfill.server.key_file import key_digest
 from midfill.server.key_guesses import KeyGuesses
 
 _MAX_JSON_BYTES = 16 * 2**20
+_TOKEN = np.dtype("<i4")
 _HEADER_BYTES = 64 * 2**20  # of a blob, at most, beside the KV
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -33,25 +35,42 @@ class KvEngine(Protocol):
         """Size of its KV pool."""
         ...
 
-    async def export_kv(self, tenant: str, token_ids: list[int]) -> bytes:
-        """Return an encoded ``KvBlob``."""
+    async def cached_tokens(self, tenant: str, token_ids: list[int]) -> int:
+        """Return how many of a prompt's tokens are cached, from the first on."""
         ...
 
-    async def import_kv(self, tenant: str, blob: bytes) -> int:
-        """Put an encoded ``KvBlob`` into a tenant's prefix cache; return the tokens cached."""
+    async def export_kv(self, tenant: str, token_ids: list[int], start: int = 0) -> bytes:
+        """Return an encoded ``KvBlob``, without the first ``start`` tokens."""
+        ...
+
+    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
+        """Put an encoded ``KvBlob`` into a tenant's prefix cache; return the tokens cached.
+
+        ``before`` are the tokens that the export has left out.
+        """
         ...
 
 
-class KvExportBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of an export.
+class KvFindBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a question what is cached.
 
     Attributes:
-        token_ids: a prompt; what is cached of it, from the first token on, is exported.
+        token_ids: a prompt.
         tenant: whose cache; the name of the API key, "" without keys.
     """
 
     token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
     tenant: str = ""
+
+
+class KvExportBody(KvFindBody, forbid_unknown_fields=True):
+    """Body of an export: of what is cached of a prompt, from the first token on.
+
+    Attributes:
+        start: how many of these tokens the receiver has; they are left out.
+    """
+
+    start: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 def kv_routes(engine: KvEngine, key: str) -> APIRouter:
@@ -63,22 +82,37 @@ def kv_routes(engine: KvEngine, key: str) -> APIRouter:
     """
     router = APIRouter(dependencies=[Depends(_key_check(key))], include_in_schema=False)
 
+    @router.post("/internal/kv/find")
+    async def find(request: Request) -> Response:
+        """Say how many tokens of a prompt are cached."""
+        body = await read_json(request, KvFindBody, _MAX_JSON_BYTES)
+        return json_response({"tokens": await engine.cached_tokens(body.tenant, body.token_ids)})
+
     @router.post("/internal/kv/export")
     async def export(request: Request) -> Response:
         """Answer with the KV of what is cached of a prompt, 404 if nothing is."""
         body = await read_json(request, KvExportBody, _MAX_JSON_BYTES)
         try:
-            blob = await engine.export_kv(body.tenant, body.token_ids)
+            blob = await engine.export_kv(body.tenant, body.token_ids, body.start)
         except KvTransferError as error:
             raise ApiError(404, str(error), code="kv_not_cached") from None
         return Response(blob, media_type="application/octet-stream")
 
     @router.post("/internal/kv/import")
-    async def import_(request: Request, tenant: str = "") -> Response:
-        """Put what an export answered into a tenant's cache; say how many tokens are cached."""
-        blob = await read_bytes(request, engine.kv_bytes + _HEADER_BYTES)
+    async def import_(
+        request: Request, tenant: str = "", before: Annotated[int, Query(ge=0)] = 0
+    ) -> Response:
+        """Put what an export answered into a tenant's cache; say how many tokens are cached.
+
+        The tokens that it has left out, ``before`` of them, come first, little-endian int32.
+        """
+        content = await read_bytes(request, engine.kv_bytes + _HEADER_BYTES)
+        size = before * _TOKEN.itemsize
+        if size > len(content):
+            raise ApiError(400, f"the body ends within the {before} tokens before the KV")
+        left_out = np.frombuffer(content, _TOKEN, before).tolist()
         try:
-            tokens = await engine.import_kv(tenant, blob)
+            tokens = await engine.import_kv(tenant, content[size:], left_out)
         except KvTransferError as error:
             raise ApiError(400, str(error), code="kv_refused") from None
         return json_response({"tokens": tokens})
