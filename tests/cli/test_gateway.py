@@ -35,11 +35,11 @@ def test_it_says_what_it_stands_before_and_ends_when_asked() -> None:
             url = re.search(r"listens  on (\S+)", banner)
             assert url is not None
             answer = httpx.post(
-                f"{url[1]}/v1/completions", json={"prompt": "a =", "suffix": "\n"}, timeout=30
+                f"{url[1]}/v1/completions", json={"prompt": "a =", "suffix": "\n"}, timeout=60
             )
             assert answer.json()["choices"][0]["text"] == " x + 1"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
 
 
 def test_a_server_that_has_a_tokenizer_gets_token_ids(tiny_folder: Path) -> None:
@@ -58,9 +58,9 @@ def test_a_server_that_has_a_tokenizer_gets_token_ids(tiny_folder: Path) -> None
             url = re.search(r"listens  on (\S+)", banner)
             assert url is not None
             body = {"prompt": "def f(a):\n    return toke", "suffix": "\n", "max_tokens": 4}
-            answer = httpx.post(f"{url[1]}/v1/completions", json=body, timeout=30)
+            answer = httpx.post(f"{url[1]}/v1/completions", json=body, timeout=60)
             process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            process.wait(60)
         assert answer.status_code == 200, answer.text
         assert all(isinstance(each.body["prompt"], list) for each in upstream.received)
         # The half word is asked for without, and then, as the answer begins otherwise, with it.
@@ -79,7 +79,7 @@ def test_a_server_that_has_a_tokenizer_gets_token_ids(tiny_folder: Path) -> None
     ],
 )
 def test_errors_are_one_line(options: list[str], status: int, message: str) -> None:
-    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == status
     assert done.stderr.startswith("midfill: ")
     assert message in done.stderr

@@ -24,9 +24,10 @@ _RECOVERY_SECONDS = 300
 def cluster(
     tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningCluster]:
-    """Two replicas of the tiny model."""
+    """Two replicas of the tiny model, whose steps take as long as a larger model's."""
     folder = tmp_path_factory.mktemp("cluster")
-    with start_cluster(folder, tiny_folder, "--replicas", "2", *_OPTIONS) as cluster:
+    options = ("--replicas", "2", *_OPTIONS)
+    with start_cluster(folder, tiny_folder, *options, step_seconds=0.01) as cluster:
         yield cluster
 
 
@@ -67,7 +68,7 @@ def test_a_document_stays_with_the_replica_that_holds_its_kv(cluster: RunningClu
         now = cluster.status()["replicas"]
         return sum(now[name]["documents"] - held[name] for name in held) == len(texts)
 
-    wait_for(spread, 30)
+    wait_for(spread)
 
 
 def test_every_dialect_is_spoken(cluster: RunningCluster) -> None:
@@ -118,7 +119,7 @@ def test_another_replica_ends_the_answers_of_one_that_is_killed(cluster: Running
             pool.submit(stream, cluster, body, texts)
             for body, texts in zip(bodies, seen, strict=True)
         ]
-        wait_for(lambda: all(seen), 60)  # all have begun
+        wait_for(lambda: all(seen))  # all have begun
         assert not all(answer.done() for answer in answers)
         for replica in before["replicas"].values():
             os.kill(replica["process_id"], signal.SIGKILL)
@@ -148,7 +149,7 @@ def test_a_model_changes_while_requests_are_answered(
         asking = pool.submit(ask)
         try:
             cluster.up(other, "--replicas", "1", *_OPTIONS)
-            wait_for(lambda: "other-llama" in served, 30)
+            wait_for(lambda: "other-llama" in served)
         finally:
             stop = True
         asking.result(timeout=60)  # none has failed
@@ -188,7 +189,7 @@ def check_moves(cluster: RunningCluster) -> None:
     # In turn: each of the replicas gets one of them.
     first, second = (cluster.complete(**body, temperature=0) for _ in range(2))
     assert first["choices"] == second["choices"]
-    wait_for(lambda: any(moves(cluster).values()), 30)
+    wait_for(lambda: any(moves(cluster).values()))
     result = moves(cluster)
     assert result["moved"] + result["late"] == 1, result  # late if the machine is busy
     if result["moved"]:

@@ -109,7 +109,7 @@ def run_scripts(*scripts: list[FromEngine], max_queued_tokens: int = 100) -> Eng
 
 async def wait_until_up(client: EngineClient) -> None:
     yielded = asyncio.get_running_loop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not ScriptedProcess.last.stays_up or client.state != "ready":
             future = yielded.create_future()
             yielded.call_soon(future.set_result, None)

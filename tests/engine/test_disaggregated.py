@@ -251,7 +251,7 @@ def test_requests_that_are_abandoned_at_any_time_leave_nothing(workers: Workers,
                         return
 
         await asyncio.gather(*map(serve, prompts(60, seed)))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while engine.unfinished:
                 await asyncio.sleep(0.01)
         assert engine.held_tokens == 0
@@ -259,7 +259,7 @@ def test_requests_that_are_abandoned_at_any_time_leave_nothing(workers: Workers,
         assert len(await tokens_of(engine.submit(ask([3] * 100, tenant="last")))) == 8
         for client in workers.clients:
             await tokens_of(client.submit(ask([9], tenant="last", max_tokens=1)))
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while client.stats.running or client.stats.waiting:
                     await asyncio.sleep(0.01)
 

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 
 import pytest
+from slowed_engines import slow_engines
 from tiny_checkpoints import write_tiny
 
 from midfill.config import ModelOptions, WarmTierOptions, Workers
@@ -16,7 +17,8 @@ from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import EngineDeadError
 
 OPTIONS = ModelOptions(threads=1, kv_memory=16 * 2**20)
-STEP_SECONDS = 4.0  # after which a worker is taken to hang
+STEP_SECONDS = 0.005  # an answer of some hundred tokens goes on for seconds
+HANG_SECONDS = 8.0  # after which a worker is taken to hang
 
 
 @dataclass
@@ -45,8 +47,8 @@ class Running:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("disaggregated") / "tiny-llama"
     write_tiny("llama", folder, max_position_embeddings=2048)
-    with asyncio.Runner() as loop:
-        client = DisaggregatedClient(folder, OPTIONS, Workers(1, 1), step_timeout=STEP_SECONDS)
+    with asyncio.Runner() as loop, slow_engines(STEP_SECONDS):
+        client = DisaggregatedClient(folder, OPTIONS, Workers(1, 1), step_timeout=HANG_SECONDS)
         loop.run(client.start())
         yield Running(loop, client)
         loop.run(client.close())
@@ -95,6 +97,8 @@ def test_an_answer_goes_on_when_a_worker_is_lost(
         expected = await tokens_of(client, ask(40, 600, "whole"))
         before, resumed = lost.restarts, client.resumed
         request = ask(1500 if role == "prefill" else 40, 600, f"lost-{number}")
+        if role == "prefill":
+            send(lost, signal.SIGSTOP)  # lest the first token is there before the worker is lost
         with client.submit(request) as outputs:
             if role == "decode":
                 async for output in outputs:
@@ -120,6 +124,7 @@ def test_an_answer_goes_on_when_a_worker_is_lost(
 def test_prompts_for_idle_time_are_given_up(running: Running) -> None:
     async def test() -> None:
         before = running.prefill.restarts
+        send(running.prefill, signal.SIGSTOP)  # lest it is done before it is lost
         with running.client.submit(ask(1900, 1, "idle", background=True)) as outputs:
             send(running.prefill, signal.SIGKILL)
             assert [output.finish_reason async for output in outputs] == ["cancelled"]

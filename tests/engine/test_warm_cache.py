@@ -67,7 +67,7 @@ def build(open_tier: OpenTier, slots: int = 512) -> Engine:
 def ask(engine: Engine, prompt: list[int], tenant: str = "") -> Answer:
     """Serve a request, and wait until all is written that it left."""
     answer = serve(engine, [request("a", prompt, tenant=tenant)])["a", 0]
-    engine.kv_traffic.flush(10)
+    engine.kv_traffic.flush(60)
     return answer
 
 
@@ -142,7 +142,7 @@ def test_texts_of_many_requests_are_stored_in_any_order(
     engine = build(open_tier, slots=2000)
     prompts = [toy_engine.prompt(70 + number, seed=number) for number in range(8)]
     serve(engine, [request(f"{number}", prompt) for number, prompt in enumerate(prompts)])
-    engine.kv_traffic.flush(10)
+    engine.kv_traffic.flush(60)
     assert len(files(tmp_path)) == 8
     assert tier_stats(engine).dropped_chunks == 0
     again = build(open_tier, slots=2000)
@@ -275,7 +275,7 @@ def test_nobody_waits_behind_a_disk_that_hangs(
     hung, load = threading.Event(), ChunkFolder.load
 
     def hang(folder: ChunkFolder, key: bytes) -> bytes | None:
-        hung.wait(20)
+        hung.wait(60)
         return load(folder, key)
 
     monkeypatch.setattr(ChunkFolder, "load", hang)
@@ -304,7 +304,7 @@ def test_loaded_kv_has_the_bits_of_computed_kv(
         runner = CpuRunner(checkpoint, slots=512, threads=1, weights="f32", kv_dtype=kv_dtype)
         engine = build_engine(runner, (), warm_tier=open_tier(runner))
         answer = serve(engine, [request("a", prompt, sampling)])["a", 0]
-        engine.kv_traffic.flush(10)
+        engine.kv_traffic.flush(60)
         return answer
 
     cold, warm = answer(), answer()
@@ -358,7 +358,7 @@ CODED_PROMPT = random.Random(3).choices(range(1, VOCAB), k=300)
 def test_coded_kv_is_smaller_and_told_apart_from_exact_kv(coded: Coded, tmp_path: Path) -> None:
     engine = coded.engine()
     cold = serve(engine, [request("cold", CODED_PROMPT)])["cold", 0]
-    engine.kv_traffic.flush(10)
+    engine.kv_traffic.flush(60)
     assert len(files(tmp_path)) == 4
     raw = 64 * 3 * 2 * 32 * 2 * 4
     assert all(file.stat().st_size < raw / 3 for file in files(tmp_path))
@@ -381,7 +381,7 @@ def test_coded_kv_is_smaller_and_told_apart_from_exact_kv(coded: Coded, tmp_path
 def test_the_next_keystroke_goes_on_after_coded_kv(coded: Coded) -> None:
     engine = coded.engine()
     serve(engine, [request("cold", CODED_PROMPT)])
-    engine.kv_traffic.flush(10)
+    engine.kv_traffic.flush(60)
     engine = coded.engine()
     serve(engine, [request("warm", CODED_PROMPT)])
     loaded = tier_stats(engine).loaded_tokens
@@ -396,7 +396,7 @@ def test_the_next_keystroke_goes_on_after_coded_kv(coded: Coded) -> None:
 def test_methods_that_expect_kv_as_computed_get_no_coded_kv(coded: Coded) -> None:
     engine = coded.engine()
     serve(engine, [request("cold", CODED_PROMPT)])
-    engine.kv_traffic.flush(10)
+    engine.kv_traffic.flush(60)
     engine = coded.engine()
     scored = EngineSamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     serve(engine, [request("scored", CODED_PROMPT, scored)])

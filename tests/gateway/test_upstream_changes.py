@@ -83,7 +83,7 @@ def test_one_that_is_down_at_the_start_is_used_once_it_is_there() -> None:
                 assert late.received == []
                 late.start()
                 await gateway.gateway.pool.check()
-                for document in range(10):
+                for document in range(60):  # one of so many is the late server's
                     await ask(gateway, document)
                 assert late.received
                 assert {each.path for each in late.received} == {"/completion"}

@@ -50,7 +50,7 @@ async def serve(
 ) -> AsyncIterator[Served]:
     """Serve a gateway on a free port of the loopback interface."""
     ring = KeyRing(keys)
-    given = GatewayOptions(upstreams=upstreams, **{"wait": 0.0, "upstream_timeout": 20, **options})
+    given = GatewayOptions(upstreams=upstreams, **{"wait": 0.0, "upstream_timeout": 60, **options})
     async with open_gateway(given, ring.tenants) as gateway:
         config = uvicorn.Config(gateway.app(ring), log_config=None, lifespan="off")
         server = uvicorn.Server(config)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lsprotocol import types
+from processes import stopped
 from pytest_lsp import LanguageClient, make_test_lsp_client
 
 INLINE = types.TextDocumentClientCapabilities(
@@ -107,6 +108,12 @@ class Editor:
         """Return the server's statistics."""
         counts = await self.execute(types.Command("", "midfill.statistics"))
         return counts if isinstance(counts, dict) else counts._asdict()
+
+    @contextlib.contextmanager
+    def unread(self) -> Iterator[None]:
+        """Have the server read what is sent in the block only after it."""
+        with stopped(self.process_id):
+            yield
 
     def cancel(self, message_id: str) -> None:
         """Cancel a request."""

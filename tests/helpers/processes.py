@@ -1,8 +1,12 @@
 """Processes in tests: signal handling of their own, and waiting for what they do."""
 
+import os
+import random
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -26,6 +30,40 @@ def is_running(process_id: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@contextmanager
+def stopped(process_id: int) -> Iterator[None]:
+    """Stop a process in the block; it goes on where it was."""
+    os.kill(process_id, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process_id, signal.SIGCONT)
+
+
+def bound_socket(port: int = 0) -> socket.socket:
+    """Return a socket that has a port of the loopback interface, and refuses connections.
+
+    The port is nobody else's as long as it is open. It may listen later.
+    """
+    opened = socket.socket()
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # others may have just left
+    opened.bind(("127.0.0.1", port))
+    return opened
+
+
+def lasting_port() -> int:
+    """Return a port that programs can have one after the other: none is given it unasked."""
+    unasked = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    end = int(unasked.read_text().split()[0]) if unasked.exists() else 32768
+    while True:
+        port = random.SystemRandom().randrange(end - 10_000, end)
+        try:
+            bound_socket(port).close()
+        except OSError:
+            continue
+        return port
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from slowed_engines import slowed
 
 
 @dataclass
@@ -54,13 +55,16 @@ class RunningCluster:
 
 
 @contextlib.contextmanager
-def start_cluster(folder: Path, model: Path, *options: str) -> Iterator[RunningCluster]:
+def start_cluster(
+    folder: Path, model: Path, *options: str, step_seconds: float = 0.0
+) -> Iterator[RunningCluster]:
     """Start replicas, and end them with the block.
 
     Args:
         folder: where midfill keeps which cluster it has started.
         model: what they run.
         options: further options of ``midfill cluster up``.
+        step_seconds: minimum time that each step of their engines takes.
 
     Without Ray the test that asks for them is skipped.
     """
@@ -69,7 +73,8 @@ def start_cluster(folder: Path, model: Path, *options: str) -> Iterator[RunningC
     users = Path(os.environ["MIDFILL_CACHE"])
     for name in ("kernels", "models"):
         (folder / name).symlink_to(users / name)
-    cluster = RunningCluster({**os.environ, "MIDFILL_CACHE": str(folder), "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "MIDFILL_CACHE": str(folder), "OMP_NUM_THREADS": "1"}
+    cluster = RunningCluster(slowed(environment, step_seconds))
     cluster.environment.pop("RAY_ADDRESS", None)
     try:
         cluster.up(model, "--port", "0", *options)

@@ -91,6 +91,15 @@ class RunningServer:
         assert requests, "no metrics of requests"
         return not any(map(float, requests))
 
+    def wait_until_settled(self) -> None:
+        """Wait until nothing is computed in idle time any more that earlier answers have caused.
+
+        What follows an answer is prepared on the thread that encodes prompts, and then submitted;
+        both take what they get in order.
+        """
+        self.complete(prompt="settle", max_tokens=1)
+        self.wait_for(lambda: self.metric("num_requests_background") == 0)
+
     def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
         """Wait until a condition holds; fail if it does not within ``seconds``."""
         wait_for(condition, seconds)

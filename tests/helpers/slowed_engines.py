@@ -1,8 +1,11 @@
 """Engine processes whose steps take as long as a test needs, as those of a larger model do."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 _FOLDER = Path(__file__).resolve().parent / "slow_steps"
 
@@ -21,3 +24,12 @@ def slowed(environment: Mapping[str, str], step_seconds: float) -> dict[str, str
         "PYTHONPATH": os.pathsep.join(paths),
         "MIDFILL_TEST_STEP_SECONDS": str(step_seconds),
     }
+
+
+@contextmanager
+def slow_engines(step_seconds: float) -> Iterator[None]:
+    """Slow the engines down that this process starts in the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in slowed(os.environ, step_seconds).items():
+            patch.setenv(name, value)
+        yield

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
+from processes import bound_socket
+
 Behaviour = Literal[
     "well", "silent", "garbage", "html", "closes", "closes-midway", "error-event", "refuses",
     "fails", "busy", "unauthorised", "endless-line", "unknown-model",
@@ -128,6 +130,8 @@ class StubUpstream:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._server: asyncio.Server | None = None
+        self._socket = bound_socket()
+        self.port = self._socket.getsockname()[1]
 
     @property
     def url(self) -> str:
@@ -154,29 +158,30 @@ class StubUpstream:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._socket.close()
 
     def start(self) -> None:
-        """Listen, on the port of last time if there was one."""
+        """Listen."""
 
         async def listen() -> None:
-            self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-            self.port = self._server.sockets[0].getsockname()[1]
+            self._server = await asyncio.start_server(self._serve, sock=self._socket)
 
-        asyncio.run_coroutine_threadsafe(listen(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(listen(), self._loop).result(60)
 
     def stop(self) -> None:
-        """Listen no more, and cut off whoever is connected."""
+        """Listen no more, but keep the port, and cut off whoever is connected."""
 
         async def end() -> None:
             if self._server is not None:
                 self._server.close()
                 self._server = None
+                self._socket = bound_socket(self.port)
             others = [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(60)
 
     # --- HTTP ---
 

@@ -12,7 +12,8 @@ from running_server import RunningServer, start
 @pytest.fixture(scope="session")
 def server(tiny_folder: Path) -> Iterator[RunningServer]:
     """A server of the tiny model, for tests that leave it as it is."""
-    with start(tiny_folder, "--kv-memory", "4MB") as server:
+    # Answers take as long as a larger model's, so that tests can act amid them.
+    with start(tiny_folder, "--kv-memory", "4MB", step_seconds=0.01) as server:
         yield server
 
 

@@ -124,12 +124,12 @@ def vim(server: RunningServer, tmp_path: Path) -> Iterator[Vim]:
 
 def test_ghost_text_is_shown_and_accepted_with_tab(vim: Vim, server: RunningServer) -> None:
     vim.type("3GA    ret")
-    wait_for(lambda: "    return sum(values) / len(values)" in vim.screen(), 30)
+    wait_for(lambda: "    return sum(values) / len(values)" in vim.screen())
     assert vim.evaluate("getline(3)") == "    ret"  # the rest is ghost text
     vim.type("Au")
-    wait_for(lambda: "    return sum(values) / len(values)" in vim.screen(), 30)
+    wait_for(lambda: "    return sum(values) / len(values)" in vim.screen())
     vim.press("Tab")
-    wait_for(lambda: vim.evaluate("getline(3)") == "    return sum(values) / len(values)", 10)
+    wait_for(lambda: vim.evaluate("getline(3)") == "    return sum(values) / len(values)")
     counts = vim.counts()
     assert counts["accepted"] == 1
     assert counts["acceptedCharacters"] == len("rn sum(values) / len(values)")
@@ -140,7 +140,7 @@ def test_later_keystrokes_find_their_prompt_in_the_cache(vim: Vim, server: Runni
     for key in "qzj7":  # one by one: leaving insert mode makes coc.nvim cancel what it asked for
         answered = server.metric("prompt_tokens_total")
         vim.type(key)
-        wait_for(lambda before=answered: server.metric("prompt_tokens_total") > before, 30)
+        wait_for(lambda before=answered: server.metric("prompt_tokens_total") > before)
     counts = vim.counts()
     assert counts["requests"] >= 4
     assert counts["lastPromptTokens"] - counts["lastCachedTokens"] <= 8

@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
 from lsp_editor import INLINE, connected, insertion
 from lsprotocol import types
+from processes import bound_socket
 from running_server import RunningServer
 
 pytestmark = pytest.mark.asyncio
@@ -105,7 +105,11 @@ async def test_what_is_wrong_with_settings_is_told_once_until_it_is_mended() -> 
 
 
 async def test_a_server_that_is_down_is_told_once_until_it_is_back(server: RunningServer) -> None:
-    door = Door(server.url)
+    with contextlib.closing(Door(server.url)) as door:
+        await check_a_server_is_told_of_once_until_it_is_back(door)
+
+
+async def check_a_server_is_told_of_once_until_it_is_back(door: "Door") -> None:
     async with connected("--url", door.url, "-n", "8", "--debounce-ms", "0") as editor:
         uri = editor.open(TEXT)
         for _ in range(3):
@@ -139,9 +143,13 @@ class Door:
 
     def __init__(self, url: str) -> None:
         self._behind = int(url.rpartition(":")[2])
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._socket = bound_socket()
+        self._port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -153,9 +161,10 @@ class Door:
             with contextlib.closing(writer), contextlib.closing(inner_writer):
                 await asyncio.gather(pass_on(reader, inner_writer), pass_on(inner_reader, writer))
 
-        async with await asyncio.start_server(enter, "127.0.0.1", self._port) as opened:
+        async with await asyncio.start_server(enter, sock=self._socket) as opened:
             yield
             opened.close()
+            self._socket = bound_socket(self._port)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

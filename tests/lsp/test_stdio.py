@@ -14,7 +14,7 @@ HEAVY = ("torch", "numba", "numpy", "tokenizers", "fastapi", "zmq", "httpx")
 def run(data: bytes, *options: str) -> "subprocess.CompletedProcess[bytes]":
     """Run it on some input."""
     command = [sys.executable, "-m", "midfill", "lsp", *options]
-    return subprocess.run(command, input=data, capture_output=True, timeout=60, check=False)
+    return subprocess.run(command, input=data, capture_output=True, timeout=120, check=False)
 
 
 def request(number: int, method: str, **params: object) -> bytes:

@@ -14,3 +14,10 @@ def server(tiny_folder: Path) -> Iterator[RunningServer]:
     options = ("--kv-memory", "4MB", "--log-format", "json")
     with start(tiny_folder, *options, *allowed) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def slow_server(tiny_folder: Path) -> Iterator[RunningServer]:
+    """The same with steps as slow as a larger model's, for tests that act amid an answer."""
+    with start(tiny_folder, "--kv-memory", "4MB", step_seconds=0.01) as server:
+        yield server

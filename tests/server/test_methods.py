@@ -57,6 +57,7 @@ def test_after_a_jump_kv_comes_from_elsewhere_until_idle_time_has_computed_it(
         answer = server.complete(**body, midfill=midfill)["midfill"]
         return {name: answer.get(f"{name}_tokens", 0) for name in ("cached", "computed", "reused")}
 
+    server.wait_until_settled()
     before = server.metric("background_tokens_total")
     opened = ask(first, second)
     assert opened["reused"] == 0

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import default_interrupt
+from processes import default_interrupt, lasting_port
 from running_server import RunningServer, start
 
 PATIENCE = 60.0
@@ -95,6 +95,7 @@ def terminal(arguments: list[str], columns: int = 100) -> Iterator[Terminal]:
 
 def test_once_prints_the_servers_numbers(server: RunningServer) -> None:
     server.complete(prompt="a", max_tokens=2)
+    server.wait_until_settled()
     result = once(server.url)
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -134,11 +135,11 @@ def test_keys_end_it(server: RunningServer) -> None:
 def test_it_lives_longer_than_its_server(tiny_folder: Path) -> None:
     """Its tenants are shown beside each other, and a new server is shown as a new one."""
     options = ["--kv-memory", "4MB", "--api-key", "one", "--api-key", "two"]
+    options += ["--port", str(lasting_port())]
     with (
         start(tiny_folder, *options) as server,
         terminal([*command(server.url), "--api-key", "one"]) as shown,
     ):
-        port = server.url.rpartition(":")[2]
         body = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
         headers = {"authorization": "Bearer two"}
         server.post("/v1/completions", body, headers=headers)
@@ -146,7 +147,8 @@ def test_it_lives_longer_than_its_server(tiny_folder: Path) -> None:
         shown.wait_for(r"key-1 +0 +0 [\s\S]*key-2 +0 +0 ")
         server.process.send_signal(signal.SIGTERM)
         shown.wait_for("doesn't answer")
-        with start(tiny_folder, *options, "--port", port):
+        server.process.wait(60)
+        with start(tiny_folder, *options):
             shown.wait_for(r"since start +0 answers")
             shown.press(b"q")
             assert shown.ended() == 0

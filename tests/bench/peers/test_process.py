@@ -64,5 +64,5 @@ class TestProcess:
         session = int(benchmark.stdout.readline())
         assert session_processes(session) == [session]
         benchmark.send_signal(number)
-        benchmark.wait(20)
+        benchmark.wait(60)
         assert session_processes(session) == []

@@ -134,5 +134,5 @@ with ended_by_sigterm(), SpeedWorker(copy, Path({str(tmp_path)!r})) as worker:
         process_id = int(comparison.stdout.readline())
         assert is_running(process_id)
         comparison.send_signal(number)
-        comparison.communicate(timeout=20)
+        comparison.communicate(timeout=60)
         wait_for(lambda: not is_running(process_id))

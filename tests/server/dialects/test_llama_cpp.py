@@ -136,11 +136,11 @@ def test_a_time_limit_ends_an_answer_at_a_line_break(server: RunningServer) -> N
     (newline,) = tiny_tokenizer().encode("\n").ids
     body = {"n_predict": 300, "seed": 3, "temperature": 1, "logit_bias": [[newline, 3.5]]}
     free = ask(server, **body)["content"]
-    assert free.count("\n") > 3
+    assert free.count("\n") > 20
     limited = ask(server, **body, t_max_predict_ms=1)
     assert limited["stop_type"] == "limit"
     assert free.startswith(limited["content"] + "\n")
-    assert limited["content"].count("\n") < 4
+    assert limited["content"].count("\n") < free.count("\n")
     tokenizer = tiny_tokenizer()
     breaks = [i for i in range(tokenizer.get_vocab_size()) if "\n" in tokenizer.decode([i])]
     never = {**body, "logit_bias": [[i, False] for i in breaks]}
@@ -161,6 +161,7 @@ def test_an_indentation_ends_an_answer_before_a_line_with_less(server: RunningSe
 
 def test_predicting_nothing_answers_at_once_and_warms_the_cache(server: RunningServer) -> None:
     extra = [{"text": f"warm = {number}\n" * 6, "filename": "w.py"} for number in range(3)]
+    server.wait_until_settled()
     before = server.metric("background_tokens_total")
     empty = {"input_prefix": "", "prompt": "", "input_suffix": "", "n_predict": 0}
     answer = ask(server, **empty, input_extra=extra, samplers=[], t_max_predict_ms=1)
@@ -175,6 +176,7 @@ def test_predicting_nothing_answers_at_once_and_warms_the_cache(server: RunningS
 def test_announced_snippets_are_computed_with_the_document(server: RunningServer) -> None:
     extra = [{"text": f"soon = {number}\n" * 4, "filename": "s.py"} for number in range(3)]
     ask(server, input_extra=extra[:2], prompt="soon")
+    server.wait_until_settled()
     before = server.metric("background_tokens_total")
     empty = {"input_prefix": "", "prompt": "", "input_suffix": "", "n_predict": 0}
     ask(server, **empty, input_extra=extra, response_fields=[""])

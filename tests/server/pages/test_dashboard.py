@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from playground_page import OpenedPage, open_browser
+from processes import lasting_port
 from running_server import RunningServer, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -41,6 +42,16 @@ def panel(dashboard: OpenedPage, title: str) -> str:
     return dashboard.page.locator(".panel", has=has_title).locator(".legend").text_content()
 
 
+def wait_for_legend(dashboard: OpenedPage, title: str, legend: str) -> None:
+    """Wait until the legend of a panel begins with a text."""
+    dashboard.wait_until(
+        """([title, legend]) => [...document.querySelectorAll(".panel")].some(panel =>
+            panel.querySelector("h2").textContent.includes(title) &&
+            panel.querySelector(".legend").textContent.startsWith(legend))""",
+        [title, legend],
+    )
+
+
 def test_it_shows_the_servers_own_numbers(
     opened: Callable[..., OpenedPage], server: RunningServer
 ) -> None:
@@ -55,7 +66,7 @@ def test_it_shows_the_servers_own_numbers(
     )
     assert dashboard.page.locator("#model").text_content() == "tiny-llama"
     assert re.fullmatch(r"[\d.]+ m?s median[\d.]+ m?s 95%", panel(dashboard, "First token"))
-    assert re.match(r"0 running0 queued0 in idle time", panel(dashboard, "In progress"))
+    wait_for_legend(dashboard, "In progress", "0 running0 queued0 in idle time")
     assert dashboard.complaints == []
 
 
@@ -77,36 +88,34 @@ def test_percentiles_and_shares_are_of_what_is_new(
         written({"0.1": 17, "0.25": 98, "+Inf": 108}, 1200, 1050),
         written({"0.1": 1, "0.25": 2, "+Inf": 2}, 100, 100),  # the engine began again
     ]
-    body = {"now": ""}
-    dashboard.page.route("**/metrics", lambda route: route.fulfill(body=body["now"]))
-    shown = []
-    for state in states:
-        body["now"] = state
-        if not shown:
-            dashboard.page.reload()
-        for _ in range(2):  # a response that had begun before has the state before
-            with dashboard.page.expect_response("**/metrics"):
-                pass
-        dashboard.page.wait_for_timeout(200)
-        cached = panel(dashboard, "Prompt tokens from the cache")
-        shown.append((panel(dashboard, "First token"), cached))
     # First 10 new values up to 0.1 s, 80 up to 0.25 s, 10 above; then 1 and 1 more.
-    assert shown == [
+    expected = [
         (f"{UNKNOWN} median{UNKNOWN} 95%", f"{UNKNOWN} found"),
         ("175 ms median250 ms 95%", "25% found"),
         ("174 ms median250 ms 95%", "50% found"),
     ]
+    body = {"now": ""}
+    dashboard.page.route("**/metrics", lambda route: route.fulfill(body=body["now"]))
+    for state, (first_token, found) in zip(states, expected, strict=True):
+        body["now"] = state
+        if state == states[0]:
+            dashboard.page.reload()
+        for _ in range(2):  # a response that had begun before has the state before
+            with dashboard.page.expect_response("**/metrics"):
+                pass
+        wait_for_legend(dashboard, "First token", first_token)
+        wait_for_legend(dashboard, "Prompt tokens from the cache", found)
 
 
 def test_a_server_that_restarts_is_said_in_one_line(
     opened: Callable[..., OpenedPage], tiny_folder: Path
 ) -> None:
-    with start(tiny_folder, "--kv-memory", "4MB") as server:
+    options = ("--kv-memory", "4MB", "--port", str(lasting_port()))
+    with start(tiny_folder, *options) as server:
         dashboard = opened(server.url)
         dashboard.wait_until("document.querySelector('#facts').textContent !== ''")
-        port = server.url.rpartition(":")[2]
     dashboard.page.wait_for_selector("#notice:not([hidden])")
-    with start(tiny_folder, "--kv-memory", "4MB", "--port", port):
+    with start(tiny_folder, *options):
         dashboard.page.wait_for_selector("#notice", state="hidden")
 
 

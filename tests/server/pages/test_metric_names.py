@@ -10,11 +10,16 @@ ROOT = Path(__file__).parents[3]
 NAME = re.compile(r"^(midfill:\w+)", re.MULTILINE)
 
 
-def test_grafanas_dashboard_asks_for_metrics_that_exist(server: RunningServer) -> None:
+def metrics_after_an_answer(server: RunningServer) -> set[str]:
+    """Return the names of all metrics; some exist only once something was counted."""
     server.complete(prompt="a", max_tokens=2)
     # A request is counted once its whole response is sent.
     server.wait_for(lambda: "midfill:http_requests_total{" in server.get("/metrics").text)
-    served = set(NAME.findall(server.get("/metrics").text))
+    return set(NAME.findall(server.get("/metrics").text))
+
+
+def test_grafanas_dashboard_asks_for_metrics_that_exist(server: RunningServer) -> None:
+    served = metrics_after_an_answer(server)
     dashboard = json.loads((ROOT / "examples" / "grafana.json").read_text("utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = {name for query in queries for name in re.findall(r"midfill:\w+", query)}
@@ -23,8 +28,7 @@ def test_grafanas_dashboard_asks_for_metrics_that_exist(server: RunningServer) -
 
 
 def test_the_dashboard_asks_for_metrics_that_exist(server: RunningServer) -> None:
-    server.complete(prompt="a", max_tokens=2)
-    served = {name.removeprefix("midfill:") for name in NAME.findall(server.get("/metrics").text)}
+    served = {name.removeprefix("midfill:") for name in metrics_after_an_answer(server)}
     sources = [ROOT / "web" / "src" / name for name in ("panels.ts", "dashboard.ts")]
     text = "".join(source.read_text("utf-8") for source in sources)
     asked = set(re.findall(r'"([a-z0-9]+(?:_[a-z0-9]+){1,})"', text))

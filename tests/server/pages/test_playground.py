@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from playground_page import PlaygroundPage, open_browser
+from processes import lasting_port
 from running_server import RunningServer, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -359,32 +361,36 @@ def test_a_server_with_keys_is_used_with_one(
 def test_a_page_left_open_recovers_when_the_server_restarts(
     opened: Callable[..., PlaygroundPage], tiny_folder: Path
 ) -> None:
-    with start(tiny_folder, "--kv-memory", "4MB") as server:
+    options = ("--kv-memory", "4MB", "--port", str(lasting_port()))
+    with start(tiny_folder, *options) as server:
         playground = opened(server.url)
         playground.wait_for_first_answer()
         typed = playground.press("x")
-        port = server.url.rpartition(":")[2]
     page = playground.page
     page.wait_for_selector("#notice:not([hidden])")
     notice = page.locator("#notice").text_content()
     assert notice.startswith("The server doesn't answer.")
     page.keyboard.type("yz")
-    with start(tiny_folder, "--kv-memory", "4MB", "--port", port):
+    with start(tiny_folder, *options):
         page.wait_for_selector("#notice", state="hidden")
         playground.wait_until("document.querySelectorAll('#chart g').length >= 3")
         assert playground.press("!").prefix == typed.prefix + "yz!"
 
 
 def test_a_page_left_open_recovers_when_the_engine_restarts(
-    opened: Callable[..., PlaygroundPage], tiny_folder: Path
+    opened: Callable[..., PlaygroundPage], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    with start(tiny_folder, "--kv-memory", "4MB") as server:
+    model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    shutil.copytree(tiny_folder, model)
+    with start(model, "--kv-memory", "4MB") as server:
         playground = opened(server.url)
         playground.wait_for_first_answer()
+        model.rename(elsewhere)  # so that it takes as long as the page does to notice
         os.kill(server.engine_process(), signal.SIGKILL)
         page = playground.page
         page.keyboard.press("x")
         page.wait_for_selector("#notice:not([hidden])")
         assert "starting again" in page.locator("#notice").text_content()
+        elsewhere.rename(model)
         page.wait_for_selector("#notice", state="hidden")
         assert playground.press("y").prefix.endswith("xy")
