@@ -5,7 +5,6 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,15 +18,12 @@ from midfill.config import (
     ModelOptions,
 )
 from midfill.engine.admission import Admission
+from midfill.engine.kv_client import KvClient
 from midfill.engine.messages import (
     Cancel,
-    EndTransfer,
     EngineInfo,
-    ExportKv,
     Failed,
-    FindKv,
     FromEngine,
-    ImportKv,
     KvExported,
     KvFound,
     KvImported,
@@ -40,13 +36,11 @@ from midfill.engine.messages import (
     Start,
     StepReport,
     Submit,
-    ToEngine,
     TransferRefused,
 )
 from midfill.engine.output_stream import OutputStream
 from midfill.engine.process_handle import EngineProcess
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
-from midfill.engine.transfers import TransferAnswer, Transfers
 from midfill.engine.watchdog import Watchdog
 from midfill.errors import (
     EngineDeadError,
@@ -68,7 +62,7 @@ _MAX_LOAD_SILENCE = 900.0  # seconds between two reports of a restarting engine
 _MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, which find its caches
 
 
-class EngineClient:
+class EngineClient(KvClient):
     """The engine as the server sees it.
 
     An engine that dies is restarted for as long as the client is open: at once if it had answered
@@ -113,6 +107,7 @@ class EngineClient:
         self.stats = EngineStats()
         self.tenants: dict[str, TenantStats] = {}
         self.restarts = 0
+        super().__init__()
         self._start = Start(str(path), options, logs or LogOptions())
         self._on_progress = on_progress
         self._admission = Admission(max_queued_tokens, max_tenant_tokens)
@@ -126,7 +121,6 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._streams: dict[str, OutputStream] = {}
         self._first_start: asyncio.Future[EngineInfo] | None = None
-        self._transfers = Transfers()
         self._memory_folder: MemoryFolder | None = None
 
     @property
@@ -188,14 +182,13 @@ class EngineClient:
             EngineDeadError: the engine is not ready.
             QueueFullError: too many tokens are queued, or too many for the deadline.
         """
-        if not self._is_up or self._process is None:
-            raise self._not_ready()
+        process = self._running_process()
         now = time.monotonic()
         asking = [request for request in requests if not request.background]
         if asking:
             tokens = sum(len(request.token_ids) for request in asking)
             self._admission.check(asking[0].tenant, tokens, asking[0].deadline, now)
-        self._process.send(*map(Submit, requests))
+        process.send(*map(Submit, requests))
         stream = OutputStream(self, requests)
         for request in requests:
             self._streams[request.request_id] = stream
@@ -220,68 +213,20 @@ class EngineClient:
         """Size of the KV pool, 0 before the engine was ready."""
         return 0 if self.info is None else self.info.kv_bytes
 
-    async def cached_tokens(self, tenant: str, token_ids: Sequence[int]) -> int:
-        """Return how many of a prompt's tokens are cached, from the first on.
-
-        Raises:
-            EngineDeadError: the engine is not ready, or died.
-        """
-        tokens = list(token_ids)
-        found = await self._transfer(lambda number: FindKv(number, tenant, tokens))
-        assert isinstance(found, KvFound)
-        return found.tokens
-
-    async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> bytes:
-        """Return an encoded ``KvBlob`` of what is cached of a prompt's first tokens.
-
-        Without the first ``start``, which the receiver has.
-
-        Raises:
-            EngineDeadError: the engine is not ready, or died.
-            KvTransferError: nothing of it is cached, or nothing after ``start``.
-        """
-        tokens = list(token_ids)
-        exported = await self._transfer(lambda number: ExportKv(number, tenant, tokens, start))
-        assert isinstance(exported, KvExported)
-        return exported.blob
-
-    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
-        """Put an encoded ``KvBlob`` into a tenant's prefix cache.
-
-        A prompt that is submitted meanwhile and begins with its tokens waits for them. ``before``
-        are the tokens that an export has left out.
-
-        Returns:
-            How many tokens are cached then, from the first on, those before included.
-
-        Raises:
-            EngineDeadError: the engine is not ready, or died.
-            KvTransferError: the blob is damaged, or of another model or tenant.
-        """
-        tokens = list(before)
-        imported = await self._transfer(lambda number: ImportKv(number, tenant, blob, tokens))
-        assert isinstance(imported, KvImported)
-        return imported.tokens
-
-    async def _transfer(self, message: Callable[[str], ToEngine]) -> TransferAnswer:
-        """Send a message with a new transfer's id; return its answer. A cancelled one is ended."""
-        process = self._process
-        if not self._is_up or process is None:
-            raise self._not_ready()
-        transfer_id, result = self._transfers.start()
-        process.send(message(transfer_id))
-        try:
-            return await result
-        except asyncio.CancelledError:
-            self._transfers.forget(transfer_id)
-            if self._process is process:
-                process.send(EndTransfer(transfer_id))
-            raise
-
     @property
     def _is_up(self) -> bool:
         """Whether the engine takes requests."""
         return self.state in ("ready", "unresponsive")
+
+    def _running_process(self) -> EngineProcess:
+        """Return the process.
+
+        Raises:
+            EngineDeadError: the engine is not ready.
+        """
+        if not self._is_up or self._process is None:
+            raise self._not_ready()
+        return self._process
 
     def forget(self, request_id: str) -> None:
         """Route no more outputs of a request."""

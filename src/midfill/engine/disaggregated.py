@@ -33,6 +33,7 @@ from typing import TypeVar
 from midfill.config import DEFAULT_MAX_QUEUED_TOKENS
 from midfill.disaggregation.workers import DecodeLimits, PrefillLimits
 from midfill.engine.admission import Admission
+from midfill.engine.known_tokens import KnownTokens
 from midfill.engine.output_stream import OutputStream
 from midfill.engine.request import EngineRequest
 from midfill.engine.shared_answer import SharedAnswer, hands_over
@@ -57,41 +58,6 @@ W = TypeVar("W", bound=WorkerQueue)
 
 class _ExpiredError(Exception):
     """Nobody waits for the request any more."""
-
-
-class _KnownTokens:
-    """What a decode worker has cached of a prompt, asked for beside its prefill.
-
-    Args:
-        worker: who is asked; None for nobody.
-        request: the prompt's.
-    """
-
-    def __init__(self, worker: DecodeQueue | None, request: EngineRequest) -> None:
-        self._worker = worker
-        self._request = request
-        self._task: asyncio.Task[int] | None = None
-
-    def __enter__(self) -> "_KnownTokens":
-        if self._worker is not None:
-            engine, request = self._worker.engine, self._request
-            asked = engine.cached_tokens(request.tenant, request.token_ids)
-            self._task = asyncio.create_task(asked, name="asking for cached tokens")
-            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    async def of(self, worker: DecodeQueue) -> int:
-        """Return how many tokens a worker has; 0 if it was not asked, or died."""
-        if self._task is None or worker is not self._worker:
-            return 0
-        try:
-            return await self._task
-        except EngineDeadError:
-            return 0
 
 
 class DisaggregatedEngine:
@@ -379,10 +345,10 @@ class DisaggregatedEngine:
         if tokens < start:  # what was there has been evicted meanwhile
             await self._pull(request, prefill, decode, 0, on_export)
 
-    def _asking(self, request: EngineRequest) -> "_KnownTokens":
+    def _asking(self, request: EngineRequest) -> KnownTokens:
         """Ask how much of a long prompt's KV its decode worker has, while it is computed."""
         is_long = len(request.token_ids) >= _ASKED_TOKENS
-        return _KnownTokens(self._choose(self._decode, request) if is_long else None, request)
+        return KnownTokens(self._choose(self._decode, request) if is_long else None, request)
 
     async def _wait(self, answer: SharedAnswer, event: Awaitable[None]) -> None:
         """Wait for a turn or for room, as long as anybody waits for the answer.

@@ -262,7 +262,7 @@ class Engine:
             sequence.empty_check, sequence.not_empty = None, True
         for token_id in answered:
             if not is_greedy(sequence.params):
-                sequence.draw()  # the number that this token was sampled with
+                sequence.random_stream.draw()  # the number that this token was sampled with
             append_token(sequence, token_id, self._vocabulary)
 
     def _expire(self) -> list[EngineOutput]:

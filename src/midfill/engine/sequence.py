@@ -1,7 +1,6 @@
 """Sequence: the state of one answer while it is generated."""
 
 import copy
-import secrets
 import time
 from collections.abc import Collection
 from typing import Literal
@@ -11,12 +10,11 @@ import numpy as np
 from midfill.arrays import Int32Array
 from midfill.compression.method import CompressionMethod
 from midfill.engine.acceptance import Calibration
-from midfill.engine.blend import Blend
-from midfill.engine.cascade import Cascade
 from midfill.engine.compression_state import CompressionState
 from midfill.engine.empty_answer import EmptyAnswerCheck
 from midfill.engine.layer_rows import LayerRows
-from midfill.engine.parallel_contexts import ParallelContexts
+from midfill.engine.method_state import MethodState
+from midfill.engine.random_stream import RandomStream
 from midfill.engine.request import (
     EngineOutput,
     EngineRequest,
@@ -24,17 +22,14 @@ from midfill.engine.request import (
     FinishReason,
     TokenLogprobs,
 )
-from midfill.engine.row_pruning import RowPruning
 from midfill.engine.sampler import takes_likeliest
-from midfill.engine.sparse_prefill import SparsePrefill
 from midfill.kv.radix_node import CacheRoot, MethodRoot
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.models.config import ModelConfig
-from midfill.reuse.method import ReuseMethod
 from midfill.tokens.healing import HealingConstraint
 
 
-class Sequence:
+class Sequence(MethodState):
     """The mutable state of one answer; only the engine changes it.
 
     A request for n answers starts as one sequence that stands for all of them, so the prompt is
@@ -67,18 +62,6 @@ class Sequence:
         not_empty: whether end tokens are impossible next, since the answer has no text yet and the
             check has decided that it will.
         checked_tokens: how many tokens the check has followed, once it has decided.
-        compress_after: how many of the prompt's tokens a method sees and compresses.
-        compression: the method that decides which keys stay; None keeps all.
-        cascade: trims the prompt's KV while it is prefilled; None leaves it whole until then.
-        pruning: the method that drops rows between layers; None drops none.
-        sparse_prefill: the method that lists what the prompt's rows attend to; None lets them
-            attend to everything.
-        parallel: files that are computed apart from each other; None computes all in order.
-        reuse: the method that repairs KV from elsewhere; None copies none.
-        blend: a prefill that is being blended; None before and after.
-        loaded_variant: names the tree of KV that a lossy codec has coded, where its own is; ""
-            where it is exact.
-        reused_tokens: of how many prompt tokens KV was copied from elsewhere, and kept.
         stop_token_ids: token ids that end generation, the model's end tokens included.
         prompt_logprobs: of the prompt's tokens, from ``score_from`` on, as far as they are
             computed; None if they are not asked for, or were sent.
@@ -86,23 +69,18 @@ class Sequence:
         calibration: how well drafts for this sequence do.
         takes_likeliest: whether its tokens are those of the largest logits, where it is not
             restricted to others.
-        seed: key of the sequence's random numbers, together with the answer's index.
+        random_stream: the random numbers that its tokens are sampled with.
     """
 
     __slots__ = (
-        "_generator",
         "_tokens",
         "admitted",
         "answer_indices",
         "background",
-        "blend",
         "by_layers",
         "cached_tokens",
         "calibration",
-        "cascade",
         "checked_tokens",
-        "compress_after",
-        "compression",
         "computed",
         "constraint",
         "decoding",
@@ -112,21 +90,15 @@ class Sequence:
         "kv",
         "layer_rows",
         "length",
-        "loaded_variant",
         "max_length",
         "not_empty",
-        "parallel",
         "params",
         "prompt_length",
         "prompt_logprobs",
-        "pruning",
+        "random_stream",
         "request_id",
-        "reuse",
-        "reused_tokens",
         "score_from",
-        "seed",
         "sequence_id",
-        "sparse_prefill",
         "stop_token_ids",
         "takes_likeliest",
         "tenant",
@@ -147,6 +119,7 @@ class Sequence:
             max_length: maximum number of tokens that the context and the KV pool allow.
             eos_token_ids: the model's end tokens.
         """
+        super().__init__(request.compress_after or len(request.token_ids))
         self.request_id = request.request_id
         self.tenant = request.tenant
         self.params: EngineSamplingParams = request.sampling
@@ -170,16 +143,6 @@ class Sequence:
         self.empty_probability: float | None = None
         self.not_empty = False
         self.checked_tokens = 0
-        self.compress_after = request.compress_after or self.prompt_length
-        self.compression: CompressionState | None = None
-        self.cascade: Cascade | None = None
-        self.pruning: RowPruning | None = None
-        self.sparse_prefill: SparsePrefill | None = None
-        self.parallel: ParallelContexts | None = None
-        self.reuse: ReuseMethod | None = None
-        self.loaded_variant = ""
-        self.blend: Blend | None = None
-        self.reused_tokens = 0
         end_tokens = frozenset() if request.sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = end_tokens.union(request.sampling.stop_token_ids)
         self.prompt_logprobs: list[TokenLogprobs] | None = None
@@ -187,9 +150,7 @@ class Sequence:
             self.prompt_logprobs = []
         self.score_from = request.score_from
         self.calibration = Calibration()
-        seed = request.sampling.seed
-        self.seed = secrets.randbits(64) if seed is None else seed
-        self._generator: np.random.Generator | None = None
+        self.random_stream = RandomStream(request.sampling.seed)
         # Allocated once for the whole answer; the operating system backs it with memory as it
         # fills.
         self._tokens: Int32Array = np.empty(self.max_length, dtype=np.int32)
@@ -340,17 +301,10 @@ class Sequence:
     def forget_kv(self) -> None:
         """Forget what was computed: the sequence holds no KV any more."""
         self.interrupted = self.interrupted or self.layer_rows is not None
-        self.kv = self.blend = self.layer_rows = None
+        self.kv = self.layer_rows = None
         self.by_layers = False
         self.computed = 0
-        if self.pruning is not None:
-            self.pruning.restart()
-        if self.compression is not None:
-            self.compression.restart()
-        if self.cascade is not None:
-            self.cascade.restart()
-        if self.parallel is not None:
-            self.parallel.restart()
+        self.restart_methods()
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
@@ -385,16 +339,6 @@ class Sequence:
         ids = None if self.constraint is None else self.constraint.allowed()
         return None if ids is None else np.sort(np.array(ids, dtype=np.int32))
 
-    def draw(self) -> float:
-        """Draw the next number in [0, 1) of the answer's random stream.
-
-        It depends on the seed, the answer's index and the number of earlier draws alone.
-        """
-        if self._generator is None:
-            key = np.array([self.seed % 2**64, self.index], dtype=np.uint64)
-            self._generator = np.random.Generator(np.random.Philox(key=key))
-        return self._generator.random()
-
     def fork(self) -> list["Sequence"]:
         """Return one sequence per answer, this one first; the others are new and hold no KV.
 
@@ -409,9 +353,8 @@ class Sequence:
             sibling.sequence_id += offset
             sibling.answer_indices = (index,)
             sibling.calibration = Calibration()
-            sibling.compression = self.compression and self.compression.fork()
-            sibling.cascade = self.cascade and self.cascade.fork()
-            sibling.parallel = self.parallel and self.parallel.fork()
+            sibling.random_stream = self.random_stream.of_answer(index)
+            sibling.fork_methods()
             sibling.forget_kv()
             sibling.prompt_logprobs = None  # the first one reports them
             sibling.admitted = None

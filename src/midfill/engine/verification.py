@@ -205,7 +205,7 @@ def _sample_row(sequence: Sequence, row: int, only: int | None = None) -> Sample
         sequence.params,
         sequence.tokens,
         sequence.prompt_length,
-        0.0 if only is not None or is_greedy(sequence.params) else sequence.draw(),
+        0.0 if only is not None or is_greedy(sequence.params) else sequence.random_stream.draw(),
         allowed,
         sequence.end_token_ids if sequence.not_empty and allowed is None else None,
     )

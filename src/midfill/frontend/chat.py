@@ -93,3 +93,19 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches any of these texts, the longest first."""
     longest_first = sorted(filter(str.strip, texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the template that a model comes with; None if it has none."""
+    if not tokenizer.chat_template:
+        return None
+    names = {
+        "bos_token": tokenizer.bos_token_id,
+        "eos_token": next(iter(tokenizer.eos_token_ids), None),
+    }
+    variables = {
+        name: tokenizer.token_text(token_id)
+        for name, token_id in names.items()
+        if token_id is not None
+    }
+    return ChatTemplate(tokenizer.chat_template, tokenizer, variables)

@@ -16,7 +16,7 @@ from midfill.checkpoints.model_record import (
 )
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError
-from midfill.frontend.chat import ChatTemplate, Message
+from midfill.frontend.chat import Message, chat_template_of
 from midfill.frontend.context_bounds import FileTokens, context_bounds, find_file_tokens
 from midfill.frontend.fitting_context import FittingContext
 from midfill.frontend.prompt import ExpectedPrompt, LayoutReport, Prompt
@@ -31,7 +31,6 @@ from midfill.infill.template import read_template
 from midfill.infill.window import WindowRule
 from midfill.tokens.layout_encoder import LayoutEncoder
 from midfill.tokens.token_boundary import keeps_tokens_of
-from midfill.tokens.tokenizer import Tokenizer
 
 # A low estimate, so that text remembered from earlier requests does not fill the context.
 _CHARACTERS_PER_TOKEN = 2
@@ -96,7 +95,7 @@ class PromptEncoder:
         )
         self._layouts = LayoutEncoder(checkpoint.tokenizer, max_bytes=document_memory // 4)
         self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
-        self._chat = _chat_template(checkpoint.tokenizer)
+        self._chat = chat_template_of(checkpoint.tokenizer)
         self._longest_token = checkpoint.tokenizer.longest_token()
         self._file_tokens: FileTokens = lru_cache(maxsize=16)(
             partial(find_file_tokens, token_bytes=self._tokenizer.token_bytes)
@@ -389,18 +388,3 @@ def _too_long_field(layout: PromptLayout, parts: Sequence[Sequence[int]], contex
     """Return the field that makes a prompt too long: "context" if it would fit without."""
     extra = _context_tokens(layout, parts)
     return "context" if extra and sum(map(len, parts)) - extra < context else "prompt"
-
-
-def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    if not tokenizer.chat_template:
-        return None
-    names = {
-        "bos_token": tokenizer.bos_token_id,
-        "eos_token": next(iter(tokenizer.eos_token_ids), None),
-    }
-    variables = {
-        name: tokenizer.token_text(token_id)
-        for name, token_id in names.items()
-        if token_id is not None
-    }
-    return ChatTemplate(tokenizer.chat_template, tokenizer, variables)

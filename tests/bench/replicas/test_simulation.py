@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.bench.replicas.simulation import (
-    Placement,
-    Simulation,
-    SimulationResult,
-    Step,
-    StepCosts,
-    first_fit,
-    moved,
-    population,
-)
+from midfill.bench.replicas.placement import Placement, first_fit, moved
+from midfill.bench.replicas.population import Step, population
+from midfill.bench.replicas.simulation import Simulation, SimulationResult, StepCosts
 from midfill.config import RouterName
 from midfill.routing import choose, preference
 

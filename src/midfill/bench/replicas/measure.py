@@ -15,8 +15,9 @@ import msgspec
 from midfill.bench.clients import HttpClient, Measurement
 from midfill.bench.replicas.failover import Failover, lose_a_replica
 from midfill.bench.replicas.load import Asks, ReplicaLoad, loads
+from midfill.bench.replicas.population import Step
 from midfill.bench.replicas.running import bench_cluster
-from midfill.bench.replicas.simulation import Simulation, Step, StepCosts
+from midfill.bench.replicas.simulation import Simulation, StepCosts
 from midfill.config import RouterName
 from midfill.errors import MidfillError
 from midfill.reporting.result_table import ResultTable

@@ -9,14 +9,9 @@ import msgspec
 from midfill.bench.edits import layouts
 from midfill.bench.edits.cost import PieceTokenizer, PromptEncoder
 from midfill.bench.edits.measure import mixed_session
-from midfill.bench.replicas.simulation import (
-    Simulation,
-    SimulationResult,
-    Step,
-    StepCosts,
-    moved,
-    population,
-)
+from midfill.bench.replicas.placement import moved
+from midfill.bench.replicas.population import Step, population
+from midfill.bench.replicas.simulation import Simulation, SimulationResult, StepCosts
 from midfill.config import RouterName
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.window import WindowRule

@@ -18,22 +18,17 @@ What is assumed:
 
 import heapq
 import itertools
-import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import quantiles
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from midfill.bench.replicas.placement import Placement, first_fit
+from midfill.bench.replicas.population import Step
 from midfill.config import RouterName
 from midfill.routing import DEFAULT_SLOTS
-
-_SHARE = 1.25  # see midfill.routing
-_CHOICES = 16  # of a document that are ranked; then the least loaded replica takes the request
-_MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,23 +43,6 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     prefill_seconds: float
     decode_seconds: float
     decode_weight: float
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A user's next request.
-
-    Attributes:
-        document: what it is about.
-        prompt: its tokens.
-        new: how many of them a replica computes that has had the document's last request.
-        think: pause before it, after the last answer, in multiples of the mean pause.
-    """
-
-    document: int
-    prompt: int
-    new: int
-    think: float = 0.0
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,40 +74,6 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     spilled: float
     utilisation: float
     seconds: float
-
-
-class Placement:
-    """Which replicas suit a document: rendezvous hashing over those that are there.
-
-    Args:
-        replicas: their numbers.
-    """
-
-    def __init__(self, replicas: Sequence[int]) -> None:
-        self.replicas = np.array(sorted(replicas), np.int64)
-        self._keys = _mixed(self.replicas.astype(np.uint64))
-        self._ranked: dict[int, list[int]] = {}
-
-    def ranked(self, document: int) -> list[int]:
-        """Return the replicas that suit a document best, in order."""
-        found = self._ranked.get(document)
-        if found is None:
-            key = _mixed(np.array([document], np.uint64))[0]
-            scores = _mixed(self._keys ^ key)
-            count = min(_CHOICES, len(scores))
-            best = np.argpartition(scores, len(scores) - count)[len(scores) - count :]
-            found = self.replicas[best[np.argsort(scores[best])[::-1]]].tolist()
-            self._ranked[document] = found
-        return found
-
-    def homes(self, documents: int) -> npt.NDArray[np.int64]:
-        """Return the first choice of each of the documents 0, 1, ..."""
-        return np.array([self.ranked(document)[0] for document in range(documents)], np.int64)
-
-
-def moved(before: Sequence[int], after: Sequence[int], documents: int) -> float:
-    """Return the share of documents whose first choice changes with the replicas."""
-    return float(np.mean(Placement(before).homes(documents) != Placement(after).homes(documents)))
 
 
 @dataclass(slots=True)
@@ -335,75 +279,3 @@ class Simulation:
             return next(self._turn) % len(self._replicas)
         ranked = self._placement.ranked(document)
         return first_fit(ranked, self._running, self._slots)
-
-
-def first_fit(ranked: Sequence[int], running: Sequence[int], slots: int = DEFAULT_SLOTS) -> int:
-    """Return the first replica that is not overloaded, as ``routing.choose`` does.
-
-    Args:
-        ranked: replicas in order of preference.
-        running: requests in progress at every replica.
-        slots: up to as many are no overload.
-    """
-    if running[ranked[0]] < slots:
-        return ranked[0]
-    bound = math.ceil(_SHARE * (sum(running) + 1) / len(running))
-    for replica in ranked:
-        if running[replica] < max(slots, bound):
-            return replica
-    if len(ranked) < len(running):
-        return min(range(len(running)), key=running.__getitem__)
-    return min(ranked, key=running.__getitem__)
-
-
-def population(
-    users: int,
-    requests: int,
-    samples: Sequence[tuple[int, int]],
-    *,
-    documents: int = 3,
-    switching: float = 0.05,
-    opening: float = 0.01,
-    seed: int = 0,
-) -> list[list[Step]]:
-    """Return the sessions of many users, whose pauses are distributed exponentially.
-
-    Args:
-        users: how many.
-        requests: of each.
-        samples: tokens of a prompt, and how many of them are new, as counted in editing sessions.
-        documents: of each user.
-        switching: probability that a request is about another document than the last.
-        opening: probability that it is about a new one, which takes the place of the last.
-        seed: of all random choices.
-    """
-    generator = np.random.default_rng(seed)
-    pairs = np.array(samples, np.int64)
-    further = itertools.count(users * documents)
-
-    def session(user: int) -> Iterator[Step]:
-        chosen = pairs[generator.integers(len(pairs), size=requests)].tolist()
-        thinks = generator.exponential(1.0, requests).tolist()
-        thinks[0] = float(generator.random())  # not all begin at once
-        switches = (generator.random(requests) < switching).tolist()
-        opens = (generator.random(requests) < opening).tolist()
-        open_ones = [user * documents + number for number in range(documents)]
-        at = int(generator.integers(documents))
-        for number, (prompt, new) in enumerate(chosen):
-            if switches[number]:
-                at = (at + 1) % documents
-            if opens[number]:
-                open_ones[at] = next(further)
-                new = prompt
-            yield Step(open_ones[at], prompt, new, thinks[number])
-
-    return [list(session(user)) for user in range(users)]
-
-
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return well-mixed 64-bit numbers (the finaliser of SplitMix64; Steele et al., 2014)."""
-    with np.errstate(over="ignore"):
-        mixed = values + _MIX[0]
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[1]
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX[2]
-        return mixed ^ (mixed >> np.uint64(31))
