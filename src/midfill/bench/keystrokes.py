@@ -6,7 +6,6 @@ to its first token. Drafts are judged by their cost alone: how long a step takes
 many tokens, beside one that decodes. How often drafts are right depends on the text.
 """
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +17,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from midfill.checkpoints.model_store import resolve, resolve_adapter
-from midfill.checkpoints.opening import open_model
+from midfill.bench.cpu_model import open_cpu_model
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy, step_limit
@@ -30,7 +28,6 @@ from midfill.forward.batch import ForwardBatch
 from midfill.reporting.result_table import ResultTable
 from midfill.reporting.sizes import format_size
 from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.loading import load_runner
 from midfill.system.machine import Machine, describe_machine
 
 DRAFTS = (1, 2, 4, 8, 16)
@@ -115,33 +112,28 @@ def measure_keystrokes(
     Raises:
         MidfillError: the model can't be found, loaded, or run by the CPU kernels.
     """
-    progress(f"loading {model}")
-    options = ModelOptions(backend="cpu", threads=threads)
-    checkpoint = open_model(resolve(model), resolve_adapter(model, None), options.weights)
-    runner = load_runner(checkpoint, options)
-    assert isinstance(runner, CpuRunner)
-    before = os.getloadavg()[0]
-    progress("drafts")
-    rows = _time_rows(runner, context, repeats=max(5, keystrokes))
-    outcomes = []
-    for case in CASES:
-        progress(f"keystrokes beside {case.beside}, {case.plan}, {case.uncached} uncached")
-        bench = _Bench(runner, options, case, context, prompt)
-        count = _OTHERS_SAMPLES if case.plan == "first come, first served" else keystrokes
-        outcomes.append(bench.run(count))
-    runner.close()
-    return KeystrokesReport(
-        model=Path(model).stem if Path(model).is_file() else model,
-        machine=describe_machine(),
-        threads=runner.threads,
-        context=context,
-        prompt=prompt,
-        weight_bytes=runner.weight_bytes,
-        load=max(before, os.getloadavg()[0]),
-        outcomes=outcomes,
-        one_row=rows[0],
-        drafts={drafted: rows[drafted] for drafted in DRAFTS},
-    )
+    with open_cpu_model(model, threads, progress) as loaded:
+        runner = loaded.runner
+        progress("drafts")
+        rows = _time_rows(runner, context, repeats=max(5, keystrokes))
+        outcomes = []
+        for case in CASES:
+            progress(f"keystrokes beside {case.beside}, {case.plan}, {case.uncached} uncached")
+            bench = _Bench(runner, loaded.options, case, context, prompt)
+            count = _OTHERS_SAMPLES if case.plan == "first come, first served" else keystrokes
+            outcomes.append(bench.run(count))
+        return KeystrokesReport(
+            model=Path(model).stem if Path(model).is_file() else model,
+            machine=describe_machine(),
+            threads=runner.threads,
+            context=context,
+            prompt=prompt,
+            weight_bytes=runner.weight_bytes,
+            load=loaded.load,
+            outcomes=outcomes,
+            one_row=rows[0],
+            drafts={drafted: rows[drafted] for drafted in DRAFTS},
+        )
 
 
 def _time_rows(runner: CpuRunner, context: int, repeats: int) -> dict[int, float]:

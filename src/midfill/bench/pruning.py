@@ -6,7 +6,6 @@ rows that are revived while decoding count, too. Beside each method stand the sa
 tokens, and the same tokens without revival.
 """
 
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +20,10 @@ import torch
 
 from midfill.arrays import Float32Array, Int64Array
 from midfill.bench.counting_runner import CountingRunner
+from midfill.bench.cpu_model import open_cpu_model
 from midfill.bench.methods.haystacks import Haystacks, names
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.model_store import resolve, resolve_adapter
-from midfill.checkpoints.opening import model_digest, open_model
+from midfill.checkpoints.opening import model_digest
 from midfill.compression.method import Method, ServedModel
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
@@ -38,7 +37,6 @@ from midfill.methods.rows.uncomp_stage import UNCompStage
 from midfill.models.config import ModelConfig
 from midfill.reporting.result_table import ResultTable
 from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.loading import load_runner
 from midfill.system.machine import Machine, describe_machine
 
 KEEP = (0.7, 0.5, 0.3)
@@ -169,37 +167,33 @@ def measure_pruning(
     Raises:
         MidfillError: the model can't be found, loaded, or run by the CPU kernels.
     """
-    progress(f"loading {model}")
-    options = ModelOptions(backend="cpu", threads=threads)
-    checkpoint = open_model(resolve(model), resolve_adapter(model, None), options.weights)
-    runner = load_runner(checkpoint, options)
-    assert isinstance(runner, CpuRunner)
-    load = os.getloadavg()[0]
-    served = ServedModel(config=checkpoint.config, digest=model_digest(checkpoint))
-    methods = variants(served)
-    bench = _Bench(checkpoint, runner, methods, tokens)
-    haystacks = Haystacks(bench.encode, seed=0)
-    probes = _probes(checkpoint, haystacks, bench.encode, tokens, repeats)
-    answers: dict[str, list[Answer]] = {name: [] for name in methods}
-    bench.answer(probes[0], DENSE, None)  # warms up
-    for number, probe in enumerate(probes, 1):
-        exact: torch.Tensor | None = None
-        for name in methods:
-            progress(f"probe {number} of {len(probes)}: {name}")
-            answer, logits = bench.answer(probe, name, exact)
-            exact = logits if exact is None else exact
-            answers[name].append(answer)
-    runner.close()
-    return PruningReport(
-        model=model,
-        machine=describe_machine(),
-        load=max(load, os.getloadavg()[0]),
-        threads=runner.threads,
-        text=haystacks.source,
-        tokens=tokens,
-        tasks=[probe.task for probe in probes],
-        variants=[VariantAnswers(name=name, answers=found) for name, found in answers.items()],
-    )
+    with open_cpu_model(model, threads, progress) as loaded:
+        runner = loaded.runner
+        checkpoint = loaded.checkpoint
+        served = ServedModel(config=checkpoint.config, digest=model_digest(checkpoint))
+        methods = variants(served)
+        bench = _Bench(checkpoint, runner, methods, tokens)
+        haystacks = Haystacks(bench.encode, seed=0)
+        probes = _probes(checkpoint, haystacks, bench.encode, tokens, repeats)
+        answers: dict[str, list[Answer]] = {name: [] for name in methods}
+        bench.answer(probes[0], DENSE, None)  # warms up
+        for number, probe in enumerate(probes, 1):
+            exact: torch.Tensor | None = None
+            for name in methods:
+                progress(f"probe {number} of {len(probes)}: {name}")
+                answer, logits = bench.answer(probe, name, exact)
+                exact = logits if exact is None else exact
+                answers[name].append(answer)
+        return PruningReport(
+            model=model,
+            machine=describe_machine(),
+            load=loaded.load,
+            threads=runner.threads,
+            text=haystacks.source,
+            tokens=tokens,
+            tasks=[probe.task for probe in probes],
+            variants=[VariantAnswers(name=name, answers=found) for name, found in answers.items()],
+        )
 
 
 def _probes(

@@ -1,6 +1,5 @@
 """Prefill by chunks and by layers beside running answers: times, and the work that is done."""
 
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +11,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from midfill.bench.counting_runner import CountingRunner, Work
-from midfill.checkpoints.model_store import resolve, resolve_adapter
-from midfill.checkpoints.opening import open_model
+from midfill.bench.cpu_model import open_cpu_model
 from midfill.config import ModelOptions, SchedulerName
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy
@@ -21,7 +19,6 @@ from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.forward.runner import Runner
 from midfill.reporting.result_table import ResultTable
 from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.loading import load_runner
 from midfill.system.machine import Machine, describe_machine
 
 STREAMS = (0, 8)
@@ -91,32 +88,27 @@ def measure_schedulers(
     Raises:
         MidfillError: the model can't be found, loaded, or run by the CPU kernels.
     """
-    progress(f"loading {model}")
-    options = ModelOptions(backend="cpu", threads=threads)
-    checkpoint = open_model(resolve(model), resolve_adapter(model, None), options.weights)
-    runner = load_runner(checkpoint, options)
-    assert isinstance(runner, CpuRunner)
-    before = os.getloadavg()[0]
-    bench = _Bench(runner, prompt)
-    cases = _cases(prompt, options.token_budget)
-    rounds: dict[tuple[str, int], list[Outcome]] = {}
-    for repeat in range(repeats + 1):
-        for streams in STREAMS:
-            for case in cases:
-                progress(f"repeat {repeat} of {repeats}: {case.name}, {streams} streams")
-                outcome = bench.prefill(case, streams)
-                if repeat:  # the first one warms up
-                    rounds.setdefault((case.name, streams), []).append(outcome)
-    runner.close()
-    return SchedulerReport(
-        model=model,
-        machine=describe_machine(),
-        load=max(before, os.getloadavg()[0]),
-        threads=runner.threads,
-        prompt=prompt,
-        repeats=repeats,
-        outcomes=[_median(outcomes) for outcomes in rounds.values()],
-    )
+    with open_cpu_model(model, threads, progress) as loaded:
+        runner = loaded.runner
+        bench = _Bench(runner, prompt)
+        cases = _cases(prompt, loaded.options.token_budget)
+        rounds: dict[tuple[str, int], list[Outcome]] = {}
+        for repeat in range(repeats + 1):
+            for streams in STREAMS:
+                for case in cases:
+                    progress(f"repeat {repeat} of {repeats}: {case.name}, {streams} streams")
+                    outcome = bench.prefill(case, streams)
+                    if repeat:  # the first one warms up
+                        rounds.setdefault((case.name, streams), []).append(outcome)
+        return SchedulerReport(
+            model=model,
+            machine=describe_machine(),
+            load=loaded.load,
+            threads=runner.threads,
+            prompt=prompt,
+            repeats=repeats,
+            outcomes=[_median(outcomes) for outcomes in rounds.values()],
+        )
 
 
 def _cases(prompt: int, budget: int) -> list[Case]:

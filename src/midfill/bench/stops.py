@@ -7,7 +7,6 @@ without, in turn. A prefill without stops is also compared with another one with
 what such a comparison can tell at all.
 """
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -17,14 +16,11 @@ import msgspec
 import numpy as np
 import torch
 
+from midfill.bench.cpu_model import open_cpu_model
 from midfill.bench.versions.report import estimate_ratio
-from midfill.checkpoints.model_store import resolve, resolve_adapter
-from midfill.checkpoints.opening import open_model
-from midfill.config import ModelOptions
 from midfill.forward.batch import ForwardBatch
 from midfill.reporting.result_table import ResultTable
 from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.loading import load_runner
 from midfill.system.machine import Machine, describe_machine
 
 _EMPTY_CALLS = 300
@@ -78,31 +74,26 @@ def measure_stops(
     Raises:
         MidfillError: the model can't be found, loaded, or run by the CPU kernels.
     """
-    progress(f"loading {model}")
-    options = ModelOptions(backend="cpu", threads=threads)
-    checkpoint = open_model(resolve(model), resolve_adapter(model, None), options.weights)
-    runner = load_runner(checkpoint, options)
-    assert isinstance(runner, CpuRunner)
-    before = os.getloadavg()[0]
-    prefill = _Prefill(runner, rows)
-    empty = prefill.empty_call()
-    times = _in_turn(prefill, pairs, progress)
-    runner.close()
-    (wall, used), (wall_again, used_again), (stopping, used_stopping) = times
-    return StopsReport(
-        model=model,
-        machine=describe_machine(),
-        load=max(before, os.getloadavg()[0]),
-        threads=runner.threads,
-        rows=rows,
-        stops=runner.config.layers + 1,
-        pairs=pairs,
-        empty_call=empty,
-        whole=median([*wall, *wall_again]),
-        wall=_ratio(stopping, wall),
-        processor=_ratio(used_stopping, used),
-        control=_ratio(used_again, used),
-    )
+    with open_cpu_model(model, threads, progress) as loaded:
+        runner = loaded.runner
+        prefill = _Prefill(runner, rows)
+        empty = prefill.empty_call()
+        times = _in_turn(prefill, pairs, progress)
+        (wall, used), (wall_again, used_again), (stopping, used_stopping) = times
+        return StopsReport(
+            model=model,
+            machine=describe_machine(),
+            load=loaded.load,
+            threads=runner.threads,
+            rows=rows,
+            stops=runner.config.layers + 1,
+            pairs=pairs,
+            empty_call=empty,
+            whole=median([*wall, *wall_again]),
+            wall=_ratio(stopping, wall),
+            processor=_ratio(used_stopping, used),
+            control=_ratio(used_again, used),
+        )
 
 
 class _Prefill:

@@ -51,6 +51,7 @@ from midfill.engine.verification import append_token, sibling_groups, verify
 from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
 from midfill.forward.runner import Runner
+from midfill.models.config import ModelConfig
 from midfill.tiers.warm_tier import WarmTier
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,10 @@ class EngineOptions:
 
     max_running: int = 128
     context: int | None = None
+
+    def context_of(self, config: ModelConfig) -> int:
+        """Return the maximum number of tokens in a sequence of a model."""
+        return min(config.context, self.context or config.context)
 
 
 class Engine:
@@ -117,8 +122,7 @@ class Engine:
         self._speculation = speculation
         self._step_limit = step_limit
         self._vocabulary = Vocabulary(token_bytes, runner.config.vocab)
-        context = runner.config.context
-        self._context = min(context, options.context or context)
+        self._context = options.context_of(runner.config)
         self._queues = RequestQueues(runner.slots, options.max_running)
         self._deadlines = Deadlines(self._queues.__contains__)
         self._compression = Compression(runner, self._queues.pool)
@@ -131,12 +135,10 @@ class Engine:
         self.kv_traffic = KvTraffic(runner, self._queues, kv_source, warm_tier)
         self._methods = MethodKinds(runner, self._compression.full_layers)
         self._tenants = TenantCounters()
-        config, pool = runner.config, self._queues.pool
-        contexts = ContextPlaces(
-            pool.cache, runner.cells, config.layers * config.kv_heads, runner.slots
-        )
+        contexts = ContextPlaces.of_runner(runner, self._queues.pool.cache)
+        layers = runner.config.layers
         self._execution = PlanExecution(
-            config.layers, self._queues, self._blending, contexts, self._counters, self._tenants
+            layers, self._queues, self._blending, contexts, self._counters, self._tenants
         )
         self._commit = StepCommit(
             self._queues, self._execution, self._compression, self.kv_traffic, self._counters,

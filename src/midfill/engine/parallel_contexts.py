@@ -20,6 +20,7 @@ import numpy as np
 from midfill.arrays import Int32Array
 from midfill.forward.cells import CellStore
 from midfill.forward.groups import KeyGroup
+from midfill.forward.runner import Runner
 from midfill.kv.radix_cache import RadixCache
 from midfill.kv.radix_node import CacheRoot
 from midfill.kv.ragged import cells_of_slots
@@ -161,6 +162,12 @@ class ContextPlaces:
     def __init__(self, cache: RadixCache, cells: CellStore, heads: int, slots: int) -> None:
         self._cache, self._cells, self._heads, self._slots = cache, cells, heads, slots
         self._places: OrderedDict[tuple[CacheRoot, bytes], _Place] = OrderedDict()
+
+    @classmethod
+    def of_runner(cls, runner: Runner, cache: RadixCache) -> "ContextPlaces":
+        """Return the places in a runner's KV cache."""
+        config = runner.config
+        return cls(cache, runner.cells, config.layers * config.kv_heads, runner.slots)
 
     def copy(
         self,

@@ -196,15 +196,25 @@ def evaluate(
 
             answers = _ask(model, batch, conditions, options, answered)
             outcomes = _judge(batch, answers, sandbox)
-            for condition, found in zip(conditions, outcomes, strict=True):
-                if condition.window is not None:
-                    costs = measure_costs(model, batch, condition.window)
-                    found = _with_costs(found, costs)
-                report.outcomes[condition.name].extend(found)
+            _add_outcomes(report, model, batch, conditions, outcomes)
             report.problems.extend(_record(problem) for problem in batch)
             done += len(batch) * len(conditions)
             save(report)
     return report
+
+
+def _add_outcomes(
+    report: InfillingReport,
+    model: Model,
+    batch: Sequence[Problem],
+    conditions: Sequence[Condition],
+    outcomes: Sequence[list[Outcome]],
+) -> None:
+    """Add a batch's outcomes to a report, with what they cost where windows are compared."""
+    for condition, found in zip(conditions, outcomes, strict=True):
+        if condition.window is not None:
+            found = _with_costs(found, measure_costs(model, batch, condition.window))
+        report.outcomes[condition.name].extend(found)
 
 
 def _resume(

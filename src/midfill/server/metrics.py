@@ -7,15 +7,14 @@ What a request causes has a label for its tenant: "" without API keys, else the 
 first MAX_TENANTS tenants have a value of their own, all others share one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from midfill.engine.output_stream import undelivered_outputs
-from midfill.engine.request import EngineStats, TenantStats, TierStats
+from midfill.engine.request import TenantStats, TierStats
+from midfill.server.engine_metrics import COUNTERS, GAUGES, EngineNumbers, EngineReading
 
 MAX_TENANTS = 50  # a tenant's histograms are about two hundred time series
 OTHERS = "other"  # the tenants beyond
@@ -26,19 +25,6 @@ _SECONDS = (
 )  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _MODEL, _TENANT = "model_name", "tenant"
-
-
-class EngineNumbers(Protocol):
-    """What metrics read of the engine; see EngineClient."""
-
-    @property
-    def stats(self) -> EngineStats: ...
-    @property
-    def tenants(self) -> Mapping[str, TenantStats]: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def queued_tokens(self) -> int: ...
 
 
 class Metrics:
@@ -294,89 +280,9 @@ class _EngineCollector(Collector):
         return found
 
     def _of_engine(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        stats = self._engine.stats
-        total = stats.slots_total
-        used = total - stats.slots_free - stats.slots_cached
-        gauges = {
-            "queued_tokens": (
-                "Prompt tokens of requests that wait for their first token.",
-                self._engine.queued_tokens,
-            ),
-            "undelivered_outputs": (
-                "Outputs that wait for clients to read them.",
-                undelivered_outputs(),
-            ),
-            "prefix_cache_nodes": (
-                "Runs of tokens that the prefix cache's trees consist of.",
-                stats.cache_nodes,
-            ),
-            "prefix_cache_index_bytes": (
-                "Memory of the prefix cache's trees, without the KV.",
-                stats.cache_index_bytes,
-            ),
-            "num_requests_background": (
-                "Prompts to compute while the engine is idle.",
-                stats.background,
-            ),
-            "num_requests_loading": (
-                "Answers whose KV is on its way to the cache.",
-                stats.loading,
-            ),
-            "kv_cache_usage_perc": (
-                "Share of the KV slots that answers in progress use (1 is all).",
-                used / total if total else 0.0,
-            ),
-            "kv_slots": ("KV slots (tokens) in total.", total),
-            "kv_slots_free": ("Empty KV slots.", stats.slots_free),
-            "kv_slots_cached": (
-                "KV slots of the prefix cache that no answer uses.",
-                stats.slots_cached,
-            ),
-        }
-        counters = {
-            "num_preemptions": ("Answers put back into the queue.", stats.preemptions),
-            "computed_tokens": ("Tokens that went through the model.", stats.computed_tokens),
-            "reused_tokens": (
-                "Prompt tokens whose KV was taken from elsewhere, not from a prefix.",
-                stats.reused_tokens,
-            ),
-            "background_tokens": (
-                "Of these, tokens of prompts computed in idle time.",
-                stats.background_tokens,
-            ),
-            "layered_prompts": ("Prompts that prefilled by layers.", stats.layered_prompts),
-            "layered_fallbacks": (
-                "Prompts that prefilled in chunks instead, for lack of KV slots.",
-                stats.layered_fallbacks,
-            ),
-            "listed_pairs": (
-                "Products of queries and keys in prompts under sparse prefill.",
-                stats.listed_pairs,
-            ),
-            "causal_pairs": (
-                "Products that dense attention has for the same rows.",
-                stats.causal_pairs,
-            ),
-            "spec_decode_num_drafts": ("Verified drafts.", stats.drafts),
-            "spec_decode_num_draft_tokens": ("Tokens of drafts.", stats.draft_tokens),
-            "spec_decode_num_accepted_tokens": (
-                "Of these, accepted ones.",
-                stats.accepted_tokens,
-            ),
-            "evicted_tokens": ("Tokens evicted from the prefix cache.", stats.evicted_tokens),
-            "kv_exported_bytes": ("KV that was sent elsewhere.", stats.exported_bytes),
-            "kv_imported_bytes": ("KV that came from elsewhere.", stats.imported_bytes),
-            "steps": ("Forward passes.", stats.steps),
-            "busy_seconds": ("Time spent in steps.", stats.busy_seconds),
-            "forward_seconds": ("Time spent in forward passes.", stats.forward_seconds),
-            "sampling_seconds": ("Time spent choosing tokens.", stats.sampling_seconds),
-            "engine_restarts": ("Restarts of the engine process.", self._engine.restarts),
-        }
-        for name, (help, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"midfill:{name}", help, labels=[_MODEL])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, (help, value) in counters.items():
-            counter = CounterMetricFamily(f"midfill:{name}", help, labels=[_MODEL])
-            counter.add_metric([self._model], value)
-            yield counter
+        now = EngineReading(self._engine, self._engine.stats)
+        for kind, families in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (help, value) in families.items():
+                family = kind(f"midfill:{name}", help, labels=[_MODEL])
+                family.add_metric([self._model], float(value(now)))
+                yield family

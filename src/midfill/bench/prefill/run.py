@@ -50,14 +50,11 @@ def measure_prefill(
     try:
         haystacks = Haystacks(session.encode, options.seed)
         tokens = min(options.tokens, session.info.context - _ANSWER_ROOM)
-        probes = [
-            probe
-            for probe in needle_probes(
-                session.tokenizer, haystacks, tokens=tokens - _ANSWER_ROOM, depths=options.depths,
-                repeats=1, seed=options.seed,
-            )
-            if probe.task == "needle"
-        ]  # fmt: skip
+        drawn = needle_probes(
+            session.tokenizer, haystacks, tokens=tokens - _ANSWER_ROOM, depths=options.depths,
+            repeats=1, seed=options.seed,
+        )  # fmt: skip
+        probes = [probe for probe in drawn if probe.task == "needle"]
         names = {DENSE: "dense", **{method: method for method in methods}}
         run = _Run(session, options, probes, progress)
         counts = {name: run.pairs(name) for name in names}
@@ -65,14 +62,9 @@ def measure_prefill(
             for title, make in _BASELINES:
                 name = f"{title} beside {method}"
                 names[name] = name
-                pairs, _ = counts[method]
-                heads = sum(map(len, pairs)) or 1
                 found = session.find_method(method)
                 assert isinstance(found, PrefillMethod)
-                rule = ChunkRule(found.chunk_tokens, _dense_until(found))
-                extra[name] = of_equal_cost(
-                    make, rule, len(probes[0].tokens), sum(map(sum, pairs)) / heads
-                )
+                extra[name] = _of_equal_cost(make, found, counts[method][0], len(probes[0].tokens))
                 counts[name] = run.pairs(name)
         quality = run.quality(list(names))
         seconds = run.times([DENSE, *methods])
@@ -97,6 +89,25 @@ def measure_prefill(
         )  # fmt: skip
     finally:
         session.close()
+
+
+def _of_equal_cost(
+    make: Callable[[ChunkRule, float], AShape],
+    method: PrefillMethod,
+    pairs: Sequence[Sequence[int]],
+    tokens: int,
+) -> PrefillMethod:
+    """Return a baseline that takes as many products of queries and keys as a method.
+
+    Args:
+        make: the baseline's kind.
+        method: the method.
+        pairs: its products, by layer and head.
+        tokens: of a prompt.
+    """
+    rule = ChunkRule(method.chunk_tokens, _dense_until(method))
+    heads = sum(map(len, pairs)) or 1
+    return of_equal_cost(make, rule, tokens, sum(map(sum, pairs)) / heads)
 
 
 def _dense_until(method: PrefillMethod) -> int:

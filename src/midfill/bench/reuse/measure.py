@@ -17,7 +17,7 @@ with files only, and their tenant has asked the earlier requests with the method
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from midfill.bench.documents import unseen_documents
@@ -89,18 +89,10 @@ def measure_reuse(
             raise MidfillError(f"{model} has no FIM tokens: it can't fill in anything")
         run = _Run(session, options, is_exact)
         holes = draw_holes(documents.texts, max(options.jumps, options.contexts))
-        kinds: list[Iterator[Trial]] = [
-            run.jumps(f"jump {name}", window, holes[: options.jumps])
-            for name, window in windows.items()
-        ]
-        kinds.append(run.files(holes[: options.contexts], documents.texts))
-        if windows:
-            kinds += [run.typing(layout, holes[: options.contexts]) for layout in ("psm", "auto")]
-        for kind in kinds:
-            for trial in kind:
-                trials.append(trial)
-                progress(f"{trial.kind}: {trial.name}")
-                save(report())
+        for trial in run.trials(windows, holes, documents.texts):
+            trials.append(trial)
+            progress(f"{trial.kind}: {trial.name}")
+            save(report())
         return report()
     finally:
         session.close()
@@ -117,6 +109,24 @@ class _Run:
         self._is_exact = is_exact
         self._tenants = 0
         self._typed_window = _window(options.windows[0]) if options.windows else None
+
+    def trials(
+        self, windows: Mapping[str, WindowRule], holes: Sequence[Hole], texts: Sequence[str]
+    ) -> Iterator[Trial]:
+        """Yield all trials: jumps in each window, prompts with files, and what is typed.
+
+        Args:
+            windows: of jumps, by name; nothing is typed without any.
+            holes: to ask.
+            texts: that files are drawn from.
+        """
+        jumps, contexts = holes[: self._options.jumps], holes[: self._options.contexts]
+        for name, window in windows.items():
+            yield from self.jumps(f"jump {name}", window, jumps)
+        yield from self.files(contexts, texts)
+        if windows:
+            yield from self.typing("psm", contexts)
+            yield from self.typing("auto", contexts)
 
     def jumps(self, kind: str, window: WindowRule, holes: Sequence[Hole]) -> Iterator[Trial]:
         """Yield one trial per hole."""

@@ -1,6 +1,7 @@
 """The ``midfill eval`` commands."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,6 +39,7 @@ from midfill.cli.options import (
     KvDtypeOption,
 )
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
+from midfill.config import KvDtype
 
 if TYPE_CHECKING:
     from midfill.evaluation.models import Model
@@ -91,8 +93,6 @@ def infilling(
     """
     from midfill.errors import OptionError
     from midfill.evaluation.conditions import choose_conditions, parse_conditions, with_methods
-    from midfill.evaluation.model_pool import load_model
-    from midfill.evaluation.models import RemoteModel
     from midfill.evaluation.run import RunOptions, load_problems
 
     if url is not None and (asked.model or asked.adapter or typed):
@@ -116,13 +116,8 @@ def infilling(
     )
     problems = load_problems(options, humaneval, files or [])
 
-    def open_model(progress: "Progress") -> "AbstractContextManager[Model]":
-        if url is not None:
-            return nullcontext(RemoteModel(url, asked.fim_tokens))
-        return load_model(asked.choice(kv_cache_dtype), progress)
-
     report = file.run(
-        open_model,
+        partial(_open_model, url, asked, kv_cache_dtype),
         problems,
         lambda model: with_methods(
             choose_conditions(names, model.format, remote=model.remote), method or ()
@@ -130,6 +125,17 @@ def infilling(
         options,
     )
     _show(report, results.outputs(section))
+
+
+def _open_model(
+    url: str | None, asked: ModelFlags, kv_dtype: KvDtype, progress: "Progress"
+) -> "AbstractContextManager[Model]":
+    """Return the model behind a URL, or loaded into this process."""
+    from midfill.evaluation.models import RemoteModel
+
+    if url is not None:
+        return nullcontext(RemoteModel(url, asked.fim_tokens))
+    return asked.open(progress, kv_dtype)
 
 
 @app.command()

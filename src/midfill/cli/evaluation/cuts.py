@@ -1,6 +1,5 @@
 """The command ``midfill eval cuts``."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,12 +16,11 @@ from midfill.cli.evaluation.options import (
     SuffixesOption,
     TasksOption,
 )
-from midfill.cli.evaluation.run import Outputs
+from midfill.cli.evaluation.run import ChoicePage
 from midfill.cli.evaluation.values import (
     choose_tasks,
     parse_context,
     parse_suffixes,
-    results_console,
 )
 from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
@@ -82,16 +80,12 @@ def cuts(
     choose the least distance that is as good as the best; the other half shows what it is worth.
     """
     from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY
-    from midfill.checkpoints.model_record import write_cut
     from midfill.evaluation.choice import check_score
-    from midfill.evaluation.cut_report import cut_measurement
     from midfill.evaluation.cuts import (
         choose_cut,
         cut_conditions,
-        parse_distance,
         parse_distances,
     )
-    from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.run import RunOptions, load_problems
 
     places = parse_distances(distances)
@@ -111,24 +105,20 @@ def cuts(
     )
     problems = load_problems(options, humaneval, files or [])
     report = file.run(
-        partial(load_model, asked.choice()),
-        problems,
-        lambda model: cut_conditions(places, model.format),
-        options,
+        asked.open, problems, lambda model: cut_conditions(places, model.format), options
     )
     choice = choose_cut(report, score=score, margin=margin / 100)
-    _show(report, choice, results.outputs(section))
-    if write is not None:
-        least = parse_distance(choice.recommended)
-        path = write_cut(write, least, cut_measurement(report, choice))
-        results_console().print(f"written to {path}", markup=False, highlight=False)
+    _page().show(report, choice, results.outputs(section), write)
 
 
-def _show(report: "InfillingReport", choice: "Choice", outputs: Outputs) -> None:
-    from midfill.evaluation.cut_report import cut_markdown, cut_tables, plot_cuts
+def _page() -> "ChoicePage[Choice]":
+    from midfill.checkpoints.model_record import write_cut
+    from midfill.evaluation.cut_report import cut_markdown, cut_measurement, cut_tables, plot_cuts
+    from midfill.evaluation.cuts import parse_distance
 
-    outputs.show(
-        cut_tables(report, choice),
-        lambda path: plot_cuts(report, choice, path),
-        lambda: cut_markdown(report, choice),
-    )
+    def note(folder: Path, report: "InfillingReport", choice: "Choice") -> Path:
+        return write_cut(
+            folder, parse_distance(choice.recommended), cut_measurement(report, choice)
+        )
+
+    return ChoicePage(cut_tables, plot_cuts, cut_markdown, note)

@@ -1,6 +1,5 @@
 """The command ``midfill eval empty``."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +14,9 @@ from midfill.cli.evaluation.options import (
     MaxTokensOption,
     SeedOption,
 )
-from midfill.cli.evaluation.run import Outputs
+from midfill.cli.evaluation.run import ChoicePage
 from midfill.cli.evaluation.values import (
     parse_context,
-    results_console,
 )
 from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
@@ -75,7 +73,6 @@ def empty(
     answers where something is missing; the other half shows what it is worth.
     """
     from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY
-    from midfill.checkpoints.model_record import write_empty
     from midfill.errors import MidfillError, OptionError
     from midfill.evaluation.empties import (
         caret_tasks,
@@ -83,8 +80,6 @@ def empty(
         empty_conditions,
         given_empty,
     )
-    from midfill.evaluation.empty_report import empty_measurement
-    from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.run import RunOptions, load_problems
 
     file = results.results_file()
@@ -104,28 +99,25 @@ def empty(
         max_tokens=max_tokens,
     )
     problems = load_problems(options, humaneval, files)
-    report = file.run(
-        partial(load_model, asked.choice()),
-        problems,
-        lambda model: empty_conditions(model.format),
-        options,
-    )
+    report = file.run(asked.open, problems, lambda model: empty_conditions(model.format), options)
     choice = (
         choose_empty(report, limit=most / 100)
         if threshold is None
         else given_empty(report, threshold)
     )
-    _show(report, choice, results.outputs(section))
-    if write is not None:
-        path = write_empty(write, choice.threshold, empty_measurement(report, choice))
-        results_console().print(f"written to {path}", markup=False, highlight=False)
+    _page().show(report, choice, results.outputs(section), write)
 
 
-def _show(report: "InfillingReport", choice: "EmptyChoice", outputs: Outputs) -> None:
-    from midfill.evaluation.empty_report import empty_markdown, empty_tables, plot_empty
-
-    outputs.show(
-        empty_tables(report, choice),
-        lambda path: plot_empty(report, choice, path),
-        lambda: empty_markdown(report, choice),
+def _page() -> "ChoicePage[EmptyChoice]":
+    from midfill.checkpoints.model_record import write_empty
+    from midfill.evaluation.empty_report import (
+        empty_markdown,
+        empty_measurement,
+        empty_tables,
+        plot_empty,
     )
+
+    def note(folder: Path, report: "InfillingReport", choice: "EmptyChoice") -> Path:
+        return write_empty(folder, choice.threshold, empty_measurement(report, choice))
+
+    return ChoicePage(empty_tables, plot_empty, empty_markdown, note)

@@ -19,7 +19,11 @@ from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.config import KvDtype
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from midfill.evaluation.model_choice import ModelChoice
+    from midfill.evaluation.models import Model
+    from midfill.system.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,14 @@ class ModelFlags:
             fim_tokens=self.fim_tokens,
             processes=self.processes,
         )
+
+    def open(
+        self, progress: "Progress", kv_dtype: KvDtype = "auto"
+    ) -> "AbstractContextManager[Model]":
+        """Load the model."""
+        from midfill.evaluation.model_pool import load_model
+
+        return load_model(self.choice(kv_dtype), progress)
 
     def check_target(self, folder: Path, keys: str) -> None:
         """Check before the work that what is measured can be noted in a folder.

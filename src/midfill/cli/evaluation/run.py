@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from midfill.cli.evaluation.values import results_console
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from midfill.evaluation.problems import Problem
     from midfill.evaluation.run import InfillingReport, RunOptions
     from midfill.system.progress import Progress
+
+
+C = TypeVar("C")
 
 
 class ResultsFile:
@@ -95,6 +98,46 @@ class Outputs:
             draw(self.plot)
         if self.docs is not None:
             replace_section(self.docs, self.section, markdown())
+
+
+class ChoicePage(NamedTuple, Generic[C]):
+    """How what was measured is shown, and what was chosen by it.
+
+    Attributes:
+        tables: for the terminal.
+        plot: draws a picture into a file.
+        markdown: for a document's section.
+        note: notes the choice in a folder, and returns in which file.
+    """
+
+    tables: "Callable[[InfillingReport, C], Iterable[Table]]"
+    plot: "Callable[[InfillingReport, C, Path], None]"
+    markdown: "Callable[[InfillingReport, C], str]"
+    note: "Callable[[Path, InfillingReport, C], Path]"
+
+    def show(
+        self,
+        report: "InfillingReport",
+        choice: C,
+        outputs: Outputs,
+        write: Path | None,
+    ) -> None:
+        """Show it all, and note the choice beside a model.
+
+        Args:
+            report: what was measured.
+            choice: what was chosen.
+            outputs: where it is shown.
+            write: the model's folder; None notes it nowhere.
+        """
+        outputs.show(
+            self.tables(report, choice),
+            lambda path: self.plot(report, choice, path),
+            lambda: self.markdown(report, choice),
+        )
+        if write is not None:
+            path = self.note(write, report, choice)
+            results_console().print(f"written to {path}", markup=False, highlight=False)
 
 
 def _read_earlier(path: Path | None) -> "InfillingReport | None":

@@ -1,6 +1,5 @@
 """The command ``midfill eval snippets``."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +15,10 @@ from midfill.cli.evaluation.options import (
     SeedOption,
     SuffixesOption,
 )
-from midfill.cli.evaluation.run import Outputs
+from midfill.cli.evaluation.run import ChoicePage
 from midfill.cli.evaluation.values import (
     parse_context,
     parse_suffixes,
-    results_console,
 )
 from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
@@ -75,14 +73,11 @@ def snippets(
     beyond doubt; the other half shows what they are worth.
     """
     from midfill.checkpoints.checkpoint import SNIPPETS_KEY
-    from midfill.checkpoints.model_record import write_snippets
     from midfill.errors import MidfillError
     from midfill.evaluation.choice import check_score
-    from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.problems import parse_tasks
     from midfill.evaluation.run import RunOptions, load_problems
     from midfill.evaluation.snippet_choice import check_tasks, choose_snippets, snippet_conditions
-    from midfill.evaluation.snippet_report import snippet_measurement
     from midfill.evaluation.snippets import parse_snippets, with_snippets
     from midfill.evaluation.source_files import read_files
 
@@ -106,25 +101,21 @@ def snippets(
     check_tasks(options.tasks)
     problems = load_problems(options, None, files)
     problems = with_snippets(problems, read_files(files, options.suffixes), seed)
-    report = file.run(
-        partial(load_model, asked.choice()),
-        problems,
-        lambda model: snippet_conditions(shown),
-        options,
-    )
+    report = file.run(asked.open, problems, lambda model: snippet_conditions(shown), options)
     choice = choose_snippets(report, score=score)
-    _show(report, choice, results.outputs(section))
-    if write is not None:
-        measured = snippet_measurement(report, choice)
-        path = write_snippets(write, int(choice.recommended), measured)
-        results_console().print(f"written to {path}", markup=False, highlight=False)
+    _page().show(report, choice, results.outputs(section), write)
 
 
-def _show(report: "InfillingReport", choice: "Choice", outputs: Outputs) -> None:
-    from midfill.evaluation.snippet_report import plot_snippets, snippet_markdown, snippet_tables
-
-    outputs.show(
-        snippet_tables(report, choice),
-        lambda path: plot_snippets(report, choice, path),
-        lambda: snippet_markdown(report, choice),
+def _page() -> "ChoicePage[Choice]":
+    from midfill.checkpoints.model_record import write_snippets
+    from midfill.evaluation.snippet_report import (
+        plot_snippets,
+        snippet_markdown,
+        snippet_measurement,
+        snippet_tables,
     )
+
+    def note(folder: Path, report: "InfillingReport", choice: "Choice") -> Path:
+        return write_snippets(folder, int(choice.recommended), snippet_measurement(report, choice))
+
+    return ChoicePage(snippet_tables, plot_snippets, snippet_markdown, note)

@@ -1,6 +1,5 @@
 """The command ``midfill eval windows``."""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,10 +14,9 @@ from midfill.cli.evaluation.options import (
     SeedOption,
     SuffixesOption,
 )
-from midfill.cli.evaluation.run import Outputs
+from midfill.cli.evaluation.run import ChoicePage
 from midfill.cli.evaluation.values import (
     parse_suffixes,
-    results_console,
 )
 from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
@@ -77,18 +75,14 @@ def windows(
     typed.
     """
     from midfill.checkpoints.checkpoint import WINDOW_AFTER_KEY, WINDOW_BEFORE_KEY
-    from midfill.checkpoints.model_record import write_window
     from midfill.errors import MidfillError
     from midfill.evaluation.choice import check_score
-    from midfill.evaluation.model_pool import load_model
     from midfill.evaluation.problems import parse_tasks
     from midfill.evaluation.run import RunOptions, load_problems
-    from midfill.evaluation.window_report import window_measurement
     from midfill.evaluation.windows import (
         check_tasks,
         choose_window,
         parse_windows,
-        rule_of,
         window_conditions,
     )
 
@@ -110,25 +104,22 @@ def windows(
     )
     check_tasks(options.tasks)
     problems = load_problems(options, None, files)
-    report = file.run(
-        partial(load_model, asked.choice()),
-        problems,
-        lambda model: window_conditions(rules),
-        options,
-    )
+    report = file.run(asked.open, problems, lambda model: window_conditions(rules), options)
     choice = choose_window(report, score=score, margin=margin / 100)
-    _show(report, choice, results.outputs(section))
-    if write is not None:
-        measured = window_measurement(report, choice)
-        path = write_window(write, rule_of(choice.recommended), measured)
-        results_console().print(f"written to {path}", markup=False, highlight=False)
+    _page().show(report, choice, results.outputs(section), write)
 
 
-def _show(report: "InfillingReport", choice: "Choice", outputs: Outputs) -> None:
-    from midfill.evaluation.window_report import plot_windows, window_markdown, window_tables
-
-    outputs.show(
-        window_tables(report, choice),
-        lambda path: plot_windows(report, choice, path),
-        lambda: window_markdown(report, choice),
+def _page() -> "ChoicePage[Choice]":
+    from midfill.checkpoints.model_record import write_window
+    from midfill.evaluation.window_report import (
+        plot_windows,
+        window_markdown,
+        window_measurement,
+        window_tables,
     )
+    from midfill.evaluation.windows import rule_of
+
+    def note(folder: Path, report: "InfillingReport", choice: "Choice") -> Path:
+        return write_window(folder, rule_of(choice.recommended), window_measurement(report, choice))
+
+    return ChoicePage(window_tables, plot_windows, window_markdown, note)
