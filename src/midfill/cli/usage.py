@@ -67,8 +67,8 @@ def usage_line(error: Any) -> str:
     line = " ".join(_problem(error).rstrip(".").split())
     if (context := getattr(error, "ctx", None)) is None:
         return line
-    command = context.command_path.removeprefix("python -m ")
-    return f"{line} (see '{command} --help')"
+    subcommand = context.command_path.removeprefix(context.find_root().command_path)
+    return f"{line} (see 'midfill{subcommand} --help')"
 
 
 def did_you_mean(value: str, known: Iterable[str]) -> str:
