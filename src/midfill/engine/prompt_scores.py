@@ -10,7 +10,7 @@ from collections.abc import Collection
 import torch
 
 from midfill.engine.batching import ScheduledSequence
-from midfill.engine.logprobs import mask_nonfinite, one_thread, token_logprobs
+from midfill.engine.logprobs import MAX_ROWS_AT_ONCE, mask_nonfinite, one_thread, token_logprobs
 
 
 def record_scores(logits: torch.Tensor, scheduled: Collection[ScheduledSequence]) -> None:
@@ -28,10 +28,11 @@ def record_scores(logits: torch.Tensor, scheduled: Collection[ScheduledSequence]
         if scored:
             assert sequence.prompt_logprobs is not None
             first = sequence.computed + scored.start + 1
+            token_ids = sequence.tokens[first : first + len(scored)].tolist()
+            wanted = sequence.params.prompt_logprobs or 0
             with one_thread():
-                sequence.prompt_logprobs += token_logprobs(
-                    mask_nonfinite(logits[row : row + len(scored)]),
-                    sequence.tokens[first : first + len(scored)].tolist(),
-                    [sequence.params.prompt_logprobs or 0] * len(scored),
-                )
+                for at in range(0, len(scored), MAX_ROWS_AT_ONCE):
+                    some = token_ids[at : at + MAX_ROWS_AT_ONCE]
+                    rows = mask_nonfinite(logits[row + at : row + at + len(some)])
+                    sequence.prompt_logprobs += token_logprobs(rows, some, [wanted] * len(some))
         row += outputs

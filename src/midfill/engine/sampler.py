@@ -23,6 +23,7 @@ import torch
 from midfill.arrays import Int32Array
 from midfill.engine.filters import filter_probabilities, sample_inverse
 from midfill.engine.logprobs import (
+    MAX_ROWS_AT_ONCE,
     gather,
     likeliest,
     mask_nonfinite,
@@ -105,18 +106,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken
     Returns:
         One entry per row: the token, or None if the row's logits hold no finite value.
     """
-    working: list[_Row | None] = [None] * len(rows)
+    tokens: list[SampledToken | None] = [None] * len(rows)
     with one_thread():
         for places in _groups(rows):
-            chosen = _choose(logits, [rows[place] for place in places])
-            for place, row in zip(places, chosen, strict=True):
-                working[place] = row
-        alive = [row for row in working if row is not None]
-        reported = _logprobs(logits, [row for row in alive if row.spec.params.logprobs is not None])
-    return [
-        None if row is None else SampledToken(row.token_id, reported.get(id(row)))
-        for row in working
-    ]
+            chosen = _sample_group(logits, [rows[place] for place in places])
+            for place, token in zip(places, chosen, strict=True):
+                tokens[place] = token
+    return tokens
 
 
 def takes_likeliest(params: EngineSamplingParams) -> bool:
@@ -129,9 +125,22 @@ def takes_likeliest(params: EngineSamplingParams) -> bool:
 
 
 def _groups(rows: Sequence[SampleRow]) -> list[list[int]]:
-    """Return the rows to process together: those without restrictions; each other one alone."""
+    """Return the rows to process together: some without restrictions; each other one alone."""
     whole = [place for place, spec in enumerate(rows) if spec.allowed is None]
-    return [whole, *([place] for place, spec in enumerate(rows) if spec.allowed is not None)]
+    return [
+        *(whole[at : at + MAX_ROWS_AT_ONCE] for at in range(0, len(whole), MAX_ROWS_AT_ONCE)),
+        *([place] for place, spec in enumerate(rows) if spec.allowed is not None),
+    ]
+
+
+def _sample_group(logits: torch.Tensor, specs: Sequence[SampleRow]) -> list[SampledToken | None]:
+    """Sample the tokens of rows whose vectors have one length; None as in ``sample``."""
+    chosen = _choose(logits, specs)
+    alive = [row for row in chosen if row is not None]
+    reported = _logprobs(logits, [row for row in alive if row.spec.params.logprobs is not None])
+    return [
+        None if row is None else SampledToken(row.token_id, reported.get(id(row))) for row in chosen
+    ]
 
 
 def _choose(logits: torch.Tensor, specs: Sequence[SampleRow]) -> list[_Row | None]:

@@ -11,27 +11,20 @@ from midfill.arrays import BoolArray
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import KvDtype, WeightsOption
 from midfill.forward.batch import ForwardBatch
-from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, Activations
-from midfill.kernels.cpu.attention import scratch_size
 from midfill.kernels.cpu.attention_metadata import (
     TILE_FIELDS,
     AttentionMetadata,
-    partial_rows,
     plan_attention,
 )
 from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
-from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS, forward
-from midfill.kernels.cpu.decoder_data import Batch, Stages, Workspace
+from midfill.kernels.cpu.decoder import forward
+from midfill.kernels.cpu.decoder_data import Batch, Stages
 from midfill.kernels.cpu.jit import compiled_for
 from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, entry_bytes
-from midfill.kernels.cpu.linear import MAX_TILE_ROWS
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
-from midfill.kernels.cpu.peaks import PEAK_WIDTH
 from midfill.kernels.cpu.ragged_cells import pack_ragged
-from midfill.kernels.cpu.segment_rows import SEGMENT
-from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.thread_pool import ThreadPool
-from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat, panel_count
+from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.models.config import ModelConfig
 from midfill.runners.autotune import (
     MEASURED_ROWS,
@@ -40,9 +33,9 @@ from midfill.runners.autotune import (
     default_tile_rows,
 )
 from midfill.runners.cpu_cells import CpuCells
-from midfill.runners.growing_arrays import GrowingArrays
 from midfill.runners.packed_model import PackedModel, block_format, load_packed
 from midfill.runners.rope import layer_frequencies
+from midfill.runners.step_memory import StepMemory, StepSize, padded_vocab, usual_size
 from midfill.system.cores import available_threads
 from midfill.system.progress import Progress
 
@@ -88,6 +81,7 @@ class CpuRunner:
         *,
         slots: int,
         threads: int | None = None,
+        max_rows: int = 0,
         weights: WeightsOption = "auto",
         kv_dtype: KvDtype = "auto",
         progress: Progress | None = None,
@@ -98,6 +92,7 @@ class CpuRunner:
             checkpoint: the model.
             slots: how many tokens' KV to make room for.
             threads: that a step runs on; None is one per available core.
+            max_rows: of most steps: memory for so many is allocated now, for more when needed.
             weights: see ``load_packed``.
             kv_dtype: see ``choose_kv_format``.
             progress: called with (stage, done, total).
@@ -116,12 +111,12 @@ class CpuRunner:
         self._cells = CpuCells(self._kv_cache, self.config.head_dim, frequencies, self._pool)
         self._clock = np.zeros((self._pool.threads, CLOCK_WIDTH), np.int64)
         self._tile_rows = default_tile_rows(self.model)
-        self._rows, self._outputs, self._partials, self._observed = MAX_SOLO_ROWS, 1, 1, 0
         self._sparse: SparseAttention | None = None
         self._groups: GroupedAttention | None = None
-        self._hidden = self._allocate_hidden(self._rows)
-        self._arrays = GrowingArrays()
-        self._workspace = self._allocate_workspace()
+        usual = usual_size(self.config, max_rows, slots, self._pool.threads)
+        self._memory = StepMemory(
+            self.model, self.config, self._clock, self._tile_rows, self._pool.threads, usual
+        )
         # Views of the workspace's logits, by their number of rows: making one takes as long as a
         # phase of a small model.
         self._views: dict[int, torch.Tensor] = {}
@@ -161,20 +156,17 @@ class CpuRunner:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """See ``Runner.forward``."""
-        if batch.rows > len(self._hidden):
-            self._hidden = self._allocate_hidden(batch.rows)
-        hidden = self._hidden[: batch.rows]
-        self._run(batch, hidden, Stages(True, 0, self.config.layers, True))
+        self._run(batch, None, Stages(True, 0, self.config.layers, True))
         return self._logits(len(batch.logit_rows))
 
     def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
         """See ``Runner.likeliest_tokens``: the kernels have found them."""
-        tokens: list[int] = self._workspace.likeliest[: len(logits)].tolist()
+        tokens: list[int] = self._memory.workspace.likeliest[: len(logits)].tolist()
         return tokens
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the tokens' embeddings: new hidden rows, float32 [rows, hidden]."""
-        hidden = self._allocate_hidden(batch.rows)
+        hidden = aligned_zeros((batch.rows, self.config.hidden), np.float32)
         self._run(batch, hidden, Stages(True, 0, 0, False))
         return torch.from_numpy(hidden)
 
@@ -216,7 +208,7 @@ class CpuRunner:
         """See ``Runner.observed_queries``."""
         config, rows = self.config, len(batch.observed_rows)
         shape = (config.layers, rows, config.query_heads, config.head_dim)
-        every = self._workspace.observed[: math.prod(shape)].reshape(shape)
+        every = self._memory.workspace.observed[: math.prod(shape)].reshape(shape)
         return every[first:end].copy()
 
     def phase_ticks(self) -> Int64Array:
@@ -227,9 +219,12 @@ class CpuRunner:
         """End the threads."""
         self._pool.close()
 
-    def _run(self, batch: ForwardBatch, hidden: Float32Array, stages: Stages) -> None:
+    def _run(self, batch: ForwardBatch, hidden: Float32Array | None, stages: Stages) -> None:
+        """Run a part of the forward pass over hidden rows; None is those of the step's memory."""
         prepared = self._prepare(batch)
         self._reserve(batch, prepared.attention.partials)
+        if hidden is None:
+            hidden = self._memory.hidden[: batch.rows]
         if (batch.sparse or batch.groups) and stages.end_layer > stages.first_layer:
             special = batch.special_requests()
             if special.any():
@@ -255,13 +250,13 @@ class CpuRunner:
 
             if self._sparse is None:
                 self._sparse = SparseAttention(self.config, self._pool, self._kv_cache, stride)
-            attend.append(attend_listed(self._sparse, batch, self._workspace))
+            attend.append(attend_listed(self._sparse, batch, self._memory.workspace))
         if batch.groups:
             from midfill.runners.cpu_groups import GroupedAttention
 
             if self._groups is None:
                 self._groups = GroupedAttention(self.config, self._pool, self._kv_cache, stride)
-            attend.append(self._groups.attend(batch, self._workspace))
+            attend.append(self._groups.attend(batch, self._memory.workspace))
         run_special_layers(
             self.config, special, attend, prepared, stages,
             lambda part, stage: self._execute(part, hidden, stage),
@@ -270,7 +265,7 @@ class CpuRunner:
     def _execute(self, prepared: Batch, hidden: Float32Array, stages: Stages) -> None:
         self._pool.run_on_standby(
             self._forward, self.model.config, self.model.weights, self._kv_cache, prepared,
-            hidden.reshape(-1), self._workspace, stages,
+            hidden.reshape(-1), self._memory.workspace, stages,
         )  # fmt: skip
 
     def _checked(self, batch: ForwardBatch, hidden: torch.Tensor) -> Float32Array:
@@ -285,8 +280,8 @@ class CpuRunner:
         """Return a view of the logits [outputs, vocab] that the last call left."""
         view = self._views.get(outputs)
         if view is None:
-            padded = panel_count(self.config.vocab) * PANEL
-            logits = self._workspace.logits[: outputs * padded].reshape(outputs, padded)
+            padded = padded_vocab(self.config)
+            logits = self._memory.workspace.logits[: outputs * padded].reshape(outputs, padded)
             view = self._views[outputs] = torch.from_numpy(logits[:, : self.config.vocab])
         return view
 
@@ -309,58 +304,10 @@ class CpuRunner:
         )  # fmt: skip
 
     def _reserve(self, batch: ForwardBatch, partials: int) -> None:
-        """Grow the workspace to hold a step of this size."""
-        wanted = (batch.rows, len(batch.logit_rows), partials, len(batch.observed_rows))
-        sizes = (self._rows, self._outputs, self._partials, self._observed)
-        if all(size <= held for size, held in zip(wanted, sizes, strict=True)):
-            return
-        self._rows, self._outputs, self._partials, self._observed = map(max, wanted, sizes)
-        self._workspace = self._allocate_workspace()
-        self._views = {}
-
-    def _allocate_hidden(self, rows: int) -> Float32Array:
-        return aligned_zeros((rows, self.config.hidden), np.float32)
-
-    def _allocate_workspace(self) -> Workspace:
-        config, threads = self.config, self._pool.threads
-        rows, outputs = self._rows, self._outputs
-        attended = config.query_heads * config.head_dim
-        group = config.query_heads // config.kv_heads
-        merged = partial_rows(self._partials, group, config.kv_heads)
-        quantized = any(
-            matrix.formats != {WeightFormat.F32} for matrix in self.model.matrices.values()
-        )
-
-        floats = self._arrays.floats
-
-        def activations(name: str, size: int) -> Activations:
-            blocks = size // GROUP * ACTIVATION_BLOCK_BYTES if quantized else 0
-            return Activations(floats(name, size), self._arrays.bytes(f"{name} blocks", blocks))
-
-        def per_thread(name: str, size: int) -> Float32Array:
-            return floats(name, threads * size)[: threads * size].reshape(threads, size)
-
-        projected = rows * config.hidden if config.post_norms else 0
-        normed = max(rows, outputs, threads * MAX_SOLO_ROWS) * config.hidden
-        return Workspace(
-            normed=activations("normed", normed),
-            qkv=floats("qkv", rows * self.model.weights.qkv.outputs),
-            attended=activations("attended", rows * attended),
-            gated=activations("gated", rows * config.ffn),
-            projected=floats("projected", projected),
-            logits=floats("logits", outputs * panel_count(config.vocab) * PANEL),
-            peaks=per_thread("peaks", outputs * PEAK_WIDTH),
-            likeliest=aligned_zeros(outputs, np.int32),
-            products=per_thread("products", 2 * MAX_TILE_ROWS * PANEL),
-            attention=per_thread("attention", scratch_size(group, config.head_dim)),
-            cells=aligned_zeros((threads, 2 * SEGMENT), np.int32),
-            observed=floats("observed", config.layers * self._observed * attended),
-            partials=SoftmaxSums(
-                floats("states", merged * 2), floats("sums", merged * config.head_dim)
-            ),
-            clock=self._clock,
-            tile_rows=self._tile_rows,
-        )
+        """Make room in the workspace for a step of this size."""
+        size = StepSize(batch.rows, len(batch.logit_rows), partials, len(batch.observed_rows))
+        if self._memory.reserve(size):
+            self._views = {}
 
     def _time_tiles(self, tile_rows: TileTable) -> Int64Array:
         """Return the ticks of each phase of the last two layers and the head over some rows.
@@ -373,7 +320,7 @@ class CpuRunner:
         batch = ForwardBatch(
             np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers
         )
-        hidden = self._allocate_hidden(MEASURED_ROWS)
+        hidden = aligned_zeros((MEASURED_ROWS, self.config.hidden), np.float32)
         layers = self.config.layers
         before = self.phase_ticks()
         self._run(batch, hidden, Stages(False, max(0, layers - 2), layers, True))
@@ -389,7 +336,7 @@ class CpuRunner:
         )  # fmt: skip
         arguments = (
             0, 1, self._pool.sync, self.model.config, self.model.weights, self._kv_cache,
-            self._prepare(batch), self._hidden.reshape(-1), self._workspace,
+            self._prepare(batch), self._memory.hidden.reshape(-1), self._memory.workspace,
             Stages(True, 0, 0, True),
         )  # fmt: skip
         compiled = compiled_for(forward, *arguments)

@@ -20,6 +20,11 @@ class GrowingArrays:
     def __init__(self) -> None:
         self._held: dict[str, npt.NDArray[Any]] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self._held.values())
+
     def floats(self, name: str, size: int) -> Float32Array:
         """Return a flat float32 array of at least ``size`` elements, whatever they are."""
         return self._get(name, size, np.float32)

@@ -28,7 +28,7 @@ def load_runner(
 
     Args:
         checkpoint: the model.
-        options: all but ``token_budget`` and ``max_running`` are used.
+        options: how the model is run.
         progress: called with (stage, done, total).
 
     Raises:
@@ -57,6 +57,7 @@ def load_runner(
         checkpoint,
         slots=slots,
         threads=options.threads,
+        max_rows=max(options.token_budget, options.max_running),
         weights=options.weights,
         kv_dtype=options.kv_dtype,
         progress=progress,

@@ -1,8 +1,9 @@
 """bench soak: hours of a server's life in minutes: does anything grow that should not?
 
 Clients edit documents, ask for completions, disconnect half-way, send what makes no sense
-and open connections that they never use. Memory is sampled once the KV pool and what is remembered
-of documents have reached their bounds, since until then they grow as they should.
+and open connections that they never use. Memory is sampled once all that is bounded has reached its
+bound, since until then it grows as it should: the KV pool, what is remembered of documents, and the
+memory of a step, which a request for as many answers as may run fills at once.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from midfill.bench.reliability.served import (
     resident_bytes,
     serve_model,
 )
+from midfill.config import ModelOptions
 from midfill.errors import MidfillError
 from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
@@ -39,6 +41,7 @@ _SAMPLE_SECONDS = 1.0
 _MAX_FILL_SECONDS = 3600
 _FILLED = ("documents", "tokens")  # the load sends no other files
 _FULL = 0.9  # of a bound; what goes next leaves some room
+_FEW_TOKENS = 4
 _SETTLE_SECONDS = 7.0  # for connections that are kept alive
 
 
@@ -47,7 +50,7 @@ class SoakOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: what is served.
-        minutes: how long, once the pool and the memory for documents have been filled.
+        minutes: how long, once all that is bounded has been filled.
         kv_memory: the server's ``--kv-memory``.
         document_memory: the server's ``--document-memory``; small, so that it is soon full.
         clients: that edit documents.
@@ -218,8 +221,9 @@ async def measure_soak(options: SoakOptions, say: Say = lambda _: None) -> SoakR
         await asyncio.sleep(_SETTLE_SECONDS)
         before = descriptors(server.process_id)
         clients = [asyncio.create_task(load.run_client(n)) for n in range(options.clients)]
-        say("filling the KV pool and the memory for documents")
+        say("filling the KV pool, the memory for documents and that of a step")
         await _until_full(server)
+        await _run_all_answers(server)
         say(f"{options.minutes:g} minutes")
         samples = await _sample(server, options.minutes)
         load.over.set()
@@ -273,6 +277,29 @@ async def _is_full(server: ServedModel) -> bool:
         if held < _FULL * most:
             return False
     return (await server.metrics())["evicted_tokens_total"] > 0
+
+
+async def _run_all_answers(server: ServedModel) -> None:
+    """Have a step compute the logits of as many answers as run at a time.
+
+    Raises:
+        MidfillError: they are refused, except for a while.
+    """
+    body = {
+        "prompt": "def ",
+        "n": ModelOptions().max_running,
+        "max_tokens": _FEW_TOKENS,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
+    while True:
+        async with server.session.post(f"{server.url}/v1/completions", json=body) as response:
+            answer = await response.text()
+        if response.status == 200:
+            return
+        if response.status != 429:
+            raise MidfillError(f"the server refused {body['n']} answers: {answer}")
+        await asyncio.sleep(_SAMPLE_SECONDS)
 
 
 async def _sample(server: ServedModel, minutes: float) -> _Samples:
@@ -337,7 +364,8 @@ def soak_table(report: SoakReport) -> ResultTable:
     ]
     caption = (
         f"{options.model}, --kv-memory {options.kv_memory} --document-memory"
-        f" {options.document_memory}, {options.minutes:g} minutes after both were filled,"
+        f" {options.document_memory}, {options.minutes:g} minutes after all memory with a bound was"
+        f" filled,"
         f" {options.clients} clients. On {report.machine}."
     )
     return ResultTable(rows=rows, title="A long run", caption=caption)
