@@ -13,8 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from midfill.arrays import Float64Array
+from midfill.engine.logprobs import MAX_ROWS_AT_ONCE
 from midfill.engine.request import EngineSamplingParams
 from midfill.engine.sampler import SampledToken, SampleRow, sample
 
@@ -314,6 +316,24 @@ def test_a_rows_token_does_not_depend_on_its_neighbours() -> None:
         for one in rows
     ]
     assert single == alone
+
+
+def test_few_rows_have_copies_of_their_logits_at_a_time() -> None:
+    logits = random_logits(3000, 1).repeat(100, 1)
+
+    class Largest(TorchFunctionMode):
+        elements = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.elements = max(self.elements, result.numel())
+            return result
+
+    for fields in ({}, {"top_k": 40}, {"top_p": 0.9}, {"logprobs": 2}):
+        with Largest() as largest:
+            sample(logits, [row(EngineSamplingParams(**fields), 0.5, at) for at in range(100)])
+        assert largest.elements == MAX_ROWS_AT_ONCE * 3000
 
 
 def test_rounding_errors_in_the_logits_do_not_swap_tokens() -> None:

@@ -11,7 +11,7 @@ from midfill.arrays import Float64Array, Int64Array
 from midfill.engine.filters import FOLDS, top_ids
 from midfill.engine.request import TokenLogprobs
 
-MAX_ROWS_AT_ONCE = 16
+MAX_ROWS_AT_ONCE = 8
 """Rows of logits that are processed together. Each takes up to 1 MB meanwhile, for a vocabulary of
 50,000; many at once also take longer, since their copies leave the caches."""
 

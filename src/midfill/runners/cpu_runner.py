@@ -328,7 +328,10 @@ class CpuRunner:
         return ticks
 
     def _compile(self) -> Callable[..., None]:
-        """Return the forward pass, compiled, after an empty step on this thread."""
+        """Return the forward pass, compiled, after an empty step on this thread and one on all.
+
+        The second one compiles what starts the threads, for which the first request would wait.
+        """
         nothing = np.zeros(0, np.int32)
         batch = ForwardBatch(
             nothing, nothing, nothing, np.zeros(1, np.int32), np.zeros(1, np.int32), nothing,
@@ -341,4 +344,5 @@ class CpuRunner:
         )  # fmt: skip
         compiled = compiled_for(forward, *arguments)
         compiled(*arguments)
+        self._pool.run_on_standby(compiled, *arguments[3:])
         return compiled

@@ -364,9 +364,8 @@ def soak_table(report: SoakReport) -> ResultTable:
     ]
     caption = (
         f"{options.model}, --kv-memory {options.kv_memory} --document-memory"
-        f" {options.document_memory}, {options.minutes:g} minutes after all memory with a bound was"
-        f" filled,"
-        f" {options.clients} clients. On {report.machine}."
+        f" {options.document_memory}, {options.minutes:g} minutes after all that is bounded was"
+        f" filled, {options.clients} clients. On {report.machine}."
     )
     return ResultTable(rows=rows, title="A long run", caption=caption)
 
