@@ -5,10 +5,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from midfill.cli.option_groups import with_option_groups
 from midfill.cli.options import (
     AdapterOption,
     BackendOption,
@@ -26,7 +27,45 @@ from midfill.cli.options import (
 from midfill.errors import MidfillError
 from midfill.infill.trim import Brackets, Lines
 
+if TYPE_CHECKING:
+    from midfill.llm import LLM
+    from midfill.system.progress import Progress
+
 _PLACE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?")
+
+
+@dataclass(frozen=True)
+class LoadingFlags:
+    """How a model is loaded into this process, and how it is shown documents."""
+
+    fim_tokens: FimTokensOption = None
+    window: WindowOption = None
+    backend: BackendOption = "auto"
+    device: DeviceOption = None
+    threads: ThreadsOption = None
+    method: MethodOption = "none"
+
+    def load(self, model: str | None, adapter: str | None, progress: "Progress") -> "LLM":
+        """Load a model, the default one if none is named.
+
+        Raises:
+            MidfillError: it can't be found or loaded.
+        """
+        from midfill.checkpoints.model_store import DEFAULT_MODEL
+        from midfill.infill.window import WindowRule
+        from midfill.llm import LLM
+
+        return LLM(
+            model or DEFAULT_MODEL,
+            backend=self.backend,
+            device=self.device,
+            threads=self.threads,
+            method=self.method,
+            adapter=adapter,
+            fim_tokens=self.fim_tokens,
+            window=None if self.window is None else WindowRule(*self.window),
+            progress=progress,
+        )
 
 
 @dataclass(frozen=True)
@@ -43,59 +82,61 @@ class Caret:
     suffix: str
 
 
+PlaceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE:LINE[:COL]",
+        help="Where to fill in: lines and columns count from 1, and the caret stands before the"
+        " column's character; without COL it stands at the line's end.",
+    ),
+]
+TrimOption = Annotated[
+    bool, typer.Option(help="Cut the answer where it begins to repeat what comes after it.")
+]
+LinesOption = Annotated[
+    Lines,
+    typer.Option(help="Where to cut: after one line, at the end of the block, or nowhere."),
+]
+BracketsOption = Annotated[
+    Brackets, typer.Option(help="Whether to close brackets that the answer leaves open.")
+]
+EmptyThresholdOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=1.0,
+        help="Suggest nothing where the probability of an empty answer is above this, and"
+        " something elsewhere; 0 leaves it to each token. By default what the model or its"
+        " adapter names.",
+    ),
+]
+AroundOption = Annotated[int, typer.Option(min=0, help="Lines to show around it.")]
+
+
+@with_option_groups
 def complete(
-    place: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE:LINE[:COL]",
-            help="Where to fill in: lines and columns count from 1, and the caret stands before the"
-            " column's character; without COL it stands at the line's end.",
-        ),
-    ],
+    *,
+    place: PlaceArgument,
     model: ModelOption = None,
     adapter: AdapterOption = None,
     max_tokens: MaxTokensOption = 64,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = None,
     stop: StopOption = None,
-    trim: Annotated[
-        bool, typer.Option(help="Cut the answer where it begins to repeat what comes after it.")
-    ] = True,
-    lines: Annotated[
-        Lines,
-        typer.Option(help="Where to cut: after one line, at the end of the block, or nowhere."),
-    ] = "block",
-    brackets: Annotated[
-        Brackets, typer.Option(help="Whether to close brackets that the answer leaves open.")
-    ] = "keep",
-    empty_threshold: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Suggest nothing where the probability of an empty answer is above this, and"
-            " something elsewhere; 0 leaves it to each token. By default what the model or its"
-            " adapter names.",
-        ),
-    ] = None,
-    around: Annotated[int, typer.Option(min=0, help="Lines to show around it.")] = 4,
-    fim_tokens: FimTokensOption = None,
-    window: WindowOption = None,
-    backend: BackendOption = "auto",
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    method: MethodOption = "none",
+    trim: TrimOption = True,
+    lines: LinesOption = "block",
+    brackets: BracketsOption = "keep",
+    empty_threshold: EmptyThresholdOption = None,
+    around: AroundOption = 4,
+    loading: LoadingFlags,
 ) -> None:
     """Fill in at a place in a file, and show the result there; the file is not changed.
 
     If the model suggests nothing there, a line on stderr says so; the exit status is still 0.
     """
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
     from midfill.frontend.post_processing import PostProcessing
     from midfill.frontend.sampling import SamplingParams
-    from midfill.infill.window import WindowRule
-    from midfill.llm import LLM
 
     caret = find_caret(place)
     sampling = SamplingParams(
@@ -106,17 +147,7 @@ def complete(
         post_processing=PostProcessing(overlap=trim, lines=lines, brackets=brackets),
     )
     with show_progress() as progress:
-        llm = LLM(
-            model or DEFAULT_MODEL,
-            backend=backend,
-            device=device,
-            threads=threads,
-            method=method,
-            adapter=adapter,
-            fim_tokens=fim_tokens,
-            window=None if window is None else WindowRule(*window),
-            progress=progress,
-        )
+        llm = loading.load(model, adapter, progress)
     with llm:
         answer = llm.infill_stream(
             caret.prefix, caret.suffix, sampling, empty_threshold=empty_threshold

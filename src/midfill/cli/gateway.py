@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -21,7 +21,7 @@ from midfill.cli.server_options import (
 
 if TYPE_CHECKING:
     from midfill.gateway.run import Gateway
-    from midfill.gateway.upstream import Upstream
+    from midfill.gateway.upstream import ApiName, Upstream
 
 UpstreamOption = Annotated[
     list[str] | None,
@@ -108,16 +108,11 @@ def gateway(
     otlp_traces_endpoint: OtlpTracesOption = None,
 ) -> None:
     """Stand in front of vLLM, SGLang or llama.cpp, and lay out prompts so that their caches hit."""
-    from typing import get_args
-
     from midfill.gateway.options import GatewayOptions
     from midfill.gateway.run import run_gateway
-    from midfill.gateway.upstream import ApiName
     from midfill.system.logs import configure_logs
 
-    api = next((name for name in get_args(ApiName) if name == upstream_api), None)
-    if api is None:
-        raise typer.BadParameter(f"{upstream_api!r} is none of {', '.join(get_args(ApiName))}")
+    api = _api_name(upstream_api)
     configure_logs(log.options)
     options = GatewayOptions(
         upstreams=tuple(upstream or ()),
@@ -146,6 +141,20 @@ def gateway(
         otlp_traces_endpoint=otlp_traces_endpoint,
     )
     run_gateway(options, lambda url, running: typer.echo(banner(url, running)))
+
+
+def _api_name(text: str) -> "ApiName":
+    """Return the kind of server that an option names.
+
+    Raises:
+        typer.BadParameter: there is no such kind.
+    """
+    from midfill.gateway.upstream import ApiName
+
+    names = get_args(ApiName)
+    if text not in names:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(names)}")
+    return cast("ApiName", text)
 
 
 def banner(url: str, gateway: "Gateway") -> str:

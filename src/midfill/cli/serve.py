@@ -2,6 +2,8 @@
 
 import json
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -30,9 +32,12 @@ from midfill.config import (
     DEFAULT_COMPLETION_TIMEOUT,
     DEFAULT_MAX_QUEUED_TOKENS,
     DEFAULT_STEP_TIMEOUT,
+    ListenOptions,
+    Workers,
 )
 
 if TYPE_CHECKING:
+    from midfill.config import ModelOptions, ServeOptions
     from midfill.engine.messages import EngineInfo
     from midfill.server.service import ModelService
 
@@ -136,6 +141,61 @@ OldStreamIntervalOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class WorkerFlags:
+    """How many engine processes compute prompts, and how many answers."""
+
+    prefill_workers: PrefillWorkersOption = 0
+    decode_workers: DecodeWorkersOption = 0
+
+    @property
+    def counts(self) -> Workers:
+        """The same for the server."""
+        return Workers(self.prefill_workers, self.decode_workers)
+
+
+@dataclass(frozen=True)
+class WaitingFlags:
+    """How many requests wait, and how long, for an engine that takes its steps."""
+
+    max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS
+    max_queued_tokens_per_key: MaxQueuedPerKeyOption = None
+    completion_timeout: CompletionTimeoutOption = DEFAULT_COMPLETION_TIMEOUT
+    step_timeout: StepTimeoutOption = DEFAULT_STEP_TIMEOUT
+
+
+@dataclass(frozen=True)
+class ConnectionFlags:
+    """How many connections are open, and how long."""
+
+    max_connections: MaxConnectionsOption = 2048
+    client_timeout: ClientTimeoutOption = 30
+    drain_timeout: DrainTimeoutOption = 8
+
+    @property
+    def options(self) -> ListenOptions:
+        """The same for the server."""
+        return ListenOptions(
+            max_connections=self.max_connections,
+            client_timeout=self.client_timeout,
+            drain_timeout=self.drain_timeout,
+        )
+
+
+@dataclass(frozen=True)
+class StreamFlags:
+    """How long tokens of a stream are held back."""
+
+    stream_interval_ms: StreamIntervalOption = 25
+    stream_interval: OldStreamIntervalOption = None
+
+    @property
+    def seconds(self) -> float:
+        """The interval."""
+        old = self.stream_interval
+        return (self.stream_interval_ms if old is None else old) / 1000
+
+
 @with_option_groups
 def serve(
     *,
@@ -154,26 +214,17 @@ def serve(
     loading: WeightsFlags,
     steps: StepFlags,
     warm_tier: WarmTierFlags,
-    prefill_workers: PrefillWorkersOption = 0,
-    decode_workers: DecodeWorkersOption = 0,
-    max_queued_tokens: MaxQueuedTokensOption = DEFAULT_MAX_QUEUED_TOKENS,
-    max_queued_tokens_per_key: MaxQueuedPerKeyOption = None,
-    completion_timeout: CompletionTimeoutOption = DEFAULT_COMPLETION_TIMEOUT,
-    step_timeout: StepTimeoutOption = DEFAULT_STEP_TIMEOUT,
-    max_connections: MaxConnectionsOption = 2048,
-    client_timeout: ClientTimeoutOption = 30,
-    drain_timeout: DrainTimeoutOption = 8,
+    workers: WorkerFlags,
+    waiting: WaitingFlags,
+    connections: ConnectionFlags,
     idle_prefill: IdlePrefillOption = True,
-    stream_interval_ms: StreamIntervalOption = 25,
-    stream_interval: OldStreamIntervalOption = None,
+    streams: StreamFlags,
     log: LogFlags,
     otlp_traces_endpoint: OtlpTracesOption = None,
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
-    from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
-    from midfill.cli.progress import show_progress
-    from midfill.config import ListenOptions, ServeOptions, Workers
-    from midfill.server.run import run_server
+    from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve_adapter
+    from midfill.config import ServeOptions
     from midfill.system.logs import configure_logs
 
     configure_logs(log.options)
@@ -193,28 +244,44 @@ def serve(
         window=prompts.window,
         snippets=prompts.snippets,
         document_memory=document_memory,
-        max_queued_tokens=max_queued_tokens,
-        max_queued_tokens_per_key=max_queued_tokens_per_key,
-        completion_timeout=completion_timeout,
-        step_timeout=step_timeout,
-        workers=Workers(prefill_workers, decode_workers),
-        listen=ListenOptions(
-            max_connections=max_connections,
-            client_timeout=client_timeout,
-            drain_timeout=drain_timeout,
-        ),
+        max_queued_tokens=waiting.max_queued_tokens,
+        max_queued_tokens_per_key=waiting.max_queued_tokens_per_key,
+        completion_timeout=waiting.completion_timeout,
+        step_timeout=waiting.step_timeout,
+        workers=workers.counts,
+        listen=connections.options,
         idle_prefill=idle_prefill,
-        stream_interval=(stream_interval_ms if stream_interval is None else stream_interval) / 1000,
+        stream_interval=streams.seconds,
         logs=log.options,
         otlp_traces_endpoint=otlp_traces_endpoint,
-        options=msgspec.structs.replace(
-            steps.apply(loading.options),
-            device=device,
-            threads=threads,
-            adapter=None if folder is None else str(folder),
-            warm_tier=warm_tier.options,
-        ),
+        options=_merged(steps.apply(loading.options), warm_tier, device, threads, folder),
     )
+    _run(options)
+
+
+def _merged(
+    options: "ModelOptions",
+    warm_tier: WarmTierFlags,
+    device: str | None,
+    threads: int | None,
+    adapter: Path | None,
+) -> "ModelOptions":
+    """Return the options of an engine process with these."""
+    return msgspec.structs.replace(
+        options,
+        device=device,
+        threads=threads,
+        adapter=None if adapter is None else str(adapter),
+        warm_tier=warm_tier.options,
+    )
+
+
+def _run(options: "ServeOptions") -> None:
+    """Run the server; show how loading goes, and then the banner."""
+    from midfill.checkpoints.model_store import resolve
+    from midfill.cli.progress import show_progress
+    from midfill.server.run import run_server
+
     with ExitStack() as shown:
         progress = shown.enter_context(show_progress())
         path = resolve(options.model, progress)

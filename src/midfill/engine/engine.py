@@ -127,19 +127,17 @@ class Engine:
         self._deadlines = Deadlines(self._queues.__contains__)
         self._compression = Compression(runner, self._queues.pool)
         self._blending = Blending(runner, self._queues.pool)
-        self._method = method
-        self._find_method = find_method
+        self._method, self._find_method = method, find_method
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
-        self._counters = EngineCounters()
+        self._counters, self._tenants = EngineCounters(), TenantCounters()
         self.kv_traffic = KvTraffic(runner, self._queues, kv_source, warm_tier)
         self._methods = MethodKinds(runner, self._compression.full_layers)
-        self._tenants = TenantCounters()
         contexts = ContextPlaces.of_runner(runner, self._queues.pool.cache)
-        layers = runner.config.layers
         self._execution = PlanExecution(
-            layers, self._queues, self._blending, contexts, self._counters, self._tenants
-        )
+            runner.config.layers, self._queues, self._blending, contexts, self._counters,
+            self._tenants,
+        )  # fmt: skip
         self._commit = StepCommit(
             self._queues, self._execution, self._compression, self.kv_traffic, self._counters,
             self._tenants,

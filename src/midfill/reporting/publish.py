@@ -1,5 +1,6 @@
 """Publish a benchmark's figures on the terminal, as JSON and as a section of a document."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,11 @@ def publish(
         write_json(json, report)
     if docs is not None:
         replace_section(docs, section, markdown)
+
+
+def saver(json: Path | None) -> Callable[[object], None]:
+    """Return what writes a report so far into a file; None writes it nowhere."""
+    return lambda report: None if json is None else write_json(json, report)
 
 
 def write_json(path: Path, report: object) -> None:

@@ -6,7 +6,7 @@ only; choosing keys is part of it.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 import torch
@@ -69,17 +69,7 @@ def measure_prefill(
         quality = run.quality(list(names))
         seconds = run.times([DENSE, *methods])
         results = [
-            PrefillResult(
-                name=title,
-                seconds=[taken[name] for taken in seconds if name in taken],
-                rest_seconds=[taken[_REST] for taken in seconds],
-                dense_seconds=[taken[DENSE] for taken in seconds],
-                pairs=counts[name][0],
-                causal=counts[name][1],
-                logprob=quality[name][0],
-                likeliest=quality[name][1],
-                divergence=quality[name][2],
-            )
+            _result(name, title, seconds, counts[name], quality[name])
             for name, title in names.items()
         ]
         return PrefillReport(
@@ -89,6 +79,36 @@ def measure_prefill(
         )  # fmt: skip
     finally:
         session.close()
+
+
+def _result(
+    name: str,
+    title: str,
+    seconds: Sequence[Mapping[str, float]],
+    counts: tuple[list[list[int]], int],
+    quality: tuple[float, float, float],
+) -> PrefillResult:
+    """Return what was measured of one method.
+
+    Args:
+        name: its specification.
+        title: what it is called.
+        seconds: of prefills with all methods, in each repeat.
+        counts: its products by layer and head, and those of dense attention.
+        quality: log-probability and greedy share of needles, and divergence from dense.
+    """
+    logprob, likeliest, divergence = quality
+    return PrefillResult(
+        name=title,
+        seconds=[taken[name] for taken in seconds if name in taken],
+        rest_seconds=[taken[_REST] for taken in seconds],
+        dense_seconds=[taken[DENSE] for taken in seconds],
+        pairs=counts[0],
+        causal=counts[1],
+        logprob=logprob,
+        likeliest=likeliest,
+        divergence=divergence,
+    )
 
 
 def _of_equal_cost(

@@ -11,44 +11,48 @@ from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
 
 if TYPE_CHECKING:
-    from midfill.bench.methods.results import Hole, MethodsReport
+    from midfill.bench.methods.results import Hole
+
+MethodsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME[:OPTION=VALUE,...],...",
+        help="Methods to measure, separated by commas, such as snapkv,cake:window=16; all"
+        " there are if not set. Full KV is always measured.",
+    ),
+]
+BudgetsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Shares of the prompt that methods keep (or tokens per layer, from 1 up),"
+        " separated by commas; 0.5,0.25,0.125 if not set, with --quick 0.25."
+    ),
+]
+ModelsOption = Annotated[
+    str | None,
+    typer.Option(help="Models to measure with, separated by commas; the default model if not set."),
+]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Fewer and shorter prompts: under five minutes.")
+]
+ResumeOption = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Continue the run in --json with the same options: measure only what it lacks,"
+        " such as a further method.",
+    ),
+]
 
 
 def methods(
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME[:OPTION=VALUE,...],...",
-            help="Methods to measure, separated by commas, such as snapkv,cake:window=16; all"
-            " there are if not set. Full KV is always measured.",
-        ),
-    ] = None,
-    budgets: Annotated[
-        str | None,
-        typer.Option(
-            help="Shares of the prompt that methods keep (or tokens per layer, from 1 up),"
-            " separated by commas; 0.5,0.25,0.125 if not set, with --quick 0.25."
-        ),
-    ] = None,
-    models: Annotated[
-        str | None,
-        typer.Option(
-            help="Models to measure with, separated by commas; the default model if not set."
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer and shorter prompts: under five minutes.")
-    ] = False,
+    methods: MethodsOption = None,
+    budgets: BudgetsOption = None,
+    models: ModelsOption = None,
+    quick: QuickOption = False,
     threads: ThreadsOption = None,
     json: JsonOption = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            help="Continue the run in --json with the same options: measure only what it lacks,"
-            " such as a further method.",
-        ),
-    ] = False,
+    resume: ResumeOption = False,
     plot: PlotOption = None,
     docs: DocsOption = None,
 ) -> None:
@@ -65,16 +69,12 @@ def methods(
     from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.errors import OptionError
     from midfill.evaluation.metrics import is_exact_first_line
-    from midfill.reporting.publish import publish, write_json
+    from midfill.reporting.publish import publish, saver
 
     if resume and json is None:
         raise OptionError("--resume continues what a file holds: name it with --json")
     chosen = parse_budgets(budgets or ("0.25" if quick else "0.5,0.25,0.125"))
     variants = choose_variants(methods, chosen)
-
-    def save(report: "MethodsReport") -> None:
-        if json is not None:
-            write_json(json, report)
 
     with show_steps("loading") as progress:
         report = measure_methods(
@@ -85,7 +85,7 @@ def methods(
             is_exact=is_exact_first_line,
             threads=threads,
             progress=progress,
-            save=save,
+            save=saver(json),
             earlier=read_methods_report(json) if resume and json and json.exists() else None,
         )
     publish(

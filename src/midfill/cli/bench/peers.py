@@ -1,19 +1,26 @@
 """The command ``midfill bench peers``."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from midfill.cli.option_groups import with_option_groups
 from midfill.cli.options import ThreadsOption
 from midfill.cli.outputs import DocsOption, PlotOption, SectionOption, writable
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts, parse_fim_tokens
 from midfill.config import FimTokens
 from midfill.errors import OptionError
-from midfill.reporting.publish import publish, write_json
+from midfill.reporting.publish import publish, saver
 from midfill.system.extras import require
+
+if TYPE_CHECKING:
+    from midfill.bench.peers.compared_model import ComparedModel
+    from midfill.bench.peers.results import PeersOptions
 
 ModelOption = Annotated[
     str | None, typer.Option(help="A GGUF file, folder or name; the default model if not set.")
@@ -105,17 +112,49 @@ JsonOption = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class MeasuredFlags:
+    """Which servers are measured, under which loads."""
+
+    only: ServersOption = "midfill,llama.cpp,vllm"
+    loads: LoadsOption = "prefill,decode,keystroke,rounds,session"
+    quick: QuickOption = False
+    prefill: PrefillOption = None
+    contexts: ContextsOption = None
+    streams: StreamsOption = None
+    users: UsersOption = None
+    repeats: RepeatsOption = None
+    load_limit: LoadLimitOption = 1200
+
+    @property
+    def options(self) -> "PeersOptions":
+        """The same for the benchmark.
+
+        Raises:
+            MidfillError: there is no such server or load.
+        """
+        from midfill.bench.peers.compare import QUICK, SERVERS, parse_names
+        from midfill.bench.peers.loads import LOADS
+        from midfill.bench.peers.results import PeersOptions
+
+        chosen = QUICK if self.quick else PeersOptions()
+        texts = {name: getattr(self, name) for name in ("prefill", "contexts", "streams", "users")}
+        return msgspec.structs.replace(
+            chosen,
+            **{name: parse_counts(text) for name, text in texts.items() if text is not None},
+            servers=parse_names(self.only, SERVERS, "--only"),
+            loads=parse_names(self.loads, LOADS, "--loads"),
+            repeats=self.repeats or chosen.repeats,
+            round_repeats=self.repeats or chosen.round_repeats,
+            load_limit=self.load_limit,
+        )
+
+
+@with_option_groups
 def peers(
+    *,
     model: ModelOption = None,
-    only: ServersOption = "midfill,llama.cpp,vllm",
-    loads: LoadsOption = "prefill,decode,keystroke,rounds,session",
-    quick: QuickOption = False,
-    prefill: PrefillOption = None,
-    contexts: ContextsOption = None,
-    streams: StreamsOption = None,
-    users: UsersOption = None,
-    repeats: RepeatsOption = None,
-    load_limit: LoadLimitOption = 1200,
+    measured: MeasuredFlags,
     llama_server: LlamaServerOption = None,
     vllm: VllmOption = None,
     llama_formats: LlamaFormatsOption = "stored,q4_0,q4_k_m",
@@ -136,16 +175,12 @@ def peers(
     a line that says how to install them; see docs/peers.md.
     """
     require("bench peers", ["httpx"], extra="bench")
-    from midfill.bench.peers.compare import QUICK, SERVERS, Programs, compare_peers, parse_names
-    from midfill.bench.peers.compared_model import open_compared
+    from midfill.bench.peers.compare import Programs, compare_peers, parse_names
     from midfill.bench.peers.llama_cpp import parse_formats
-    from midfill.bench.peers.loads import LOADS
     from midfill.bench.peers.plot import plot_peers
     from midfill.bench.peers.report import peers_markdown, peers_tables
-    from midfill.bench.peers.results import PeersOptions, PeersReport, read_peers
-    from midfill.bench.peers.shapes import random_model
+    from midfill.bench.peers.results import read_peers
     from midfill.bench.peers.vllm import DTYPES, default_dtypes
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.system.machine import describe_machine
 
     if shape is not None and model is not None:
@@ -153,40 +188,40 @@ def peers(
     if resume and json is None:
         raise OptionError("--resume continues what a file holds: name it with --json")
     machine = describe_machine()
-    chosen = QUICK if quick else PeersOptions()
-    given = {"prefill": prefill, "contexts": contexts, "streams": streams, "users": users}
     options = msgspec.structs.replace(
-        chosen,
-        **{name: parse_counts(text) for name, text in given.items() if text is not None},
-        servers=parse_names(only, SERVERS, "--only"),
-        loads=parse_names(loads, LOADS, "--loads"),
+        measured.options,
         llama_formats=parse_formats(llama_formats),
         vllm_dtypes=(
             default_dtypes(machine.vector_features)
             if vllm_dtypes is None
             else parse_names(vllm_dtypes, DTYPES, "--vllm-dtypes")
         ),
-        repeats=repeats or chosen.repeats,
-        round_repeats=repeats or chosen.round_repeats,
-        load_limit=load_limit,
         threads=threads or machine.cores,
         seed=seed,
     )
 
-    def save(report: PeersReport) -> None:
-        if json is not None:
-            write_json(json, report)
-
     with show_steps("opening the model") as progress:
         earlier = read_peers(json) if resume and json is not None and json.exists() else None
-        if shape is not None:
-            path = str(random_model(shape, progress))
-            compared = open_compared(path, fim_tokens, random_weights=True)
-        else:
-            compared = open_compared(model or DEFAULT_MODEL, fim_tokens)
+        compared = _open_compared(model, shape, fim_tokens, progress)
         programs = Programs(llama_server, vllm)
-        report = compare_peers(compared, options, programs, progress, save, earlier)
+        report = compare_peers(compared, options, programs, progress, saver(json), earlier)
     drawn, markdown = peers_tables(report), peers_markdown(report)
     publish(report, drawn, markdown, section=section, json=json, docs=docs)
     if plot is not None:
         plot_peers(report, plot)
+
+
+def _open_compared(
+    model: str | None,
+    shape: str | None,
+    fim_tokens: FimTokens | None,
+    progress: Callable[[str], None],
+) -> "ComparedModel":
+    """Return the model that is named, one of a shape, or the default one."""
+    from midfill.bench.peers.compared_model import open_compared
+    from midfill.bench.peers.shapes import random_model
+    from midfill.checkpoints.model_store import DEFAULT_MODEL
+
+    if shape is None:
+        return open_compared(model or DEFAULT_MODEL, fim_tokens)
+    return open_compared(str(random_model(shape, progress)), fim_tokens, random_weights=True)

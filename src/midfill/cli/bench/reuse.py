@@ -11,27 +11,33 @@ from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 
 if TYPE_CHECKING:
-    from midfill.bench.reuse.results import ReuseReport
+    pass
 
 _METHODS = (
     "cacheblend:ratio=0 cacheblend:ratio=0.15 cacheblend:ratio=0.3 ape:temperature=1,scale=1 ape"
 )
 
+MethodsOption = Annotated[
+    str, typer.Option(help="Methods with their options, separated by blanks.")
+]
+WindowsOption = Annotated[
+    str,
+    typer.Option(help="Windows of jumps, characters before/after the caret, by commas."),
+]
+JumpsOption = Annotated[int, typer.Option(min=0, help="Jumps of the caret per window.")]
+ContextsOption = Annotated[
+    int, typer.Option(min=0, help="Prompts with files that were shown before.")
+]
+SeedOption = Annotated[int, typer.Option(help="All chance follows from it.")]
+
 
 def reuse(
     model: LoadedModelOption = None,
-    methods: Annotated[
-        str, typer.Option(help="Methods with their options, separated by blanks.")
-    ] = _METHODS,
-    windows: Annotated[
-        str,
-        typer.Option(help="Windows of jumps, characters before/after the caret, by commas."),
-    ] = "2000/600,6000/1500",
-    jumps: Annotated[int, typer.Option(min=0, help="Jumps of the caret per window.")] = 60,
-    contexts: Annotated[
-        int, typer.Option(min=0, help="Prompts with files that were shown before.")
-    ] = 12,
-    seed: Annotated[int, typer.Option(help="All chance follows from it.")] = 0,
+    methods: MethodsOption = _METHODS,
+    windows: WindowsOption = "2000/600,6000/1500",
+    jumps: JumpsOption = 60,
+    contexts: ContextsOption = 12,
+    seed: SeedOption = 0,
     threads: ThreadsOption = None,
     json: JsonOption = None,
     docs: DocsOption = None,
@@ -48,7 +54,7 @@ def reuse(
     from midfill.errors import MidfillError
     from midfill.evaluation.metrics import is_exact_first_line
     from midfill.methods.registry import methods_of, parse_name, resolve_method
-    from midfill.reporting.publish import publish, write_json
+    from midfill.reporting.publish import publish, saver
 
     chosen = methods.split()
     for specification in chosen:
@@ -66,10 +72,6 @@ def reuse(
         seed=seed,
     )
 
-    def save(report: "ReuseReport") -> None:
-        if json is not None:
-            write_json(json, report)
-
     with show_steps("loading") as progress:
         report = measure_reuse(
             model or DEFAULT_MODEL,
@@ -78,7 +80,7 @@ def reuse(
             is_exact=is_exact_first_line,
             threads=threads,
             progress=progress,
-            save=save,
+            save=saver(json),
         )
     table = reuse_table(report)
     section = "reuse" if jumps else "reuse-files"

@@ -24,42 +24,47 @@ from midfill.reporting.publish import publish
 from midfill.system.extras import require
 
 if TYPE_CHECKING:
-    from midfill.bench.rounds import RoundsOptions
+    from midfill.bench.rounds import RoundsOptions, RoundsReport
+
+LayoutsOption = Annotated[str, typer.Option(help="Layouts to measure, separated by commas.")]
+UsersOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Documents edited at once; 4 if not set, with --compare 2."),
+]
+RoundsOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=7, help="Requests per user; 5 if not set, with --compare 3."),
+]
+RepeatsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Runs per layout, whose medians are shown; 3 if not set, with --compare 1.",
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Chooses the files.")]
+PairsOption = Annotated[
+    int,
+    typer.Option(
+        min=6, help="With --compare: how many pairs of runs; more give narrower intervals."
+    ),
+]
 
 
 def rounds(
     url: UrlOption = None,
     model: LoadedModelOption = None,
-    layouts: Annotated[
-        str, typer.Option(help="Layouts to measure, separated by commas.")
-    ] = "fim,efim,native",
-    users: Annotated[
-        int | None,
-        typer.Option(min=1, help="Documents edited at once; 4 if not set, with --compare 2."),
-    ] = None,
-    rounds: Annotated[
-        int | None,
-        typer.Option(min=1, max=7, help="Requests per user; 5 if not set, with --compare 3."),
-    ] = None,
+    layouts: LayoutsOption = "fim,efim,native",
+    users: UsersOption = None,
+    rounds: RoundsOption = None,
     output_tokens: OutputTokensOption = 16,
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Runs per layout, whose medians are shown; 3 if not set, with --compare 1.",
-        ),
-    ] = None,
+    repeats: RepeatsOption = None,
     fim_tokens: ClientFimTokensOption = None,
     threads: ThreadsOption = None,
-    seed: Annotated[int, typer.Option(help="Chooses the files.")] = 0,
+    seed: SeedOption = 0,
     method: MethodOption = "none",
     compare: CompareOption = None,
-    pairs: Annotated[
-        int,
-        typer.Option(
-            min=6, help="With --compare: how many pairs of runs; more give narrower intervals."
-        ),
-    ] = 12,
+    pairs: PairsOption = 12,
     json: JsonOption = None,
     plot: PlotOption = None,
     docs: DocsOption = None,
@@ -70,16 +75,13 @@ def rounds(
     what grew after MID; native sends prefix and suffix and lets the server choose.
     """
     require("bench rounds", ["httpx"], extra="bench")
-    from midfill.bench.clients import open_client
     from midfill.bench.rounds import (
         RoundsOptions,
-        measure_rounds,
         parse_layouts,
         plot_rounds,
         rounds_table,
     )
 
-    console = Console(stderr=True)
     options = RoundsOptions(
         layouts=parse_layouts(layouts),
         users=users or (2 if compare else 4),
@@ -102,16 +104,28 @@ def rounds(
         publish_versions(versions, json, docs)
         return
 
-    async def measure() -> None:
-        async with open_client(url, model, fim_tokens, threads, console, method) as client:
-            with show_steps("warming up") as progress:
-                report = await measure_rounds(client, options, progress)
-        table = rounds_table(report)
-        publish(report, table.drawn(), table.markdown(), section="rounds", json=json, docs=docs)
-        if plot is not None:
-            plot_rounds(report, plot)
+    report = asyncio.run(_measure(options, url, model, fim_tokens, threads))
+    table = rounds_table(report)
+    publish(report, table.drawn(), table.markdown(), section="rounds", json=json, docs=docs)
+    if plot is not None:
+        plot_rounds(report, plot)
 
-    asyncio.run(measure())
+
+async def _measure(
+    options: "RoundsOptions",
+    url: str | None,
+    model: str | None,
+    fim_tokens: FimTokens | None,
+    threads: int | None,
+) -> "RoundsReport":
+    """Measure a server, or a model that is loaded here."""
+    from midfill.bench.clients import open_client
+    from midfill.bench.rounds import measure_rounds
+
+    console = Console(stderr=True)
+    async with open_client(url, model, fim_tokens, threads, console, options.method) as client:
+        with show_steps("warming up") as progress:
+            return await measure_rounds(client, options, progress)
 
 
 def _rounds_arguments(

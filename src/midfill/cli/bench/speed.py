@@ -15,40 +15,46 @@ from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts
 from midfill.reporting.publish import publish
 
+PrefillOption = Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")]
+ContextsOption = Annotated[
+    str, typer.Option(help="Tokens before the first decoded one, separated by commas.")
+]
+StreamsOption = Annotated[
+    int,
+    typer.Option(
+        min=1, help="With --compare: answers decoded at once, measured as well; 1 for none."
+    ),
+]
+StreamContextsOption = Annotated[
+    str, typer.Option(help="With --compare: like --contexts, where several are decoded.")
+]
+RepeatsOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Runs of each, whose medians are shown; 5 if not set. With --compare: requests of"
+        " each per version and restart; if not set, more of short prompts than of long ones.",
+    ),
+]
+PairsOption = Annotated[
+    int,
+    typer.Option(
+        min=6,
+        help="With --compare: how often both versions are restarted; more give narrower intervals.",
+    ),
+]
+
 
 def speed(
     model: ModelArgument = None,
-    prefill: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "512,1500",
-    contexts: Annotated[
-        str, typer.Option(help="Tokens before the first decoded one, separated by commas.")
-    ] = "16,1500",
-    streams: Annotated[
-        int,
-        typer.Option(
-            min=1, help="With --compare: answers decoded at once, measured as well; 1 for none."
-        ),
-    ] = 16,
-    stream_contexts: Annotated[
-        str, typer.Option(help="With --compare: like --contexts, where several are decoded.")
-    ] = "16,500",
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Runs of each, whose medians are shown; 5 if not set. With --compare: requests of"
-            " each per version and restart; if not set, more of short prompts than of long ones.",
-        ),
-    ] = None,
+    prefill: PrefillOption = "512,1500",
+    contexts: ContextsOption = "16,1500",
+    streams: StreamsOption = 16,
+    stream_contexts: StreamContextsOption = "16,500",
+    repeats: RepeatsOption = None,
     threads: ThreadsOption = None,
     compare: CompareOption = None,
-    pairs: Annotated[
-        int,
-        typer.Option(
-            min=6,
-            help="With --compare: how often both versions are restarted; more give narrower"
-            " intervals.",
-        ),
-    ] = 15,
+    pairs: PairsOption = 15,
     json: JsonOption = None,
     docs: DocsOption = None,
 ) -> None:
