@@ -271,7 +271,7 @@ def test_a_body_that_is_not_json_by_its_headers(
 def test_unknown_paths_and_methods(
     server: RunningServer, method: str, path: str, status: int
 ) -> None:
-    check_error(httpx.request(method, server.url + path), None, status)
+    check_error(server.client.request(method, server.url + path), None, status)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -307,7 +307,7 @@ def test_a_client_that_disconnects_within_its_body_does_no_harm(server: RunningS
             f"POST {COMPLETIONS} HTTP/1.1\r\nHost:\r\nContent-Type: application/json\r\n"
             'Content-Length: 1000\r\n\r\n{"prompt": '.encode()
         )
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert server.get("/health").status_code == 200
 
 
 def test_many_bad_requests_do_not_affect_other_clients(server: RunningServer) -> None:

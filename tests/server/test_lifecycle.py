@@ -61,7 +61,7 @@ def check_nothing_held(server: RunningServer) -> None:
 def test_a_stream_whose_client_disconnects_is_cancelled(server: RunningServer, path: str) -> None:
     before = server.metric("generation_tokens_total")
     body = {**LONG_REQUESTS[path], "stream": True}
-    with httpx.stream("POST", server.url + path, json=body) as response:
+    with httpx.stream("POST", server.url + path, json=body, timeout=60) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         assert not server.is_idle()

