@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.memory import Float32Array, Uint8Array
 from midfill.kernels.cpu.simd import (
     F32,
@@ -120,14 +120,14 @@ def block_at(element: int) -> int:
     return element // GROUP * ACTIVATION_BLOCK_BYTES
 
 
-@kernel
+@inlined_kernel
 def quantize(rows: Activations, at: int, size: int) -> None:
     """Quantise values[at:at + size] into their blocks, if the model needs them."""
     if len(rows.quants) > 0:
         quantize_row(rows.values, at, size, rows.quants, block_at(at))
 
 
-@kernel
+@inlined_kernel
 def quantize_row(x: Float32Array, x_at: int, size: int, blocks: Uint8Array, at: int) -> None:
     """Quantise x[x_at:x_at + size], a multiple of 32 floats, to blocks from byte ``at`` on."""
     for group in range(size // GROUP):

@@ -28,7 +28,7 @@ from midfill.kernels.cpu.attention_metadata import (
     Tile,
     find_tile,
 )
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.kv_cache import KVArray, LayerKV, is_quantized
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
@@ -89,7 +89,7 @@ def scratch_size(group: int, head_dim: int) -> int:
     return sums + panel_words(head_dim) + 2 * LANES
 
 
-@kernel
+@inlined_kernel
 def _cut(scratch: Float32Array, cells: Int32Array, heads: AttentionHeads) -> _Scratch:
     """Cut a thread's memory into its parts."""
     most, head_dim = max(MAX_TILE_ROWS, heads.group), heads.head_dim
@@ -105,7 +105,7 @@ def _cut(scratch: Float32Array, cells: Int32Array, heads: AttentionHeads) -> _Sc
     return _Scratch(queries, totals, part, scores, panel, scales, cells)
 
 
-@kernel
+@inlined_kernel
 def _span(
     entries: KVArray, head_dim: int, metadata: AttentionMetadata, tile: Tile, segment: int,
     cells: Int32Array, place: int,
@@ -123,7 +123,7 @@ def _span(
     return KVSpan(entries, keys.base * head_dim, metadata.kv_slots, keys.slots_at + start, count)
 
 
-@kernel
+@inlined_kernel
 def _load_queries(
     queries: Queries, heads: AttentionHeads, tile: Tile, scaled: Float32Array
 ) -> None:
@@ -173,7 +173,7 @@ def _attend_segment(
     weigh_values(scores, rows, values, ahead, scratch.panel, out.sums, first_row * dim)
 
 
-@kernel
+@inlined_kernel
 def _attend_tile(
     kv: LayerKV, heads: AttentionHeads, metadata: AttentionMetadata, tile: Tile,
     following: Tile, scratch: _Scratch,
@@ -195,7 +195,7 @@ def _attend_tile(
         merge_rows(scratch.totals, scratch.part, top, tile.rows, dim)
 
 
-@kernel
+@inlined_kernel
 def _finish_tile(
     heads: AttentionHeads, row: int, rows: int, head: int, totals: SoftmaxSums, out: Activations
 ) -> None:

@@ -7,7 +7,7 @@ computed on its own and merged afterwards.
 
 from typing import NamedTuple
 
-from midfill.kernels.cpu.jit import entry_point, kernel
+from midfill.kernels.cpu.jit import entry_point, inlined_kernel
 from midfill.kernels.cpu.kv_cache import LayerKV
 from midfill.kernels.cpu.memory import Int32Array
 from midfill.kernels.cpu.ragged_cells import HeadKeys, RaggedCells, find_keys
@@ -136,7 +136,7 @@ def partial_rows(partials: int, group: int, kv_heads: int) -> int:
     return partials * kv_heads * max(MAX_TILE_ROWS, group)
 
 
-@kernel
+@inlined_kernel
 def find_tile(metadata: AttentionMetadata, kv: LayerKV, heads: AttentionHeads, work: int) -> Tile:
     """Return unit ``work``: (tile, KV head), or (tile, segment, KV head) with partials."""
     tiles = metadata.tiles

@@ -68,7 +68,7 @@ def inlined_kernel(function: F) -> F:
 
 
 def kernel_by_type(choose: Callable[..., Any]) -> Any:
-    """Make a function for kernels to call, of which only what a call needs is compiled.
+    """Make a function for kernels to call, of which only what a call needs is compiled, inlined.
 
     Args:
         choose: returns a kernel, given the Numba types of a call's arguments.
@@ -80,7 +80,7 @@ def kernel_by_type(choose: Callable[..., Any]) -> Any:
     def implementation(*kinds: Any) -> Any:
         return choose(*kinds).py_func
 
-    overload(chosen, jit_options=_OPTIONS, strict=False)(implementation)
+    overload(chosen, jit_options=_OPTIONS | {"forceinline": True}, strict=False)(implementation)
     return chosen
 
 

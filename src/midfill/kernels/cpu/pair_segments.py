@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from midfill.kernels.cpu.bfloat16 import store_pairs, store_weights
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.pair_panels import (
@@ -96,14 +96,14 @@ def power_of_two(typing_context: Any, x: Any) -> tuple[Any, Codegen]:
     return f32x16(f32x16), codegen
 
 
-@kernel
+@inlined_kernel
 def round_queries(queries: Float32Array, count: int) -> None:
     """Round ``count`` numbers of queries to pairs, in place: rows of head_dim / 2 words."""
     for i in range(0, count, LANES):
         store_pairs(queries, i // 2, load(queries, i))
 
 
-@kernel
+@inlined_kernel
 def _next_rows(left: int) -> int:
     """Return how many of the rows left are multiplied next: 6, or what leaves no single row."""
     if left <= MAX_PAIR_ROWS:
@@ -146,7 +146,7 @@ _multiply_narrow = _multiplier(
 )  # fmt: skip
 
 
-@kernel
+@inlined_kernel
 def score_pairs(
     queries: Float32Array, rows: SegmentRows, keys: KVSpan, ahead: KVSpan, panel: Float32Array,
     scores: Float32Array,
@@ -181,21 +181,21 @@ def score_pairs(
         key += width
 
 
-@kernel
+@inlined_kernel
 def _hide_keys(scores: Float32Array, part: int, low: int, high: int) -> None:
     """Set those of 32 scores from ``part`` on to -inf that are not low <= i < high."""
     for i in range(part, part + 2 * LANES, LANES):
         store(scores, i, keep_lanes(load(scores, i), low - i, high - i, _MINUS_INFINITY))
 
 
-@kernel
+@inlined_kernel
 def _clear_pairs(weights: Float32Array, at: int, start: int, end: int) -> None:
     """Set the weights of keys start to end, multiples of 32, of the row at weights[at] to 0."""
     for part in range(start, end, 2 * LANES):
         store(weights, at + part // 2, splat(np.float32(0.0)))
 
 
-@kernel
+@inlined_kernel
 def _weigh_row(
     scores: Float32Array, at: int, count: int, first: int, end: int, states: Float32Array, row: int
 ) -> None:
@@ -233,7 +233,7 @@ def _weigh_row(
     states[row * 2 + 1] = sum_lanes(total)
 
 
-@kernel
+@inlined_kernel
 def softmax_pairs(
     rows: SegmentRows, count: int, scores: Float32Array, states: Float32Array, first_row: int
 ) -> None:
@@ -252,7 +252,7 @@ def softmax_pairs(
         _weigh_row(scores, row * SEGMENT, count, first, end, states, first_row + row)
 
 
-@kernel
+@inlined_kernel
 def _weigh_block(
     weights: Float32Array, rows: SegmentRows, first: int, end: int, panel: Float32Array,
     width: int, added: bool, sums: Float32Array, at: int,
@@ -273,7 +273,7 @@ def _weigh_block(
         row += n
 
 
-@kernel
+@inlined_kernel
 def weigh_pairs(
     weights: Float32Array, rows: SegmentRows, values: KVSpan, ahead: KVSpan, panel: Float32Array,
     sums: Float32Array, at: int,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from midfill.kernels.cpu.bfloat16 import load_pairs, store_pairs
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.kv_cache import LayerKV
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.segment_rows import SEGMENT
@@ -96,7 +96,7 @@ def _pack_terms(indices: Sequence[RaggedIndex]) -> Float32Array:
     return np.concatenate(parts)
 
 
-@kernel
+@inlined_kernel
 def find_keys(ragged: RaggedCells, request: int, kv: LayerKV, head: int, slots_at: int) -> HeadKeys:
     """Return where the keys of a request's head lie; ``slots_at`` as of HeadKeys."""
     base = kv.first_entry + head * kv.slots

@@ -9,7 +9,7 @@ from typing import Any
 
 from numba import types
 
-from midfill.kernels.cpu.jit import kernel, kernel_by_type
+from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_type
 from midfill.kernels.cpu.kv_cache import KVArray
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array
@@ -35,17 +35,17 @@ def _is_paired(entries: Any) -> bool:
     return bool(entries.dtype == types.int16)
 
 
-@kernel
+@inlined_kernel
 def _round_nothing(entries: KVArray, queries: Float32Array, count: int) -> None:
     """Leave queries as they are."""
 
 
-@kernel
+@inlined_kernel
 def _round_queries(entries: KVArray, queries: Float32Array, count: int) -> None:
     round_queries(queries, count)
 
 
-@kernel
+@inlined_kernel
 def _softmax_rows(
     entries: KVArray, rows: SegmentRows, count: int, scores: Float32Array, states: Float32Array,
     first_row: int,
@@ -56,7 +56,7 @@ def _softmax_rows(
         softmax_row(scores, row * SEGMENT, count, first, end, states, first_row + row)
 
 
-@kernel
+@inlined_kernel
 def _softmax_pairs(
     entries: KVArray, rows: SegmentRows, count: int, scores: Float32Array, states: Float32Array,
     first_row: int,
@@ -80,7 +80,7 @@ def _scale_pairs(
     scale_weight_pairs(ragged, keys, start, count, gathered, rows, weights)
 
 
-@kernel
+@inlined_kernel
 def _weigh_rows(
     weights: Float32Array, rows: SegmentRows, values: KVSpan, ahead: KVSpan, panel: Float32Array,
     sums: Float32Array, at: int,

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Int32Array
 
@@ -38,7 +38,7 @@ class SegmentRows(NamedTuple):
     start: int
 
 
-@kernel
+@inlined_kernel
 def keys_seen(rows: SegmentRows, row: int) -> int:
     """Return up to which key of the segment a row sees; beyond 0..SEGMENT if none, or all."""
     query = row // rows.group
@@ -58,7 +58,7 @@ def blind_rows(rows: SegmentRows, key: int) -> int:
     return row
 
 
-@kernel
+@inlined_kernel
 def empty(span: KVSpan) -> KVSpan:
     """Return a span of no entries."""
     return KVSpan(span.entries, span.base, span.slots, span.first, span.length * 0)

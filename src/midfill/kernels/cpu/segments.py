@@ -7,7 +7,7 @@ whole segment, so that its sums stay in registers.
 
 from typing import Any
 
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.key_panels import (
     score_panel_3,
     score_panel_4,
@@ -39,7 +39,7 @@ MAX_ROWS_IN_PLACE = 8
 """With at most this many rows, keys are read in place."""
 
 
-@kernel
+@inlined_kernel
 def _next_rows(left: int) -> int:
     """Return how many of the rows left are computed next: 4, or what leaves no single row over."""
     if left <= 5:
@@ -47,7 +47,7 @@ def _next_rows(left: int) -> int:
     return 3 if left == 6 else 4
 
 
-@kernel
+@inlined_kernel
 def _score_in_place(
     queries: Float32Array, rows: SegmentRows, keys: KVSpan, ahead: KVSpan, scores: Float32Array
 ) -> None:
@@ -91,7 +91,7 @@ def _score_panel(
         row += n
 
 
-@kernel
+@inlined_kernel
 def score_segment(
     queries: Float32Array, rows: SegmentRows, keys: KVSpan, ahead: KVSpan, panel: Float32Array,
     scores: Float32Array,
@@ -143,7 +143,7 @@ def multiply_scales(
 def _weigher(one: Any, two: Any, three: Any, four: Any, five: Any) -> Any:
     """Make a kernel that calls the one of five generated for its number of rows."""
 
-    @kernel
+    @inlined_kernel
     def weigh(
         n: int, weights: Float32Array, at: int, values: KVSpan, first: int, end: int,
         head_dim: int, d: int, ahead: KVSpan, sums: Float32Array, to: int,
@@ -172,7 +172,7 @@ _weigh_narrow = _weigher(
 )
 
 
-@kernel
+@inlined_kernel
 def weigh_segment(
     weights: Float32Array, rows: SegmentRows, values: KVSpan, ahead: KVSpan, sums: Float32Array,
     at: int,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.simd import (
     LANES,
@@ -59,7 +59,7 @@ def _clear(x: Float32Array, start: int, end: int) -> None:
         store(x, i, zero)
 
 
-@kernel
+@inlined_kernel
 def softmax_row(
     scores: Float32Array, at: int, count: int, first: int, end: int, states: Float32Array, row: int
 ) -> None:
@@ -120,7 +120,7 @@ def _merge_row(
         store(total.sums, at + d, fma(load(part.sums, part_at + d), new, kept))
 
 
-@kernel
+@inlined_kernel
 def merge_rows(
     totals: SoftmaxSums, parts: SoftmaxSums, first: int, rows: int, head_dim: int
 ) -> None:
@@ -129,7 +129,7 @@ def merge_rows(
         _merge_row(totals, row, parts, first + row, head_dim)
 
 
-@kernel
+@inlined_kernel
 def finish_row(
     totals: SoftmaxSums, row: int, head_dim: int, out: Float32Array, out_at: int
 ) -> None:
