@@ -148,7 +148,7 @@ class TestShortPromptsBesideLongOnes:
         st.sampled_from([0.25, 0.5, 0.9]),
         st.integers(100, 1000),
         st.integers(4, 20),
-        st.lists(st.floats(0.07, 0.25), max_size=12),  # none much shorter than another
+        st.lists(st.floats(0.08, 0.25), max_size=12),  # none much shorter than another
         st.integers(0, 12),
     )
     def test_keystrokes_do_not_keep_a_prompt_waiting_behind_a_much_longer_one(
