@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from amx_emulation import build_emulator, reason_to_skip
 from hypothesis import HealthCheck, settings
 from tiny_checkpoints import write_tiny
 
@@ -64,6 +65,14 @@ def pytest_make_collect_report(
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of 320 tokens and 512 tokens of context, with FIM tokens and a chat template."""
     return _write(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def amx_emulator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The emulator of AMX, compiled; skips where it can't be used."""
+    if (reason := reason_to_skip()) is not None:
+        pytest.skip(reason)
+    return build_emulator(tmp_path_factory.mktemp("amx"))
 
 
 def _write(folder: Path) -> Path:

@@ -21,7 +21,7 @@ class Chip:
     def __init__(self) -> None:
         self.runs = 0
 
-    def __call__(self, tile_rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    def __call__(self, tile_rows: npt.NDArray[np.uint8], rows: int) -> npt.NDArray[np.int64]:
         self.runs += 1
         ticks = np.full(len(PHASES), 1000, np.int64)
         tallest = int(tile_rows[QKV_TILES].max())
@@ -65,5 +65,5 @@ def test_a_file_that_makes_no_sense_is_measured_again(model: PackedModel, text: 
 
 
 def test_without_a_clock_tiles_are_even(model: PackedModel) -> None:
-    tuned = autotune_tile_rows(model, 2, lambda _: np.zeros(len(PHASES), np.int64))
+    tuned = autotune_tile_rows(model, 2, lambda *_: np.zeros(len(PHASES), np.int64))
     np.testing.assert_array_equal(tuned, default_tile_rows(model))

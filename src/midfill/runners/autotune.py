@@ -3,23 +3,28 @@
 Measured with the model itself: its last two layers and its head run over the same rows, with
 tiles of each height in turn. The result is kept beside the compiled kernels, so later starts only
 read it.
+
+Where AMX may be used, tiles of 16 and 48 rows run on it. They are measured like any others, matrix
+by matrix, so AMX multiplies only what it multiplies faster.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 from numba.core.registry import cpu_target
 
+from midfill.kernels.cpu.amx_products import AMX_ROWS
 from midfill.kernels.cpu.clock import DOWN, GATE_UP, HEAD, OUTPUT, QKV
 from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kernels.cpu.linear import MAX_TILE_ROWS
 from midfill.kernels.cpu.memory import Int64Array, Uint8Array
-from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
+from midfill.kernels.cpu.panel_products import MAX_AMX_ROWS, MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.tiles import MATRICES, MAX_TABLE_ROWS, cheapest_tile_rows, even_tile_rows
 from midfill.kernels.cpu.weight_formats import WeightFormat
+from midfill.runners.amx import AmxUse
 from midfill.runners.packed_model import PackedModel
 from midfill.system.cache import store_file
 
@@ -27,8 +32,11 @@ TileTable = Uint8Array
 """uint8 [matrices, MAX_TABLE_ROWS + 1]: the tile rows of each of ``tiles.MATRICES``."""
 
 MEASURED_ROWS = 24
-"""A multiple of every height that is tried."""
+"""A multiple of every height that is tried without AMX."""
+AMX_MEASURED_ROWS = MAX_AMX_ROWS
+"""A multiple of every height that is tried on AMX."""
 _HEIGHTS = (1, 2, 3, 4, 6, 8)
+_AMX_HEIGHTS = (AMX_ROWS, MAX_AMX_ROWS)
 _REPEATS = 5
 _PHASES = (QKV, OUTPUT, GATE_UP, DOWN, HEAD)
 """In which each of ``tiles.MATRICES`` is computed."""
@@ -43,64 +51,100 @@ def default_tile_rows(model: PackedModel) -> TileTable:
     return np.stack([even_tile_rows(tallest) for tallest in _tallest(model)])
 
 
+def amx_tile_rows(model: PackedModel, heights: Sequence[int] = _AMX_HEIGHTS) -> TileTable:
+    """Return tiles of these heights on AMX wherever they fit, and the default ones elsewhere."""
+    table = default_tile_rows(model)
+    for matrix, formats in enumerate(_formats(model)):
+        if WeightFormat.F32 not in formats:
+            for height in sorted(heights):
+                table[matrix, height:] = height
+    return table
+
+
 def autotune_tile_rows(
-    model: PackedModel, threads: int, measure: Callable[[TileTable], Int64Array]
+    model: PackedModel,
+    threads: int,
+    measure: Callable[[TileTable, int], Int64Array],
+    amx: AmxUse = AmxUse.OFF,
 ) -> TileTable:
     """Return the tile rows measured for such a model on this chip, now or by an earlier process.
 
     Args:
         model: its weights.
         threads: that a step runs on.
-        measure: runs ``MEASURED_ROWS`` rows with some tile rows and returns the ticks of each
-            phase; 0 where the chip's counter can't be read.
+        measure: runs so many rows with some tile rows and returns the ticks of each phase; 0 where
+            the chip's counter can't be read. Up to ``AMX_MEASURED_ROWS`` with AMX, else up to
+            ``MEASURED_ROWS``.
+        amx: whether tiles on AMX are measured; where it is on, nothing is.
     """
-    path = compiled_folder() / f"tiles-{_key(model, threads)}.json"
-    table = _read(path, model)
+    if amx is AmxUse.ON:
+        return amx_tile_rows(model)
+    with_amx = amx is AmxUse.AUTO
+    path = compiled_folder() / f"tiles-{_key(model, threads, with_amx)}.json"
+    table = _read(path, model, with_amx)
     if table is None:
-        table = _measure_all(model, measure)
+        table = _measure_all(model, measure, with_amx)
         kept = msgspec.json.encode(_Kept(table.tolist()))
         store_file(path, lambda partial: _write(partial, kept))
     return table
 
 
-def _measure_all(model: PackedModel, measure: Callable[[TileTable], Int64Array]) -> TileTable:
+def _measure_all(
+    model: PackedModel, measure: Callable[[TileTable, int], Int64Array], with_amx: bool
+) -> TileTable:
     default = default_tile_rows(model)
-    tallest = _tallest(model)
-    costs = np.full((len(MATRICES), MAX_TILE_ROWS), np.inf)
-    for height in _HEIGHTS:
-        if height > max(tallest):
-            continue
-        tried = np.minimum(default, height)
-        ticks = np.min([measure(tried) for _ in range(_REPEATS)], axis=0)[list(_PHASES)]
+    heights = _possible_heights(model, with_amx)
+    costs = np.full((len(MATRICES), MAX_TABLE_ROWS), np.inf)
+    for height in sorted(set().union(*heights)):
+        on_amx = height in _AMX_HEIGHTS
+        tried = amx_tile_rows(model, [height]) if on_amx else np.minimum(default, height)
+        rows = AMX_MEASURED_ROWS if on_amx else MEASURED_ROWS
+        ticks = np.min([measure(tried, rows) for _ in range(_REPEATS)], axis=0)[list(_PHASES)]
         if not ticks.all():
             return default
-        for matrix in range(len(MATRICES)):
-            if height <= tallest[matrix]:
-                costs[matrix, height - 1] = ticks[matrix] / (MEASURED_ROWS // height)
+        for matrix, possible in enumerate(heights):
+            if height in possible:
+                costs[matrix, height - 1] = ticks[matrix] / (rows // height)
     return np.stack([cheapest_tile_rows(row.tolist()) for row in costs])
 
 
-def _tallest(model: PackedModel) -> list[int]:
-    """Return the maximum rows of a tile of each of ``tiles.MATRICES``."""
+def _formats(model: PackedModel) -> list[set[WeightFormat]]:
+    """Return the formats of each of ``tiles.MATRICES``."""
     weights = model.weights
-    formats = [
+    return [
         weights.qkv.formats, weights.o.formats,
         weights.gate_up.gate.formats | weights.gate_up.up.formats, weights.down.formats,
         weights.head.formats,
     ]  # fmt: skip
-    return [MAX_TILE_ROWS if each == {WeightFormat.F32} else MAX_QUANTIZED_ROWS for each in formats]
 
 
-def _key(model: PackedModel, threads: int) -> str:
+def _tallest(model: PackedModel) -> list[int]:
+    """Return the maximum rows of a tile of each of ``tiles.MATRICES``, but for those on AMX."""
+    return [
+        MAX_TILE_ROWS if each == {WeightFormat.F32} else MAX_QUANTIZED_ROWS
+        for each in _formats(model)
+    ]
+
+
+def _possible_heights(model: PackedModel, with_amx: bool) -> list[set[int]]:
+    """Return the heights that are tried for each of ``tiles.MATRICES``."""
+    return [
+        {height for height in _HEIGHTS if height <= tallest}
+        | (set(_AMX_HEIGHTS) if with_amx and WeightFormat.F32 not in formats else set())
+        for tallest, formats in zip(_tallest(model), _formats(model), strict=True)
+    ]
+
+
+def _key(model: PackedModel, threads: int, with_amx: bool) -> str:
     chip = cpu_target.target_context.codegen().magic_tuple()
-    digest = hashlib.sha256(repr((chip, threads, model.config)).encode())
+    digest = hashlib.sha256(repr((chip, threads, with_amx, model.config)).encode())
     for name, matrix in model.matrices.items():
         digest.update(repr((name, matrix.outputs, matrix.inputs)).encode())
         digest.update(matrix.panels[:, 1].tobytes())
     return digest.hexdigest()
 
 
-def _read(path: Path, model: PackedModel) -> TileTable | None:
+def _read(path: Path, model: PackedModel, with_amx: bool) -> TileTable | None:
     """Return the tile rows in a file; None if it is missing or makes no sense."""
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=_Kept).tile_rows
@@ -108,10 +152,11 @@ def _read(path: Path, model: PackedModel) -> TileTable | None:
         return None
     if [len(row) for row in rows] != [MAX_TABLE_ROWS + 1] * len(MATRICES):
         return None
+    heights, default = _possible_heights(model, with_amx), default_tile_rows(model)
     if any(
-        not 1 <= height <= min(left, tallest)
-        for row, tallest in zip(rows, _tallest(model), strict=True)
-        for left, height in enumerate(row[1:], 1)
+        height > left or height not in possible | {int(usual)}
+        for row, possible, even in zip(rows, heights, default, strict=True)
+        for left, (height, usual) in enumerate(zip(row[1:], even[1:], strict=True), 1)
     ):
         return None
     return np.array(rows, np.uint8)

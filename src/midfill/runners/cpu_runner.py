@@ -11,6 +11,7 @@ from midfill.arrays import BoolArray
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import KvDtype, WeightsOption
 from midfill.forward.batch import ForwardBatch
+from midfill.kernels.cpu.amx_products import AMX_ROWS
 from midfill.kernels.cpu.attention_metadata import (
     TILE_FIELDS,
     AttentionMetadata,
@@ -26,7 +27,9 @@ from midfill.kernels.cpu.ragged_cells import pack_ragged
 from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.models.config import ModelConfig
+from midfill.runners.amx import AmxUse, choose_amx
 from midfill.runners.autotune import (
+    AMX_MEASURED_ROWS,
     MEASURED_ROWS,
     TileTable,
     autotune_tile_rows,
@@ -99,8 +102,10 @@ class CpuRunner:
 
         Raises:
             CheckpointError: see ``load_packed``.
+            MidfillError: see ``choose_amx``.
         """
         self.config = checkpoint.config
+        amx = choose_amx()
         self.model: PackedModel = load_packed(checkpoint, weights, progress)
         self._pool = ThreadPool(threads or available_threads())
         self.kv_format = choose_kv_format(checkpoint, weights, kv_dtype)
@@ -125,8 +130,10 @@ class CpuRunner:
         self._forward = self._compile()
         if progress is not None:
             progress("compiling kernels", 1, 1)
-        if slots >= MEASURED_ROWS:
-            self._tile_rows[:] = autotune_tile_rows(self.model, self.threads, self._time_tiles)
+        if slots < AMX_MEASURED_ROWS and amx is AmxUse.AUTO:
+            amx = AmxUse.OFF
+        if slots >= MEASURED_ROWS or amx is AmxUse.ON:
+            self._tile_rows[:] = autotune_tile_rows(self.model, self.threads, self._time_tiles, amx)
 
     @property
     def slots(self) -> int:
@@ -147,7 +154,8 @@ class CpuRunner:
 
     @property
     def description(self) -> str:
-        return f"CPU kernels, {self.threads} thread{'' if self.threads == 1 else 's'}"
+        amx = ", AMX" if self._tile_rows.max() >= AMX_ROWS else ""
+        return f"CPU kernels, {self.threads} thread{'' if self.threads == 1 else 's'}{amx}"
 
     @property
     def threads(self) -> int:
@@ -309,18 +317,18 @@ class CpuRunner:
         if self._memory.reserve(size):
             self._views = {}
 
-    def _time_tiles(self, tile_rows: TileTable) -> Int64Array:
+    def _time_tiles(self, tile_rows: TileTable, rows: int) -> Int64Array:
         """Return the ticks of each phase of the last two layers and the head over some rows.
 
         The first slots are overwritten. Nobody reads them: a slot is written before it is read.
         """
         self._tile_rows[:] = tile_rows
-        numbers = np.arange(MEASURED_ROWS, dtype=np.int32)
-        ends = np.array([0, MEASURED_ROWS], np.int32)
+        numbers = np.arange(rows, dtype=np.int32)
+        ends = np.array([0, rows], np.int32)
         batch = ForwardBatch(
             np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers
         )
-        hidden = aligned_zeros((MEASURED_ROWS, self.config.hidden), np.float32)
+        hidden = aligned_zeros((rows, self.config.hidden), np.float32)
         layers = self.config.layers
         before = self.phase_ticks()
         self._run(batch, hidden, Stages(False, max(0, layers - 2), layers, True))

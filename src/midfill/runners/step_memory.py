@@ -9,7 +9,7 @@ from midfill.kernels.cpu.attention import scratch_size
 from midfill.kernels.cpu.attention_metadata import partial_rows
 from midfill.kernels.cpu.decoder import MAX_SOLO_ROWS
 from midfill.kernels.cpu.decoder_data import Workspace
-from midfill.kernels.cpu.linear import MAX_TILE_ROWS
+from midfill.kernels.cpu.linear import PRODUCTS_SIZE
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.peaks import PEAK_WIDTH
 from midfill.kernels.cpu.segment_rows import SEGMENT
@@ -141,7 +141,7 @@ class StepMemory:
             logits=floats("logits", outputs * padded_vocab(config)),
             peaks=self._per_thread("peaks", outputs * PEAK_WIDTH),
             likeliest=aligned_zeros(outputs, np.int32),
-            products=self._per_thread("products", 2 * MAX_TILE_ROWS * PANEL),
+            products=self._per_thread("products", PRODUCTS_SIZE),
             attention=self._per_thread("attention", scratch_size(group, config.head_dim)),
             cells=aligned_zeros((threads, 2 * SEGMENT), np.int32),
             observed=floats("observed", config.layers * size.observed * attended),

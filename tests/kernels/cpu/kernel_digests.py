@@ -40,7 +40,7 @@ from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.standby import sync_size
 from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kernels.cpu.tiles import even_tile_rows
-from midfill.kernels.cpu.weight_formats import PANEL, WeightFormat
+from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.stored_tensor import StoredTensor
 
@@ -165,7 +165,7 @@ def linear_arguments(weight_format: WeightFormat, rows: int, x: np.ndarray) -> t
         linear.LinearOutput(
             np.zeros(rows * 96, np.float32), rows, 96, False, 1.0, np.zeros(0, np.float32), False
         ),
-        linear.Tiling(tile_rows, np.empty(linear.MAX_TILE_ROWS * PANEL, np.float32)),
+        linear.Tiling(tile_rows, np.empty(linear.PRODUCTS_SIZE, np.float32)),
     )
 
 

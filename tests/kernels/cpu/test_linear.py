@@ -68,7 +68,7 @@ def linear_weights(matrix: PackedMatrix, bias: np.ndarray | None = None) -> kern
 
 
 def tiling(tile_rows: np.ndarray = TILE_ROWS) -> kernels.Tiling:
-    return kernels.Tiling(tile_rows, np.empty(2 * kernels.MAX_TILE_ROWS * PANEL, np.float32))
+    return kernels.Tiling(tile_rows, np.empty(kernels.PRODUCTS_SIZE, np.float32))
 
 
 def apply(

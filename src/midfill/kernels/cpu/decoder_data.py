@@ -91,7 +91,7 @@ class Workspace(NamedTuple):
         peaks: float32 [threads, outputs * 48], see peaks.py.
         likeliest: int32 [outputs], the token of each output's largest logit; -1 where one of them
             isn't finite.
-        products: float32 [threads, 2 * 8 * 32], see linear.Tiling.
+        products: float32 [threads, PRODUCTS_SIZE], see linear.Tiling.
         attention: float32 [threads, attention.scratch_size(...)].
         cells: int32 [threads, 2 * 256], see attention.attend.
         observed: float32 [layers * n * query_heads * head_dim], rotated queries of the batch's

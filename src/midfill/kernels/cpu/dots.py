@@ -23,8 +23,14 @@ from midfill.kernels.cpu.activations import (
     SCALE,
     SCALED_SUM,
 )
-from midfill.kernels.cpu.halves import load_halves
-from midfill.kernels.cpu.memory import LINE
+from midfill.kernels.cpu.panel_blocks import (
+    VECTORS,
+    fetch_ahead,
+    fetch_next_groups,
+    load_as,
+    load_factor,
+    weights_of_fours,
+)
 from midfill.kernels.cpu.simd import (
     F32,
     F32_VECTOR,
@@ -42,23 +48,12 @@ from midfill.kernels.cpu.simd import (
     integer,
     integers,
     llvm_call,
-    load_unaligned,
     store_unaligned,
 )
 from midfill.kernels.cpu.weight_formats import GROUP, LAYOUTS, PANEL, BlockLayout, WeightFormat
 
-_VECTORS = PANEL // LANES
 _BYTES = ir.VectorType(I8, 4 * LANES)
 _WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
-
-
-_FIRST_TILE_DISTANCE = 6144
-"""How many bytes ahead of where it reads a panel's first tile prefetches."""
-
-
-def fetched_bytes(layout: BlockLayout) -> int:
-    """Return the bytes prefetched per group: a third of its own, in whole cache lines."""
-    return -(-layout.block_bytes // layout.groups // (3 * LINE)) * LINE
 
 
 def _halved(builder: ir.IRBuilder, vector: Any) -> list[Any]:
@@ -140,62 +135,6 @@ def splat_i32(builder: ir.IRBuilder, scalar: Any) -> Any:
     return builder.shuffle_vector(first, undefined, integers(0))
 
 
-def _load_as(builder: ir.IRBuilder, pointer: Any, at: Any, kind: Any) -> Any:
-    value = builder.load(builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer()))
-    value.align = 1
-    return value
-
-
-def _weights_of_fours(
-    builder: ir.IRBuilder, layout: BlockLayout, quants: Any, first: Any, fours: int
-) -> list[Any]:
-    """Return the quants of some fours of inputs: two vectors each, for outputs 0-15 and 16-31.
-
-    In a vector, each output has a 32-bit lane, and each input a byte of it.
-
-    Args:
-        quants: of the group.
-        first: number of the first four in the group.
-        fours: as many as share bytes in a plane, or a multiple of that.
-    """
-    count = fours * _VECTORS
-    weights: list[Any] = [None] * count
-    plane_at = position = 0
-    for bits in layout.planes:
-        shared = 8 // bits
-        offset = builder.mul(first, integer(_VECTORS * LINE // shared))
-        plane = builder.gep(quants, [builder.add(integer(plane_at), offset)])
-        for w in range(count):
-            if w % shared == 0:
-                at = builder.gep(plane, [integer(w // shared * LINE)])
-                packed = load_unaligned(builder, at, I32_VECTOR)
-            part = _bits(builder, packed, w % shared * bits, position, bits)
-            weights[w] = part if weights[w] is None else builder.or_(weights[w], part)
-        plane_at += GROUP * PANEL * bits // 8
-        position += bits
-    return weights
-
-
-def _bits(builder: ir.IRBuilder, packed: Any, at: int, to: int, bits: int) -> Any:
-    """Return some bits of every byte, moved from bit ``at`` to bit ``to``."""
-    if bits == 8:
-        return packed
-    shift = integers(abs(at - to))
-    if at > to:
-        packed = builder.lshr(packed, shift)
-    elif at < to:
-        packed = builder.shl(packed, shift)
-    return builder.and_(packed, integers(((1 << bits) - 1 << to) * 0x01010101))
-
-
-def _fetch(builder: ir.IRBuilder, pointer: Any, lines: int, level: int) -> None:
-    """Prefetch cache lines into the first-level or second-level cache."""
-    for line in range(lines):
-        at = builder.gep(pointer, [integer(line * LINE)])
-        hints = [I32(hint) for hint in (0, 4 - level, 1)]  # read, which level, data
-        llvm_call(builder, "llvm.prefetch.p0", [at, *hints], ir.VoidType())
-
-
 class _QuantProducts:
     """Generator of the products of some rows with one panel of quants.
 
@@ -205,7 +144,7 @@ class _QuantProducts:
 
     def __init__(self, context: Any, builder: ir.IRBuilder, layout: BlockLayout, rows: int) -> None:
         self._context, self._builder, self._layout, self._rows = context, builder, layout, rows
-        self._indices = [(r, v) for r in range(rows) for v in range(_VECTORS)]
+        self._indices = [(r, v) for r in range(rows) for v in range(VECTORS)]
         self._totals = {index: self._variable(constant(0.0)) for index in self._indices}
         self._sums = {index: self._variable(integers(0)) for index in self._indices}
         for total in self._totals.values():
@@ -236,44 +175,23 @@ class _QuantProducts:
             self._add_group(block, start, [builder.gep(x, [x_at]) for x in x_blocks])
 
     def _fetch_ahead(self, group: Any, ahead: Any) -> None:
-        """Prefetch a group's share of what is read next."""
-        layout, builder = self._layout, self._builder
         if self._rows == 1:
-            self._fetch_next_groups(group)
-            return
-        is_first = builder.icmp_signed("==", ahead, integer(0))
-        with builder.if_else(is_first) as (first, later):
-            with first:
-                self._fetch_next_groups(group)
-            with later:
-                at = builder.gep(group, [ahead])
-                _fetch(builder, at, fetched_bytes(layout) // LINE, level=2)
-
-    def _fetch_next_groups(self, group: Any) -> None:
-        """Prefetch as many bytes as a group has from where a first tile will read soon.
-
-        Lines of two planes are read in turn, and those of one plane with work in between. Chips
-        foresee that badly: without prefetches, formats with two planes come from memory half as
-        fast as it can be read. Whole bytes are read fast enough.
-        """
-        layout, builder = self._layout, self._builder
-        if layout.bits < 8:
-            lines = -(-layout.block_bytes // layout.groups // LINE)
-            at = builder.gep(group, [integer(_FIRST_TILE_DISTANCE)])
-            _fetch(builder, at, lines, level=1)
+            fetch_next_groups(self._builder, self._layout, group)
+        else:
+            fetch_ahead(self._builder, self._layout, group, ahead)
 
     def _add_group(self, block: Any, group: Any, x_blocks: list[Any]) -> None:
         """Add the products of one group, part by part that has a scale of its own."""
         builder, layout = self._builder, self._layout
         quants = builder.gep(group, [integer(layout.integer_bytes)])
-        fours = max(1, 8 // min(layout.planes) // _VECTORS)
+        fours = max(1, 8 // min(layout.planes) // VECTORS)
         steps = layout.scaled_inputs // 4 // fours
         for part in range(GROUP // layout.scaled_inputs):
             self._start_sums(part, x_blocks)
             with cgutils.for_range(builder, integer(steps), intp=I64) as step:
                 number = builder.add(step.index, integer(part * steps))
                 self._add_fours(quants, builder.mul(number, integer(fours)), fours, x_blocks)
-            for v in range(_VECTORS):
+            for v in range(VECTORS):
                 self._scale(block, group, part, v, x_blocks)
 
     def _start_sums(self, part: int, x_blocks: list[Any]) -> None:
@@ -282,65 +200,47 @@ class _QuantProducts:
         for r, x_block in enumerate(x_blocks):
             first = integers(0)
             if zero:
-                first = splat_i32(builder, _load_as(builder, x_block, integer(OFFSET), I32))
+                first = splat_i32(builder, load_as(builder, x_block, integer(OFFSET), I32))
                 if self._layout.scales == 2:
-                    half = splat_i32(builder, _load_as(builder, x_block, integer(HALF_OFFSET), I32))
+                    half = splat_i32(builder, load_as(builder, x_block, integer(HALF_OFFSET), I32))
                     first = half if part == 0 else builder.sub(first, half)
                 # The block has -128 * sum.
                 first = builder.ashr(first, integers((128 // zero).bit_length() - 1))
-            for v in range(_VECTORS):
+            for v in range(VECTORS):
                 builder.store(first, self._sums[r, v])
 
     def _add_fours(self, quants: Any, first: Any, fours: int, x_blocks: list[Any]) -> None:
         """Add the products of some fours of inputs to the sums."""
         builder, layout = self._builder, self._layout
-        weights = _weights_of_fours(builder, layout, quants, first, fours)
+        weights = weights_of_fours(builder, layout, quants, first, fours)
         x_at = builder.mul(first, integer(4))
         for four in range(fours):
             at = builder.add(x_at, integer(4 * four))
             for r, x_block in enumerate(x_blocks):
-                activations = splat_i32(builder, _load_as(builder, x_block, at, I32))
-                for v in range(_VECTORS):
+                activations = splat_i32(builder, load_as(builder, x_block, at, I32))
+                for v in range(VECTORS):
                     added = add_products(
                         self._context, builder, builder.load(self._sums[r, v]),
-                        weights[four * _VECTORS + v], activations, layout.bits < 8,
+                        weights[four * VECTORS + v], activations, layout.bits < 8,
                     )  # fmt: skip
                     builder.store(added, self._sums[r, v])
 
     def _scale(self, block: Any, group: Any, part: int, v: int, x_blocks: list[Any]) -> None:
         """Scale the sums of one half of the panel and add them to the totals."""
         builder, layout = self._builder, self._layout
-        scale = self._factor(block, group, 0, part, v)
-        minimum = self._factor(block, group, 1, layout.scales, v) if layout.has_minima else None
+        at = (self._context, builder, layout, block, group)
+        scale = load_factor(*at, 0, part, v)
+        minimum = load_factor(*at, 1, layout.scales, v) if layout.has_minima else None
         for r, x_block in enumerate(x_blocks):
-            x_scale = broadcast(builder, _load_as(builder, x_block, integer(SCALE), F32))
+            x_scale = broadcast(builder, load_as(builder, x_block, integer(SCALE), F32))
             product = builder.sitofp(builder.load(self._sums[r, v]), F32_VECTOR)
             total = fused_multiply_add(
                 builder, product, builder.fmul(scale, x_scale), builder.load(self._totals[r, v])
             )
             if minimum is not None:
-                x_sum = broadcast(builder, _load_as(builder, x_block, integer(SCALED_SUM), F32))
+                x_sum = broadcast(builder, load_as(builder, x_block, integer(SCALED_SUM), F32))
                 total = fused_multiply_add(builder, minimum, x_sum, total)
             builder.store(total, self._totals[r, v])
-
-    def _factor(self, block: Any, group: Any, half: int, whole: int, v: int) -> Any:
-        """Return 16 scales or minima.
-
-        Args:
-            block, group: where they are.
-            half: number of the block's 32 float16 that are used.
-            whole: number of the group's 32 int8 that are used, where it has any.
-            v: which 16 outputs.
-        """
-        builder = self._builder
-        at = integer((half * PANEL + v * LANES) * 2)
-        factor = load_halves(self._context, builder, builder.gep(block, [at]))
-        if not self._layout.scales:
-            return factor
-        at = integer(whole * PANEL + v * LANES)
-        integers_of_group = _load_as(builder, group, at, ir.VectorType(I8, LANES))
-        widened = builder.sext(integers_of_group, I32_VECTOR)
-        return builder.fmul(factor, builder.sitofp(widened, F32_VECTOR))
 
     def store(self, target: Any) -> None:
         """Store the totals to target[rows, 32]."""

@@ -9,9 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, block_at, quantize
+from midfill.kernels.cpu.amx_products import (
+    AMX_ROWS,
+    SCRATCH_FLOATS,
+    configure_amx,
+    release_amx,
+)
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, Uint8Array
 from midfill.kernels.cpu.panel_products import (
+    MAX_AMX_ROWS,
+    SCRATCH_AT,
     multiply_f32,
     multiply_quants,
     prefetch_distance,
@@ -37,6 +45,8 @@ _F32 = int(WeightFormat.F32)
 
 MAX_TILE_ROWS = 8
 """Maximum rows of a tile with float32 weights."""
+PRODUCTS_SIZE = SCRATCH_AT + SCRATCH_FLOATS
+"""Length of ``Tiling.products``: two tiles, and memory for products on AMX."""
 
 SILU, GELU_TANH = 0, 1
 
@@ -112,7 +122,7 @@ class Tiling(NamedTuple):
 
     Attributes:
         rows: uint8 [49], see tiles.py.
-        products: float32 [2 * 8 * 32], this thread's own.
+        products: float32 [PRODUCTS_SIZE], this thread's own.
     """
 
     rows: Uint8Array
@@ -183,6 +193,7 @@ def linear(
     first_panel, bias_at = layer * panels, layer * weights.outputs
     products = tiling.products
     top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
+    on_amx = False
     while True:
         claim = take_work(context.sync, 1)
         first, end = _claimed_panels(claim, panels, context.threads)
@@ -192,6 +203,9 @@ def linear(
             row = number = 0
             while row < out.rows:
                 count: Any = np.int64(tiling.rows[min(out.rows - row, MAX_TABLE_ROWS)])
+                if count >= AMX_ROWS and not on_amx:
+                    configure_amx()
+                    on_amx = True
                 at = x_at + row * weights.inputs
                 _multiply_panel(x, at, count, weights, first_panel + panel, number, products, top)
                 for r in range(count):
@@ -209,6 +223,8 @@ def linear(
             columns = min(end * PANEL, weights.outputs)
             for r in range(out.rows):
                 find_peak(out.values, r * out.stride, first * PANEL, columns, out.peaks, r)
+    if on_amx:
+        release_amx()
 
 
 @kernel
@@ -245,7 +261,8 @@ def gated_linear(
     first_panel, bias_at = layer * panels, layer * up.outputs
     products = tiling.products
     top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
-    up_tile: Any = np.int64(MAX_TILE_ROWS * PANEL)
+    up_tile: Any = np.int64(MAX_AMX_ROWS * PANEL)
+    on_amx = False
     while True:
         claim = take_work(context.sync, 1)
         first, end = _claimed_panels(claim, panels, context.threads)
@@ -255,6 +272,9 @@ def gated_linear(
             row = number = 0
             while row < rows:
                 count: Any = np.int64(tiling.rows[min(rows - row, MAX_TABLE_ROWS)])
+                if count >= AMX_ROWS and not on_amx:
+                    configure_amx()
+                    on_amx = True
                 at = x_at + row * up.inputs
                 if weights.gated:
                     _multiply_panel(x, at, count, gate, first_panel + panel, number, products, top)
@@ -273,3 +293,5 @@ def gated_linear(
                     quantize(out, target, PANEL)
                 row += count
                 number += 1
+    if on_amx:
+        release_amx()

@@ -1,10 +1,14 @@
-"""Products of some rows with one panel, of any format: one kernel for each format and height."""
+"""Products of some rows with one panel, of any format: one kernel for each format and height.
+
+Up to 4 rows of quants are multiplied in dots.py, 16 and more on AMX where the chip has it.
+"""
 
 from typing import Any
 
 import numpy as np
 
-from midfill.kernels.cpu.dots import fetched_bytes, quantized_product
+from midfill.kernels.cpu.amx_products import AMX_ROWS, amx_product
+from midfill.kernels.cpu.dots import quantized_product
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.matmul import (
     multiply_f32_1,
@@ -17,6 +21,7 @@ from midfill.kernels.cpu.matmul import (
     multiply_f32_8,
 )
 from midfill.kernels.cpu.memory import Float32Array, Uint8Array
+from midfill.kernels.cpu.panel_blocks import fetched_bytes
 from midfill.kernels.cpu.weight_formats import (
     GROUP,
     LAYOUTS,
@@ -29,7 +34,11 @@ from midfill.kernels.cpu.weight_formats import (
 _Q3_K, _Q4_0, _Q4_1, _Q4_K, _Q5_0, _Q5_1, _Q5_K, _Q6_K, _Q8_0, _F32 = map(int, WeightFormat)
 
 MAX_QUANTIZED_ROWS = 4
-"""Maximum rows of a tile with quantised weights."""
+"""Maximum rows of a tile with quantised weights, but for those on AMX."""
+MAX_AMX_ROWS = 3 * AMX_ROWS
+"""Maximum rows of a tile on AMX: weights are unpacked once for all of them."""
+SCRATCH_AT = 2 * MAX_AMX_ROWS * PANEL
+"""Element of a thread's ``Tiling.products`` from which on products on AMX have their memory."""
 
 
 @kernel
@@ -61,21 +70,26 @@ def _quantized_kernel(weight_format: WeightFormat) -> Any:
     multiply_1, multiply_2, multiply_3, multiply_4 = (
         quantized_product(rows, weight_format) for rows in range(1, MAX_QUANTIZED_ROWS + 1)
     )
+    multiply_on_amx = amx_product(weight_format)
 
     @kernel
     def multiply(
         x: Uint8Array, at: int, stride: int, rows: int, groups: int, packed: Uint8Array,
         panel_at: int, ahead: int, tile: Float32Array, tile_at: int,
     ) -> None:  # fmt: skip
-        """Compute tile[rows, 32] = rows of activation blocks @ a panel, for 1 to 4 rows."""
+        """Compute tile[rows, 32] = activation blocks @ a panel, for 1 to 4 rows, or on AMX."""
         if rows == 1:
             multiply_1(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
         elif rows == 2:
             multiply_2(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
         elif rows == 3:
             multiply_3(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-        else:
+        elif rows == 4:
             multiply_4(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
+        else:
+            multiply_on_amx(
+                x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at, SCRATCH_AT
+            )
 
     return multiply
 

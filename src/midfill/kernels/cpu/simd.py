@@ -84,6 +84,7 @@ def store_unaligned(builder: ir.IRBuilder, value: Any, pointer: Any) -> None:
 
 
 _IMPLIED = {
+    "amx-int8": ("amx-tile",),
     "avx512bf16": ("avx512bw",),
     "avx512vnni": ("avx512f",),
     "avx512bw": ("avx512f",),

@@ -1,0 +1,146 @@
+"""Code that reads blocks of packed weights: their quants, scales and minima, and prefetches.
+
+weight_formats.py says where they lie. Generators of products share these functions.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+
+from midfill.kernels.cpu.halves import load_halves
+from midfill.kernels.cpu.memory import LINE
+from midfill.kernels.cpu.simd import (
+    F32_VECTOR,
+    I8,
+    I32,
+    I32_VECTOR,
+    LANES,
+    integer,
+    integers,
+    llvm_call,
+    load_unaligned,
+)
+from midfill.kernels.cpu.weight_formats import GROUP, PANEL, BlockLayout
+
+VECTORS = PANEL // LANES
+"""Vectors that hold a number per output of a panel."""
+
+_FIRST_TILE_DISTANCE = 6144
+"""How many bytes ahead of where it reads a panel's first tile prefetches."""
+
+
+def fetched_bytes(layout: BlockLayout) -> int:
+    """Return the bytes prefetched per group: a third of its own, in whole cache lines."""
+    return -(-layout.block_bytes // layout.groups // (3 * LINE)) * LINE
+
+
+def load_as(builder: ir.IRBuilder, pointer: Any, at: Any, kind: Any) -> Any:
+    """Load a value of some type from byte ``at`` behind a pointer, whatever its alignment."""
+    value = builder.load(builder.bitcast(builder.gep(pointer, [at]), kind.as_pointer()))
+    value.align = 1
+    return value
+
+
+def weights_of_fours(
+    builder: ir.IRBuilder, layout: BlockLayout, quants: Any, first: Any, fours: int
+) -> list[Any]:
+    """Return the quants of some fours of inputs: two vectors each, for outputs 0-15 and 16-31.
+
+    In a vector, each output has a 32-bit lane, and each input a byte of it.
+
+    Args:
+        quants: of the group.
+        first: number of the first four in the group.
+        fours: as many as share bytes in a plane, or a multiple of that.
+    """
+    count = fours * VECTORS
+    weights: list[Any] = [None] * count
+    plane_at = position = 0
+    for bits in layout.planes:
+        shared = 8 // bits
+        offset = builder.mul(first, integer(VECTORS * LINE // shared))
+        plane = builder.gep(quants, [builder.add(integer(plane_at), offset)])
+        for w in range(count):
+            if w % shared == 0:
+                at = builder.gep(plane, [integer(w // shared * LINE)])
+                packed = load_unaligned(builder, at, I32_VECTOR)
+            part = _bits(builder, packed, w % shared * bits, position, bits)
+            weights[w] = part if weights[w] is None else builder.or_(weights[w], part)
+        plane_at += GROUP * PANEL * bits // 8
+        position += bits
+    return weights
+
+
+def _bits(builder: ir.IRBuilder, packed: Any, at: int, to: int, bits: int) -> Any:
+    """Return some bits of every byte, moved from bit ``at`` to bit ``to``."""
+    if bits == 8:
+        return packed
+    shift = integers(abs(at - to))
+    if at > to:
+        packed = builder.lshr(packed, shift)
+    elif at < to:
+        packed = builder.shl(packed, shift)
+    return builder.and_(packed, integers(((1 << bits) - 1 << to) * 0x01010101))
+
+
+def _fetch(builder: ir.IRBuilder, pointer: Any, lines: int, level: int) -> None:
+    """Prefetch cache lines into the first-level or second-level cache."""
+    for line in range(lines):
+        at = builder.gep(pointer, [integer(line * LINE)])
+        hints = [I32(hint) for hint in (0, 4 - level, 1)]  # read, which level, data
+        llvm_call(builder, "llvm.prefetch.p0", [at, *hints], ir.VoidType())
+
+
+def fetch_ahead(builder: ir.IRBuilder, layout: BlockLayout, group: Any, ahead: Any) -> None:
+    """Prefetch a group's share of what is read next.
+
+    Args:
+        builder: where to.
+        layout: of the panel's format.
+        group: where the group starts.
+        ahead: distance in bytes from there to what a later tile prefetches; 0 for the first tile.
+    """
+    is_first = builder.icmp_signed("==", ahead, integer(0))
+    with builder.if_else(is_first) as (first, later):
+        with first:
+            fetch_next_groups(builder, layout, group)
+        with later:
+            at = builder.gep(group, [ahead])
+            _fetch(builder, at, fetched_bytes(layout) // LINE, level=2)
+
+
+def fetch_next_groups(builder: ir.IRBuilder, layout: BlockLayout, group: Any) -> None:
+    """Prefetch as many bytes as a group has from where a first tile will read soon.
+
+    Lines of two planes are read in turn, and those of one plane with work in between. Chips
+    foresee that badly: without prefetches, formats with two planes come from memory half as fast
+    as it can be read. Whole bytes are read fast enough.
+    """
+    if layout.bits < 8:
+        lines = -(-layout.block_bytes // layout.groups // LINE)
+        at = builder.gep(group, [integer(_FIRST_TILE_DISTANCE)])
+        _fetch(builder, at, lines, level=1)
+
+
+def load_factor(
+    context: Any, builder: ir.IRBuilder, layout: BlockLayout, block: Any, group: Any, half: int,
+    whole: int, v: int,
+) -> Any:  # fmt: skip
+    """Return 16 scales or minima.
+
+    Args:
+        context, builder: of the code.
+        layout: of the panel's format.
+        block, group: where they are.
+        half: number of the block's 32 float16 that are used.
+        whole: number of the group's 32 int8 that are used, where it has any.
+        v: which 16 outputs.
+    """
+    at = integer((half * PANEL + v * LANES) * 2)
+    factor = load_halves(context, builder, builder.gep(block, [at]))
+    if not layout.scales:
+        return factor
+    at = integer(whole * PANEL + v * LANES)
+    integers_of_group = load_as(builder, group, at, ir.VectorType(I8, LANES))
+    widened = builder.sext(integers_of_group, I32_VECTOR)
+    return builder.fmul(factor, builder.sitofp(widened, F32_VECTOR))
