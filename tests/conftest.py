@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from amx_emulation import build_emulator, reason_to_skip
+from amx_emulation import build_emulator, chip_has_amx, reason_to_skip
 from hypothesis import HealthCheck, settings
 from tiny_checkpoints import write_tiny
 
@@ -73,6 +73,15 @@ def amx_emulator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if (reason := reason_to_skip()) is not None:
         pytest.skip(reason)
     return build_emulator(tmp_path_factory.mktemp("amx"))
+
+
+@pytest.fixture(scope="session")
+def amx_chip(request: pytest.FixtureRequest) -> Path | None:
+    """What runs tile instructions: the emulator, or None where the chip does."""
+    if chip_has_amx():
+        return None
+    emulator: Path = request.getfixturevalue("amx_emulator")
+    return emulator
 
 
 def _write(folder: Path) -> Path:

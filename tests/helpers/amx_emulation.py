@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from midfill.system.amx import request_amx
+
 SOURCE = Path(__file__).parent / "amx" / "emulator.c"
 FEATURES = "+amx-tile,+amx-int8,+amx-bf16"
 
@@ -25,6 +27,12 @@ def reason_to_skip() -> str | None:
     if "+amx-tile" in _host_features():
         return "this chip has AMX: its instructions raise no signal that could be emulated"
     return None
+
+
+def chip_has_amx() -> bool:
+    """Return whether programs with tile instructions run here as they are."""
+    features = set(_host_features().split(","))
+    return {"+amx-tile", "+amx-int8"} <= features and request_amx() is None
 
 
 def _host_features() -> str:
@@ -43,21 +51,23 @@ def build_emulator(folder: Path) -> Path:
 
 
 def run_on_amx(
-    library: Path, program: Path | str, *arguments: str, permission: str = "granted",
+    library: Path | None, program: Path | str, *arguments: str, permission: str = "granted",
     features: str | None = FEATURES, **environment: str,
 ) -> "subprocess.CompletedProcess[str]":  # fmt: skip
     """Run a Python program on the emulated chip.
 
     Args:
-        library: the emulator.
+        library: the emulator; None runs the program on this chip, which has AMX.
         program: a file, or Python source.
         arguments: of the program.
         permission: what the kernel answers, see amx/emulator.c.
         features: added to those that kernels are compiled for; None is this chip as it is.
         environment: variables to set.
     """
-    variables = {**os.environ, "LD_PRELOAD": str(library), "AMX_EMULATION": permission}
-    if features is not None:
+    variables = dict(os.environ)
+    if library is not None:
+        variables |= {"LD_PRELOAD": str(library), "AMX_EMULATION": permission}
+    if library is not None and features is not None:
         variables["NUMBA_CPU_NAME"] = "generic"
         variables["NUMBA_CPU_FEATURES"] = f"{_host_features()},{features}"
     command: Sequence[str | Path] = (

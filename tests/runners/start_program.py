@@ -44,6 +44,7 @@ def main() -> None:
         "tokens": tokens[PROMPT:],
         "logits": logits.hexdigest(),
         "threads": runner.threads,
+        "description": runner.description,
         "packed": "packing weights" in doing,
         "compiled": bool(forward.stats.cache_misses),
     }

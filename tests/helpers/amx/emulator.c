@@ -6,7 +6,8 @@ program's own machine code runs, at about a microsecond per tile instruction. Ea
 own tiles, as on a chip.
 
 AMX_EMULATION says how the kernel answers a request for permission (arch_prctl): "granted",
-"denied", or "full" (no room on a thread's signal stack). Whatever would be a fault on a chip, or a
+"denied", "full" (no room on a thread's signal stack), or "retracted" (granted in words only).
+Whatever would be a fault on a chip, or a
 tile instruction without permission, ends the program with a line that says why.
 
 amx_counts() returns how many instructions of each kind were emulated, see COUNTED.
@@ -299,12 +300,12 @@ static long answer(long component) {
         errno = ENOSPC;
         return -1;
     }
-    if (said == NULL || strcmp(said, "granted") != 0 || component != TILE_DATA) {
-        errno = EPERM;
-        return -1;
+    if (said != NULL && component == TILE_DATA) {
+        permitted = strcmp(said, "granted") == 0;
+        if (permitted || strcmp(said, "retracted") == 0) return 0;
     }
-    permitted = 1;
-    return 0;
+    errno = EPERM;
+    return -1;
 }
 
 /* In the place of the C library's: only requests for permission are answered here. */

@@ -108,7 +108,9 @@ def multiplied(case: Case, tiles: TileRows) -> np.ndarray:
 
 
 def counts() -> list[int]:
-    """Return how many instructions of each kind have been emulated."""
+    """Return how many instructions of each kind have been emulated; none on a chip with AMX."""
+    if "AMX_EMULATION" not in os.environ:
+        return []
     emulator = ctypes.CDLL(os.environ["LD_PRELOAD"])
     emulator.amx_counts.restype = ctypes.POINTER(ctypes.c_uint64)
     return emulator.amx_counts()[:7]

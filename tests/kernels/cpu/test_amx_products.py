@@ -1,6 +1,6 @@
 """Products on AMX have the bits of products without it, and of plain arithmetic.
 
-The compiled kernels run on an emulated AMX, in a program of their own.
+The compiled kernels run in a program of their own, on an emulated AMX where the chip has none.
 """
 
 import pickle
@@ -55,12 +55,12 @@ CASES = random_cases()
 
 @pytest.fixture(scope="module")
 def results(
-    amx_emulator: Path, tmp_path_factory: pytest.TempPathFactory
+    amx_chip: Path | None, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[Case, tuple[np.ndarray, np.ndarray, list[int]]]:
     """What each case gives without AMX and with it, and the instructions that ran."""
     file = tmp_path_factory.mktemp("amx") / "cases"
     file.write_bytes(pickle.dumps(CASES))
-    done = run_on_amx(amx_emulator, PROGRAM, str(file))
+    done = run_on_amx(amx_chip, PROGRAM, str(file))
     assert done.returncode == 0, done.stderr
     return dict(zip(CASES, pickle.loads(file.read_bytes()), strict=True))
 
@@ -81,6 +81,8 @@ def test_the_same_bits_with_and_without_amx(
     plain, on_amx, ran = results[case]
     assert np.isfinite(plain).all()
     np.testing.assert_array_equal(on_amx, plain)
+    if not ran:
+        return  # not emulated, thus not counted
     panels = -(-case.outputs // 32) * (2 if case.gated else 1)
     if len(case.kinds) == 1:
         scales = 32 // LAYOUTS[natural_format(case.kinds[0])].scaled_inputs
