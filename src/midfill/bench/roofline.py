@@ -48,7 +48,8 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         bytes_per_second: read from memory.
-        int8_per_second: operations on int8, two for each product that is added.
+        int8_per_second: operations on int8, two for each product that is added, by the
+            instructions of ``kernels.cpu.dots``; a chip's AMX does more.
         float32_per_second: operations on float32, counted likewise.
     """
 

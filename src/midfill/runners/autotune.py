@@ -34,7 +34,7 @@ TileTable = Uint8Array
 MEASURED_ROWS = 24
 """A multiple of every height that is tried without AMX."""
 AMX_MEASURED_ROWS = MAX_AMX_ROWS
-"""A multiple of every height that is tried on AMX."""
+"""A multiple of every height that is tried with AMX."""
 _HEIGHTS = (1, 2, 3, 4, 6, 8)
 _AMX_HEIGHTS = (AMX_ROWS, MAX_AMX_ROWS)
 _REPEATS = 5
@@ -73,7 +73,7 @@ def autotune_tile_rows(
         model: its weights.
         threads: that a step runs on.
         measure: runs so many rows with some tile rows and returns the ticks of each phase; 0 where
-            the chip's counter can't be read. Up to ``AMX_MEASURED_ROWS`` with AMX, else up to
+            the chip's counter can't be read. ``AMX_MEASURED_ROWS`` with AMX, else
             ``MEASURED_ROWS``.
         amx: whether tiles on AMX are measured; where it is on, nothing is.
     """
@@ -94,11 +94,12 @@ def _measure_all(
 ) -> TileTable:
     default = default_tile_rows(model)
     heights = _possible_heights(model, with_amx)
+    # As many rows for all: weights come from memory once, however many there are.
+    rows = AMX_MEASURED_ROWS if with_amx else MEASURED_ROWS
     costs = np.full((len(MATRICES), MAX_TABLE_ROWS), np.inf)
     for height in sorted(set().union(*heights)):
         on_amx = height in _AMX_HEIGHTS
         tried = amx_tile_rows(model, [height]) if on_amx else np.minimum(default, height)
-        rows = AMX_MEASURED_ROWS if on_amx else MEASURED_ROWS
         ticks = np.min([measure(tried, rows) for _ in range(_REPEATS)], axis=0)[list(_PHASES)]
         if not ticks.all():
             return default
