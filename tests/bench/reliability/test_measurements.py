@@ -50,9 +50,9 @@ def test_nothing_grows_in_a_long_run(model: str) -> None:
     assert report.streams_complete == options.streams
     before, after = report.descriptors
     assert after <= before + 2
-    # Measured: 0.1 to 0.4. One array that grows in these three minutes may be 2 MB/min;
-    # `midfill bench soak` runs long enough for what is smaller.
-    assert report.engine_slope < 5.0
+    # Measured on busy cores: 0.5 and 1.2; `midfill bench soak` runs long enough for what is
+    # smaller.
+    assert report.engine_slope < 3.0
     assert report.server_slope < 4.0
     assert "MB/min" in soak_table(report).markdown()
 
