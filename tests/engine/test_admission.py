@@ -2,14 +2,25 @@
 
 import pytest
 
-from midfill.engine.admission import Admission, QueueSpeed
-from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.engine.admission import NEW_DOCUMENT, Admission, QueueSpeed
+from midfill.engine.expected_work import ANSWER_TOKENS
+from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams, FinishReason
 from midfill.errors import QueueFullError
 
 
-def request(name: str, tokens: int, tenant: str = "") -> EngineRequest:
+def request(name: str, tokens: int, tenant: str = "", **fields: object) -> EngineRequest:
     return EngineRequest(
-        request_id=name, token_ids=[1] * tokens, sampling=EngineSamplingParams(), tenant=tenant
+        request_id=name,
+        token_ids=[1] * tokens,
+        sampling=EngineSamplingParams(),
+        tenant=tenant,
+        **fields,
+    )
+
+
+def output(name: str, reason: FinishReason | None = None, cached: int = 0) -> EngineOutput:
+    return EngineOutput(
+        request_id=name, index=0, token_ids=[1], finish_reason=reason, cached_tokens=cached
     )
 
 
@@ -53,7 +64,7 @@ def test_a_tenants_own_bound() -> None:
 def test_a_request_that_would_wait_past_its_deadline_is_refused() -> None:
     admission = queued(Admission(10_000), *(request(f"r{n}", 100) for n in range(40)))
     for second in range(20):  # 100 tokens leave the queue each second
-        admission.remove(f"r{second}", second + 1.0, answered=True)
+        admission.record(output(f"r{second}"), second + 1.0)
     assert admission.expected_wait("") == pytest.approx(20.0)
     admission.check("", 10, None, 20.0)
     admission.check("", 10, 20.0 + 40.0, 20.0)
@@ -71,7 +82,10 @@ def test_nothing_is_refused_for_a_deadline_before_the_speed_is_known() -> None:
 def test_requests_that_were_not_answered_say_nothing_about_the_speed() -> None:
     admission = queued(Admission(10_000), *(request(f"r{n}", 100) for n in range(40)))
     for number in range(20):
-        admission.remove(f"r{number}", 5.0, answered=False)
+        if number % 2:
+            admission.remove(f"r{number}")
+        else:
+            admission.record(output(f"r{number}", "expired"), 5.0)
     assert admission.expected_wait("") == 0.0
     assert admission.queued_tokens == 2000
 
@@ -91,11 +105,80 @@ def test_the_speed_is_that_of_the_last_seconds_in_which_there_was_a_queue() -> N
 
 def test_nothing_is_left_in_the_end() -> None:
     admission = queued(Admission(100), request("a", 10, "ann"), request("b", 20, "bob"))
-    admission.remove("a", 1.0, answered=True)
-    admission.remove("a", 1.0, answered=True)
-    admission.remove("b", 1.0, answered=False)
+    admission.record(output("a"), 1.0)
+    admission.record(output("a", "stop"), 1.0)
+    admission.remove("b")
     assert admission.queued_tokens == 0
     queued(admission, request("c", 50))
     admission.clear()
     assert admission.queued_tokens == 0
     admission.check("", 1000, None, 2.0)
+
+
+def moving_queue(documents: int = 40) -> Admission:
+    """A queue in which 20 of 40 requests, each for a document, were answered in 20 seconds."""
+    admission = queued(
+        Admission(10_000), *(request(f"r{n}", 100, document=f"d{n}") for n in range(documents))
+    )
+    for second in range(20):
+        admission.record(output(f"r{second}"), second + 1.0)
+    return admission
+
+
+def test_the_first_request_of_a_document_has_a_short_part_of_the_queue() -> None:
+    admission = moving_queue()
+    assert admission.expected_wait("") == pytest.approx(20.0)
+    admission.check("", 100, 20.0 + 40.0, 20.0)  # whatever it is about
+    admission.check("", 100, 20.0 + 40.0, 20.0, "d3")
+    for document in (NEW_DOCUMENT, "d100"):
+        with pytest.raises(QueueFullError, match="the first request of a document"):
+            admission.check("", 100, 20.0 + 40.0, 20.0, document)
+        admission.check("", 100, 20.0 + 201.0, 20.0, document)
+        admission.check("other", 100, 20.0 + 40.0, 20.0, document)  # it has nothing queued
+
+
+def test_a_part_of_what_is_computed_is_left_to_first_requests() -> None:
+    admission = moving_queue()
+    admission.add((request(f"more{n}", 100, document=f"d{n % 20}") for n in range(400)), 20.0)
+    refused = 0
+    for number in range(400):
+        try:
+            admission.check("", 100, 1000.0, 21.0 + number, NEW_DOCUMENT)
+        except QueueFullError:
+            refused += 1
+        admission.record(output(f"more{number}"), 21.0 + number)
+    assert 0 < refused < 400
+    admission.check("", 100, 10_000.0, 421.0, NEW_DOCUMENT)
+
+
+def test_a_document_that_is_not_cached_any_more_counts_as_new() -> None:
+    admission = moving_queue()
+    admission.work.slots = 1000
+    admission.record(output("r20"), 21.0)
+    admission.check("", 100, 21.0 + 40.0, 21.0, "d20")
+    with pytest.raises(QueueFullError, match="the first request of a document"):
+        admission.check("", 100, 21.0 + 40.0, 21.0, "d3")
+
+
+def test_requests_count_for_what_their_documents_computed_lately() -> None:
+    admission = Admission(10_000)
+    for number in range(10):
+        admission.add([request(f"a{number}", 400, document="a")], 0.0)
+        admission.record(output(f"a{number}", cached=380), 1.0)
+    assert admission.work.tokens("a", 400) == pytest.approx(20 + ANSWER_TOKENS)
+    assert admission.work.tokens("b", 400) == 400 + ANSWER_TOKENS
+    assert admission.work.tokens("a", 10) == 10 + ANSWER_TOKENS
+
+
+def test_time_is_left_for_the_answer_where_clients_wait_for_all_of_it() -> None:
+    admission = queued(
+        Admission(10_000),
+        *(request(f"r{n}", 100, stream_interval=float("inf")) for n in range(120)),
+    )
+    for second in range(100):
+        admission.record(output(f"r{second}"), second + 1.0)
+        admission.record(output(f"r{second}", "stop"), second + 11.0)
+    assert admission.expected_wait("") == pytest.approx(20.0)
+    admission.check("", 10, 100.0 + 40.0, 100.0)
+    with pytest.raises(QueueFullError, match="for a request that has 38 s"):
+        admission.check("", 10, 100.0 + 38.0, 100.0)

@@ -440,3 +440,32 @@ def test_many_tenants_at_once_each_get_their_own_text() -> None:
         assert layout.planned_prefix in texts[user]
         assert layout.planned_suffix in texts[user]
         assert planner._documents.held_bytes <= 200_000
+
+
+class TestFindingDocuments:
+    def test_the_document_of_a_later_state_is_found(self) -> None:
+        planner = Planner(PSM)
+        layout = planner.plan_and_record(InfillRequest(prefix=TEXT[:900], suffix=TEXT[900:2000]))
+        edited = InfillRequest(prefix=TEXT[:900] + "x = 1", suffix=TEXT[900:2000])
+        assert planner.find_document(edited) == layout.document
+
+    def test_another_text_and_another_tenants_are_new(self) -> None:
+        planner = Planner(PSM)
+        planner.plan_and_record(InfillRequest(prefix=TEXT[:900], suffix=TEXT[900:2000]))
+        other = InfillRequest(prefix="import this\n" * 50, suffix="")
+        assert planner.find_document(other) is None
+        same = InfillRequest(prefix=TEXT[:900], suffix=TEXT[900:2000], tenant="b")
+        assert planner.find_document(same) is None
+
+    def test_a_raw_prompt_is_of_no_document(self) -> None:
+        assert Planner(PSM).find_document(InfillRequest(prefix=TEXT, raw=True)) == ""
+        fixed = InfillRequest(prefix=TEXT, suffix="a", layout="psm")
+        assert Planner(PSM).find_document(fixed) == ""
+
+    def test_looking_changes_nothing(self) -> None:
+        looked, plain = Planner(PSM), Planner(PSM)
+        for caret in (500, 900, 300, 1500):
+            request = InfillRequest(prefix=TEXT[:caret], suffix=TEXT[caret:3000])
+            looked.find_document(request)
+            a, b = (planner.plan_and_record(request) for planner in (looked, plain))
+            assert spelled(a) == spelled(b)

@@ -148,7 +148,7 @@ class RemoteEngine:
         """Seconds after which a refused request may succeed."""
         return _RETRY_SECONDS
 
-    def check_admission(self, tenant: str, deadline: float | None) -> None:
+    def check_admission(self, tenant: str, deadline: float | None, document: str = "") -> None:
         """Do nothing: replicas queue, and refuse."""
 
     def submit(self, *requests: EngineRequest) -> OutputStream:

@@ -187,7 +187,8 @@ class EngineClient(KvClient):
         asking = [request for request in requests if not request.background]
         if asking:
             tokens = sum(len(request.token_ids) for request in asking)
-            self._admission.check(asking[0].tenant, tokens, asking[0].deadline, now)
+            first = asking[0]
+            self._admission.check(first.tenant, tokens, first.deadline, now, first.document)
         process.send(*map(Submit, requests))
         stream = OutputStream(self, requests)
         for request in requests:
@@ -195,13 +196,19 @@ class EngineClient(KvClient):
         self._admission.add(asking, now)
         return stream
 
-    def check_admission(self, tenant: str, deadline: float | None) -> None:
-        """Refuse a request of which only its tenant and deadline are known.
+    def check_admission(self, tenant: str, deadline: float | None, document: str = "") -> None:
+        """Refuse a request of which only its tenant, deadline and document are known.
+
+        Args:
+            tenant: whose it is.
+            deadline: when its client gives up; None is never.
+            document: the planner's id of its document, or ``admission.NEW_DOCUMENT``; "" where it
+                has none, or isn't known yet.
 
         Raises:
             QueueFullError: ``submit`` would refuse it, whatever its prompt.
         """
-        self._admission.check(tenant, 0, deadline, time.monotonic())
+        self._admission.check(tenant, 0, deadline, time.monotonic(), document)
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Have the engine end a request, or one of its answers, if it is unfinished."""
@@ -231,7 +238,7 @@ class EngineClient(KvClient):
     def forget(self, request_id: str) -> None:
         """Route no more outputs of a request."""
         self._streams.pop(request_id, None)
-        self._admission.remove(request_id, time.monotonic(), answered=False)
+        self._admission.remove(request_id)
 
     # --- the process's life ---
 
@@ -337,6 +344,7 @@ class EngineClient(KvClient):
                 if self.info is not None:
                     _log.warning("the engine is ready again")
                 self.state, self.info = "ready", info
+                self._admission.work.slots = info.slots
                 if self._first_start is not None and not self._first_start.done():
                     self._first_start.set_result(info)
             case Failed(error, text):
@@ -352,8 +360,7 @@ class EngineClient(KvClient):
 
     def _route(self, output: EngineOutput) -> None:
         self._answered = True
-        answered = output.finish_reason not in ("cancelled", "expired", "error")
-        self._admission.remove(output.request_id, time.monotonic(), answered=answered)
+        self._admission.record(output, time.monotonic())
         stream = self._streams.get(output.request_id)
         if stream is not None:  # otherwise it was cancelled while the output was on its way
             stream.put(output)

@@ -129,7 +129,8 @@ class DisaggregatedEngine:
         asking = [request for request in requests if not request.background]
         if asking:
             tokens = sum(len(request.token_ids) for request in asking)
-            self._admission.check(asking[0].tenant, tokens, asking[0].deadline, now)
+            first = asking[0]
+            self._admission.check(first.tenant, tokens, first.deadline, now, first.document)
         self._admission.add(asking, now)
         stream = OutputStream(self, requests)
         for request in requests:
@@ -215,7 +216,7 @@ class DisaggregatedEngine:
 
     def _forget_task(self, request_id: str, _: object) -> None:
         del self._tasks[request_id]
-        self._admission.remove(request_id, time.monotonic(), answered=False)
+        self._admission.remove(request_id)
 
     async def _answer_somewhere(self, answer: SharedAnswer) -> None:
         """Answer a request, with other workers where some die.

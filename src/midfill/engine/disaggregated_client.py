@@ -103,6 +103,8 @@ class DisaggregatedClient:
             min(info.context for info in infos),
         )
         self.info = self._combined(infos)
+        prompts = (engine.info for engine in self.of_role("prefill"))
+        self._admission.work.slots = sum(info.slots for info in prompts if info is not None)
         return self.info
 
     async def close(self) -> None:
@@ -145,13 +147,19 @@ class DisaggregatedClient:
             raise EngineDeadError("the engine is starting; try again in a moment", retry_after=1)
         return self._engine.submit(*requests)
 
-    def check_admission(self, tenant: str, deadline: float | None) -> None:
-        """Refuse a request of which only its tenant and deadline are known.
+    def check_admission(self, tenant: str, deadline: float | None, document: str = "") -> None:
+        """Refuse a request of which only its tenant, deadline and document are known.
+
+        Args:
+            tenant: whose it is.
+            deadline: when its client gives up; None is never.
+            document: the planner's id of its document, or ``admission.NEW_DOCUMENT``; "" where it
+                has none, or isn't known yet.
 
         Raises:
             QueueFullError: ``submit`` would refuse it, whatever its prompt.
         """
-        self._admission.check(tenant, 0, deadline, time.monotonic())
+        self._admission.check(tenant, 0, deadline, time.monotonic(), document)
 
     # --- KV ---
 

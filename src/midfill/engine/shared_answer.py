@@ -9,8 +9,6 @@ from midfill.engine.admission import Admission
 from midfill.engine.output_stream import OutputStream
 from midfill.engine.request import EngineOutput, EngineRequest, FinishReason
 
-_UNANSWERED = ("cancelled", "expired", "error")
-
 
 def hands_over(request: EngineRequest) -> bool:
     """Whether another engine can go on with an answer after its first tokens.
@@ -86,9 +84,7 @@ class SharedAnswer:
 
     def put(self, output: EngineOutput) -> None:
         """Send an output on; what is told of the prompt is what its first engine says."""
-        self._admission.remove(
-            output.request_id, time.monotonic(), answered=output.finish_reason not in _UNANSWERED
-        )
+        self._admission.record(output, time.monotonic())
         if hands_over(self.request):
             first = self._first = self._first or output
             if output is not first:

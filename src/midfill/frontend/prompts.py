@@ -1,7 +1,8 @@
 """PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat."""
 
+import copy
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 
 from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
@@ -40,6 +41,10 @@ _TOO_LONG = "context_length_exceeded"
 _ANSWER_SHARE = 0.125  # of the context; a window leaves as much for the answer
 _WINDOW_SHARE = 0.85  # of the context; what a window may hold after one was too long
 _MAX_SHRINKS = 16
+
+Admit = Callable[[str | None], None]
+"""Raises an error for a document that may not be asked about now: its id, as the planner gives it
+in ``Planner.find_document``."""
 
 
 class PromptEncoder:
@@ -101,6 +106,18 @@ class PromptEncoder:
             partial(find_file_tokens, token_bytes=self._tokenizer.token_bytes)
         )
         self._fitting = FittingContext(context, self._count_shown)
+        self._admit: Admit | None = None
+
+    def admitting(self, admit: Admit) -> "PromptEncoder":
+        """Return this encoder, what it remembers included, so that it first asks about documents.
+
+        Args:
+            admit: called with the document of each text around a caret, before that is planned and
+                tokenised; it may raise.
+        """
+        encoder = copy.copy(self)
+        encoder._admit = admit
+        return encoder
 
     @property
     def has_chat_template(self) -> bool:
@@ -130,9 +147,12 @@ class PromptEncoder:
 
         Raises:
             InvalidRequestError: the prompt is too long or empty, or the layout doesn't fit it.
+            MidfillError: what ``admitting`` was given refuses the document.
         """
         sent = request.prefix
         request = read_template(request, self.format)
+        if self._admit is not None:
+            self._admit(self._planner.find_document(request))
         if request.snippets:
             request = self._with_fitting(request)
         self._refuse_oversized(

@@ -106,7 +106,7 @@ class GatewayEngine:
         """Seconds after which a refused request may succeed."""
         return self._pool.retry_after
 
-    def check_admission(self, tenant: str, deadline: float | None) -> None:
+    def check_admission(self, tenant: str, deadline: float | None, document: str = "") -> None:
         """Do nothing: upstreams queue."""
 
     def submit(self, *requests: EngineRequest) -> OutputStream:

@@ -112,6 +112,18 @@ class Planner:
         layout = self._plan(request, window_limit)
         return replace(layout, template=request.template)
 
+    def find_document(self, request: InfillRequest) -> str | None:
+        """Return the id of the document that a request is for; None if it is for a new one.
+
+        Changes nothing. "" stands for the request of a layout that knows no documents.
+        """
+        request = read_template(request, self._format)
+        if request.raw or request.layout in ("verbatim", "psm", "spm"):
+            return ""
+        prefix, suffix = request.prefix, request.suffix
+        found = self._documents.find(request.tenant, request.document, prefix, suffix)
+        return None if found is None else found[0].id
+
     def expected_layout(self, document: str) -> PromptLayout | None:
         """Return the layout that a document's next request will probably need.
 

@@ -46,8 +46,8 @@ class ServedEngine(Protocol):
         """Seconds after which a refused request may succeed."""
         ...
 
-    def check_admission(self, tenant: str, deadline: float | None) -> None:
-        """Refuse a request of which only its tenant and deadline are known.
+    def check_admission(self, tenant: str, deadline: float | None, document: str = "") -> None:
+        """Refuse a request of which only its tenant, deadline and document are known.
 
         Raises:
             QueueFullError: ``submit`` would refuse it, whatever its prompt.

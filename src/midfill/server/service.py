@@ -22,10 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
-from midfill.errors import DeadlineError, StoppingError
+from midfill.engine.admission import NEW_DOCUMENT
+from midfill.errors import DeadlineError, QueueFullError, StoppingError
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.response import Response
@@ -199,15 +201,31 @@ class ModelService:
     ) -> T:
         """Encode the prompts of a request, unless too many are queued to take them.
 
-        Refused here, a request costs no more than its body.
+        Refused here, a request costs no more than its body. Only where a document's first request
+        would be refused is each request's document looked for before its prompt is encoded.
 
         Raises:
             QueueFullError: too much is queued.
         """
         record = current_request.get()
-        if record is not None:
-            self.engine.check_admission(record.tenant or "", self._deadline(record, None))
-        return await self.encode(function, *args, **kwargs)
+        if record is None:
+            return await self.encode(function, *args, **kwargs)
+        admits = partial(
+            self.engine.check_admission, record.tenant or "", self._deadline(record, None)
+        )
+        admits()
+        try:
+            admits(NEW_DOCUMENT)
+        except QueueFullError:
+            pass
+        else:
+            return await self.encode(function, *args, **kwargs)
+
+        def encode(encoder: PromptEncoder) -> T:
+            asking = encoder.admitting(lambda id: admits(NEW_DOCUMENT if id is None else id))
+            return function(asking, *args, **kwargs)
+
+        return await self.encode(encode)
 
     def _deadline(self, record: RequestRecord | None, default: float | None) -> float | None:
         """Return when a request's client gives up, by ``time.monotonic``; None if it never does.

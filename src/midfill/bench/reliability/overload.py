@@ -1,9 +1,17 @@
 """bench overload: far more requests than can be answered in time, and how many still are.
 
-First, ever more clients that ask one request after the other: the most answers within the deadline
-per second is the peak. Then requests arrive at random moments, at a multiple of that rate, whether
-or not earlier ones are answered. The load comes from the same machine, and takes time from the
-server there.
+First ever more clients: the most answers within the deadline per second is the peak. Then a
+multiple of that load. There are two loads:
+
+    carets   a few documents, each request at a random place in one of them. At the peak clients ask
+             one request after the other; then requests arrive at random moments, at a multiple of
+             the peak's rate, whether or not earlier ones are answered
+    editors  every client writes a document of its own and asks again a second after its last
+             request has ended, refused or not. Then there are a multiple of the peak's clients,
+             and of its documents
+
+No part of the search repeats the requests of another. The load comes from the same machine, and
+takes time from the server there.
 """
 
 import asyncio
@@ -11,12 +19,13 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from midfill.bench.documents import standard_library_documents
+from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 from midfill.bench.reliability.asking import Outcome, ask
 from midfill.bench.reliability.served import ServedModel, serve_model
 from midfill.errors import MidfillError
@@ -25,7 +34,18 @@ from midfill.system.machine import Machine, describe_machine
 
 _HUNG = 3  # deadlines after which a request counts as hung
 _IDLE_SECONDS = 60
+_THINK_SECONDS = 1.0  # of an editor's user, the mean
+_SESSION_ROUNDS = 100
+_FILES = 300  # that editors' documents are parts of
 Say = Callable[[str], None]
+OverloadKind = Literal["carets", "editors"]
+
+
+class _Texts(NamedTuple):
+    """What a request asks about."""
+
+    prefix: str
+    suffix: str
 
 
 class OverloadOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,27 +53,35 @@ class OverloadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: what is served.
+        load: which.
         deadline: seconds for which a client waits for its whole answer.
-        factor: multiple of the peak's rate at which requests arrive.
+        factor: multiple of the peak's rate at which requests arrive, or of its clients.
         seconds: for which they do.
-        clients: how many ask at once in each part of the search for the peak.
+        clients: how many there are in each part of the search for the peak; () for the load's own.
         search_seconds: how long each part takes.
-        documents: that the requests are about; each is asked about at a random place.
-        characters: of each.
+        documents: of the load "carets".
+        characters: of each document.
         output_tokens: of each answer.
         seed: chooses documents, places and moments.
     """
 
     model: str
+    load: OverloadKind = "carets"
     deadline: float = 5.0
     factor: float = 10.0
     seconds: float = 40.0
-    clients: tuple[int, ...] = (4, 8, 16, 32)
+    clients: tuple[int, ...] = ()
     search_seconds: float = 15.0
     documents: int = 32
     characters: int = 2000
     output_tokens: int = 16
     seed: int = 0
+
+    @property
+    def searched(self) -> tuple[int, ...]:
+        """The numbers of clients among which the peak is searched."""
+        usual = (4, 8, 16, 32) if self.load == "carets" else (16, 32, 48, 64, 96)
+        return self.clients or usual
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,20 +145,27 @@ async def measure_overload(options: OverloadOptions, say: Say = lambda _: None) 
     Raises:
         MidfillError: the server does not start, or answers nothing within the deadline.
     """
-    texts = standard_library_documents(options.documents, seed=options.seed)
-    texts = [text[: options.characters] for text in texts]
+    load = _load(options)
     async with serve_model(options.model, ["--log-level", "warning"]) as server:
         phases: dict[int, Phase] = {}
-        for clients in (options.clients[0], *options.clients):  # the first warms up
+        part = 0  # the first warms up
+        for part, clients in enumerate((options.searched[0], *options.searched)):
             say(f"{clients} clients")
-            phases[clients] = await _closed_loop(server, options, texts, clients)
+            phases[clients] = await _closed_loop(
+                server, load, clients, part, options.search_seconds
+            )
         peak_clients = max(phases, key=lambda clients: phases[clients].goodput)
         peak = phases[peak_clients]
         if not peak.goodput:
             raise MidfillError("no answer within the deadline; --deadline allows a longer one")
-        rate = options.factor * peak.goodput
-        say(f"{rate:.0f} requests per second")
-        overload = await _open_loop(server, options, texts, rate)
+        if isinstance(load, _Editors):
+            clients = round(options.factor * peak_clients)
+            say(f"{clients} clients")
+            overload = await _closed_loop(server, load, clients, part + 1, options.seconds)
+        else:
+            rate = options.factor * peak.goodput
+            say(f"{rate:.0f} requests per second")
+            overload = await _open_loop(server, load, rate)
         await server.wait_until_idle(_IDLE_SECONDS)
         leaked = await server.leaked_slots()
     return OverloadReport(
@@ -143,43 +178,103 @@ async def measure_overload(options: OverloadOptions, say: Say = lambda _: None) 
     )
 
 
+class _Carets:
+    """Random places in a few documents."""
+
+    def __init__(self, options: OverloadOptions) -> None:
+        self.options = options
+        texts = standard_library_documents(options.documents, seed=options.seed)
+        self._texts = [text[: options.characters] for text in texts]
+
+    def requests(self, client: int, chance: random.Random) -> Iterator[_Texts]:
+        """Yield a client's requests."""
+        while True:
+            text = chance.choice(self._texts)
+            caret = chance.randrange(len(text))
+            yield _Texts(text[:caret], text[caret:])
+
+    def pause(self, chance: random.Random) -> float:
+        """Return how many seconds a client waits before a request."""
+        return 0.0
+
+
+class _Editors:
+    """Users who write, each a document of its own; each part goes on where the last one ended."""
+
+    def __init__(self, options: OverloadOptions) -> None:
+        self.options = options
+        files = standard_library_documents(_FILES, seed=options.seed, shortest=3000, longest=30_000)
+        size = options.characters
+        self._documents = [
+            text[start : start + size]
+            for text in files
+            for start in range(0, len(text) - size + 1, size)
+        ]
+        random.Random(options.seed).shuffle(self._documents)
+        self._sessions: dict[int, Iterator[_Texts]] = {}
+
+    def requests(self, client: int, chance: random.Random) -> Iterator[_Texts]:
+        """Yield a client's requests."""
+        return self._sessions.setdefault(client, self._session(client))
+
+    def pause(self, chance: random.Random) -> float:
+        """Return how many seconds a client waits before a request."""
+        return chance.expovariate(1.0 / _THINK_SECONDS)
+
+    def _session(self, client: int) -> Iterator[_Texts]:
+        source = {"document": self._documents[client % len(self._documents)]}
+        seed = self.options.seed + client
+        while True:
+            for one in edit_session(
+                source, SESSION_KINDS["mix"], rounds=_SESSION_ROUNDS, seed=seed
+            ):
+                yield _Texts(one.prefix, one.suffix)
+
+
+_Load = _Carets | _Editors
+
+
+def _load(options: OverloadOptions) -> _Load:
+    return _Carets(options) if options.load == "carets" else _Editors(options)
+
+
 async def _closed_loop(
-    server: ServedModel, options: OverloadOptions, texts: Sequence[str], clients: int
+    server: ServedModel, load: _Load, clients: int, part: int, seconds: float
 ) -> Phase:
     outcomes: list[Outcome] = []
-    end = time.perf_counter() + options.search_seconds
+    end = time.perf_counter() + seconds
 
-    async def ask_on(number: int) -> None:
-        chance = random.Random(f"{options.seed} {clients} {number}")
-        while time.perf_counter() < end:
-            outcomes.append(await _ask(server, options, texts, chance))
+    async def ask_on(client: int) -> None:
+        chance = random.Random(f"{load.options.seed} {part} {client}")
+        requests = load.requests(client, chance)
+        while True:
+            await asyncio.sleep(load.pause(chance))
+            if time.perf_counter() >= end:
+                return
+            outcomes.append(await _ask(server, load.options, next(requests)))
 
-    await asyncio.gather(*(ask_on(number) for number in range(clients)))
-    return _phase(outcomes, options, options.search_seconds)
+    await asyncio.gather(*(ask_on(client) for client in range(clients)))
+    return _phase(outcomes, load.options, seconds)
 
 
-async def _open_loop(
-    server: ServedModel, options: OverloadOptions, texts: Sequence[str], rate: float
-) -> Phase:
+async def _open_loop(server: ServedModel, load: _Load, rate: float) -> Phase:
+    options = load.options
     chance = random.Random(f"{options.seed} open")
+    requests = load.requests(0, chance)
     tasks: list[asyncio.Task[Outcome]] = []
     started = due = time.perf_counter()
     while due < started + options.seconds:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        tasks.append(asyncio.create_task(_ask(server, options, texts, chance)))
+        tasks.append(asyncio.create_task(_ask(server, options, next(requests))))
         due += chance.expovariate(rate)
     outcomes = list(await asyncio.gather(*tasks))
     return _phase(outcomes, options, options.seconds)
 
 
-async def _ask(
-    server: ServedModel, options: OverloadOptions, texts: Sequence[str], chance: random.Random
-) -> Outcome:
-    text = chance.choice(texts)
-    caret = chance.randrange(len(text))
+async def _ask(server: ServedModel, options: OverloadOptions, texts: _Texts) -> Outcome:
     body: dict[str, Any] = {
-        "prompt": text[:caret],
-        "suffix": text[caret:],
+        "prompt": texts.prefix,
+        "suffix": texts.suffix,
         "max_tokens": options.output_tokens,
         "temperature": 0,
         "ignore_eos": True,
@@ -220,11 +315,17 @@ def overload_table(report: OverloadReport) -> ResultTable:
         _row(f"{options.factor:g} times as many", report.overload),
     ]
     codes = ", ".join(f"{count:,} {code}" for code, count in report.overload.codes.items())
+    texts = f"texts of {options.characters} characters"
+    what = {
+        "carets": f"{options.documents} documents, {texts}, at random carets",
+        "editors": f"each client writes a document of its own, {texts}, and asks again a second"
+        " after its last request has ended",
+    }[options.load]
     caption = (
         f"{report.kept:.0%} of the peak's answers within {options.deadline:g} s are left under the"
-        f" overload. Seconds; refused then: {codes or 'none'}. {options.model}, texts of"
-        f" {options.characters} characters at random carets, answers of {options.output_tokens}"
-        f" tokens; the load is made on the same machine, {report.machine}."
+        f" overload. Seconds; refused then: {codes or 'none'}. {options.model}; {what};"
+        f" answers of {options.output_tokens} tokens; the load is made on the same machine,"
+        f" {report.machine}."
     )
     return ResultTable(rows=rows, title="Overload", caption=caption)
 

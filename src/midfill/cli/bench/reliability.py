@@ -1,7 +1,7 @@
 """The commands ``midfill bench kills``, ``overload`` and ``soak``."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,6 +21,12 @@ DeadlineOption = Annotated[
 ]
 FactorOption = Annotated[
     float, typer.Option(min=1, help="How many times as many requests as can be answered.")
+]
+LoadOption = Annotated[
+    Literal["carets", "editors"],
+    typer.Option(
+        help="Requests at random places of a few documents, or users who each write their own."
+    ),
 ]
 SecondsOption = Annotated[float, typer.Option(min=1, help="Duration of the overload.")]
 MinutesOption = Annotated[
@@ -60,6 +66,7 @@ def kills(
 
 def overload(
     model: ModelArgument = None,
+    load: LoadOption = "carets",
     deadline: DeadlineOption = 5,
     factor: FactorOption = 10,
     seconds: SecondsOption = 40,
@@ -74,12 +81,13 @@ def overload(
     )
 
     options = OverloadOptions(
-        model=_named(model), deadline=deadline, factor=factor, seconds=seconds
+        model=_named(model), load=load, deadline=deadline, factor=factor, seconds=seconds
     )
     with show_steps("starting the server") as say:
         report = asyncio.run(measure_overload(options, say))
     table = overload_table(report)
-    publish(report, table.drawn(), table.markdown(), section="overload", json=json, docs=docs)
+    section = "overload" if load == "carets" else "overload-editors"
+    publish(report, table.drawn(), table.markdown(), section=section, json=json, docs=docs)
 
 
 def soak(
