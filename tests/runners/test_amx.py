@@ -65,10 +65,9 @@ def test_a_model_answers_the_same_on_amx(
     amx_emulator: Path, tiny_folder: Path, tmp_path: Path
 ) -> None:
     def started(permission: str, wanted: str) -> Any:
-        # Unoptimised code gives the same answers and is compiled in a third of the time.
         done = run_on_amx(
             amx_emulator, PROGRAM, str(tiny_folder), "2", permission=permission,
-            MIDFILL_AMX=wanted, MIDFILL_CACHE=str(tmp_path), NUMBA_OPT="0",
+            MIDFILL_AMX=wanted, MIDFILL_CACHE=str(tmp_path),
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout), done.stderr
