@@ -12,6 +12,7 @@ from midfill.kernels.cpu.decoder_data import Workspace
 from midfill.kernels.cpu.linear import PRODUCTS_SIZE
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
 from midfill.kernels.cpu.peaks import PEAK_WIDTH
+from midfill.kernels.cpu.row_blocks import ALONE_SYNC
 from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.weight_formats import GROUP, PANEL, WeightFormat, panel_count
@@ -102,6 +103,7 @@ class StepMemory:
         self._quantized = any(
             matrix.formats != {WeightFormat.F32} for matrix in model.matrices.values()
         )
+        self._values_gated = WeightFormat.F32 in model.weights.down.formats
         self.workspace = self._workspace()
         self.hidden = self._hidden()
 
@@ -136,7 +138,7 @@ class StepMemory:
             normed=self._activations("normed", normed),
             qkv=floats("qkv", rows * self._model.weights.qkv.outputs),
             attended=self._activations("attended", rows * attended),
-            gated=self._activations("gated", rows * config.ffn),
+            gated=self._activations("gated", rows * config.ffn, self._values_gated),
             projected=floats("projected", projected),
             logits=floats("logits", outputs * padded_vocab(config)),
             peaks=self._per_thread("peaks", outputs * PEAK_WIDTH),
@@ -150,12 +152,14 @@ class StepMemory:
             ),
             clock=self._clock,
             tile_rows=self._tile_rows,
+            alone=aligned_zeros((threads, ALONE_SYNC), np.int64),
         )
 
-    def _activations(self, name: str, size: int) -> Activations:
+    def _activations(self, name: str, size: int, with_values: bool = True) -> Activations:
         blocks = size // GROUP * ACTIVATION_BLOCK_BYTES if self._quantized else 0
         return Activations(
-            self._arrays.floats(name, size), self._arrays.bytes(f"{name} blocks", blocks)
+            self._arrays.floats(name, size if with_values else 0),
+            self._arrays.bytes(f"{name} blocks", blocks),
         )
 
     def _per_thread(self, name: str, size: int) -> Float32Array:

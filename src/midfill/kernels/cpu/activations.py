@@ -39,7 +39,6 @@ from midfill.kernels.cpu.simd import (
     multiply,
     splat,
     store_unaligned,
-    sum_lanes,
 )
 from midfill.kernels.cpu.weight_formats import GROUP
 
@@ -53,7 +52,7 @@ class Activations(NamedTuple):
     """Rows of activations, one after the other.
 
     Attributes:
-        values: float32 [rows * width].
+        values: float32 [rows * width]; empty where only the blocks are read.
         quants: uint8 [rows * width / 32 * 48], the blocks of ``values``; empty where all of the
             model's weights are float32.
     """
@@ -85,18 +84,37 @@ def _put_bytes(typing_context: Any, array: Any, offset: Any, value: Any) -> tupl
     return types.void(array, types.intp, f32x16), codegen
 
 
+def _sums_of_halves(builder: Any, low: Any, high: Any) -> tuple[Any, Any]:
+    """Return the sums of two vectors, of whole numbers below 2^24: exact in any order.
+
+    Both are added up in one vector, the first one in its lower half.
+    """
+    half = LANES // 2
+    lower = [*range(half), *range(LANES, LANES + half)]
+    upper = [lane + half for lane in lower]
+    indices = (ir.Constant(I32_VECTOR, lanes) for lanes in (lower, upper))
+    sums = builder.fadd(*(builder.shuffle_vector(low, high, lanes) for lanes in indices))
+    for width in (4, 2, 1):
+        order = ir.Constant(I32_VECTOR, [lane ^ width for lane in range(LANES)])
+        sums = builder.fadd(sums, builder.shuffle_vector(sums, sums, order))
+    first, second = (builder.extract_element(sums, I32(lane)) for lane in (0, half))
+    return first, second
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def _put_sums(
-    typing_context: Any, array: Any, offset: Any, scale: Any, total: Any, first: Any
+    typing_context: Any, array: Any, offset: Any, scale: Any, low: Any, high: Any
 ) -> tuple[Any, Codegen]:
     """Write the four numbers that follow the quants of the block at byte ``offset``.
 
-    ``total`` is the sum of all quants, ``first`` that of the first 16.
+    ``low`` and ``high`` are the quants, as float32.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, offset, scale, total, first = arguments
+        array, offset, scale, low, high = arguments
         pointer = address(context, builder, signature.args[0], array, offset)
+        first, second = _sums_of_halves(builder, low, high)
+        total = builder.fadd(first, second)
 
         def biased(value: Any) -> Any:
             return builder.fptosi(builder.fmul(value, F32(-128.0)), I32)
@@ -110,8 +128,7 @@ def _put_sums(
             store_unaligned(builder, value, builder.gep(pointer, [integer(at)]))
         return context.get_dummy_value()
 
-    number = types.float32
-    return types.void(array, types.intp, number, number, number), codegen
+    return types.void(array, types.intp, types.float32, f32x16, f32x16), codegen
 
 
 @kernel
@@ -139,6 +156,4 @@ def quantize_row(x: Float32Array, x_at: int, size: int, blocks: Uint8Array, at: 
         block = at + group * ACTIVATION_BLOCK_BYTES
         _put_bytes(blocks, block, low)
         _put_bytes(blocks, block + LANES, high)
-        # The sums are whole numbers below 2^24: exact in any order.
-        first = sum_lanes(low)
-        _put_sums(blocks, block, span / _STEPS, first + sum_lanes(high), first)
+        _put_sums(blocks, block, span / _STEPS, low, high)

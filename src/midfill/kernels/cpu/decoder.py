@@ -5,6 +5,8 @@ rows that the caller owns. So a method may stop between layers, look at the rows
 continue; the usual step is one call for the whole pass.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from midfill.kernels.cpu.activations import Activations, quantize
@@ -31,6 +33,7 @@ from midfill.kernels.cpu.kv_cache import KVCache, LayerKV, write_entry
 from midfill.kernels.cpu.linear import LinearOutput, Tiling, gated_linear, linear
 from midfill.kernels.cpu.memory import Float32Array, Int64Array
 from midfill.kernels.cpu.peaks import choose_likeliest, start_peaks
+from midfill.kernels.cpu.row_blocks import alone, batch_part, count_blocks, workspace_part
 from midfill.kernels.cpu.rows import NormWeights, norm, rotate
 from midfill.kernels.cpu.standby import (
     await_run,
@@ -40,7 +43,7 @@ from midfill.kernels.cpu.standby import (
     signature_of,
     start_workers,
 )
-from midfill.kernels.cpu.thread_pool import ThreadContext
+from midfill.kernels.cpu.thread_pool import ThreadContext, take_work
 from midfill.kernels.cpu.tiles import (
     DOWN_TILES,
     GATE_UP_TILES,
@@ -51,6 +54,13 @@ from midfill.kernels.cpu.tiles import (
 
 MAX_SOLO_ROWS = 4
 """Up to this many rows, every thread norms all of them itself: cheaper than a barrier."""
+
+
+class _Part(NamedTuple):
+    """What to compute between two attentions: a layer's end, and the next one's start."""
+
+    finish: bool
+    project: bool
 
 
 @kernel
@@ -171,16 +181,15 @@ def _project_block(
     end_phase(context, QKV)
     _rotate_and_store(context, config, weights, kv, layer, batch, workspace.qkv)
     end_phase(context, ROTATE)
-    _keep_queries(context, config, layer, batch, workspace.qkv, width, workspace.observed)
 
 
 @kernel
-def _attention_block(
+def _attend(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
-    layer: int, batch: Batch, hidden: Float32Array, workspace: Workspace,
+    layer: int, batch: Batch, workspace: Workspace,
 ) -> None:  # fmt: skip
-    """hidden += o(attention(queries)), of what ``_project_block`` left."""
-    rows, dim = len(batch.token_ids), config.head_dim
+    """Compute attention(queries), of what ``_project_block`` left."""
+    dim = config.head_dim
     kv = _layer_kv(config, cache, layer)
     heads = AttentionHeads(
         config.query_heads, config.kv_heads, config.query_heads // config.kv_heads, dim,
@@ -198,6 +207,14 @@ def _attention_block(
             workspace.partials,
         )  # fmt: skip
         end_phase(context, ATTENTION)
+
+
+@kernel
+def _output_block(
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, layer: int, rows: int,
+    hidden: Float32Array, workspace: Workspace,
+) -> None:  # fmt: skip
+    """hidden += o(attended)."""
     linear(
         context, workspace.attended, 0, weights.o, layer,
         _added_rows(config, hidden, rows, workspace), _tiling(workspace, context, OUTPUT_TILES),
@@ -226,6 +243,47 @@ def _mlp_block(
     end_phase(context, DOWN)
     if config.post_norms:
         _add_normed(context, config, weights.mlp_post_norm, layer, hidden, rows, workspace)
+
+
+@kernel
+def _between_attentions(
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
+    layer: int, part: _Part, batch: Batch, hidden: Float32Array, workspace: Workspace,
+) -> None:  # fmt: skip
+    """Compute what follows a layer's attention, up to that of the next layer."""
+    if part.finish:
+        rows = len(batch.token_ids)
+        _output_block(context, config, weights, layer, rows, hidden, workspace)
+        _mlp_block(context, config, weights, layer, rows, hidden, workspace)
+    if part.project:
+        _project_block(context, config, weights, cache, layer + 1, batch, hidden, workspace)
+
+
+@kernel
+def _run_rows(
+    context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
+    layer: int, part: _Part, batch: Batch, hidden: Float32Array, workspace: Workspace,
+) -> None:  # fmt: skip
+    """Run ``_between_attentions`` over all rows: together, or each thread over blocks of them."""
+    rows, qkv = len(batch.token_ids), weights.qkv.outputs
+    blocks = count_blocks(rows, context.threads)
+    if blocks == 0:
+        _between_attentions(context, config, weights, cache, layer, part, batch, hidden, workspace)
+    else:
+        width, attended, gated = config.hidden, weights.o.inputs, weights.down.inputs
+        own = alone(context, workspace.alone)
+        block = take_work(context.sync, 1)
+        while block < blocks:
+            first, end = block * rows // blocks, (block + 1) * rows // blocks
+            memory = workspace_part(workspace, context.thread, first, width, qkv, attended, gated)
+            _between_attentions(
+                own, config, weights, cache, layer, part, batch_part(batch, first, end),
+                hidden[first * width :], memory,
+            )  # fmt: skip
+            block = take_work(context.sync, 1)
+        end_phase(context, NORM)
+    if part.project:
+        _keep_queries(context, config, layer + 1, batch, workspace.qkv, qkv, workspace.observed)
 
 
 @kernel
@@ -273,12 +331,14 @@ def _forward(
                 row * width,
             )  # fmt: skip
         end_phase(context, EMBED)
-    for layer in range(stages.first_layer, stages.end_layer + int(stages.project)):
-        if layer > stages.first_layer or not stages.projected:
-            _project_block(context, config, weights, cache, layer, batch, hidden, workspace)
-        if layer < stages.end_layer:
-            _attention_block(context, config, weights, cache, layer, batch, hidden, workspace)
-            _mlp_block(context, config, weights, layer, rows, hidden, workspace)
+    first, end = stages.first_layer, stages.end_layer
+    if not stages.projected and (first < end or stages.project):
+        start = _Part(False, True)
+        _run_rows(context, config, weights, cache, first - 1, start, batch, hidden, workspace)
+    for layer in range(first, end):
+        _attend(context, config, weights, cache, layer, batch, workspace)
+        part = _Part(True, layer + 1 < end or stages.project)
+        _run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
     if stages.logits and len(batch.logit_rows) > 0:
         _compute_logits(context, config, weights, batch, hidden, workspace)
 

@@ -79,13 +79,13 @@ class Batch(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Memory of a step, reused by the next one; all arrays but five are flat.
+    """Memory of a step, reused by the next one; all arrays but six are flat.
 
     Attributes:
         normed: [rows, hidden]; one part per thread where every thread norms all rows.
         qkv: float32 [rows * (query_heads + 2 * kv_heads) * head_dim].
         attended: [rows, query_heads * head_dim].
-        gated: [rows, ffn].
+        gated: [rows, ffn]; without values where ``down`` has no float32 weights.
         projected: float32 [rows * hidden] where config.post_norms, else empty.
         logits: float32 [outputs * vocab padded to whole panels].
         peaks: float32 [threads, outputs * 48], see peaks.py.
@@ -99,6 +99,7 @@ class Workspace(NamedTuple):
         partials: attention.partial_rows(...) rows.
         clock: int64 [threads, 16], see clock.py.
         tile_rows: uint8 [matrices, 49], see tiles.py.
+        alone: int64 [threads, ALONE_SYNC], see row_blocks.py.
     """
 
     normed: Activations
@@ -116,6 +117,7 @@ class Workspace(NamedTuple):
     partials: SoftmaxSums
     clock: Int64Array
     tile_rows: Uint8Array
+    alone: Int64Array
 
 
 class Stages(NamedTuple):

@@ -13,6 +13,8 @@ _F32 = int(WeightFormat.F32)
 _DENSE_BLOCK = block_bytes(WeightFormat.F32)
 _LAYOUTS = list(LAYOUTS.values())
 _PLANES = np.array([(*each.planes, 0)[:2] for each in _LAYOUTS])
+_SHARING = np.array([[3, 3, 2, 2, 1, 1, 1, 1, 0][bits] for bits in _PLANES.ravel()]).reshape(-1, 2)
+"""Powers of two: how many vectors share the bytes of a plane; see weight_formats.py."""
 _HEADERS = np.array([each.header_bytes for each in _LAYOUTS])
 _BLOCKS = np.array([each.block_bytes for each in _LAYOUTS])
 _GROUPS = np.array([each.groups for each in _LAYOUTS])
@@ -24,18 +26,25 @@ _ZEROS = np.array([each.zero for each in _LAYOUTS])
 
 
 @kernel
-def _quant_at(packed: Uint8Array, quants: int, weight_format: int, k: int, lane: int) -> int:
-    """Return the quant of input k and output ``lane`` of the group whose planes start there."""
-    vector, byte = k // 4 * 2 + lane // LANES, lane % LANES * 4 + k % 4
-    quant = position = 0
-    for bits in _PLANES[weight_format]:
+def _gather_quants(
+    packed: Uint8Array, quants: int, weight_format: int, lane: int, out: Float32Array, out_at: int
+) -> None:
+    """Write the quants of output ``lane`` of the group whose planes start at ``quants``."""
+    for k in range(GROUP):
+        out[out_at + k] = 0.0
+    position = 0
+    for plane in range(2):
+        bits = _PLANES[weight_format, plane]
         if bits > 0:
-            shared = 8 // bits
-            held = np.int64(packed[quants + vector // shared * LINE + byte])
-            quant |= ((held >> vector % shared * bits) & ((1 << bits) - 1)) << position
+            sharing, mask = _SHARING[weight_format, plane], (1 << bits) - 1
+            byte = quants + lane % LANES * 4
+            for k in range(GROUP):
+                vector = k // 4 * 2 + lane // LANES
+                held = np.int64(packed[byte + (vector >> sharing) * LINE + k % 4])
+                shift = (vector & ((1 << sharing) - 1)) * bits
+                out[out_at + k] += np.float32((held >> shift & mask) << position)
             quants += GROUP * PANEL // 8 * bits
             position += bits
-    return quant
 
 
 @kernel
@@ -62,12 +71,12 @@ def _embed_group(
     at = block + header + group % groups * group_bytes
     if scales > 0 and _HAS_MINIMA[weight_format]:
         minimum *= _small_integer(packed, at + scales * PANEL + lane)
+    _gather_quants(packed, at + integers, weight_format, lane, out, out_at)
+    zero, factor = _ZEROS[weight_format], scale
     for k in range(GROUP):
-        factor = scale
         if scales > 0:
-            factor *= _small_integer(packed, at + k * scales // GROUP * PANEL + lane)
-        quant = _quant_at(packed, at + integers, weight_format, k, lane) - _ZEROS[weight_format]
-        out[out_at + k] = (quant * factor + minimum) * multiplier
+            factor = scale * _small_integer(packed, at + k * scales // GROUP * PANEL + lane)
+        out[out_at + k] = ((out[out_at + k] - zero) * factor + minimum) * multiplier
 
 
 @kernel

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midfill.kernels.cpu.activations import Activations, block_at, quantize
+from midfill.kernels.cpu.activations import Activations, block_at, quantize_row
 from midfill.kernels.cpu.amx_products import (
     AMX_ROWS,
     SCRATCH_FLOATS,
@@ -253,7 +253,7 @@ def gated_linear(
         rows: rows to compute.
         weights: G, g, U, u of all layers.
         layer: whose to use.
-        out: [rows, outputs], quantised too.
+        out: [rows, outputs], quantised too; its values may be left out.
         tiling: how to cut the rows, and this thread's memory.
     """
     gate, up = weights.gate, weights.up
@@ -289,8 +289,12 @@ def gated_linear(
                             value = multiply(activate(opened, weights.activation), value)
                         else:
                             value = activate(value, weights.activation)
-                        store(out.values, target + lane, value)
-                    quantize(out, target, PANEL)
+                        store(products, up_tile + product, value)
+                        if len(out.values) > 0:
+                            store(out.values, target + lane, value)
+                    if len(out.quants) > 0:
+                        at = up_tile + r * PANEL
+                        quantize_row(products, at, PANEL, out.quants, block_at(target))
                 row += count
                 number += 1
     if on_amx:

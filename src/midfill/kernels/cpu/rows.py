@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.simd import (
     LANES,
@@ -84,7 +84,7 @@ def norm(
         store(out, out_at + i, scaled)
 
 
-@kernel
+@inlined_kernel
 def rotate(x: Float32Array, at: int, rope: RopeTables, layer: int, position: int) -> None:
     """Rotate the head at x[at] in place, its halves against each other (NEOX order)."""
     half, table = rope.half, (rope.first[layer] + position) * rope.half
