@@ -105,13 +105,16 @@ def test_scores_are_computed_wherever_a_row_sees_a_key(limit: int) -> None:
         np.testing.assert_array_equal(cut[row, :end], whole[row, :end])
 
 
+@pytest.mark.parametrize("rows", [3, 14])
 @pytest.mark.parametrize("dim", [32, 64, 96, 256])
 @pytest.mark.parametrize("window", [0, 1, 20])
 @pytest.mark.parametrize("limit", [-3, 1, 50, 170, ALL])
-def test_weights_are_of_the_keys_that_a_row_sees(dim: int, window: int, limit: int) -> None:
+def test_weights_are_of_the_keys_that_a_row_sees(
+    rows: int, dim: int, window: int, limit: int
+) -> None:
     values, read = stored(dim, 190)
-    scores = normal(14, 190, seed=5) * 3
-    ends = limit + np.arange(14)[:, None] // 2
+    scores = normal(rows, 190, seed=5) * 3
+    ends = limit + np.arange(rows)[:, None] // 2
     seen = (np.arange(190) < ends) & ((np.arange(190) >= ends - window) if window else True)
     weights, states, sums = attend(scores, values, dim, 2, limit, window)
     peaks = np.where(seen, scores, -np.inf).max(axis=1)

@@ -227,3 +227,87 @@ multiply_pairs_3x64 = _multiply_pairs(3, 4)
 multiply_pairs_4x64 = _multiply_pairs(4, 4)
 multiply_pairs_5x64 = _multiply_pairs(5, 4)
 multiply_pairs_6x64 = _multiply_pairs(6, 4)
+
+
+def _weigh_pairs_in_place(rows: int) -> Any:
+    """Generate the kernel for ``rows`` rows of weights, and values of 64 dimensions."""
+    chunks = WIDE // _BOTH
+
+    def operation(
+        typing_context: Any, weights: Any, weights_at: Any, weights_stride: Any, values: Any,
+        first: Any, end: Any, head_dim: Any, dim: Any, ahead: Any, out: Any, out_at: Any,
+    ) -> tuple[Any, Codegen]:  # fmt: skip
+        """Compute out[rows, 64] = weights[rows, first:end] times pairs of V, dim to dim + 64.
+
+        Args:
+            weights: float32, words, rows weights_stride apart; pair ``first`` is at weights_at.
+            values: a KVSpan of bfloat16; pairs as of ``pack_values``.
+            ahead: a KVSpan whose entries of the same numbers are prefetched.
+            out: float32, rows head_dim apart, from out_at on.
+        """
+
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            weights, at, stride, values, first, end, head_dim, dim, ahead, out, to = arguments
+            kinds = signature.args
+            span = SpanCode(context, builder, kinds[3], values, head_dim)
+            prefetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
+            start = address(context, builder, kinds[0], weights, at)
+            weight_rows = row_pointers(builder, start, stride, rows)
+            totals = [
+                [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(2 * chunks)]
+                for _ in range(rows)
+            ]
+            for total in (each for row in totals for each in row):
+                builder.store(constant(0.0), total)
+            with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
+                entry = builder.mul(loop.index, integer(2))
+                prefetched.prefetch(entry, 2)
+                pair = [
+                    builder.gep(span.entry(builder.add(entry, integer(i))), [dim]) for i in range(2)
+                ]
+                place = builder.sub(loop.index, first)
+                words = [
+                    builder.bitcast(
+                        broadcast(builder, builder.load(builder.gep(row, [place]))), I32_VECTOR
+                    )
+                    for row in weight_rows
+                ]
+                for chunk in range(chunks):
+                    numbers = [
+                        load_unaligned(
+                            builder, builder.gep(p, [integer(chunk * _BOTH)]), _I16_VECTOR
+                        )
+                        for p in pair
+                    ]
+                    for i, column in enumerate(_interleave(builder, *numbers)):
+                        column = builder.bitcast(column, I32_VECTOR)
+                        for word, row in zip(words, totals, strict=True):
+                            total = row[2 * chunk + i]
+                            before = builder.load(total)
+                            builder.store(
+                                add_pair_products(context, builder, before, word, column), total
+                            )
+            start = address(context, builder, kinds[9], out, to)
+            for row, target in zip(
+                totals, row_pointers(builder, start, head_dim, rows), strict=True
+            ):
+                for v, total in enumerate(row):
+                    place = builder.gep(target, [integer(v * LANES)])
+                    store_unaligned(builder, builder.load(total), place)
+            return context.get_dummy_value()
+
+        index = types.intp
+        signature = types.void(
+            weights, index, index, values, index, index, index, index, ahead, out, index
+        )
+        return signature, codegen
+
+    return intrinsic(operation)
+
+
+weigh_pairs_1 = _weigh_pairs_in_place(1)
+weigh_pairs_2 = _weigh_pairs_in_place(2)
+weigh_pairs_3 = _weigh_pairs_in_place(3)
+weigh_pairs_4 = _weigh_pairs_in_place(4)
+weigh_pairs_5 = _weigh_pairs_in_place(5)
+weigh_pairs_6 = _weigh_pairs_in_place(6)

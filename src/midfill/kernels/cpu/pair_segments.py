@@ -33,6 +33,12 @@ from midfill.kernels.cpu.pair_panels import (
     multiply_pairs_6x64,
     pack_keys,
     pack_values,
+    weigh_pairs_1,
+    weigh_pairs_2,
+    weigh_pairs_3,
+    weigh_pairs_4,
+    weigh_pairs_5,
+    weigh_pairs_6,
 )
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, blind_rows, empty, keys_seen
 from midfill.kernels.cpu.simd import (
@@ -274,6 +280,30 @@ def _weigh_block(
 
 
 @inlined_kernel
+def _weigh_in_place(
+    weights: Float32Array, rows: SegmentRows, values: KVSpan, first: int, end: int, ahead: KVSpan,
+    sums: Float32Array, at: int,
+) -> None:  # fmt: skip
+    """Compute ``weigh_pairs`` for 1 to 6 rows, over pairs first to end, without panels."""
+    dim, stride, n = rows.head_dim, SEGMENT, rows.total
+    for d in range(0, dim, WIDE):
+        to = at + d
+        if n == 3:
+            weigh_pairs_3(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
+        elif n == 1:
+            weigh_pairs_1(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
+        elif n == 2:
+            weigh_pairs_2(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
+        elif n == 4:
+            weigh_pairs_4(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
+        elif n == 5:
+            weigh_pairs_5(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
+        else:
+            weigh_pairs_6(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
+        ahead = empty(ahead)
+
+
+@inlined_kernel
 def weigh_pairs(
     weights: Float32Array, rows: SegmentRows, values: KVSpan, ahead: KVSpan, panel: Float32Array,
     sums: Float32Array, at: int,
@@ -292,6 +322,9 @@ def weigh_pairs(
     d, dim = 0, rows.head_dim
     lowest = max(0, keys_seen(rows, 0) - rows.window) // 2 if rows.window > 0 else 0
     highest = (min(values.length, keys_seen(rows, rows.total - 1)) + 1) // 2
+    if rows.total <= MAX_PAIR_ROWS and dim % WIDE == 0:
+        _weigh_in_place(weights, rows, values, lowest, highest, ahead, sums, at)
+        return
     # Few rows are done with a pair soon: shorter blocks spread what is read and prefetched.
     block = FEW_PAIRS if rows.total <= 2 * MAX_PAIR_ROWS else MANY_PAIRS
     while d < dim:
