@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,7 +103,7 @@ def test_no_value_is_further_off_than_half_a_step(scale: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9, 64])
-@pytest.mark.parametrize("kv_format", ["f16", "f32"])
+@pytest.mark.parametrize("kv_format", ["f16", "bf16", "f32"])
 def test_kv_survives_coding_as_quantising_left_it(tokens: int, kv_format: str) -> None:
     shape = KvShape(kv_format, SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim)
     method = METHOD
@@ -113,6 +114,16 @@ def test_kv_survives_coding_as_quantising_left_it(tokens: int, kv_format: str) -
     rounded = dequantize(*quantize(shape.read(data, tokens), bins), bins)
     code = one.encode(data, tokens)
     assert one.decode(code, tokens) == shape.write(rounded)
+
+
+def test_bfloat16_is_rounded_to_nearest() -> None:
+    shape = KvShape("bf16", SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim)
+    given = numbers(9)
+    given.flat[:4] = 3.4e38, -3.4e38, 1 + 2**-8, 1 + 3 * 2**-8
+    read = shape.read(shape.write(given), 9)
+    largest = torch.finfo(torch.bfloat16).max
+    expected = torch.from_numpy(given).clamp(-largest, largest).bfloat16().float().numpy()
+    np.testing.assert_array_equal(read, expected)
 
 
 def test_rows_of_zeros_stay_zeros() -> None:
@@ -164,5 +175,5 @@ def test_steps_out_of_range_are_refused(steps: int) -> None:
 
 
 def test_other_formats_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="f16 or f32, not i8"):
+    with pytest.raises(InvalidRequestError, match="f16, bf16 or f32, not i8"):
         KvShape("i8", 1, 1, 32)

@@ -34,7 +34,8 @@ UInt8Array = NDArray[np.uint8]
 UInt16Array = NDArray[np.uint16]
 
 MAX_BINS = 256
-_DTYPES: dict[str, Any] = {"f16": np.float16, "f32": np.float32}
+_DTYPES: dict[str, Any] = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32}
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": np.inf}
 _SHALLOW_KEYS, _SHALLOW_VALUES = 1 / 3, 1 / 16  # of the layers; 10 and 2 of 32 in the authors' code
 
 
@@ -76,7 +77,7 @@ class KvShape:
     """How a runner stores KV.
 
     Attributes:
-        format: "f16" or "f32".
+        format: "f16", "bf16" or "f32".
         layers, kv_heads, head_dim: of the model.
     """
 
@@ -88,7 +89,7 @@ class KvShape:
     def __post_init__(self) -> None:
         if self.format not in _DTYPES:
             raise InvalidRequestError(
-                f"cachegen codes KV in f16 or f32, not {self.format}", param="method"
+                f"cachegen codes KV in f16, bf16 or f32, not {self.format}", param="method"
             )
 
     @property
@@ -100,13 +101,18 @@ class KvShape:
         """Return raw KV as float32 [2, layers, kv_heads, tokens, head_dim]."""
         stored = np.frombuffer(data, _DTYPES[self.format])
         shape = (2, self.layers, self.kv_heads, tokens, self.head_dim)
+        if self.format == "bf16":
+            stored = (stored.astype(np.uint32) << 16).view(np.float32)
         numbers: Float32Array = stored.reshape(shape).astype(np.float32)
         return numbers
 
     def write(self, numbers: Float32Array) -> bytes:
         """Return the raw KV that ``read`` reads."""
-        if self.format == "f16":
-            numbers = np.clip(numbers, -65504, 65504)
+        limit = _LARGEST[self.format]
+        numbers = np.clip(numbers, -limit, limit)
+        if self.format == "bf16":
+            bits = np.ascontiguousarray(numbers).view(np.uint32)
+            return (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16).tobytes()
         return numbers.astype(_DTYPES[self.format]).tobytes()
 
 
