@@ -42,8 +42,7 @@ class RunningServer:
         """What a server that logs JSON has logged of a finished request."""
 
         def found() -> list[dict[str, Any]]:
-            # A model that loads slowly is told of in lines of plain text.
-            lines = [json.loads(line) for line in self.log if line.startswith("{")]
+            lines = [json.loads(line) for line in self.log]
             return [
                 line
                 for line in lines

@@ -10,12 +10,19 @@ from midfill.system.progress import Progress
 _LINE_SECONDS = 10.0
 
 
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 @contextmanager
-def show_progress() -> Iterator[Progress]:
+def show_progress(write: Callable[[str], None] = _print_line) -> Iterator[Progress]:
     """Show a progress bar on standard error, which disappears at the end.
 
-    Where that is no terminal, print a line from time to time, so that a log shows why a large
+    Where that is no terminal, write a line from time to time, so that a log shows why a large
     model isn't ready yet.
+
+    Args:
+        write: writes such a line; a server logs it, in the format of its log.
 
     Yields:
         The function to report progress to, in bytes or steps.
@@ -24,7 +31,7 @@ def show_progress() -> Iterator[Progress]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield progress_lines(lambda line: print(line, file=sys.stderr, flush=True))
+        yield progress_lines(write)
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,6 +1,7 @@
 """``midfill serve``: the server, with a banner that says what is served and how to try it."""
 
 import json
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from midfill.config import ModelOptions, ServeOptions
     from midfill.engine.messages import EngineInfo
     from midfill.server.service import ModelService
+
+_log = logging.getLogger(__name__)
 
 MaxQueuedTokensOption = Annotated[
     int,
@@ -283,7 +286,7 @@ def _run(options: "ServeOptions") -> None:
     from midfill.server.run import run_server
 
     with ExitStack() as shown:
-        progress = shown.enter_context(show_progress())
+        progress = shown.enter_context(show_progress(_log.info))
         path = resolve(options.model, progress)
 
         def ready(url: str, info: "EngineInfo", service: "ModelService") -> None:
