@@ -2,11 +2,15 @@
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import httpx
 import pytest
-from running_server import RunningServer
+from running_server import RunningServer, start
 from tiny_checkpoints import tiny_tokenizer
 
 from midfill.frontend.sampling import SamplingParams
@@ -21,6 +25,31 @@ INFILL: dict[str, Any] = {
     "temperature": 0,
     "ignore_eos": True,
 }
+
+
+TENANTS = [f"key-{number}" for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def server_of_tenants(tiny_folder: Path) -> Iterator[RunningServer]:
+    keys = [option for key in TENANTS for option in ("--api-key", key)]
+    with start(tiny_folder, "--kv-memory", "4MB", *keys) as server:
+        yield server
+
+
+@pytest.fixture
+def own_server(
+    server_of_tenants: RunningServer, request: pytest.FixtureRequest
+) -> Iterator[RunningServer]:
+    """A server that knows nothing of this client: which snippets are shown, and computed in idle
+    time, depends on what the tenant has sent before."""
+    key = request.param
+    with httpx.Client(timeout=60, headers={"authorization": f"Bearer {key}"}) as client:
+        yield replace(server_of_tenants, client=client, api_key=key)
+
+
+def as_tenant(number: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("own_server", [TENANTS[number]], indirect=True, ids=[""])
 
 
 def ask(server: RunningServer, path: str = "/infill", **body: object) -> Any:
@@ -159,7 +188,9 @@ def test_an_indentation_ends_an_answer_before_a_line_with_less(server: RunningSe
     assert ended.rstrip() == "\n".join(lines[:kept]).rstrip()
 
 
-def test_predicting_nothing_answers_at_once_and_warms_the_cache(server: RunningServer) -> None:
+@as_tenant(0)
+def test_predicting_nothing_answers_at_once_and_warms_the_cache(own_server: RunningServer) -> None:
+    server = own_server
     extra = [{"text": f"warm = {number}\n" * 6, "filename": "w.py"} for number in range(3)]
     server.wait_until_settled()
     before = server.metric("background_tokens_total")
@@ -173,7 +204,9 @@ def test_predicting_nothing_answers_at_once_and_warms_the_cache(server: RunningS
     assert later["timings"]["prompt_n"] < 40
 
 
-def test_announced_snippets_are_computed_with_the_document(server: RunningServer) -> None:
+@as_tenant(1)
+def test_announced_snippets_are_computed_with_the_document(own_server: RunningServer) -> None:
+    server = own_server
     extra = [{"text": f"soon = {number}\n" * 4, "filename": "s.py"} for number in range(3)]
     ask(server, input_extra=extra[:2], prompt="soon")
     server.wait_until_settled()
@@ -186,7 +219,9 @@ def test_announced_snippets_are_computed_with_the_document(server: RunningServer
     assert typed["timings"]["prompt_n"] <= 4
 
 
-def test_the_oldest_snippets_are_dropped_when_they_do_not_fit(server: RunningServer) -> None:
+@as_tenant(2)
+def test_the_oldest_snippets_are_dropped_when_they_do_not_fit(own_server: RunningServer) -> None:
+    server = own_server
     extra = [{"text": f"n{number} = {number}\n" * 8, "filename": "n.py"} for number in range(40)]
     answer = ask(server, input_extra=extra)
     assert 120 < answer["tokens_evaluated"] < 512 * 0.75
@@ -194,7 +229,9 @@ def test_the_oldest_snippets_are_dropped_when_they_do_not_fit(server: RunningSer
     assert grown["timings"]["prompt_n"] <= 8
 
 
-def test_typing_with_snippets_computes_what_was_typed(server: RunningServer) -> None:
+@as_tenant(3)
+def test_typing_with_snippets_computes_what_was_typed(own_server: RunningServer) -> None:
+    server = own_server
     extra = [{"text": f"t{number} = {number}\n" * 3, "filename": "t.py"} for number in range(4)]
     for typed in ("v", "va", "val"):
         answer = ask(server, input_extra=extra, prompt=f"{LINE}\n{typed}")
