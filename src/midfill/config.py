@@ -81,9 +81,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         kv_memory: bytes for KV; None sizes it from free memory.
         memory_share: of the free memory, where ``kv_memory`` is None; others on the machine have
             the rest.
-        kv_dtype: how the CPU kernels store KV: "auto" is float32 with float32 weights and float16
-            otherwise; "bf16" also rounds queries and softmax weights, for chips that multiply
-            bfloat16; "i8" has one scale per token and head.
+        kv_dtype: how the CPU kernels store KV: "auto" is float32 with float32 weights, otherwise
+            bfloat16 on chips that multiply it and float16 on others; with "bf16" queries and
+            softmax weights are rounded, too; "i8" has one scale per token and head.
         token_budget: maximum tokens per step; fewer where steps were measured to take long.
         scheduler: how prompts longer than ``token_budget`` are computed beside running answers:
             "sarathi-serve" in chunks of tokens, "layered-prefill" by groups of layers.

@@ -19,6 +19,7 @@ from midfill.errors import CheckpointError
 from midfill.forward.batch import ForwardBatch
 from midfill.kernels.cpu.kv_cache import KVFormat
 from midfill.models.stored_tensor import StoredTensor
+from midfill.runners import cpu_runner
 from midfill.runners.cpu_runner import CpuRunner, choose_kv_format, slot_bytes
 from midfill.runners.packed_model import load_packed
 
@@ -245,9 +246,13 @@ def test_rounded_kv_stays_close(llama: Checkpoint, kv_dtype: KvDtype, allowed: f
     assert rounded.kv_bytes == SLOTS * slot_bytes(llama.config, KVFormat(kv_dtype))
 
 
-def test_kv_is_rounded_by_default_where_weights_are(llama: Checkpoint) -> None:
+@pytest.mark.parametrize(("multiplied", "rounded"), [(True, KVFormat.BF16), (False, KVFormat.F16)])
+def test_kv_is_rounded_by_default_where_weights_are(
+    llama: Checkpoint, multiplied: bool, rounded: KVFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_runner, "multiplies_bfloat16", lambda: multiplied)
     assert choose_kv_format(llama, "auto", "auto") == KVFormat.F32
-    assert choose_kv_format(llama, "q4", "auto") == KVFormat.F16
+    assert choose_kv_format(llama, "q4", "auto") == rounded
     assert choose_kv_format(llama, "q4", "f32") == KVFormat.F32
 
 

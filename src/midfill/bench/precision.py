@@ -41,6 +41,7 @@ REFERENCE = Variant("f32", "f32")
 VARIANTS = (
     Variant("auto", "auto"),
     Variant("auto", "f32"),
+    Variant("auto", "f16"),
     Variant("auto", "bf16"),
     Variant("auto", "i8"),
     Variant("q8", "f16"),

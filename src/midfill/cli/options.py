@@ -50,9 +50,9 @@ KvDtypeOption = Annotated[
     KvDtype,
     typer.Option(
         "--kv-cache-dtype",
-        help="How the CPU kernels store KV: float32, float16, bfloat16 or 8-bit; by default float16"
-        " with quantised weights. With bfloat16 attention is rounded, too, and long prompts are"
-        " computed faster on chips with AVX512-BF16.",
+        help="How the CPU kernels store KV: float32, float16, bfloat16 or 8-bit; with quantised"
+        " weights by default bfloat16 on chips with AVX512-BF16, float16 on others. With bfloat16"
+        " attention is rounded, too; these chips compute long prompts faster so.",
     ),
 ]
 AdapterOption = Annotated[

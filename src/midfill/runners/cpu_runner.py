@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numba.core.registry import cpu_target
 
 from midfill.arrays import BoolArray
 from midfill.checkpoints.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from midfill.kernels.cpu.attention_metadata import (
     AttentionMetadata,
     plan_attention,
 )
+from midfill.kernels.cpu.bfloat16 import has_pair_products
 from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
 from midfill.kernels.cpu.decoder import forward
 from midfill.kernels.cpu.decoder_data import Batch, Stages
@@ -55,12 +57,20 @@ def slot_bytes(config: ModelConfig, kv_format: KVFormat) -> int:
 def choose_kv_format(checkpoint: Checkpoint, weights: WeightsOption, kv: KvDtype) -> KVFormat:
     """Return the KV format that option ``kv`` means for a checkpoint with such weights.
 
-    "auto" is float32 beside float32 weights, and float16 where weights are quantised.
+    "auto" is float32 beside float32 weights. Where weights are quantised it is bfloat16 on chips
+    that multiply that, and float16 on others.
     """
     if kv != "auto":
         return KVFormat(kv)
     exact = block_format(checkpoint, weights) is WeightFormat.F32
-    return KVFormat.F32 if exact else KVFormat.F16
+    if exact:
+        return KVFormat.F32
+    return KVFormat.BF16 if multiplies_bfloat16() else KVFormat.F16
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this chip has instructions for products of bfloat16."""
+    return has_pair_products(cpu_target.target_context)
 
 
 class CpuRunner:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from midfill.bench.peers.compared_model import ComparedModel
 from midfill.bench.peers.loads import ALL_LAYOUTS, LOADS
 from midfill.bench.peers.results import MIDFILL, MIDFILL_PLAIN
+from midfill.runners.cpu_runner import multiplies_bfloat16
 from midfill.version import __version__
 
 _BANNER_WEIGHTS = re.compile(r"weights (?P<size>[\d.]+) (?P<unit>bytes|KB|MB|GB)")
@@ -115,7 +116,8 @@ def launch_midfill(
         name=MIDFILL_PLAIN if decode_alone else MIDFILL,
         version=__version__,
         precision=(
-            f"weights {model.stored_kinds} as stored; activations int8, KV float16"
+            f"weights {model.stored_kinds} as stored; activations int8, KV "
+            f"{'and attention bfloat16' if multiplies_bfloat16() else 'float16'}"
             if quantised
             else "weights, activations and KV float32"
         ),
