@@ -35,6 +35,6 @@ def test_the_report_says_what_was_compared(report: PrecisionReport) -> None:
     assert report.tokens == 300
     text = precision_table(report).markdown()
     assert "| f32 (served) | f32 |" in text
-    assert "| q4_1 | i8 |" in text
+    assert "| q4_1 (--weights q4) | i8 |" in text
     assert "without an adapter" in text
     assert f"files of {report.text} that are in no manifest" in text

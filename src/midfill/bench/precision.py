@@ -247,9 +247,12 @@ def precision_table(report: PrecisionReport) -> ResultTable:
 
 
 def _cells(result: Divergence) -> dict[str, str]:
-    served = " (served)" if result.variant.weights == result.variant.kv == "auto" else ""
+    option = result.variant.weights
+    note = f" (--weights {option})" if option in ("q4", "q8") else ""
+    if option == result.variant.kv == "auto":
+        note = " (served)"
     return {
-        "weights": result.weights.lower() + served,
+        "weights": result.weights.lower() + note,
         "KV": result.kv,
         "KL mean": f"{result.mean:.5f}",
         "KL median": f"{result.median:.5f}",
