@@ -1,6 +1,5 @@
 """PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
@@ -19,6 +18,7 @@ from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError
 from midfill.frontend.chat import Message, chat_template_of
 from midfill.frontend.context_bounds import FileTokens, context_bounds, find_file_tokens
+from midfill.frontend.context_limit import ContextLimit, context_tokens
 from midfill.frontend.fitting_context import FittingContext
 from midfill.frontend.prompt import ExpectedPrompt, LayoutReport, Prompt
 from midfill.frontend.token_report import TokenReport, TokenReporter
@@ -37,7 +37,6 @@ from midfill.tokens.token_boundary import keeps_tokens_of
 _CHARACTERS_PER_TOKEN = 2
 # No window is longer than a context of such tokens: it would be tokenised in vain.
 _MAX_CHARACTERS_PER_TOKEN = 8
-_TOO_LONG = "context_length_exceeded"
 _ANSWER_SHARE = 0.125  # of the context; a window leaves as much for the answer
 _WINDOW_SHARE = 0.85  # of the context; what a window may hold after one was too long
 _MAX_SHRINKS = 16
@@ -101,23 +100,11 @@ class PromptEncoder:
         self._layouts = LayoutEncoder(checkpoint.tokenizer, max_bytes=document_memory // 4)
         self._reporter = TokenReporter(checkpoint.tokenizer, self._layouts, format)
         self._chat = chat_template_of(checkpoint.tokenizer)
-        self._longest_token = checkpoint.tokenizer.longest_token()
+        self._limit = ContextLimit(context, checkpoint.tokenizer.longest_token())
         self._file_tokens: FileTokens = lru_cache(maxsize=16)(
             partial(find_file_tokens, token_bytes=self._tokenizer.token_bytes)
         )
         self._fitting = FittingContext(context, self._count_shown)
-        self._admit: Admit | None = None
-
-    def admitting(self, admit: Admit) -> "PromptEncoder":
-        """Return this encoder, what it remembers included, so that it first asks about documents.
-
-        Args:
-            admit: called with the document of each text around a caret, before that is planned and
-                tokenised; it may raise.
-        """
-        encoder = copy.copy(self)
-        encoder._admit = admit
-        return encoder
 
     @property
     def has_chat_template(self) -> bool:
@@ -135,6 +122,7 @@ class PromptEncoder:
         *,
         healing: bool = True,
         stop_token_ids: Collection[int] = (),
+        admit: Admit | None = None,
     ) -> Prompt:
         """Return the prompt for the text around a caret, or for a raw text (``request.raw``).
 
@@ -144,23 +132,24 @@ class PromptEncoder:
                 effect on a raw prompt that is sent as it is.
             stop_token_ids: tokens that end the answer at the client's wish. The answer can't write
                 one of them again, so a prompt whose last tokens hold one is not healed.
+            admit: called with the text's document before it is planned and tokenised.
 
         Raises:
             InvalidRequestError: the prompt is too long or empty, or the layout doesn't fit it.
-            MidfillError: what ``admitting`` was given refuses the document.
+            MidfillError: ``admit`` refuses the document.
         """
         sent = request.prefix
         request = read_template(request, self.format)
-        if self._admit is not None:
-            self._admit(self._planner.find_document(request))
+        if admit is not None:
+            admit(self._planner.find_document(request))
         if request.snippets:
             request = self._with_fitting(request)
-        self._refuse_oversized(
+        self._limit.check_characters(
             sum(len(file.path) + len(file.text) for file in request.context), "context"
         )
-        self._refuse_oversized(len(request.path) + len(request.repository), "path")
+        self._limit.check_characters(len(request.path) + len(request.repository), "path")
         if request.raw or request.window == "as-sent":
-            self._refuse_oversized(len(request.prefix) + len(request.suffix))
+            self._limit.check_characters(len(request.prefix) + len(request.suffix))
         elif isinstance(request.window, WindowRule):
             request = dataclasses.replace(request, window=self._limited(request.window))
         layout, parts = self._lay_out(request)
@@ -204,7 +193,7 @@ class PromptEncoder:
         for _ in range(_MAX_SHRINKS):
             layout = self._planner.plan_and_record(request, limit)
             parts = self._layouts.encode_parts(layout)
-            context = _context_tokens(layout, parts)
+            context = context_tokens(layout, parts)
             tokens = sum(map(len, parts)) - context
             room = self.context - (context if request.snippets else 0)
             most = room - int(_ANSWER_SHARE * room)
@@ -219,7 +208,7 @@ class PromptEncoder:
         if self.format is None:
             return 0
         text = shown_text(self.format, file)
-        if len(text) > self.context * self._longest_token:
+        if len(text) > self._limit.max_characters:
             return self.context
         return self._layouts.count(text) + 1  # its separator
 
@@ -233,7 +222,7 @@ class PromptEncoder:
     ) -> tuple[Prompt, int]:
         """Return a layout's prompt, and how many tokens at its end the answer continues."""
         ids = [token_id for part in parts for token_id in part]
-        self._check_length(len(ids), _too_long_field(layout, parts, self.context))
+        self._limit.check_layout(layout, parts)
         raw = layout.layout == "verbatim"
         report = LayoutReport(
             layout=layout.layout,
@@ -332,7 +321,7 @@ class PromptEncoder:
         Raises:
             InvalidRequestError: there are too many or none, or the model doesn't have one of them.
         """
-        self._check_length(len(token_ids))
+        self._limit.check_tokens(len(token_ids))
         self._tokenizer.check_ids(token_ids)
         text = self._tokenizer.decode(token_ids)
         return Prompt(list(token_ids), text, prefix=text)
@@ -348,33 +337,11 @@ class PromptEncoder:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        self._refuse_oversized(
-            sum(len(message.get("content", "")) for message in messages), "messages"
-        )
+        characters = sum(len(message.get("content", "")) for message in messages)
+        self._limit.check_characters(characters, "messages")
         ids = self._chat.encode(messages)
-        self._check_length(len(ids), "messages")
+        self._limit.check_tokens(len(ids), "messages")
         return Prompt(ids, "")
-
-    def _refuse_oversized(self, characters: int, field: str = "prompt") -> None:
-        """Refuse a text that can't fit, before time is spent on tokenising it."""
-        if characters > self.context * self._longest_token:
-            raise InvalidRequestError.of_field(
-                field,
-                f"has {characters} characters; the context is {self.context} tokens",
-                code=_TOO_LONG,
-            )
-
-    def _check_length(self, count: int, field: str = "prompt") -> None:
-        if count == 0:
-            raise InvalidRequestError.of_field(field, "is empty")
-        if count >= self.context:
-            has = "and prompt together have" if field == "context" else "has"
-            raise InvalidRequestError.of_field(
-                field,
-                f"{has} {count} tokens; the context of {self.context} tokens leaves no room for"
-                " an answer",
-                code=_TOO_LONG,
-            )
 
 
 def fim_format(
@@ -393,18 +360,3 @@ def fim_format(
     if fim_tokens is not None:
         return custom_format(*fim_tokens, special_tokens)
     return find_format(checkpoint.config.family, special_tokens, checkpoint.metadata)
-
-
-def _context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int:
-    """Return how many of a layout's tokens show other files."""
-    return sum(
-        len(part)
-        for segment, part in zip(layout.segments, parts[1:], strict=True)
-        if isinstance(segment, TextSegment) and segment.role == "context"
-    )
-
-
-def _too_long_field(layout: PromptLayout, parts: Sequence[Sequence[int]], context: int) -> str:
-    """Return the field that makes a prompt too long: "context" if it would fit without."""
-    extra = _context_tokens(layout, parts)
-    return "context" if extra and sum(map(len, parts)) - extra < context else "prompt"

@@ -29,7 +29,7 @@ from weakref import WeakSet
 from midfill.engine.admission import NEW_DOCUMENT
 from midfill.errors import DeadlineError, QueueFullError, StoppingError
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder
+from midfill.frontend.prompts import Admit, PromptEncoder
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_stops import with_token_stops
@@ -195,7 +195,7 @@ class ModelService:
 
     async def encode_request(
         self,
-        function: Callable[Concatenate[PromptEncoder, P], T],
+        function: Callable[Concatenate[PromptEncoder, Admit | None, P], T],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
@@ -204,12 +204,16 @@ class ModelService:
         Refused here, a request costs no more than its body. Only where a document's first request
         would be refused is each request's document looked for before its prompt is encoded.
 
+        Args:
+            function: encodes them. Its second argument is for ``PromptEncoder.infill``.
+            args, kwargs: its further arguments.
+
         Raises:
             QueueFullError: too much is queued.
         """
         record = current_request.get()
         if record is None:
-            return await self.encode(function, *args, **kwargs)
+            return await self.encode(function, None, *args, **kwargs)
         admits = partial(
             self.engine.check_admission, record.tenant or "", self._deadline(record, None)
         )
@@ -219,13 +223,12 @@ class ModelService:
         except QueueFullError:
             pass
         else:
-            return await self.encode(function, *args, **kwargs)
+            return await self.encode(function, None, *args, **kwargs)
 
-        def encode(encoder: PromptEncoder) -> T:
-            asking = encoder.admitting(lambda id: admits(NEW_DOCUMENT if id is None else id))
-            return function(asking, *args, **kwargs)
+        def admit(document: str | None) -> None:
+            admits(NEW_DOCUMENT if document is None else document)
 
-        return await self.encode(encode)
+        return await self.encode(function, admit, *args, **kwargs)
 
     def _deadline(self, record: RequestRecord | None, default: float | None) -> float | None:
         """Return when a request's client gives up, by ``time.monotonic``; None if it never does.

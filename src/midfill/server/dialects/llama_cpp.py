@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder
+from midfill.frontend.prompts import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
@@ -61,10 +61,10 @@ class InfillBody(LlamaCppFields, kw_only=True):
             snippets=True,
         )
 
-    def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:
+    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
         """Return the prompt."""
         try:
-            return encoder.infill(self.request(tenant))
+            return encoder.infill(self.request(tenant), admit=admit)
         except InvalidRequestError as error:
             raise error.renamed(_NAMES) from None
 
@@ -77,7 +77,7 @@ class CompletionBody(LlamaCppFields, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
 
-    def encode(self, encoder: PromptEncoder, tenant: str) -> list[Prompt]:
+    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> list[Prompt]:
         """Return the prompts."""
         given = self.prompt
         if not given:
@@ -90,7 +90,7 @@ class CompletionBody(LlamaCppFields, kw_only=True):
         items = [numbers] if numbers else given
         check_answer_count(len(items), 1)
         return [
-            encoder.infill(InfillRequest(prefix=item, raw=True, tenant=tenant))
+            encoder.infill(InfillRequest(prefix=item, raw=True, tenant=tenant), admit=admit)
             if isinstance(item, str)
             else encoder.tokens(item)
             for item in items
@@ -113,7 +113,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if body.announces_context:
             service.prefill_context(body.request(tenant))
             return json_response(Results(body, sampling, service).of_prefill([Prompt([], "")]))
-        prompt = await service.encode_request(lambda encoder: body.encode(encoder, tenant))
+        prompt = await service.encode_request(body.encode, tenant)
         return await _answer(request, body, [prompt], sampling, tenant)
 
     @router.post("/completion", openapi_extra=body_reference(CompletionBody))
@@ -122,7 +122,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         """Continue raw prompts."""
         body = await read_json(request, CompletionBody, limit, any_content_type=True)
         sampling = body.sampling(service)
-        prompts = await service.encode_request(lambda encoder: body.encode(encoder, tenant))
+        prompts = await service.encode_request(body.encode, tenant)
         return await _answer(request, body, prompts, sampling, tenant)
 
     async def _answer(

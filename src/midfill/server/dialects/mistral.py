@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder
+from midfill.frontend.prompts import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.request import InfillRequest
 from midfill.server.bodies import body_reference, json_response, read_json
@@ -51,10 +51,10 @@ class FimBody(msgspec.Struct, kw_only=True):
         check_sampling(sampling, service.tokenizer.vocab_size, {"seed": "random_seed"})
         return sampling
 
-    def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:
+    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
         """Return the prompt."""
-        suffix = self.suffix or ""
-        return encoder.infill(InfillRequest(prefix=self.prompt, suffix=suffix, tenant=tenant))
+        request = InfillRequest(prefix=self.prompt, suffix=self.suffix or "", tenant=tenant)
+        return encoder.infill(request, admit=admit)
 
 
 def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
@@ -67,7 +67,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         body = await read_json(request, FimBody, service.max_body_bytes)
         model = service.check_model(body.model)
         sampling = body.sampling(service)
-        prompt = await service.encode_request(lambda encoder: body.encode(encoder, tenant))
+        prompt = await service.encode_request(body.encode, tenant)
         generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
         head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
         if body.stream:

@@ -16,7 +16,7 @@ from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta
 from midfill.frontend.generation import GeneratedAnswer
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder
+from midfill.frontend.prompts import Admit, PromptEncoder
 from midfill.infill.request import InfillRequest
 from midfill.server.bodies import body_reference, json_response, read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
@@ -52,7 +52,7 @@ class GenerateBody(OllamaFields, kw_only=True):
         """Return the field that holds an answer's text."""
         return {"response": text}
 
-    def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:
+    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
         """Return the prompt."""
         if self.template:
             raise InvalidRequestError("template is not supported", param="template")
@@ -62,7 +62,7 @@ class GenerateBody(OllamaFields, kw_only=True):
             raw=not self.suffix,
             tenant=tenant,
         )
-        prompt = encoder.infill(request)
+        prompt = encoder.infill(request, admit=admit)
         is_verbatim = prompt.report is not None and prompt.report.layout == "verbatim"
         if self.raw or not is_verbatim or not encoder.has_chat_template:
             return prompt
@@ -92,7 +92,7 @@ class ChatBody(OllamaFields, kw_only=True):
         """Return the field that holds an answer's text."""
         return {"message": {"role": "assistant", "content": text}}
 
-    def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:
+    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
         """Return the prompt."""
         if self.tools:
             raise InvalidRequestError("tools are not supported", param="tools")
@@ -125,7 +125,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if body.only_loads:
             reason = "unload" if body.unloads else "load"
             return json_response(_message(body, "") | {"done": True, "done_reason": reason})
-        prompt = await service.encode_request(lambda encoder: body.encode(encoder, tenant))
+        prompt = await service.encode_request(body.encode, tenant)
         if prompt.infilling and (body.options or Options()).num_predict is None:
             sampling = limited_to_a_hole(sampling)
         streamed = body.stream is not False

@@ -11,7 +11,6 @@ from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import Candidate, TokenLogprob
-from midfill.frontend.prompts import PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.server.bodies import body_reference, read_json
 from midfill.server.dialects.dialect import Dialect, TenantOf
@@ -73,7 +72,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         _refuse_unsupported(body)
         sampling = _sampling(body, service)
         messages = [message.fields() for message in body.messages]
-        prompt = await service.encode_request(PromptEncoder.chat, messages)
+        prompt = await service.encode_request(lambda encoder, _: encoder.chat(messages))
         generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
         answer = _ChatCompletion(body, sampling.n, generation, model)
         if body.stream:

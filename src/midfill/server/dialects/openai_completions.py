@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder
+from midfill.frontend.prompts import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.frontend.token_report import TokenReport
 from midfill.infill.context import ContextFile
@@ -275,7 +275,9 @@ def _for_prompts(
     return sampling if body.max_tokens is not None else limited_to_a_hole(sampling)
 
 
-def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str) -> list[Prompt]:
+def _encode_prompts(
+    encoder: PromptEncoder, admit: Admit | None, body: CompletionRequest, tenant: str
+) -> list[Prompt]:
     """Encode what ``prompt`` holds: a text, texts, token ids, or lists of token ids."""
     given = body.prompt
     if given is None:
@@ -291,7 +293,7 @@ def _encode_prompts(encoder: PromptEncoder, body: CompletionRequest, tenant: str
     if len({type(item) for item in items}) > 1 or isinstance(items[0], int):
         raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
     try:
-        return [_encode_prompt(encoder, body, item, tenant) for item in items]
+        return [_encode_prompt(encoder, admit, body, item, tenant) for item in items]
     except InvalidRequestError as error:
         raise error.renamed(names) from None
 
@@ -303,7 +305,7 @@ def _report_tokens(
 
 
 def _encode_prompt(
-    encoder: PromptEncoder, body: CompletionRequest, item: object, tenant: str
+    encoder: PromptEncoder, admit: Admit | None, body: CompletionRequest, item: object, tenant: str
 ) -> Prompt:
     """Encode a list of token ids, or a text: the prefix if there is a suffix, else a raw prompt."""
     fields = body.midfill or MidfillFields()
@@ -315,12 +317,17 @@ def _encode_prompt(
         prompt = encoder.tokens(item)
     else:
         assert isinstance(item, str)
-        prompt = _encode_text(encoder, body, fields, item, tenant)
+        prompt = _encode_text(encoder, admit, body, fields, item, tenant)
     return prompt.with_empty_threshold(fields.empty_threshold).with_method(fields.method)
 
 
 def _encode_text(
-    encoder: PromptEncoder, body: CompletionRequest, fields: MidfillFields, text: str, tenant: str
+    encoder: PromptEncoder,
+    admit: Admit | None,
+    body: CompletionRequest,
+    fields: MidfillFields,
+    text: str,
+    tenant: str,
 ) -> Prompt:
     """Encode a text: the prefix where there is a suffix, otherwise a raw prompt."""
     window = fields.window or "stable"
@@ -342,6 +349,7 @@ def _encode_text(
         request,
         healing=fields.healing is not False,
         stop_token_ids=body.stop_token_ids or (),
+        admit=admit,
     )
 
 

@@ -20,7 +20,7 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder
+from midfill.frontend.prompts import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
@@ -70,7 +70,7 @@ class Segments(msgspec.Struct, kw_only=True):
                 left -= len(snippet.body)
                 yield ContextFile(snippet.body, snippet.filepath)
 
-    def encode(self, encoder: PromptEncoder, tenant: str) -> Prompt:
+    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
         """Return the prompt. The model sees the file's path if its family has a token for files."""
         shown = encoder.format is not None and encoder.format.file_separator is not None
         request = InfillRequest(
@@ -83,7 +83,7 @@ class Segments(msgspec.Struct, kw_only=True):
             path=(self.filepath or "") if shown else "",
             repository=_repository_name(self.git_url or "") if shown else "",
         )
-        return encoder.infill(request)
+        return encoder.infill(request, admit=admit)
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -117,7 +117,7 @@ async def complete_segments(
         post_processing=PostProcessing(lines="block"),
     )
     check_sampling(sampling, service.tokenizer.vocab_size)
-    prompt = await service.encode_request(lambda encoder: segments.encode(encoder, tenant))
+    prompt = await service.encode_request(segments.encode, tenant)
     generation = service.generate([prompt], sampling, tenant, streamed=False)
     (result,) = await generation.whole()
     choices = [{"index": 0, "text": result.text}]
