@@ -10,7 +10,6 @@ from typing import Literal
 
 from msgspec import structs
 
-from midfill import errors
 from midfill.config import (
     DEFAULT_MAX_QUEUED_TOKENS,
     DEFAULT_STEP_TIMEOUT,
@@ -41,6 +40,7 @@ from midfill.engine.messages import (
 from midfill.engine.output_stream import OutputStream
 from midfill.engine.process_handle import EngineProcess
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
+from midfill.engine.restart_delay import RestartDelay
 from midfill.engine.watchdog import Watchdog
 from midfill.errors import (
     EngineDeadError,
@@ -56,8 +56,6 @@ _log = logging.getLogger(__name__)
 
 EngineState = Literal["starting", "ready", "unresponsive", "restarting", "dead"]
 
-_MIN_RESTART_SECONDS = 0.5  # before restarting an engine that died without having answered
-_MAX_RESTART_SECONDS = 5.0  # the delay doubles up to this
 _MAX_LOAD_SILENCE = 900.0  # seconds between two reports of a restarting engine
 _MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, which find its caches
 
@@ -65,11 +63,10 @@ _MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, w
 class EngineClient(KvClient):
     """The engine as the server sees it.
 
-    An engine that dies is restarted for as long as the client is open: at once if it had answered
-    anything, otherwise after 0.5 s, doubling to 5 s with each further failure. One that is silent
-    for too long, at work or not, is ended, and so restarted. Requests in flight fail with
-    EngineDeadError, and so do new ones until the engine is ready. The first start is not repeated:
-    what fails then is an error of the checkpoint or the options.
+    An engine that dies is restarted for as long as the client is open, after a ``RestartDelay``.
+    One that is silent for too long, at work or not, is ended, and so restarted. Requests in flight
+    fail with EngineDeadError, and so do new ones until the engine is ready. The first start is not
+    repeated: what fails then is an error of the checkpoint or the options.
 
     Attributes:
         state: "starting" before the engine was first ready, "ready", "unresponsive" while it takes
@@ -244,13 +241,13 @@ class EngineClient(KvClient):
 
     async def _supervise(self) -> None:
         """Run one engine process after the other, until the first start fails or for ever."""
-        delay = 0.0
+        delays = RestartDelay()
         try:
             while True:
                 await self._run_process()
                 if self.info is None:
                     return
-                delay = 0.0 if self._answered else _next_delay(delay)
+                delay = delays.after_end(self._answered)
                 _log.error("restarting the engine %s", f"in {delay:g} s" if delay else "now")
                 await asyncio.sleep(delay)
                 self.restarts += 1
@@ -347,16 +344,10 @@ class EngineClient(KvClient):
                 self._admission.work.slots = info.slots
                 if self._first_start is not None and not self._first_start.done():
                     self._first_start.set_result(info)
-            case Failed(error, text):
+            case Failed():
                 if self.info is not None:
-                    _log.error("the engine can't restart: %s", text)
-                kind = getattr(errors, error, None)
-                if isinstance(kind, type) and issubclass(kind, MidfillError):
-                    self._fail_first_start(kind(text))
-                else:
-                    self._fail_first_start(
-                        EngineDeadError(f"the engine can't start: {error}: {text}")
-                    )
+                    _log.error("the engine can't restart: %s", message.message)
+                self._fail_first_start(message.as_error())
 
     def _route(self, output: EngineOutput) -> None:
         self._answered = True
@@ -400,8 +391,3 @@ class EngineClient(KvClient):
     def _fail_first_start(self, error: MidfillError) -> None:
         if self._first_start is not None and not self._first_start.done():
             self._first_start.set_exception(error)
-
-
-def _next_delay(delay: float) -> float:
-    """Seconds until the next restart, after an engine that waited ``delay`` s did not answer."""
-    return min(max(2.0 * delay, _MIN_RESTART_SECONDS), _MAX_RESTART_SECONDS)

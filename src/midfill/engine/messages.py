@@ -2,8 +2,10 @@
 
 import msgspec
 
+from midfill import errors
 from midfill.config import LogOptions, ModelOptions
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
+from midfill.errors import EngineDeadError, MidfillError
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +127,18 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
     error: str
     message: str
+
+    @classmethod
+    def because_of(cls, error: Exception) -> "Failed":
+        """Return the message for an exception that loading has raised."""
+        return cls(type(error).__name__, str(error) or type(error).__name__)
+
+    def as_error(self) -> MidfillError:
+        """Return the exception: that of loading, or EngineDeadError where loading has a bug."""
+        kind = getattr(errors, self.error, None)
+        if isinstance(kind, type) and issubclass(kind, MidfillError):
+            return kind(self.message)
+        return EngineDeadError(f"the engine can't start: {self.error}: {self.message}")
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):

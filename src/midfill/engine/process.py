@@ -121,8 +121,7 @@ def main(address: str) -> NoReturn:
     except Exception as error:
         if not isinstance(error, MidfillError):
             traceback.print_exc()
-        message = str(error) or type(error).__name__
-        channel.send(Failed(type(error).__name__, message))
+        channel.send(Failed.because_of(error))
         channel.close()
         sys.exit(1)
     freeze_objects()
