@@ -110,6 +110,17 @@ def test_a_model_that_isnt_there_is_one_line_and_1(midfill: Command, command: st
     assert "nowhere.gguf" in result.stderr
 
 
+def test_an_option_that_the_engine_refuses_is_one_line_and_2(
+    midfill: Command, tiny_folder: Path
+) -> None:
+    result = midfill("serve", tiny_folder, "--port", 0, "--context", 9_999_999)
+    assert result.status == 2
+    assert result.stderr == (
+        "midfill: --context 9999999 is not possible: this model's context is 512 tokens; give at"
+        " most that\n"
+    )
+
+
 def test_a_truncated_model_is_one_line_and_1(
     midfill: Command, tiny_folder: Path, tmp_path: Path
 ) -> None:

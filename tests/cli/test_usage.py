@@ -24,6 +24,9 @@ SERVE, COMPLETE = "(see 'midfill serve --help')", "(see 'midfill complete --help
          f" {SERVE}"),
         ("serve --method snapkw", "--method: there is no method 'snapkw'; did you mean 'snapkv'?"
          f" {SERVE}"),
+        ("serve --allow-method snapkw", "--allow-method: there is no method 'snapkw'; did you mean"
+         f" 'snapkv'? {SERVE}"),
+        ("serve --threads 2000", f"--threads takes at most 1024, not 2000 {SERVE}"),
         ("serve --method snapkv:budgt=3", "--method: snapkv has no option 'budgt'; did you mean"
          f" 'budget'? {SERVE}"),
         ("serve --warm-tier-codec cachegn", "--warm-tier-codec: there is no codec 'cachegn'; did"

@@ -9,7 +9,7 @@ import pytest
 
 from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY, Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.errors import InvalidRequestError
+from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
@@ -362,7 +362,7 @@ def test_after_deletions_close_to_the_cut_another_cut_is_expected(checkpoint: Ch
 
 
 def test_named_fim_tokens_must_exist(checkpoint: Checkpoint) -> None:
-    with pytest.raises(InvalidRequestError, match="<nope>"):
+    with pytest.raises(OptionError, match=r"--fim-tokens: .*<nope>.* nearest are <"):
         fim_format(checkpoint, ("<fim_prefix>", "<nope>", "<fim_middle>"))
 
 

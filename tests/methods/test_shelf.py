@@ -6,7 +6,7 @@ import pytest
 from fake_keys import CONFIG
 
 from midfill.compression.method import ServedModel
-from midfill.errors import InvalidRequestError
+from midfill.errors import InvalidRequestError, OptionError
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.registry import METHODS, MethodEntry
@@ -83,6 +83,17 @@ def test_methods_are_made_ready_for_the_model(monkeypatch: pytest.MonkeyPatch) -
     other = ServedModel(config=CONFIG, backend="torch")
     with pytest.raises(InvalidRequestError, match="needs the CPU kernels"):
         MethodShelf(lambda: other, AllowedMethods(("any",))).find("picky")
+
+
+def test_a_default_that_does_not_suit_the_model_is_a_wrong_option(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = MethodEntry("picky", "evict", "Picky", "nowhere", __name__, "ForOneModel")
+    monkeypatch.setattr(MethodEntry, "load", lambda self: ForOneModel)
+    monkeypatch.setitem(METHODS, "picky", entry)
+    other = ServedModel(config=CONFIG, backend="torch")
+    with pytest.raises(OptionError, match="--method picky: picky needs the CPU kernels"):
+        MethodShelf(lambda: other, AllowedMethods(default="picky"))
 
 
 def test_many_specifications_are_not_all_remembered() -> None:

@@ -7,7 +7,7 @@ from tiny_checkpoints import write_tiny
 
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
-from midfill.errors import CheckpointError, MidfillError
+from midfill.errors import CheckpointError, MidfillError, OptionError
 from midfill.runners.cpu_runner import CpuRunner
 from midfill.runners.loading import choose_slots, load_runner
 from midfill.runners.torch_runner import TorchRunner
@@ -42,14 +42,22 @@ def test_shapes_the_kernels_cant_run_go_to_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (ModelOptions(context=513), "--context 513"),
-        (ModelOptions(backend="cpu", device="cuda"), "--backend torch"),
-        (ModelOptions(kv_memory=10 * SLOT_BYTES), "--kv-memory"),
+        (ModelOptions(context=513), "--context 513 .* 512 tokens"),
+        (ModelOptions(backend="cpu", device="cuda"), "--device cuda needs --backend torch"),
+        (ModelOptions(backend="torch", device="cuda:99"), "--device 'cuda:99' .* try 'cpu'"),
+        (ModelOptions(kv_memory=10 * SLOT_BYTES), f"--kv-memory .* at least {16 * SLOT_BYTES},"),
     ],
 )
 def test_options_that_cant_be_met(tiny_folder: Path, options: ModelOptions, problem: str) -> None:
-    with pytest.raises(MidfillError, match=problem):
+    with pytest.raises(OptionError, match=problem):
         load_runner(open_checkpoint(tiny_folder), options)
+
+
+def test_too_little_free_memory_is_no_fault_of_an_option(tiny_folder: Path) -> None:
+    config = open_checkpoint(tiny_folder).config
+    with pytest.raises(MidfillError, match="free memory, 1000 bytes") as caught:
+        choose_slots(config, ModelOptions(), 1000, SLOT_BYTES)
+    assert not isinstance(caught.value, OptionError)
 
 
 def test_the_pool_takes_a_share_of_what_is_free_up_to_what_is_useful(tiny_folder: Path) -> None:

@@ -11,7 +11,7 @@ from tiny_checkpoints import VARIANTS, VOCAB, reference_model, write_tiny, write
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.runners.torch_runner import TorchRunner
 
 TOLERANCE = 1e-4
@@ -170,6 +170,6 @@ def test_tied_embeddings_are_held_once(tmp_path: Path) -> None:
 
 def test_a_device_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny("llama", tmp_path))
-    with pytest.raises(MidfillError, match="'cuda:99'") as caught:
+    with pytest.raises(OptionError, match="--device 'cuda:99'") as caught:
         TorchRunner(checkpoint, slots=1, device="cuda:99")
     assert "\n" not in str(caught.value)

@@ -5,7 +5,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.tiers.memory_folder import MemoryFolder
 
 
@@ -29,10 +29,10 @@ def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path: Path) -> Non
 
 
 def test_too_little_memory_is_said_at_once(tmp_path: Path) -> None:
-    with pytest.raises(MidfillError, match="has only"):
+    with pytest.raises(OptionError, match="has only"):
         MemoryFolder(2**60, tmp_path)
 
 
 def test_without_a_file_system_in_memory_there_is_another_way(tmp_path: Path) -> None:
-    with pytest.raises(MidfillError, match="--warm-tier-disk"):
+    with pytest.raises(OptionError, match="--warm-tier-disk"):
         MemoryFolder(1000, tmp_path / "none")

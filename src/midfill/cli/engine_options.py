@@ -16,7 +16,7 @@ from midfill.cli.options import (
     SpeculationOption,
     WeightsFormatOption,
 )
-from midfill.cli.values import parse_codec, parse_size
+from midfill.cli.values import parse_allowed_method, parse_codec, parse_size
 from midfill.config import SchedulerName
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ AllowMethodOption = Annotated[
     typer.Option(
         help="A method that requests may choose for their own prompt (midfill.method); may be"
         " repeated. 'none' lets them keep all KV, 'any' allows everything.",
+        parser=parse_allowed_method,
         metavar="NAME",
     ),
 ]

@@ -32,6 +32,7 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=1024,
         help="CPU threads; by default all cores this process may use, fewer under a CPU quota.",
     ),
 ]

@@ -78,6 +78,19 @@ def parse_method(text: str) -> str:
     return _checked(text, resolve_method)
 
 
+def parse_allowed_method(text: str) -> str:
+    """Return the name of a method that requests may choose, checked; "any" and "none" are two.
+
+    Raises:
+        typer.BadParameter: there is no such method.
+    """
+    if text in ("any", "none"):
+        return text
+    from midfill.methods.registry import check_name
+
+    return _checked(text, check_name)
+
+
 def parse_codec(text: str) -> str:
     """Return the specification of a codec of stored KV, checked.
 

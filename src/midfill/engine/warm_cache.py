@@ -22,7 +22,7 @@ from midfill.engine.kv_copies import KvCopies, NoRoomError
 from midfill.engine.kv_transfers import MAX_STEP_BYTES, IdentitySource
 from midfill.engine.request import TierStats
 from midfill.engine.sequence import Sequence
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.forward.runner import Runner
 from midfill.kv.blob import RAW, BlobError, KvBlob, bind_tenant, chain
 from midfill.kv.pool import KVPool
@@ -59,14 +59,15 @@ def open_warm_tier(
         codec: how KV is written; None writes it as it is.
 
     Raises:
-        MidfillError: a folder can't be used, or holds no chunk.
+        OptionError: a folder is given too little for a chunk.
+        MidfillError: a folder can't be used.
     """
     if not options.memory and not options.disk:
         return None
     chunk_bytes = KvCopies(runner, KVPool(1)).token_bytes * CHUNK_TOKENS
     for name, size in (("memory", options.memory), ("disk", options.disk)):
         if 0 < size < 2 * chunk_bytes:
-            raise MidfillError(
+            raise OptionError(
                 f"--warm-tier-{name} is {size} bytes, but KV is kept in chunks of {CHUNK_TOKENS}"
                 f" tokens, {chunk_bytes} bytes each for this model; give it many times as much"
             )

@@ -15,7 +15,7 @@ from midfill.checkpoints.model_record import (
     window_rule_of,
 )
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
-from midfill.errors import InvalidRequestError
+from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.chat import Message, chat_template_of
 from midfill.frontend.context_bounds import FileTokens, context_bounds, find_file_tokens
 from midfill.frontend.context_limit import ContextLimit, context_tokens
@@ -354,9 +354,12 @@ def fim_format(
         fim_tokens: the prefix, suffix and middle token, if the user names them.
 
     Raises:
-        InvalidRequestError: a named token is not one of the model's special tokens.
+        OptionError: a named token is not one of the model's special tokens.
     """
     special_tokens = checkpoint.tokenizer.special_tokens
     if fim_tokens is not None:
-        return custom_format(*fim_tokens, special_tokens)
+        try:
+            return custom_format(*fim_tokens, special_tokens)
+        except InvalidRequestError as error:
+            raise OptionError(f"--fim-tokens: {error}") from None
     return find_format(checkpoint.config.family, special_tokens, checkpoint.metadata)

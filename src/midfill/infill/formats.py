@@ -9,6 +9,7 @@ A family is one entry of ``FAMILIES``. Two orders exist:
   family's own order already reuses everything EFIM would; there is nothing to cut.
 """
 
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -283,8 +284,11 @@ def custom_format(
     """
     for text in (prefix, suffix, middle):
         if text not in special_tokens:
+            nearest = difflib.get_close_matches(text, special_tokens, n=3, cutoff=0.0)
             raise InvalidRequestError(
-                f"the FIM token {text!r} is not a special token of this model", param="fim_tokens"
+                f"the FIM token {text!r} is not a special token of this model; "
+                + (f"the nearest are {', '.join(nearest)}" if nearest else "it has none"),
+                param="fim_tokens",
             )
     if len({prefix, suffix, middle}) < 3:
         raise InvalidRequestError(

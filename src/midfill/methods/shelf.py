@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from midfill.compression.method import Method, ModelSpecific, ServedModel
-from midfill.errors import InvalidRequestError
+from midfill.errors import InvalidRequestError, OptionError
 from midfill.methods.registry import OFF, check_name, parse_name, resolve_method
 
 ANY = "any"
@@ -63,14 +63,17 @@ class MethodShelf:
         default: the method for requests that name none; None keeps all KV.
 
     Raises:
-        InvalidRequestError: the default doesn't exist, or doesn't suit the model.
+        OptionError: the default doesn't suit the model.
     """
 
     def __init__(self, model: Callable[[], ServedModel], allowed: AllowedMethods) -> None:
         self._model = model
         self._allowed = allowed
         self._found: dict[str, Method | None] = {}
-        self.default = self._prepared(allowed.default)
+        try:
+            self.default = self._prepared(allowed.default)
+        except InvalidRequestError as error:
+            raise OptionError(f"--method {allowed.default}: {error}") from None
 
     def find(self, specification: str) -> Method | None:
         """Return the method that a request names; None computes and keeps all KV.

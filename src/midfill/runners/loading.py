@@ -4,7 +4,7 @@ import torch
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import ModelOptions
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.forward.runner import Runner
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu_runner import CpuRunner, choose_kv_format, slot_bytes
@@ -19,6 +19,8 @@ _CPU_SHARE = 0.25
 """Of the free memory: other programs use the machine too."""
 _GPU_SHARE = 0.85
 """Of the memory that the weights leave; the rest is for activations."""
+_MIN_SLOTS = 16
+"""Fewer are taken for a mistake: no prompt fits."""
 
 
 def load_runner(
@@ -33,16 +35,17 @@ def load_runner(
 
     Raises:
         CheckpointError: the checkpoint is broken or has a shape the backend can't run.
-        MidfillError: options that can't be met.
+        OptionError: options that can't be met.
+        MidfillError: too little memory is free.
     """
     config = checkpoint.config
     if options.context is not None and not 0 < options.context <= config.context:
-        raise MidfillError(
+        raise OptionError(
             f"--context {options.context} is not possible: this model's context is"
-            f" {config.context} tokens"
+            f" {config.context} tokens; give at most that"
         )
     if options.backend == "cpu" and options.device not in (None, "cpu"):
-        raise MidfillError(f"--device {options.device} needs --backend torch")
+        raise OptionError(f"--device {options.device} needs --backend torch")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     use_torch = options.backend == "torch" or (
         options.backend == "auto" and (device != "cpu" or unsupported_reason(config) is not None)
@@ -76,19 +79,26 @@ def choose_slots(
         slot_bytes: bytes of one token's KV.
 
     Raises:
-        MidfillError: the memory holds no useful number of tokens.
+        OptionError: ``kv_memory`` holds no useful number of tokens.
+        MidfillError: the free memory holds none.
     """
     context = options.context or config.context
     if options.kv_memory is not None:
         slots = options.kv_memory // slot_bytes
     else:
         slots = min(int(free_bytes * options.memory_share) // slot_bytes, _MAX_CONTEXTS * context)
-    if slots < 16:
-        raise MidfillError(
-            f"{options.kv_memory or int(free_bytes)} bytes of KV memory hold {slots} tokens of this"
-            f" model ({slot_bytes} bytes per token); give it more with --kv-memory"
+    if slots >= _MIN_SLOTS:
+        return slots
+    held = f"KV of {slots} tokens of this model, at {slot_bytes} bytes each"
+    if options.kv_memory is not None:
+        raise OptionError(
+            f"--kv-memory {options.kv_memory} holds {held}; give at least"
+            f" {_MIN_SLOTS * slot_bytes}, better many times that"
         )
-    return slots
+    raise MidfillError(
+        f"the free memory, {int(free_bytes)} bytes, holds {held}; free some, or name the KV's size"
+        " with --kv-memory"
+    )
 
 
 def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> TorchRunner:
@@ -113,7 +123,7 @@ def _free_on_gpu(device: str) -> int:
         return torch.cuda.mem_get_info(torch.device(device))[0]
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise MidfillError(f"device {device!r} can't be used: {reason}") from error
+        raise OptionError(f"--device {device!r} can't be used ({reason}); try 'cpu'") from error
 
 
 def _elements(checkpoint: Checkpoint, name: str) -> int:

@@ -4,7 +4,7 @@ import torch
 
 from midfill.arrays import Float32Array
 from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.errors import MidfillError
+from midfill.errors import OptionError
 from midfill.forward.batch import ForwardBatch
 from midfill.forward.likeliest import likeliest_tokens
 from midfill.runners.rope import layer_frequencies
@@ -108,5 +108,5 @@ def _find_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         # torch's messages have many lines; the first names the cause.
         reason = str(error).splitlines()[0]
-        raise MidfillError(f"device {name!r} is not usable ({reason}); try 'cpu'") from error
+        raise OptionError(f"--device {name!r} can't be used ({reason}); try 'cpu'") from error
     return device

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import filelock
 
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "midfill-kv-"
@@ -33,17 +33,18 @@ class MemoryFolder:
             parent: where it is created.
 
         Raises:
-            MidfillError: there is no file system in memory, or too little room in it.
+            OptionError: there is no file system in memory, or too little room in it.
+            MidfillError: it can't be written.
         """
         if not parent.is_dir():
-            raise MidfillError(
+            raise OptionError(
                 f"--warm-tier-memory needs {parent}, a file system in memory, which this system"
                 " doesn't have; --warm-tier-disk works everywhere"
             )
         _remove_abandoned(parent)
         free = shutil.disk_usage(parent).free
         if free < size:
-            raise MidfillError(
+            raise OptionError(
                 f"--warm-tier-memory is {size >> 20} MB, but {parent} has only {free >> 20} MB"
                 " left; give less, or enlarge it (in a container: --shm-size)"
             )
