@@ -1,9 +1,19 @@
 """Divergences are those of distributions that were really computed."""
 
+from pathlib import Path
+
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.bench.precision import PrecisionReport, Variant, measure_precision, precision_table
+from midfill.bench.precision import (
+    PrecisionReport,
+    Variant,
+    distinct,
+    measure_precision,
+    precision_table,
+)
+from midfill.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu_runner import choose_kv_format
 
 EXACT, SERVED = Variant("f32", "f32"), Variant("auto", "auto")
 EIGHT, FOUR = Variant("q8", "f32"), Variant("q4", "i8")
@@ -14,6 +24,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> PrecisionReport:
     folder = write_tiny("llama", tmp_path_factory.mktemp("tiny"))
     variants = (EXACT, SERVED, EIGHT, FOUR)
     return measure_precision(str(folder), tokens=300, window=150, variants=variants, threads=1)
+
+
+def test_what_is_served_is_measured_once(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_tiny("llama", tmp_path))
+    served, half, pairs = Variant("q8", "auto"), Variant("q8", "f16"), Variant("q8", "bf16")
+    other = pairs if choose_kv_format(checkpoint, "q8", "auto").value == "f16" else half
+    assert distinct(checkpoint, (served, half, pairs, EIGHT)) == (served, other, EIGHT)
 
 
 def test_float32_diverges_from_itself_by_nothing(report: PrecisionReport) -> None:

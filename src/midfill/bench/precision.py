@@ -19,6 +19,7 @@ from midfill.checkpoints.model_store import resolve
 from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import KvDtype, WeightsOption
 from midfill.forward.batch import ForwardBatch
+from midfill.kernels.cpu.kv_cache import KVFormat
 from midfill.reporting.result_table import ResultTable
 from midfill.runners.cpu_runner import CpuRunner, choose_kv_format
 from midfill.runners.packed_model import block_format
@@ -109,6 +110,7 @@ def measure_precision(
         model: its name or path.
         tokens: how many to compare, about.
         window: maximum tokens of each file.
+        variants: what to measure; those that differ in name alone are measured once.
         threads: of the kernels; None takes all.
         progress: receives what is being done.
 
@@ -117,6 +119,7 @@ def measure_precision(
     """
     progress(f"loading {model}")
     checkpoint = open_checkpoint(resolve(model))
+    variants = distinct(checkpoint, variants)
     texts, source = _windows(checkpoint, tokens, window)
     runners = {
         each: CpuRunner(
@@ -147,6 +150,15 @@ def measure_precision(
         perplexity=math.exp(fmean(losses)),
         variants=[_summary(checkpoint, each, rows) for each, rows in divergences.items()],
     )
+
+
+def distinct(checkpoint: Checkpoint, variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    """Return the variants without those whose KV format an earlier one means by "auto"."""
+    found: dict[tuple[WeightsOption, KVFormat], Variant] = {}
+    for each in variants:
+        kv = choose_kv_format(checkpoint, each.weights, each.kv)
+        found.setdefault((each.weights, kv), each)
+    return tuple(found.values())
 
 
 class _Rows(msgspec.Struct, frozen=True):
