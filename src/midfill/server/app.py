@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Sequence
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 from midfill.server import api_docs, operations
-from midfill.server.auth import monitor_check, tenant_check
+from midfill.server.auth import find_tenant, monitor_check, tenant_check
 from midfill.server.dialects import (
     deepseek,
     llama_cpp,
@@ -22,6 +22,7 @@ from midfill.server.dialects import (
 )
 from midfill.server.dialects.dialect import Dialect
 from midfill.server.disconnects import CancelOnDisconnect
+from midfill.server.early_refusal import EarlyRefusal
 from midfill.server.errors import ErrorBody, install_error_handlers
 from midfill.server.key_ring import KeyRing
 from midfill.server.own_hosts import OwnHosts
@@ -87,6 +88,13 @@ def create_app(
     app.include_router(api_docs.routes(app, bodies), dependencies=monitors_only)
     install_error_handlers(app, error_bodies)
     app.add_middleware(CancelOnDisconnect)
+
+    def check_queue(request: Request) -> None:
+        find_tenant(request, keys)
+        service.check_queue()
+
+    queued = {path: dialect.error_body for dialect in dialects for path in dialect.queued}
+    guarded: ASGIApp = EarlyRefusal(app, check_queue, queued)
     if own_hosts is not None:
-        app.add_middleware(OwnHosts, names=own_hosts)
-    return RequestLog(app, service.metrics, traces, redact=redact)
+        guarded = OwnHosts(guarded, own_hosts)
+    return RequestLog(guarded, service.metrics, traces, redact=redact)

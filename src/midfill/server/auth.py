@@ -26,14 +26,27 @@ def tenant_check(
     """
 
     async def tenant_of(request: Request) -> str:
-        tenant = _find_name(request, keys, basic=False)
-        if keys.is_monitor(tenant):
-            raise ApiError(403, "this API key only reads metrics", code="insufficient_permissions")
+        tenant = find_tenant(request, keys)
         if limits is not None and request.method == "POST":
             limits.count_request(tenant)
         return tenant
 
     return tenant_of
+
+
+def find_tenant(request: Request, keys: KeyRing) -> str:
+    """Return the caller's tenant, and note it in the request's record.
+
+    Raises:
+        ApiError: 401 without a valid key, 403 for one that only reads metrics.
+        RateLimitError: too many wrong ones have come from the client's address.
+    """
+    record = current_request.get()
+    known = None if record is None else record.tenant  # a wrong key counts as one guess
+    tenant = _find_name(request, keys, basic=False) if known is None else known
+    if keys.is_monitor(tenant):
+        raise ApiError(403, "this API key only reads metrics", code="insufficient_permissions")
+    return tenant
 
 
 def monitor_check(keys: KeyRing) -> Callable[[Request], Awaitable[None]]:

@@ -193,6 +193,18 @@ class ModelService:
             if record is not None:
                 record.encodings.append((started, time.perf_counter()))
 
+    def check_queue(self) -> None:
+        """Refuse the current request where it may not be queued, whatever it asks.
+
+        Raises:
+            QueueFullError: too much is queued.
+            InvalidRequestError: its headers give it no time that makes sense.
+        """
+        record = current_request.get()
+        if record is not None:
+            deadline = self._deadline(record, None)
+            self.engine.check_admission(record.tenant or "", deadline)
+
     async def encode_request(
         self,
         function: Callable[Concatenate[PromptEncoder, Admit | None, P], T],
@@ -201,8 +213,8 @@ class ModelService:
     ) -> T:
         """Encode the prompts of a request, unless too many are queued to take them.
 
-        Refused here, a request costs no more than its body. Only where a document's first request
-        would be refused is each request's document looked for before its prompt is encoded.
+        Only where a document's first request would be refused is each request's document looked
+        for before its prompt is encoded.
 
         Args:
             function: encodes them. Its second argument is for ``PromptEncoder.infill``.
@@ -217,7 +229,6 @@ class ModelService:
         admits = partial(
             self.engine.check_admission, record.tenant or "", self._deadline(record, None)
         )
-        admits()
         try:
             admits(NEW_DOCUMENT)
         except QueueFullError:

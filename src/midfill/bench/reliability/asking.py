@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,11 +62,11 @@ async def ask(
             session.post(f"{url}/v1/completions", json=body, headers=headers) as response,
         ):
             if response.status != 200:
-                outcome = _refusal(response.status, response.headers, await response.read())
+                outcome = refusal(response.status, response.headers, await response.read())
             elif body.get("stream"):
                 outcome = await _stream(response, pieces)
             else:
-                outcome = _whole(await response.read())
+                outcome = whole_answer(await response.read())
     except TimeoutError:
         outcome = Outcome("hung", text="".join(pieces), detail=f"nothing within {timeout:g} s")
     except (aiohttp.ClientError, OSError) as error:
@@ -77,7 +78,8 @@ async def ask(
     )  # fmt: skip
 
 
-def _refusal(status: int, headers: Any, body: bytes) -> Outcome:
+def refusal(status: int, headers: Mapping[str, str], body: bytes) -> Outcome:
+    """Return what a response is that is no answer."""
     try:
         code = str(msgspec.json.decode(body)["error"]["code"])
         after = int(headers["retry-after"])
@@ -106,7 +108,8 @@ async def _stream(response: aiohttp.ClientResponse, pieces: list[str]) -> Outcom
     return Outcome("failed", "".join(pieces), 200, detail="the stream ended without [DONE]")
 
 
-def _whole(body: bytes) -> Outcome:
+def whole_answer(body: bytes) -> Outcome:
+    """Return a complete answer that was not streamed."""
     answer = msgspec.json.decode(body)
     return Outcome("complete", answer["choices"][0]["text"], 200, cached=_cached(answer))
 

@@ -11,10 +11,11 @@ multiple of that load. There are two loads:
              and of its documents
 
 No part of the search repeats the requests of another. The load comes from the same machine, and
-takes time from the server there.
+takes time from the server there, though little (``connections``).
 """
 
 import asyncio
+import dataclasses
 import random
 import statistics
 import time
@@ -26,8 +27,9 @@ import msgspec
 
 from midfill.bench.documents import standard_library_documents
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
-from midfill.bench.reliability.asking import Outcome, ask
-from midfill.bench.reliability.served import ServedModel, serve_model
+from midfill.bench.reliability.asking import Outcome, refusal, whole_answer
+from midfill.bench.reliability.connections import Connections
+from midfill.bench.reliability.served import serve_model
 from midfill.errors import MidfillError
 from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
@@ -146,13 +148,16 @@ async def measure_overload(options: OverloadOptions, say: Say = lambda _: None) 
         MidfillError: the server does not start, or answers nothing within the deadline.
     """
     load = _load(options)
-    async with serve_model(options.model, ["--log-level", "warning"]) as server:
+    async with (
+        serve_model(options.model, ["--log-level", "warning"]) as server,
+        Connections(server.url) as connections,
+    ):
         phases: dict[int, Phase] = {}
         part = 0  # the first warms up
         for part, clients in enumerate((options.searched[0], *options.searched)):
             say(f"{clients} clients")
             phases[clients] = await _closed_loop(
-                server, load, clients, part, options.search_seconds
+                connections, load, clients, part, options.search_seconds
             )
         peak_clients = max(phases, key=lambda clients: phases[clients].goodput)
         peak = phases[peak_clients]
@@ -161,11 +166,11 @@ async def measure_overload(options: OverloadOptions, say: Say = lambda _: None) 
         if isinstance(load, _Editors):
             clients = round(options.factor * peak_clients)
             say(f"{clients} clients")
-            overload = await _closed_loop(server, load, clients, part + 1, options.seconds)
+            overload = await _closed_loop(connections, load, clients, part + 1, options.seconds)
         else:
             rate = options.factor * peak.goodput
             say(f"{rate:.0f} requests per second")
-            overload = await _open_loop(server, load, rate)
+            overload = await _open_loop(connections, load, rate)
         await server.wait_until_idle(_IDLE_SECONDS)
         leaked = await server.leaked_slots()
     return OverloadReport(
@@ -239,7 +244,7 @@ def _load(options: OverloadOptions) -> _Load:
 
 
 async def _closed_loop(
-    server: ServedModel, load: _Load, clients: int, part: int, seconds: float
+    connections: Connections, load: _Load, clients: int, part: int, seconds: float
 ) -> Phase:
     outcomes: list[Outcome] = []
     end = time.perf_counter() + seconds
@@ -251,13 +256,13 @@ async def _closed_loop(
             await asyncio.sleep(load.pause(chance))
             if time.perf_counter() >= end:
                 return
-            outcomes.append(await _ask(server, load.options, next(requests)))
+            outcomes.append(await _ask(connections, load.options, next(requests)))
 
     await asyncio.gather(*(ask_on(client) for client in range(clients)))
     return _phase(outcomes, load.options, seconds)
 
 
-async def _open_loop(server: ServedModel, load: _Load, rate: float) -> Phase:
+async def _open_loop(connections: Connections, load: _Load, rate: float) -> Phase:
     options = load.options
     chance = random.Random(f"{options.seed} open")
     requests = load.requests(0, chance)
@@ -265,13 +270,13 @@ async def _open_loop(server: ServedModel, load: _Load, rate: float) -> Phase:
     started = due = time.perf_counter()
     while due < started + options.seconds:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        tasks.append(asyncio.create_task(_ask(server, options, next(requests))))
+        tasks.append(asyncio.create_task(_ask(connections, options, next(requests))))
         due += chance.expovariate(rate)
     outcomes = list(await asyncio.gather(*tasks))
     return _phase(outcomes, options, options.seconds)
 
 
-async def _ask(server: ServedModel, options: OverloadOptions, texts: _Texts) -> Outcome:
+async def _ask(connections: Connections, options: OverloadOptions, texts: _Texts) -> Outcome:
     body: dict[str, Any] = {
         "prompt": texts.prefix,
         "suffix": texts.suffix,
@@ -281,7 +286,19 @@ async def _ask(server: ServedModel, options: OverloadOptions, texts: _Texts) -> 
         "midfill": {"trim": False},
     }
     headers = {"X-Request-Timeout": f"{options.deadline:g}"}
-    return await ask(server.session, server.url, body, _HUNG * options.deadline, headers)
+    started = time.perf_counter()
+    try:
+        async with asyncio.timeout(_HUNG * options.deadline):
+            response = await connections.post("/v1/completions", msgspec.json.encode(body), headers)
+        if response.status == 200:
+            outcome = whole_answer(response.body)
+        else:
+            outcome = refusal(response.status, response.headers, response.body)
+    except TimeoutError:
+        outcome = Outcome("hung", detail=f"nothing within {_HUNG * options.deadline:g} s")
+    except OSError as error:
+        outcome = Outcome("failed", detail=f"{type(error).__name__}: {error}")
+    return dataclasses.replace(outcome, seconds=time.perf_counter() - started)
 
 
 def _phase(outcomes: Sequence[Outcome], options: OverloadOptions, seconds: float) -> Phase:

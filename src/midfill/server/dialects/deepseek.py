@@ -7,17 +7,19 @@ from midfill.server.dialects import openai_completions
 from midfill.server.dialects.dialect import Dialect, TenantOf
 from midfill.server.service import ModelService
 
+_PATHS = ("/beta/completions", "/beta/v1/completions")
+
 
 def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     """Return the router of the paths."""
     router = APIRouter()
     for route in openai_completions.routes(service, tenant_of).routes:
         assert isinstance(route, APIRoute)
-        for path in ("/beta/completions", "/beta/v1/completions"):
+        for path in _PATHS:
             router.add_api_route(
                 path, route.endpoint, methods=["POST"], openapi_extra=route.openapi_extra
             )
     return router
 
 
-DIALECT = Dialect(routes=routes)
+DIALECT = Dialect(routes=routes, queued=_PATHS)

@@ -21,8 +21,10 @@ class Dialect:
         routes: returns the router of its endpoints.
         bodies: its request bodies, described in the OpenAPI document.
         error_body: returns the JSON body of an error at one of its paths.
+        queued: its paths where requests are queued for the engine.
     """
 
     routes: Callable[[ModelService, TenantOf], APIRouter]
     bodies: tuple[type[msgspec.Struct], ...] = ()
     error_body: ErrorBody = openai_error_body
+    queued: tuple[str, ...] = ()

@@ -146,4 +146,9 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     return router
 
 
-DIALECT = Dialect(routes=routes, bodies=(InfillBody, CompletionBody), error_body=error_body)
+DIALECT = Dialect(
+    routes=routes,
+    bodies=(InfillBody, CompletionBody),
+    error_body=error_body,
+    queued=("/infill", "/completion", "/completions"),
+)

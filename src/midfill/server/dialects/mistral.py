@@ -112,4 +112,6 @@ def error_body(error: ApiError) -> dict[str, object]:
     return {"object": "error", **fields}
 
 
-DIALECT = Dialect(routes=routes, bodies=(FimBody,), error_body=error_body)
+DIALECT = Dialect(
+    routes=routes, bodies=(FimBody,), error_body=error_body, queued=("/v1/fim/completions",)
+)

@@ -170,4 +170,9 @@ def _logprobs(answer: AnswerDelta | GeneratedAnswer) -> dict[str, object]:
     return {"logprobs": [logprob_object(one) for one in answer.logprobs]} if answer.logprobs else {}
 
 
-DIALECT = Dialect(routes=routes, bodies=(GenerateBody, ChatBody), error_body=error_body)
+DIALECT = Dialect(
+    routes=routes,
+    bodies=(GenerateBody, ChatBody),
+    error_body=error_body,
+    queued=("/api/generate", "/api/chat"),
+)

@@ -83,7 +83,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     return router
 
 
-DIALECT = Dialect(routes=routes, bodies=(ChatRequest,))
+DIALECT = Dialect(routes=routes, bodies=(ChatRequest,), queued=("/v1/chat/completions",))
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:

@@ -212,7 +212,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     return router
 
 
-DIALECT = Dialect(routes=routes, bodies=(CompletionRequest,))
+DIALECT = Dialect(routes=routes, bodies=(CompletionRequest,), queued=("/v1/completions",))
 
 
 def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
