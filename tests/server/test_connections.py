@@ -39,6 +39,10 @@ class Serving:
         self.begun += 1
         self.in_progress += 1
         try:
+            if scope["path"] == "/unread":
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                await send({"type": "http.response.body", "body": b"unread"})
+                return
             while (message := await receive()).get("more_body"):
                 pass
             if message["type"] == "http.disconnect":
@@ -53,14 +57,16 @@ class Serving:
             self.in_progress -= 1
 
 
-def serve(test: Test, max_connections: int = 8, timeout: float = TIMEOUT) -> None:
+def serve(
+    test: Test, max_connections: int = 8, timeout: float = TIMEOUT, keep_alive: int = 5
+) -> None:
     async def run() -> None:
         counts = ConnectionCounts()
         limits = ConnectionLimits(max_connections=max_connections, client_timeout=timeout)
         serving = Serving(0, counts)
         config = uvicorn.Config(
             serving.app, port=0, log_config=None, access_log=False, lifespan="off",
-            interface="asgi3", http=limited_protocol(limits, counts),
+            interface="asgi3", http=limited_protocol(limits, counts), timeout_keep_alive=keep_alive,
         )  # fmt: skip
         server = uvicorn.Server(config)
         config.load()
@@ -229,3 +235,23 @@ def test_where_all_are_busy_a_new_one_is_told_to_try_again() -> None:
         assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
     serve(test, timeout=0)
+
+
+def test_an_answer_may_come_before_the_rest_of_its_request() -> None:
+    """The rest is thrown away, the connection is used again, and closed where it is not."""
+    head = b"POST /unread HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n"
+
+    async def test(serving: Serving) -> None:
+        reader, writer = await serving.connect()
+        for _ in range(2):
+            writer.write(head + b"x" * 100)
+            assert b"unread" in await reader.readuntil(b"0\r\n\r\n")
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+            writer.write(b"x" * 99_900)
+            await writer.drain()
+        assert serving.begun == 2
+        assert await reader.read() == b""  # closed
+        writer.close()
+
+    serve(test, timeout=60, keep_alive=1)

@@ -136,6 +136,11 @@ class LimitedConnection(HttpToolsProtocol):
         """Note that the whole request has been received."""
         self._cancel_receiving()
         super().on_message_complete()
+        if self.is_idle and self.timeout_keep_alive_task is None:
+            # It was answered before its end, and what came after that has stopped the timer.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         """Note that the whole response has been handed to the transport."""
