@@ -15,6 +15,9 @@ import httpx
 import pytest
 from slowed_engines import slowed
 
+_GUARD = 'read -r _; exec "$0" -m midfill cluster down'
+"""Ends the cluster once its input ends: at the end of the block, or when the tests are killed."""
+
 
 @dataclass
 class RunningCluster:
@@ -76,9 +79,14 @@ def start_cluster(
     environment = {**os.environ, "MIDFILL_CACHE": str(folder), "OMP_NUM_THREADS": "1"}
     cluster = RunningCluster(slowed(environment, step_seconds))
     cluster.environment.pop("RAY_ADDRESS", None)
-    try:
+    guard = subprocess.Popen(
+        ["sh", "-c", _GUARD, sys.executable],
+        env=cluster.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    with cluster.client, guard:
         cluster.up(model, "--port", "0", *options)
         yield cluster
-    finally:
-        cluster.run("down")
-        cluster.client.close()
