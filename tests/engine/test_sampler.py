@@ -199,6 +199,21 @@ def test_extreme_temperatures_do_not_overflow(temperature: float) -> None:
         assert all(0 <= token < 50 for token in chosen)
 
 
+@pytest.mark.parametrize("top_k", [0, 2, 5])
+@pytest.mark.parametrize("temperature", [0.2, 1.0])
+def test_a_token_is_alone_from_exactly_its_own_probability_on(
+    top_k: int, temperature: float
+) -> None:
+    others = [0.05, 0.05, 0.05, 0.05, 0.0][: (top_k or 6) - 1]
+    weights = np.array([*others, 0.8, *[0.05, 0.05, 0.05, 0.05, 0.0][len(others) :]])
+    logits = torch.tensor(np.log(np.maximum(weights, 1e-30)) * temperature).float()[None]
+    own = 0.8 / (0.8 + 0.05 * min((top_k or 5) - 1, 4))
+    for top_p, alone in ((own - 1e-4, True), (own + 1e-4, False)):
+        params = EngineSamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+        chosen = frequencies(logits, params)
+        assert (set(chosen) == {len(others)}) == alone
+
+
 def test_the_largest_draw_selects_a_kept_token() -> None:
     logits = torch.tensor([[0.0, -1.0, -2.0, -200.0, -torch.inf]])
     last = math.nextafter(1.0, 0.0)

@@ -36,6 +36,8 @@ from midfill.engine.request import EngineSamplingParams, TokenLogprobs
 _GREEDY_TEMPERATURE = 1e-5
 # Without top-k, the filters are tried on so many of the likeliest tokens before all are.
 _FEW_CANDIDATES = 256
+# By how much the likeliest token's probability must exceed top-p, against rounding.
+_CERTAINTY_MARGIN = 1e-5
 
 
 class SampleRow(NamedTuple):
@@ -234,6 +236,8 @@ def _draw(rows: list[_Row]) -> None:
     plain: list[_Row] = []
     for row in rows:
         params = row.spec.params
+        if _is_certain(row):
+            continue
         if 0 < params.top_k < len(row.logits):
             by_top_k.setdefault(params.top_k, []).append(row)
         elif params.top_p < 1.0 or params.min_p > 0.0 or params.typical_p < 1.0:
@@ -246,6 +250,24 @@ def _draw(rows: list[_Row]) -> None:
         _draw_unfiltered(plain)
     if filtered:
         _draw_filtered(filtered)
+
+
+def _is_certain(row: _Row) -> bool:
+    """Whether top-p is sure to leave nothing but the likeliest token, whatever the draw.
+
+    At low temperatures this is so for most tokens, and two passes over the logits show it: all
+    other tokens are at most as likely as the second likeliest.
+    """
+    params = row.spec.params
+    if params.top_p >= 1.0 or row.logits.device.type != "cpu":
+        return False
+    values, peak = row.logits.numpy(), row.token_id
+    others = min(params.top_k or len(values), len(values)) - 1
+    if others < 1:
+        return False
+    second = max(values[:peak].max(initial=-np.inf), values[peak + 1 :].max(initial=-np.inf))
+    distance = (float(values[peak]) - float(second)) / params.temperature
+    return 1.0 / (1.0 + others * math.exp(-distance)) >= params.top_p + _CERTAINTY_MARGIN
 
 
 def _stack(rows: list[_Row]) -> torch.Tensor:
