@@ -14,12 +14,18 @@ from client_prompts import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from midfill.infill import template
 from midfill.infill.context import ContextFile
 from midfill.infill.formats import FAMILIES, FimFormat, Sentinel, find_format
 from midfill.infill.layout import PromptLayout, TextSegment
 from midfill.infill.planner import Planner
 from midfill.infill.request import InfillRequest
-from midfill.infill.template import FilledTemplate, parse_template, sentinel_texts
+from midfill.infill.template import (
+    FilledTemplate,
+    parse_template,
+    read_template,
+    sentinel_texts,
+)
 
 PRE, SUF, MID = Sentinel("<P>", 1), Sentinel("<S>", 2), Sentinel("<M>", 3)
 SEPARATOR = Sentinel("<F>", 4)
@@ -184,6 +190,16 @@ class TestWhatIsNoTemplate:
         for format in (None, PSM, *map(own_format, FORMATS)):
             layout = plan(format, prompt)
             assert (layout.layout, spelled(layout)) == ("verbatim", prompt)
+
+    @pytest.mark.parametrize("prompt", ["plain text", "<P>a<M>b"])
+    def test_a_raw_prompt_is_searched_once(
+        self, prompt: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        request = read_template(InfillRequest(prefix=prompt, raw=True), PSM)
+        assert (request.raw, request.layout) == (True, "verbatim")
+        monkeypatch.setattr(template, "parse_template", None)
+        assert read_template(request, PSM) is request
+        assert Planner(PSM).plan_and_record(request).layout == "verbatim"
 
     def test_layout_verbatim(self) -> None:
         request = InfillRequest(prefix="<P>a<S>b<M>", raw=True, layout="verbatim")

@@ -138,7 +138,7 @@ class PromptEncoder:
             InvalidRequestError: the prompt is too long or empty, or the layout doesn't fit it.
             MidfillError: ``admit`` refuses the document.
         """
-        sent = request.prefix
+        sent = request
         request = read_template(request, self.format)
         if admit is not None:
             admit(self._planner.find_document(request))
@@ -153,9 +153,9 @@ class PromptEncoder:
         elif isinstance(request.window, WindowRule):
             request = dataclasses.replace(request, window=self._limited(request.window))
         layout, parts = self._lay_out(request)
-        if layout.layout == "verbatim" and request.layout not in ("auto", "verbatim"):
+        if layout.layout == "verbatim" and sent.layout not in ("auto", "verbatim"):
             raise InvalidRequestError(
-                f"midfill.layout {request.layout!r} needs a suffix, or a prompt that is a"
+                f"midfill.layout {sent.layout!r} needs a suffix, or a prompt that is a"
                 " FIM template filled in",
                 param="midfill.layout",
             )
@@ -163,7 +163,7 @@ class PromptEncoder:
         prompt, last = self._encode(layout, parts, request.prefix, suffix)
         infilling = layout.layout != "verbatim"
         prompt = dataclasses.replace(
-            prompt, text=sent, infilling=infilling, line_break=layout.line_break
+            prompt, text=sent.prefix, infilling=infilling, line_break=layout.line_break
         )
         return self._heal(prompt, last, stop_token_ids) if healing else prompt
 

@@ -82,7 +82,9 @@ class FilledTemplate:
 
 
 def read_template(request: InfillRequest, format: FimFormat | None) -> InfillRequest:
-    """Return the request that a raw prompt stands for if it is a template; itself otherwise.
+    """Return the request that a raw prompt stands for if it is a template.
+
+    Otherwise its layout becomes "verbatim", so it is not searched for a template again.
 
     Files in a template are snippets, unless the request names files, too: the client has chosen
     them by itself, for another model's context.
@@ -91,7 +93,7 @@ def read_template(request: InfillRequest, format: FimFormat | None) -> InfillReq
         return request
     filled = parse_template(request.prefix, format)
     if filled is None:
-        return request
+        return replace(request, layout="verbatim")
     return replace(
         request,
         prefix=filled.prefix,
