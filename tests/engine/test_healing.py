@@ -91,6 +91,21 @@ def truth(
     return answer
 
 
+def test_a_prepared_engine_looks_at_few_tokens_for_the_first_request() -> None:
+    seen = list[int]()
+
+    def token_bytes(token_id: int) -> bytes:
+        seen.append(token_id)
+        return TOKENS[token_id]
+
+    one = build_engine(ToyRunner(512), (END,), token_bytes=token_bytes)
+    one.prepare()
+    assert set(seen) == set(range(VOCAB))
+    seen.clear()
+    one.add(healed("a", prompt(40), b"pri"))
+    assert len(seen) < 10
+
+
 class TestGreedy:
     @pytest.mark.parametrize("required", BEGINNINGS)
     @pytest.mark.parametrize("budget", [7, 256])

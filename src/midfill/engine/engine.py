@@ -175,6 +175,10 @@ class Engine:
         else:
             self._queues.add(sequence)
 
+    def prepare(self) -> None:
+        """Do now what the first request with ``begins_with`` would wait for."""
+        self._vocabulary.prepare()
+
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its answers, and release its slots.
 

@@ -124,9 +124,10 @@ def main(address: str) -> NoReturn:
         channel.send(Failed.because_of(error))
         channel.close()
         sys.exit(1)
-    freeze_objects()
     end.before = lambda: engine.kv_traffic.close(_SAVE_SECONDS)
     channel.send(Ready(info))
+    engine.prepare()  # while the server gets ready, too
+    freeze_objects()
     run_loop(engine, buffer, channel)
 
 

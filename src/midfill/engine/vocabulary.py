@@ -24,8 +24,12 @@ class Vocabulary:
 
     @cached_property
     def _trie(self) -> TokenTrie:
-        """Built for the first request that needs it, in about 0.1 s for 50,000 tokens."""
+        """Built by the first request that needs it, if nobody has called ``prepare``."""
         return TokenTrie([self._token_bytes(token_id) for token_id in range(self._size)])
+
+    def prepare(self) -> None:
+        """Sort the tokens now, which takes about 0.1 s for 50,000, and not amid a request."""
+        _ = self._trie
 
     def constraint(
         self, request: EngineRequest, stop_token_ids: frozenset[int]

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_model
-from midfill.config import ModelOptions, ServeOptions
+from midfill.config import FimTokens, ModelOptions, ServeOptions
 from midfill.engine.client import EngineClient
 from midfill.engine.disaggregated_client import DisaggregatedClient
 from midfill.engine.messages import EngineInfo
@@ -104,7 +104,7 @@ async def open_service(
     try:
         # Both take a while: building the tokenizer and starting the engine.
         format, info = await asyncio.gather(
-            asyncio.to_thread(fim_format, checkpoint, options.fim_tokens), engine.start()
+            asyncio.to_thread(_prepare_tokenizer, checkpoint, options.fim_tokens), engine.start()
         )
         service = await assemble_service(options, checkpoint, format, engine, info, tenants, limits)
         if isinstance(engine, DisaggregatedClient):
@@ -115,6 +115,13 @@ async def open_service(
             service.close()
     finally:
         await engine.close()
+
+
+def _prepare_tokenizer(checkpoint: Checkpoint, fim_tokens: FimTokens | None) -> FimFormat | None:
+    """Build the tokenizer, with all that the first request would wait for; return the format."""
+    format = fim_format(checkpoint, fim_tokens)
+    checkpoint.tokenizer.prepare()
+    return format
 
 
 def _engine_client(

@@ -171,6 +171,10 @@ class Tokenizer:
             max((len(text) for text in self.special_tokens), default=1),
         )
 
+    def prepare(self) -> None:
+        """Sort the tokens now, and not when ``back_off`` or ``spell`` is called first."""
+        _ = self._trie
+
     def back_off(self, token_ids: Sequence[int], fixed: int = 0) -> Healing:
         """Return the tokens at a prompt's end to be written again; see ``TokenTrie.back_off``."""
         return self._trie.back_off(token_ids, fixed)
