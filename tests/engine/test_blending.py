@@ -4,15 +4,14 @@ The naive reference computes one row of one layer at a time, over KV that it hol
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import Answer, FixedCost, build_engine, next_logits, request, serve
+from serving import Answer, FixedCost, build_engine, next_logits, preempting_every, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.arrays import Int64Array
@@ -360,17 +359,6 @@ def test_answers_to_one_prompt_share_its_blended_kv(runner: CpuRunner) -> None:
     found = serve(engine, [request("r", JUMP, three, method="blend")], after_step=held)
     assert all(same(found["r", index], single) for index in range(3))
     assert max(most) < 2 * len(JUMP)
-
-
-def preempting_every(steps: int) -> Callable[[Engine], None]:
-    numbers = count(1)
-
-    def preempt(one: Engine) -> None:
-        if next(numbers) % steps == 0:
-            for sequence in reversed(list(one._queues.running)):
-                one._execution.preempt(sequence)
-
-    return preempt
 
 
 @pytest.mark.parametrize("method", [BLEND, ALL], ids=["some", "all"])

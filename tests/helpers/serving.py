@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,18 @@ def background(request_id: str, prompt: Iterable[int], tenant: str = "") -> Engi
         tenant=tenant,
         background=True,
     )
+
+
+def preempting_every(steps: int) -> Callable[[Engine], None]:
+    """Return what preempts all running sequences after every so many steps, see ``serve``."""
+    numbers = count(1)
+
+    def preempt(one: Engine) -> None:
+        if next(numbers) % steps == 0:
+            for sequence in reversed(list(one._queues.running)):
+                one._execution.preempt(sequence)
+
+    return preempt
 
 
 def serve(

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import count
 
 import numpy as np
 import pytest
 from made_methods import STREAMING_PREFILL, small_method, whole_method
-from serving import Answer, FixedCost, build_engine, request, serve
+from serving import Answer, FixedCost, build_engine, preempting_every, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.checkpoints.opening import open_checkpoint
-from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.methods.registry import methods_of
 from midfill.prefill.method import PrefillMethod
@@ -104,17 +102,6 @@ def test_load_changes_no_bit(runner: CpuRunner, alone: Alone, name: str, budget:
         )
         found = serve(one, [request(key, tokens, PARAMS) for key, tokens in prompts.items()])
         assert all(same(found[key, 0], alone(name, tokens)) for key, tokens in prompts.items())
-
-
-def preempting_every(steps: int) -> Callable[[Engine], None]:
-    numbers = count(1)
-
-    def preempt(one: Engine) -> None:
-        if next(numbers) % steps == 0:
-            for sequence in reversed(list(one._queues.running)):
-                one._execution.preempt(sequence)
-
-    return preempt
 
 
 @each_method
