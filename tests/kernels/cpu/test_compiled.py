@@ -23,7 +23,8 @@ import numpy as np
 sys.path.insert(0, {here!r})
 from test_compiled import kept
 function = kept(Path(sys.argv[1]))
-sys.stdin.readline()  # all start together
+print("ready", flush=True)
+sys.stdin.read()  # all start together
 dtypes = sys.argv[2].split()
 results = [function(np.arange(5).astype(dtype)) for dtype in dtypes]
 print(json.dumps([[float(r) for r in results], sum(function.stats.cache_misses.values())]))
@@ -52,9 +53,13 @@ def started(folder: Path, dtypes: str, **environment: str) -> "subprocess.Popen[
 
 
 def answer(process: "subprocess.Popen[str]") -> Any:
-    out, _ = process.communicate("\n")
-    assert process.returncode == 0
-    return json.loads(out)
+    """Let a process start, if it has not been let yet, and return what it answers."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    *_, last = process.stdout
+    assert process.wait() == 0
+    return json.loads(last)
 
 
 def test_a_function_is_compiled_once_per_signature(tmp_path: Path) -> None:
@@ -89,6 +94,12 @@ def test_processes_that_compile_at_once_store_what_is_right_for_each(
         started(tmp_path, " ".join(reversed(dtypes))),
         started(tmp_path, " ".join(dtypes), NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES=""),
     ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
     for process in processes:
         assert answer(process)[0] == [20.0] * 4
     assert len(list(tmp_path.iterdir())) == 2 * len(dtypes)
