@@ -114,9 +114,7 @@ def pack_values(
         with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
             entry = builder.mul(loop.index, integer(2))
             prefetched.prefetch(entry, 2)
-            pair = [
-                builder.gep(span.entry(builder.add(entry, integer(i))), [dim]) for i in range(2)
-            ]
+            pair = _pair_of(builder, span, entry, dim)
             row = builder.gep(start, [builder.mul(builder.sub(loop.index, first), width)])
             with cgutils.for_range(builder, chunks, intp=I64) as chunk:
                 d = builder.mul(chunk.index, integer(_BOTH))
@@ -128,6 +126,11 @@ def pack_values(
 
     index = types.intp
     return types.void(values, index, index, index, index, index, ahead, panel), codegen
+
+
+def _pair_of(builder: ir.IRBuilder, span: SpanCode, entry: Any, dim: Any) -> list[Any]:
+    """Return where two entries hold their numbers from dimension ``dim`` on."""
+    return [builder.gep(span.entry(builder.add(entry, integer(i))), [dim]) for i in range(2)]
 
 
 def _interleave(builder: ir.IRBuilder, a: Any, b: Any) -> list[Any]:
@@ -198,11 +201,10 @@ def _multiply_pairs(rows: int, vectors: int) -> Any:
                     for v in range(vectors)
                 ]
                 for row, sums in zip(a_rows, totals, strict=True):
-                    word = broadcast(builder, builder.load(builder.gep(row, [loop.index])))
-                    pair = builder.bitcast(word, I32_VECTOR)
+                    word = _broadcast_word(builder, row, loop.index)
                     for total, column in zip(sums, columns, strict=True):
                         before = builder.load(total)
-                        after = add_pair_products(context, builder, before, pair, column)
+                        after = add_pair_products(context, builder, before, word, column)
                         builder.store(after, total)
             for place, total in _paired(places, totals):
                 store_unaligned(builder, builder.load(total), place)
@@ -229,9 +231,47 @@ multiply_pairs_5x64 = _multiply_pairs(5, 4)
 multiply_pairs_6x64 = _multiply_pairs(6, 4)
 
 
+def _zero_totals(builder: ir.IRBuilder, rows: int, vectors: int) -> list[list[Any]]:
+    """Return running sums of 0 that LLVM keeps in registers."""
+    totals = [
+        [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(vectors)]
+        for _ in range(rows)
+    ]
+    for total in (each for row in totals for each in row):
+        builder.store(constant(0.0), total)
+    return totals
+
+
+def _broadcast_word(builder: ir.IRBuilder, row: Any, place: Any) -> Any:
+    """Return 16 times a row's word at ``place``."""
+    word = broadcast(builder, builder.load(builder.gep(row, [place])))
+    return builder.bitcast(word, I32_VECTOR)
+
+
+def _add_value_pair(
+    context: Any, builder: ir.IRBuilder, pair: list[Any], words: list[Any],
+    totals: list[list[Any]],
+) -> None:  # fmt: skip
+    """Add the products of each row's word with a pair of values to the row's sums.
+
+    Args:
+        pair: where both values start.
+        words: a vector per row.
+        totals: of each row, in the order of dimensions.
+    """
+    for first in range(0, len(totals[0]), 2):
+        places = [builder.gep(value, [integer(first * LANES)]) for value in pair]
+        numbers = [load_unaligned(builder, place, _I16_VECTOR) for place in places]
+        for i, column in enumerate(_interleave(builder, *numbers)):
+            column = builder.bitcast(column, I32_VECTOR)
+            for word, row in zip(words, totals, strict=True):
+                before = builder.load(row[first + i])
+                after = add_pair_products(context, builder, before, word, column)
+                builder.store(after, row[first + i])
+
+
 def _weigh_pairs_in_place(rows: int) -> Any:
     """Generate the kernel for ``rows`` rows of weights, and values of 64 dimensions."""
-    chunks = WIDE // _BOTH
 
     def operation(
         typing_context: Any, weights: Any, weights_at: Any, weights_stride: Any, values: Any,
@@ -253,44 +293,17 @@ def _weigh_pairs_in_place(rows: int) -> Any:
             prefetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
             start = address(context, builder, kinds[0], weights, at)
             weight_rows = row_pointers(builder, start, stride, rows)
-            totals = [
-                [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(2 * chunks)]
-                for _ in range(rows)
-            ]
-            for total in (each for row in totals for each in row):
-                builder.store(constant(0.0), total)
+            totals = _zero_totals(builder, rows, WIDE // LANES)
             with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
                 entry = builder.mul(loop.index, integer(2))
                 prefetched.prefetch(entry, 2)
-                pair = [
-                    builder.gep(span.entry(builder.add(entry, integer(i))), [dim]) for i in range(2)
-                ]
+                pair = _pair_of(builder, span, entry, dim)
                 place = builder.sub(loop.index, first)
-                words = [
-                    builder.bitcast(
-                        broadcast(builder, builder.load(builder.gep(row, [place]))), I32_VECTOR
-                    )
-                    for row in weight_rows
-                ]
-                for chunk in range(chunks):
-                    numbers = [
-                        load_unaligned(
-                            builder, builder.gep(p, [integer(chunk * _BOTH)]), _I16_VECTOR
-                        )
-                        for p in pair
-                    ]
-                    for i, column in enumerate(_interleave(builder, *numbers)):
-                        column = builder.bitcast(column, I32_VECTOR)
-                        for word, row in zip(words, totals, strict=True):
-                            total = row[2 * chunk + i]
-                            before = builder.load(total)
-                            builder.store(
-                                add_pair_products(context, builder, before, word, column), total
-                            )
+                words = [_broadcast_word(builder, row, place) for row in weight_rows]
+                _add_value_pair(context, builder, pair, words, totals)
             start = address(context, builder, kinds[9], out, to)
-            for row, target in zip(
-                totals, row_pointers(builder, start, head_dim, rows), strict=True
-            ):
+            targets = row_pointers(builder, start, head_dim, rows)
+            for target, row in zip(targets, totals, strict=True):
                 for v, total in enumerate(row):
                     place = builder.gep(target, [integer(v * LANES)])
                     store_unaligned(builder, builder.load(total), place)
