@@ -59,6 +59,8 @@ class Verification:
 
     def accept(self, token_id: int) -> bool:
         """Return whether the logits after a token are computed, and move to their row."""
+        if not self.draft:
+            return False
         place = self.row - self.first_row
         if place >= len(self.draft) or self.draft[place] != token_id:
             return False
@@ -69,12 +71,14 @@ class Verification:
         """Return the new tokens as the request's output."""
         sequence = self.sequence
         is_sent = bool(self.tokens) or self.finish_reason is not None
-        logprobs = [token.logprobs for token in self.tokens if token.logprobs is not None]
+        logprobs = None
+        if sequence.params.logprobs is not None:
+            logprobs = [token.logprobs for token in self.tokens if token.logprobs is not None]
         return EngineOutput(
             request_id=sequence.request_id,
             index=sequence.index,
             token_ids=[token.token_id for token in self.tokens],
-            logprobs=None if sequence.params.logprobs is None else logprobs,
+            logprobs=logprobs,
             finish_reason=self.finish_reason,
             cached_tokens=sequence.cached_tokens or 0,
             reused_tokens=sequence.reused_tokens,
@@ -95,7 +99,8 @@ def sibling_groups(
     draft: SequenceOf[int]
     row = 0
     for entry in scheduled:
-        row += len(entry.scored_rows)
+        if entry.sequence.prompt_logprobs is not None:
+            row += len(entry.scored_rows)
         if entry.sampled:
             draft = entry.draft.tokens[: entry.drafted].tolist() if entry.drafted else ()
             siblings = [Verification(one, row, draft) for one in entry.sequence.fork()]

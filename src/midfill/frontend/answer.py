@@ -6,7 +6,7 @@ nor towards ``max_tokens``.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -112,6 +112,7 @@ class Answer:
         self.finished = False
         self._tokenizer = tokenizer
         self._sampling = sampling
+        self._soft_max_tokens = sampling.post_processing.soft_max_tokens
         self._detokenizer = Detokenizer(tokenizer, healed)
         self._scanner = StopScanner(stops, include_stop=sampling.include_stop_str_in_output)
         self._trimmer = trimmer
@@ -155,29 +156,29 @@ class Answer:
             return self._delta("", "", "length")
         self._watch_time()
         text = trimmed = ""
+        scanner, trimmer, logprobs = self._scanner, self._trimmer, output.logprobs
         for position, (token_id, written) in enumerate(self._tokens_of(output)):
             self._unreported.append(token_id)
             healed = self._detokenizer.skip
             shown = healed == 0 or len(written) > healed
             self.tokens += shown
-            if shown and output.logprobs is not None:
-                self._logprob += output.logprobs[position].logprob
+            if shown and logprobs is not None:
+                self._logprob += logprobs[position].logprob
                 self._scored += 1
             is_end = output.finish_reason == "stop" and position == len(output.token_ids) - 1
             if is_end and not self._sampling.include_stop_str_in_output:
                 break
-            if shown and output.logprobs is not None:
-                self._pending.append(self._report(token_id, output.logprobs[position], healed))
+            if shown and logprobs is not None:
+                self._pending.append(self._report(token_id, logprobs[position], healed))
             decoded = self._detokenizer.push_bytes(written)
             self._decoded += len(decoded)
-            text += self._scanner.push(decoded)
-            if self._scanner.stopped is not None:
+            text += scanner.push(decoded)
+            if scanner.stopped is not None:
                 break
-            soft_end = self._sampling.post_processing.soft_max_tokens
-            if shown and self.tokens == soft_end and self._trimmer is not None:
-                trimmed += self._trimmer.push(text)
+            if trimmer is not None and shown and self.tokens == self._soft_max_tokens:
+                trimmed += trimmer.push(text)
                 text = ""
-                self._trimmer.end_at_line_break()
+                trimmer.end_at_line_break()
             if self.tokens == self._sampling.max_tokens:
                 finish_reason = finish_reason or "length"
                 break
@@ -188,12 +189,12 @@ class Answer:
         self.finished = True
         return AnswerDelta(self.index, "", tuple(self._unreported), (), reason)
 
-    def _tokens_of(self, output: EngineOutput) -> list[tuple[int, bytes]]:
+    def _tokens_of(self, output: EngineOutput) -> Iterable[tuple[int, bytes]]:
         """Return an output's tokens, and what each stands for."""
-        written = output.token_bytes
+        written: Iterable[bytes] | None = output.token_bytes
         if written is None:
-            written = [self._tokenizer.token_bytes(token_id) for token_id in output.token_ids]
-        return list(zip(output.token_ids, written, strict=True))
+            written = map(self._tokenizer.token_bytes, output.token_ids)
+        return zip(output.token_ids, written, strict=True)
 
     def _watch_time(self) -> None:
         """Let the answer end with its line once its time is over."""
@@ -248,6 +249,8 @@ class Answer:
 
     def _release(self, complete: bool) -> tuple[TokenLogprob, ...]:
         """Return the log probabilities of tokens whose text was returned; of all if complete."""
+        if not self._pending:
+            return ()
         count = 0
         while count < len(self._pending) and (
             complete or self._pending[count].offset < self._shown
