@@ -1,5 +1,8 @@
 """KV cache: entries are rounded as NumPy rounds, and kernels read back what is stored."""
 
+import mmap
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from midfill.kernels.cpu.kv_cache import (
     allocate_kv,
     entry_bytes,
     load_entry,
+    touch_page,
     write_entry,
 )
 from midfill.kernels.cpu.simd import store
@@ -21,6 +25,12 @@ DIM = 32
 def _read(entries, out):  # type: ignore[no-untyped-def]
     for d in range(0, len(out), 16):
         store(out, d, load_entry(entries, d))
+
+
+@kernel
+def _touch(entries, first, end):  # type: ignore[no-untyped-def]
+    for entry in range(first, end):
+        touch_page(entries, entry * DIM, DIM)
 
 
 def round_trip(values: np.ndarray, kv_format: KVFormat) -> tuple[np.ndarray, np.ndarray]:
@@ -93,3 +103,32 @@ def test_quants_err_by_at_most_half_a_step_of_their_own_entry() -> None:
 def test_sizes_are_those_of_the_arrays(kv_format: KVFormat) -> None:
     entries, scales = allocate_kv(kv_format, 10, DIM)
     assert entries.nbytes + scales.nbytes == 10 * entry_bytes(kv_format, DIM)
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_touched_pages_keep_what_they_hold(kv_format: KVFormat) -> None:
+    entries, _ = allocate_kv(kv_format, 1000, DIM)
+    entries[:] = np.arange(len(entries)) % 101
+    before = entries.copy()
+    _touch(entries, 0, 1000)
+    np.testing.assert_array_equal(entries, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_only_a_pages_first_entry_takes_the_page(kv_format: KVFormat) -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1])
+
+    pages, per_page = 2000, mmap.PAGESIZE // entry_bytes(KVFormat.F32, DIM)
+    entries, _ = allocate_kv(kv_format, pages * mmap.PAGESIZE // DIM, DIM)
+    _touch(entries, 1, 1)  # compiles it
+    per_page *= 4 // entries.itemsize
+    before = resident()
+    for page in range(pages):
+        _touch(entries, page * per_page + 1, (page + 1) * per_page)
+    assert resident() - before < pages / 10
+    for page in range(pages):
+        _touch(entries, page * per_page, page * per_page + 1)
+    assert pages * 0.9 < resident() - before < pages * 1.1

@@ -13,6 +13,7 @@ An entry is rounded once, when it is written. Every reader sees the rounded valu
 the same step, so answers do not depend on how a prompt was cut into chunks.
 """
 
+import mmap
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -29,12 +30,15 @@ from midfill.kernels.cpu.memory import Float32Array, small_page_zeros
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I8,
+    I32,
     I32_VECTOR,
+    I64,
     LANES,
     Codegen,
     absolute,
     address,
     f32x16,
+    integer,
     llvm_call,
     load,
     load_unaligned,
@@ -173,6 +177,27 @@ def store_entry(typing_context: Any, entries: Any, offset: Any, value: Any) -> t
         return context.get_dummy_value()
 
     return types.void(entries, types.intp, f32x16), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def touch_page(typing_context: Any, entries: Any, offset: Any, size: Any) -> tuple[Any, Codegen]:
+    """If entries[offset:offset + size] is the first entry of a page of memory, write to the page.
+
+    What is there stays as it is.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = signature.args[0]
+        pointer = address(context, builder, kind, arguments[0], arguments[1])
+        entry_size = builder.mul(arguments[2], integer(kind.dtype.bitwidth // 8))
+        place = builder.and_(builder.ptrtoint(pointer, I64), integer(mmap.PAGESIZE - 1))
+        with builder.if_then(builder.icmp_unsigned("<", place, entry_size), likely=False):
+            word = builder.bitcast(pointer, I32.as_pointer())
+            # 0 for 0, which isn't optimised away. Reading first would ask for the page twice.
+            builder.cmpxchg(word, I32(0), I32(0), "monotonic", "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(entries, types.intp, types.intp), codegen
 
 
 @kernel
