@@ -174,7 +174,9 @@ class _Bench:
     def decode(self, load: Load) -> _Reading:
         """Run steps that give every stream one token."""
         prompts = [self._tokens(load.context) for _ in range(load.streams)]
-        names = [self._ask(prompt, load.repeats + 16) for prompt in prompts]
+        # The first streams answer while prompts of the last ones are computed.
+        earlier = 16 + load.streams * load.context // 128
+        names = [self._ask(prompt, earlier + load.repeats) for prompt in prompts]
         begun: set[str] = set()
         while len(begun) < load.streams:
             begun.update(output.request_id for output in self._engine.step())
