@@ -43,6 +43,18 @@ class Chip:
         return ticks * rows // MEASURED_ROWS
 
 
+class BusyChip(Chip):
+    """The same, on which other work makes a stretch of the runs slow; all tiles are alike else."""
+
+    def __init__(self, busy: range) -> None:
+        super().__init__()
+        self.busy = busy
+
+    def __call__(self, tile_rows: npt.NDArray[np.uint8], rows: int) -> npt.NDArray[np.int64]:
+        self.runs += 1
+        return np.full(len(PHASES), 4000 if self.runs in self.busy else 1000 + self.runs % 7)
+
+
 @pytest.fixture
 def model(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,6 +76,13 @@ def test_the_fastest_tile_rows_are_used_and_kept(model: PackedModel) -> None:
     assert chip.runs == runs
     autotune_tile_rows(model, 1, chip)
     assert chip.runs > runs
+
+
+@pytest.mark.parametrize("first", [1, 4, 9, 14])
+def test_work_beside_the_measurement_changes_nothing(model: PackedModel, first: int) -> None:
+    tuned = autotune_tile_rows(model, 2, BusyChip(range(first, first + 6)))
+    tallest = default_tile_rows(model).max(axis=1)
+    np.testing.assert_array_equal(tuned.max(axis=1), tallest)
 
 
 def test_tiles_on_amx_are_measured_too_where_it_may_be_used(model: PackedModel) -> None:
