@@ -32,7 +32,13 @@ def test_an_engine_that_is_killed_costs_no_answer(model: str) -> None:
 
 def test_under_overload_what_is_accepted_is_answered_in_time(model: str) -> None:
     options = OverloadOptions(
-        model=model, clients=(2, 4), search_seconds=4, seconds=8, factor=4, deadline=10
+        model=model,
+        clients=(2, 4),
+        search_seconds=4,
+        fill_seconds=4,
+        seconds=8,
+        factor=4,
+        deadline=10,
     )
     report = asyncio.run(measure_overload(options))
     assert report.overload.failed == 0, report.overload.codes

@@ -1,7 +1,7 @@
 """bench overload: far more requests than can be answered in time, and how many still are.
 
-First ever more clients: the most answers within the deadline per second is the peak. Then a
-multiple of that load. There are two loads:
+First the KV pool is filled. Then ever more clients: the most answers within the deadline per second
+is the peak. Then a multiple of that load. There are two loads:
 
     carets   a few documents, each request at a random place in one of them. At the peak clients ask
              one request after the other; then requests arrive at random moments, at a multiple of
@@ -29,13 +29,14 @@ from midfill.bench.documents import standard_library_documents
 from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
 from midfill.bench.reliability.asking import Outcome, refusal, whole_answer
 from midfill.bench.reliability.connections import Connections
-from midfill.bench.reliability.served import serve_model
+from midfill.bench.reliability.served import ServedModel, serve_model
 from midfill.errors import MidfillError
 from midfill.reporting.result_table import ResultTable
 from midfill.system.machine import Machine, describe_machine
 
 _HUNG = 3  # deadlines after which a request counts as hung
 _IDLE_SECONDS = 60
+_FREE_SHARE = 0.05  # of a pool that counts as full
 _THINK_SECONDS = 1.0  # of an editor's user, the mean
 _SESSION_ROUNDS = 100
 _FILES = 300  # that editors' documents are parts of
@@ -61,6 +62,7 @@ class OverloadOptions(msgspec.Struct, frozen=True, kw_only=True):
         seconds: for which they do.
         clients: how many there are in each part of the search for the peak; () for the load's own.
         search_seconds: how long each part takes.
+        fill_seconds: for which the KV pool is filled before, at most.
         documents: of the load "carets".
         characters: of each document.
         output_tokens: of each answer.
@@ -74,6 +76,7 @@ class OverloadOptions(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 40.0
     clients: tuple[int, ...] = ()
     search_seconds: float = 15.0
+    fill_seconds: float = 120.0
     documents: int = 32
     characters: int = 2000
     output_tokens: int = 16
@@ -152,9 +155,10 @@ async def measure_overload(options: OverloadOptions, say: Say = lambda _: None) 
         serve_model(options.model, ["--log-level", "warning"]) as server,
         Connections(server.url) as connections,
     ):
+        filled = await _fill_pool(server, connections, load, say)
         phases: dict[int, Phase] = {}
-        part = 0  # the first warms up
-        for part, clients in enumerate((options.searched[0], *options.searched)):
+        part = filled
+        for part, clients in enumerate(options.searched, filled):
             say(f"{clients} clients")
             phases[clients] = await _closed_loop(
                 connections, load, clients, part, options.search_seconds
@@ -241,6 +245,23 @@ _Load = _Carets | _Editors
 
 def _load(options: OverloadOptions) -> _Load:
     return _Carets(options) if options.load == "carets" else _Editors(options)
+
+
+async def _fill_pool(server: ServedModel, connections: Connections, load: _Load, say: Say) -> int:
+    """Send requests until no KV slot is free, or for long enough; return how many parts it took.
+
+    A server that has run for a while has a full pool. One that hasn't evicts nothing yet, and its
+    peak could not be compared with what comes later.
+    """
+    options = load.options
+    most = max(round(options.fill_seconds / options.search_seconds), 1)
+    for part in range(most):
+        say(f"filling the KV pool, {options.searched[-1]} clients")
+        await _closed_loop(connections, load, options.searched[-1], part, options.search_seconds)
+        now = await server.metrics()
+        if now["kv_slots_free"] < _FREE_SHARE * now["kv_slots"]:
+            return part + 1
+    return most
 
 
 async def _closed_loop(
