@@ -9,6 +9,7 @@ the header ``Host``. Numbers can't be made to point elsewhere, so addresses are 
 import ipaddress
 import socket
 from collections.abc import Collection
+from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,11 +27,12 @@ class OwnHosts:
     def __init__(self, app: ASGIApp, names: Collection[str] = ()) -> None:
         self._app = app
         self._names = {name.lower().rstrip(".") for name in (*names, socket.gethostname())}
+        self._is_own = lru_cache(maxsize=64)(self.is_own)  # clients use few names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request (ASGI)."""
         host = next((value for name, value in scope.get("headers", ()) if name == b"host"), b"")
-        if scope["type"] == "http" and not self.is_own(host.decode("latin-1")):
+        if scope["type"] == "http" and not self._is_own(host.decode("latin-1")):
             error = ApiError(
                 421,
                 "this server answers to its own machine only, not under another name; a server that"
