@@ -147,6 +147,16 @@ def test_the_same_bits_layer_by_layer(runner: CpuRunner) -> None:
     np.testing.assert_array_equal(runner.compute_logits(step, hidden).numpy(), whole)
 
 
+def test_embeddings_touch_no_slots(runner: CpuRunner) -> None:
+    """Where layers have slots of their own, those of one may be beyond the others' memory."""
+    ids = token_ids(60, seed=6)
+    expected = runner.embed(batch([(ids, 0, scattered())])).numpy().copy()
+    for thousands in range(1, 1000, 90):
+        beyond = np.arange(60, dtype=np.int32) * 64 + 1000 * thousands * SLOTS
+        found = runner.embed(batch([(ids, 0, beyond)])).numpy()
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_hidden_rows_belong_to_the_caller_whatever_else_runs_between_layers(
     runner: CpuRunner,
 ) -> None:

@@ -317,9 +317,12 @@ def _compute_logits(
 
 @kernel
 def _touch_pages(
-    context: ThreadContext, config: DecoderConfig, cache: KVCache, slots: Int32Array
-) -> None:
-    """Write to the pages of memory that begin with one of some slots, in all layers and heads.
+    context: ThreadContext, config: DecoderConfig, cache: KVCache, slots: Int32Array,
+    first_layer: int, end_layer: int,
+) -> None:  # fmt: skip
+    """Write to the pages of memory that begin with one of some slots, in some layers, all heads.
+
+    Slots may be those of one layer alone, so no layer is touched that isn't written with them.
 
     The system gives a page when it is first written to, in 2 to 3 µs. Threads that share the rows
     of a step would ask for the same page at the same time, in every layer and head, and wait for
@@ -327,7 +330,8 @@ def _touch_pages(
     """
     dim, regions = config.head_dim, config.layers * config.kv_heads
     held = len(cache.keys) // (regions * dim)
-    for region in range(context.thread, regions, context.threads):
+    begin, end = first_layer * config.kv_heads, end_layer * config.kv_heads
+    for region in range(begin + context.thread, end, context.threads):
         for slot in slots:
             at = (region * held + slot) * dim
             touch_page(cache.keys, at, dim)
@@ -343,16 +347,16 @@ def _forward(
     context = ThreadContext(thread, threads, sync, workspace.clock)
     start_clock(workspace.clock, thread)
     rows, width = len(batch.token_ids), config.hidden
+    first, end = stages.first_layer, stages.end_layer
     if stages.embed:
         if threads > 1 and count_blocks(rows, threads) == 0:
-            _touch_pages(context, config, cache, batch.write_slots)
+            _touch_pages(context, config, cache, batch.write_slots, first, end)
         for row in range(thread, rows, threads):
             embed(
                 batch.token_ids[row], weights.embed, config.embedding_multiplier, hidden,
                 row * width,
             )  # fmt: skip
         end_phase(context, EMBED)
-    first, end = stages.first_layer, stages.end_layer
     if not stages.projected and (first < end or stages.project):
         start = _Part(False, True)
         _run_rows(context, config, weights, cache, first - 1, start, batch, hidden, workspace)
