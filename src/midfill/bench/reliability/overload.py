@@ -157,7 +157,6 @@ async def measure_overload(options: OverloadOptions, say: Say = lambda _: None) 
     ):
         filled = await _fill_pool(server, connections, load, say)
         phases: dict[int, Phase] = {}
-        part = filled
         for part, clients in enumerate(options.searched, filled):
             say(f"{clients} clients")
             phases[clients] = await _closed_loop(
@@ -170,7 +169,9 @@ async def measure_overload(options: OverloadOptions, say: Say = lambda _: None) 
         if isinstance(load, _Editors):
             clients = round(options.factor * peak_clients)
             say(f"{clients} clients")
-            overload = await _closed_loop(connections, load, clients, part + 1, options.seconds)
+            overload = await _closed_loop(
+                connections, load, clients, filled + len(options.searched), options.seconds
+            )
         else:
             rate = options.factor * peak.goodput
             say(f"{rate:.0f} requests per second")
