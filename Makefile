@@ -42,8 +42,8 @@ test-python:
 	.ci/test-python $(PYTHON) $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests examples docs
-	$(BIN)/ruff format --check src tests examples docs
+	$(BIN)/ruff check src benchmarks tests examples docs
+	$(BIN)/ruff format --check src benchmarks tests examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -71,8 +71,8 @@ fuzz-api: $(VENV)/.installed-dev
 	$(BIN)/python tests/fuzz/api.py --calls $(CALLS)
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff check --fix src tests examples docs
-	$(BIN)/ruff format src tests examples docs
+	$(BIN)/ruff check --fix src benchmarks tests examples docs
+	$(BIN)/ruff format src benchmarks tests examples docs
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -10,14 +10,10 @@ from typing import Any
 
 import torch
 
-from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
-from midfill.checkpoints.opening import open_model
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy, speculation
-from midfill.engine.scheduler import SchedulerPolicy, ScheduleState, StepPlan
-from midfill.forward.batch import ForwardBatch
-from midfill.forward.runner import Runner
+from midfill.engine.scheduling.scheduler import SchedulerPolicy, ScheduleState, StepPlan
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.response import Response
@@ -26,9 +22,13 @@ from midfill.infill.formats import Sentinel
 from midfill.infill.layout import PromptLayout
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+from midfill.models.checkpoints.opening import open_model
+from midfill.models.tokens.token_boundary import keeps_tokens_of
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
-from midfill.tokens.token_boundary import keeps_tokens_of
-from midfill.tokens.tokenizer import Tokenizer
 
 PREFIX = 'import math\n\n\ndef circle_area(radius):\n    """The area of a circle."""\n    return ma'
 SUFFIX = "\n\n\nprint(circle_area(2.0))\n"

@@ -8,11 +8,11 @@ show that the loss falls; the shipped adapter saw 2.35 million (docs/training.md
 import sys
 from pathlib import Path
 
-from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve
-from midfill.checkpoints.opening import open_checkpoint
-from midfill.training.corpus import Corpus
-from midfill.training.recipe import TrainingRecipe
-from midfill.training.run import RunInputs, finish_run, prepare_run
+from midfill.lab.training.corpus import Corpus
+from midfill.lab.training.recipe import TrainingRecipe
+from midfill.lab.training.run import RunInputs, finish_run, prepare_run
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
+from midfill.models.checkpoints.opening import open_checkpoint
 
 recipe = TrainingRecipe(tokens=20_000)
 inputs = RunInputs(

@@ -11,7 +11,7 @@ import pytest
 from tiny_checkpoints import VARIANTS
 
 from midfill.models.families import FAMILIES
-from midfill.server.app import DIALECTS
+from midfill.serving.server.app import DIALECTS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "midfill"
@@ -67,7 +67,7 @@ def test_every_family_is_listed_and_has_a_tiny_checkpoint() -> None:
 
 
 def test_policies_are_frozen_dataclasses() -> None:
-    for module in modules("engine/policies"):
+    for module in modules("engine/scheduling/policies"):
         defined = [
             item
             for item in vars(module).values()
@@ -81,7 +81,9 @@ def test_policies_are_frozen_dataclasses() -> None:
 
 def test_every_dialect_is_mounted() -> None:
     written = [
-        module.DIALECT for module in modules("server/dialects") if hasattr(module, "DIALECT")
+        module.DIALECT
+        for module in modules("serving/server/dialects")
+        if hasattr(module, "DIALECT")
     ]
     assert len(written) >= 3
     assert {id(dialect) for dialect in written} == {id(dialect) for dialect in DIALECTS}

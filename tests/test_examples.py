@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from running_server import start
 
-from midfill.checkpoints.model_store import DEFAULT_MODEL
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

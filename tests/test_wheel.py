@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from running_server import start
 
-from midfill.checkpoints.model_store import SHIPPED_ADAPTERS
+from midfill.models.checkpoints.model_store import SHIPPED_ADAPTERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -60,7 +60,7 @@ def test_it_holds_all_data_of_the_package(python: Path, tmp_path: Path) -> None:
     package = Path(run([python, "-c", code], tmp_path).strip())
     assert package.is_relative_to(python.parents[1])
     source = ROOT / "src" / "midfill"
-    for folder in (SHIPPED_ADAPTERS, source / "server" / "pages" / "built"):
+    for folder in (SHIPPED_ADAPTERS, source / "serving" / "server" / "pages" / "built"):
         files = [path for path in folder.rglob("*") if path.is_file()]
         assert files
         for file in files:
@@ -82,6 +82,6 @@ def test_it_serves(python: Path, tiny_folder: Path) -> None:
 
 
 def test_it_passes_tests_that_are_run_from_another_folder(python: Path, tmp_path: Path) -> None:
-    folders = [ROOT / "tests" / name for name in ("infill", "kv", "tokens", "reporting")]
+    folders = [ROOT / "tests" / name for name in ("infill", "kv", "models/tokens", "system")]
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
     assert "passed" in run([python, "-m", "pytest", *options, *folders], tmp_path)

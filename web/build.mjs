@@ -8,7 +8,7 @@ import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const output = process.argv[2] ?? join(here, "../src/midfill/server/pages/built");
+const output = process.argv[2] ?? join(here, "../src/midfill/serving/server/pages/built");
 const pages = ["playground", "dashboard"];
 
 /** Return the folders of the packages that a bundle is made of. */

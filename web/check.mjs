@@ -7,7 +7,7 @@ import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
 
 const here = dirname(fileURLToPath(import.meta.url));
-const committed = join(here, "../src/midfill/server/pages/built");
+const committed = join(here, "../src/midfill/serving/server/pages/built");
 const built = await mkdtemp(join(tmpdir(), "midfill-pages-"));
 try {
   execFileSync(process.execPath, [join(here, "build.mjs"), built]);

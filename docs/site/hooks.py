@@ -22,7 +22,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "src/midfill/checkpoints/adapters/smollm2-135m-fim/README.md": "adapter.md",
+    "src/midfill/models/checkpoints/adapters/smollm2-135m-fim/README.md": "adapter.md",
 }
 """Pages outside docs/: path in the repository -> page of the site."""
 

@@ -180,11 +180,11 @@ class ServeOptions:
         host, port: where to listen; port 0 takes a free one.
         api_keys: keys that clients must send, each with a cache of its own; no keys let everyone
             in.
-        api_key_file: a file with further keys, see ``server.key_file``.
+        api_key_file: a file with further keys, see ``serving.server.key_file``.
         kv_transfer_key: key of those that may move KV between servers; None lets nobody.
         tls: where its certificate is; None speaks plain HTTP.
         allowed_hosts: further names that a server without keys on a loopback address answers
-            under, see ``server.own_hosts``.
+            under, see ``serving.server.own_hosts``.
         fim_tokens: the model's FIM sentinels, if midfill doesn't know them.
         window: how much of a long document to show the model; None takes what the model or its
             adapter says.

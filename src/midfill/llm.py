@@ -7,8 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
-from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
-from midfill.checkpoints.opening import open_model
 from midfill.config import Backend, KvDtype, ModelOptions, WeightsOption
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineStats
@@ -30,6 +28,8 @@ from midfill.infill.context import ContextFile
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.window import WindowRule
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+from midfill.models.checkpoints.opening import open_model
 from midfill.system.progress import Progress, StageProgress
 
 __all__ = ["LLM", "AnswerStream", "GeneratedAnswer", "GenerationResult", "SamplingParams"]

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from midfill.bench.versions import rounds, speed
-from midfill.bench.versions.speed import CompareSpeedOptions
-from midfill.checkpoints.model_store import DEFAULT_MODEL
 from midfill.cli.bench.app import app
 from midfill.errors import MidfillError
+from midfill.lab.bench.versions import rounds, speed
+from midfill.lab.bench.versions.speed import CompareSpeedOptions
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
 Calls = list[tuple[CompareSpeedOptions | list[str], str, int]]
 
@@ -96,16 +96,3 @@ def test_fewer_than_six_pairs_are_refused(command: str, calls: Calls) -> None:
 )
 def test_options_of_peers_that_do_not_fit(arguments: list[str], message: str) -> None:
     assert message in run("peers", *arguments)
-
-
-def test_plugins_that_are_not_known_are_named(tiny_folder: Path) -> None:
-    error = run("plugins", str(tiny_folder), "--only", "llama.vim", "--only", "emacs")
-    assert error.startswith("--only emacs: there are whole documents, midfill lsp, llama.vim, ")
-
-
-def test_plugins_are_counted(tiny_folder: Path, tmp_path: Path) -> None:
-    docs = tmp_path / "docs.md"
-    options = "--only", "Zed", "--sessions", "1", "--rounds", "5", "--window", "600,200"
-    result = CliRunner().invoke(app, ["plugins", str(tiny_folder), *options, "--docs", str(docs)])
-    assert result.exit_code == 0, result.output
-    assert "| Zed | 5 |" in docs.read_text()

@@ -3,13 +3,13 @@
 import pytest
 from typer.testing import CliRunner
 
-from midfill.bench.methods import run
-from midfill.bench.methods.results import QUICK, MethodsOptions
-from midfill.bench.methods.variants import Variant
-from midfill.checkpoints.model_store import DEFAULT_MODEL
 from midfill.cli.bench.app import app
 from midfill.cli.bench.methods import draw_lines
 from midfill.errors import MidfillError
+from midfill.lab.bench.methods import run
+from midfill.lab.bench.methods.results import QUICK, MethodsOptions
+from midfill.lab.bench.methods.variants import Variant
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
 Call = tuple[list[str], list[Variant], MethodsOptions]
 

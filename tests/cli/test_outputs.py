@@ -32,12 +32,9 @@ def test_what_cant_be_a_file_is_refused(tmp_path: Path) -> None:
         "rounds",
         "speed",
         "profile",
-        "precision",
         "edits",
         "replay",
         "methods",
-        "prefill",
-        "kv-dtypes",
     ],
 )
 @pytest.mark.parametrize("option", ["--json", "--docs"])

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.cli.training_display import FRAGMENT_BORDER, StepDisplay, example_text
 from midfill.infill.formats import custom_format
-from midfill.training.checkpoints import TrainingState
-from midfill.training.examples import ExampleMaker
-from midfill.training.holes import Hole
-from midfill.training.loss_log import StepReport
-from midfill.training.recipe import DataRecipe
+from midfill.lab.training.checkpoints import TrainingState
+from midfill.lab.training.examples import ExampleMaker
+from midfill.lab.training.holes import Hole
+from midfill.lab.training.loss_log import StepReport
+from midfill.lab.training.recipe import DataRecipe
+from midfill.models.checkpoints.opening import open_checkpoint
 
 
 def show(console: Console, first: int, steps: int) -> None:

@@ -1,10 +1,10 @@
 """An answer that one engine has begun goes on in another as it would have in the first."""
 
 import pytest
-from serving import request, serve
 from toy_engine import engine, prompt, sampling, truth
 
 from midfill.errors import InvalidRequestError
+from serving import request, serve
 
 PROMPT = prompt(40)
 

@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 import torch
-from serving import background, build_engine, check_idle, greedy_alone, request, serve
 from toy_engine import prompt
 from toy_runner import ToyRunner
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineOutput
 from midfill.errors import InvalidRequestError
-from midfill.forward.batch import ForwardBatch
+from midfill.runners.forward.batch import ForwardBatch
+from serving import background, build_engine, check_idle, greedy_alone, request, serve
 
 
 def engine(slots: int = 512, **options: int) -> Engine:

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from serving import Answer, build_engine, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.opening import open_checkpoint
-from midfill.compression.full_layers import FullLayers
-from midfill.compression.method import SequenceKeys
 from midfill.engine.cascade import CascadeSize
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
-from midfill.forward.runner import Runner
 from midfill.methods.evict.cake import Cake, CakeTrimmer
+from midfill.methods.evict.full_layers import FullLayers
+from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.snapkv import SnapKV
+from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import ModelConfig
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.runner import TorchRunner
+from serving import Answer, build_engine, request, serve
 
 LAYERS, BUDGET, WINDOW, LENGTH = 3, 24, 4, 100
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)

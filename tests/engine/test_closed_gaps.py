@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_keys import fake_keys
-from serving import build_engine, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
-from midfill.compression.method import SequenceKeys
-from midfill.compression.selection import Selection
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
-from midfill.forward.batch import ForwardBatch
 from midfill.methods.evict.lacache import LaCache
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.streaming_llm import StreamingLLM
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from serving import build_engine, request, serve
 
 BUDGET = 40
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, logprobs=0)

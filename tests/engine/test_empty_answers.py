@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import Answer, FixedCost, build_engine, greedy_alone, next_logits, serve
 from toy_engine import prompt, sampling
 from toy_runner import VOCAB, ToyRunner
 
@@ -12,6 +11,7 @@ from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError
 from midfill.methods.rows.lazyllm import LazyLLM
+from serving import Answer, FixedCost, build_engine, greedy_alone, next_logits, serve
 
 END, OTHER_END = 0, 1  # they stand for no text
 LETTERS = [bytes([letter]) for letter in b"abcd"]

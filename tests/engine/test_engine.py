@@ -4,12 +4,12 @@ import itertools
 import random
 
 import pytest
-from serving import Answer, greedy_alone, request, serve
 from toy_engine import engine, prompt, sampling, truth
 from toy_runner import ToyRunner
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest
+from serving import Answer, greedy_alone, request, serve
 
 
 def mixed_load(count: int, seed: int) -> list[EngineRequest]:

@@ -4,13 +4,13 @@ import inspect
 import textwrap
 
 import pytest
-from serving import Answers, build_engine, request, serve
 
-from midfill.checkpoints import model_store
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.models.checkpoints import model_store
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from serving import Answers, build_engine, request, serve
 
 pytestmark = pytest.mark.real_model
 

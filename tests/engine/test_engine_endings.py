@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from serving import build_engine, check_idle, request, serve
 from toy_engine import engine, prompt, sampling, truth
 from toy_runner import VOCAB, ToyRunner
 
 from midfill.errors import InvalidRequestError
-from midfill.forward.batch import ForwardBatch
+from midfill.runners.forward.batch import ForwardBatch
+from serving import build_engine, check_idle, request, serve
 
 
 class TestTheEnd:

@@ -16,6 +16,17 @@ from unittest.mock import patch
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from toy_method import FailsAfter, HalfTheKeys, KeepLoudest
+from toy_runner import ToyRunner
+
+from midfill.engine.kv_transfer import warm_cache
+from midfill.engine.kv_transfer.kv_copies import layout_name
+from midfill.engine.request import EngineSamplingParams
+from midfill.kv.blob import KvIdentity
+from midfill.kv.tiers.chunk_folder import ChunkFolder
+from midfill.kv.tiers.warm_tier import WarmTier
+from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
+from midfill.methods.rows.lazyllm import LazyLLM
 from serving import (
     Answer,
     FixedCost,
@@ -26,17 +37,6 @@ from serving import (
     request,
     serve,
 )
-from toy_method import FailsAfter, HalfTheKeys, KeepLoudest
-from toy_runner import ToyRunner
-
-from midfill.engine import warm_cache
-from midfill.engine.kv_copies import layout_name
-from midfill.engine.request import EngineSamplingParams
-from midfill.kv.blob import KvIdentity
-from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
-from midfill.methods.rows.lazyllm import LazyLLM
-from midfill.tiers.chunk_folder import ChunkFolder
-from midfill.tiers.warm_tier import WarmTier
 
 MAX_TOKENS = 10
 DOCUMENT = (3, 17, 5, 5, 30, 8, 21, 0, 13, 2, 39, 11, 25, 7, 6, 19, 33, 1, 28, 4) * 2

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import GREEDY, Answers, build_engine, request, serve
 from tiny_checkpoints import VOCAB, reference_model, write_variant
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.forward.runner import Runner
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.runner import TorchRunner
+from serving import GREEDY, Answers, build_engine, request, serve
 
 ANSWER = 12
 Truth = Callable[[tuple[int, ...]], list[int]]

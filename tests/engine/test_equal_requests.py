@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from serving import Answers, build_engine, request, serve
 from tiny_checkpoints import VOCAB as TINY_VOCAB
 from tiny_checkpoints import write_tiny
 from toy_engine import engine, prompt, sampling, truth
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.engine import Engine
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from serving import Answers, build_engine, request, serve
 
 TOKENS = prompt(70)
 

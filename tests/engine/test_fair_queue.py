@@ -1,14 +1,14 @@
 """The engine's queue: fair between tenants, first come first served within one."""
 
 import pytest
-from serving import request, serve
 from toy_engine import engine, prompt, sampling
 
 from midfill.engine.engine import Engine
-from midfill.engine.policies.deficit_round_robin import DeficitRoundRobin
 from midfill.engine.request import EngineOutput
-from midfill.engine.sequence import Sequence
-from midfill.engine.waiting_queue import WaitingQueue
+from midfill.engine.scheduling.policies.deficit_round_robin import DeficitRoundRobin
+from midfill.engine.sequences.sequence import Sequence
+from midfill.engine.sequences.waiting_queue import WaitingQueue
+from serving import request, serve
 
 LENGTH = 40
 

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import GREEDY, Answer, build_engine, next_logits, request, serve
 from toy_engine import prompt, sampling
 from toy_runner import VOCAB, ToyRunner
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError
+from midfill.models.checkpoints.opening import open_checkpoint
+from serving import GREEDY, Answer, build_engine, next_logits, request, serve
 
 END = 0  # stands for no text, like every end token
 TOKENS = [b"", b"", *(bytes([letter]) for letter in b"printf(x) \xc3\xa9\xf0\x9f\x99\x82\xa8")]

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving import build_engine, greedy_alone, request, serve
 from toy_engine import prompt, sampling
 from toy_method import KeepLoudest
 from toy_runner import ToyRunner
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.engine import Engine
-from midfill.forward.runner import Runner
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.runner import TorchRunner
+from serving import build_engine, greedy_alone, request, serve
 
 LAYERS = 5
 

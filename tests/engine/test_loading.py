@@ -5,17 +5,17 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import request, serve
 from tiny_checkpoints import VOCAB
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine, scheduler_policy, speculation
-from midfill.engine.policies.idle_prefill import IdlePrefill
-from midfill.engine.policies.layered_prefill import LayeredPrefill
-from midfill.engine.policies.sarathi_serve import SarathiServe
-from midfill.forward.batch import ForwardBatch
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.engine.scheduling.policies.idle_prefill import IdlePrefill
+from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
+from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from serving import request, serve
 
 
 def test_the_options_reach_the_policies() -> None:

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numba.core import event
-from serving import request, serve
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.kernels.cpu.compiled import CompiledCache
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from serving import request, serve
 
 OPTIONS = ModelOptions(
     backend="cpu", threads=2, kv_memory=2**20, token_budget=32, max_running=16, weights="f32"

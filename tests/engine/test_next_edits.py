@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 import pytest
-from serving import FixedCost
 
 from midfill import LLM, SamplingParams
-from midfill.checkpoints.model_store import DEFAULT_MODEL
 from midfill.config import ModelOptions
 from midfill.engine import loading
-from midfill.engine.acceptance import AcceptanceRates
-from midfill.engine.policies.smart_spec import SmartSpec
-from midfill.engine.speculation import Speculation
+from midfill.engine.scheduling.acceptance import AcceptanceRates
+from midfill.engine.scheduling.policies.smart_spec import SmartSpec
+from midfill.engine.step.speculation import Speculation
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+from serving import FixedCost
 
 pytestmark = pytest.mark.real_model
 

@@ -6,21 +6,21 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from serving import Answer, build_engine, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
-from midfill.compression.method import ServedModel
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
-from midfill.forward.batch import ForwardBatch
-from midfill.forward.groups import KeyGroup
-from midfill.forward.runner import Runner
-from midfill.methods.reuse.ape import Ape
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.methods.contexts.ape import Ape
+from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.groups import KeyGroup
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.runner import TorchRunner
+from serving import Answer, build_engine, request, serve
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 SEPARATOR = 3

@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from serving import FixedCost, build_engine, request, serve
 from toy_engine import prompt, sampling
 from toy_runner import HIDDEN, ToyRunner
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.engine import Engine
 from midfill.errors import InvalidRequestError
-from midfill.forward.runner import Runner
 from midfill.methods.rows.lazyllm import LazyLLM
 from midfill.methods.rows.uncomp_stage import LayerGroups, UNCompStage
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.runner import TorchRunner
+from serving import FixedCost, build_engine, request, serve
 
 LAYERS = 6
 

@@ -1,12 +1,12 @@
 """Chunks of sparse prefill in the engine: when they run, and what of them is shared."""
 
 import numpy as np
-from serving import build_engine, request, serve
 from toy_engine import prompt, sampling, truth
 from toy_method import HalfTheKeys
 from toy_runner import ToyRunner
 
 from midfill.engine.sparse_prefill import ChunkNumbers
+from serving import build_engine, request, serve
 
 METHOD = HalfTheKeys(chunk_tokens=8)
 LONG = prompt(36)

@@ -7,14 +7,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
 from midfill.frontend.answer import Answer, AnswerDelta, GenerationError
 from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopStrings
 from midfill.infill.trim import Trimmer
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.tokens.tokenizer import Tokenizer
 
 END_OF_TEXT = 0
 

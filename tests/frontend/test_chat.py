@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError
 from midfill.frontend import template_process
 from midfill.frontend.chat import ChatTemplate
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.tokens.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|endoftext|>{{ m.role }}\n{{ m.content | trim }}\n"

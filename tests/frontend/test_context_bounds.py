@@ -3,13 +3,13 @@
 import itertools
 from pathlib import Path
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.frontend.context_bounds import context_bounds
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.context import ContextFile, context_segments
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, TextSegment, lay_out
 from midfill.infill.request import InfillRequest
+from midfill.models.checkpoints.opening import open_checkpoint
 
 
 def test_a_file_begins_after_one_separator_and_ends_with_the_next() -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from midfill import LLM, SamplingParams
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
 from midfill.llm import GenerationResult
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.tokens.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CODE = (

@@ -8,7 +8,7 @@ from tiny_checkpoints import tiny_tokenizer
 
 from midfill.engine.request import TokenLogprobs
 from midfill.frontend.prompt_tokens import PromptToken, prompt_tokens
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer
 
 TINY = Tokenizer(tiny_tokenizer())
 

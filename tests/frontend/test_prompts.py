@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY, Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder, fim_format
@@ -16,6 +14,8 @@ from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
+from midfill.models.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY, Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
 
 CONTEXT = 100
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.token_report import PrefixHistory, TokenReport
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
 
 DOCUMENT = "".join(f"def f{number}(x):\n    return x + {number}\n\n\n" for number in range(24))
 REST = "\n\nprint(f1(f2(3)))\n"

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from client_prompts import CLIENT_PROMPTS, NEXT_EDIT_PROMPTS, ClientPrompt
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.token_stops import with_token_stops
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from midfill.tokens.pre_tokenizers import PRE_TOKENIZERS
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.pre_tokenizers import PRE_TOKENIZERS
+from midfill.models.tokens.tokenizer import Tokenizer
 
 SPLITS = ["gpt-2", "smollm", "qwen2", "llama3", "deepseek-coder", "seed-coder", "tekken"]
 CODE = "".join(

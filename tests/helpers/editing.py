@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import strategies as st
 
-from midfill.bench.edits.editor import Round
-from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
+from midfill.lab.bench.edits.editor import Round
+from midfill.lab.bench.edits.sessions import SESSION_KINDS, edit_session
 
 SOURCE = "".join(
     f"def function_{n}(x, y):\n    total = x * {n} + y\n    return total\n\n\n" for n in range(60)

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from midfill.compression.method import SequenceKeys
-from midfill.compression.selection import Selection
-from midfill.forward.cells import StoredCells
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.selection import Selection
 from midfill.models.config import ModelConfig
+from midfill.runners.forward.cells import StoredCells
 
 LAYERS, KV_HEADS, GROUP, DIM = 4, 3, 3, 8
 CONFIG = ModelConfig(

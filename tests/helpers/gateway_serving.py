@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import uvicorn
 
-from midfill.gateway.options import GatewayOptions
-from midfill.gateway.run import Gateway, open_gateway
-from midfill.server.key_ring import KeyRing
-from midfill.server.listening import bind
+from midfill.serving.gateway.options import GatewayOptions
+from midfill.serving.gateway.run import Gateway, open_gateway
+from midfill.serving.server.key_ring import KeyRing
+from midfill.serving.server.listening import bind
 
 
 @dataclass

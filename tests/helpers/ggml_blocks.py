@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from midfill.models.stored_tensor import StoredTensor
+from midfill.stored_tensor import StoredTensor
 
 QUANTIZED_KINDS = ("q3_k", "q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0")
 """The kinds that the kernels compute with as they are."""

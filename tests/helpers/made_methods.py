@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from midfill.compression.method import Method, ModelSpecific, ServedModel
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Calibration
 from midfill.methods.evict import compresskv, duoattention, razorattention, uncomp
-from midfill.methods.prefill import minference
+from midfill.methods.method import Method, ModelSpecific
 from midfill.methods.registry import resolve_method
+from midfill.methods.served_model import ServedModel
+from midfill.methods.sparse_prefill import minference
 from midfill.models.config import ModelConfig
 
 

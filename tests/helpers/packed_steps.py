@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from midfill.forward.batch import ForwardBatch
-from midfill.forward.runner import Runner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.runner import Runner
 
 
 @dataclass

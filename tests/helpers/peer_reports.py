@@ -2,7 +2,7 @@
 
 import msgspec
 
-from midfill.bench.peers.results import (
+from midfill.lab.bench.peers.results import (
     Figure,
     PeersOptions,
     PeersReport,

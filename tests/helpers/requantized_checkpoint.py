@@ -8,11 +8,11 @@ from ggml_blocks import random_matrix
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.quantized_update import BLOCK_LAYOUTS
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.quantized_update import BLOCK_LAYOUTS
 from midfill.models.config import ModelConfig
-from midfill.models.stored_tensor import StoredTensor
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.stored_tensor import StoredTensor
 
 
 @dataclass

@@ -120,7 +120,7 @@ class RunningServer:
             for pid, parent, state, *command in rows
             if int(parent) == self.process.pid
             and not state.startswith("Z")
-            and "midfill.engine.process" in "".join(command)
+            and "midfill.engine.process.main" in "".join(command)
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from midfill.engine.scheduler import RunningSequence
+from midfill.engine.scheduling.scheduler import RunningSequence
 from midfill.kv.radix_cache import CachedPrefix
 
 

@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from midfill.compression.method import Method
-from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.policies.idle_prefill import IdlePrefill
-from midfill.engine.policies.layered_prefill import LayeredPrefill
-from midfill.engine.policies.sarathi_serve import SarathiServe
-from midfill.engine.policies.smart_spec import SmartSpec
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams, TokenLogprobs
-from midfill.engine.speculation import Speculation
-from midfill.engine.step_cost import StepCost
-from midfill.forward.batch import ForwardBatch
-from midfill.forward.runner import Runner
-from midfill.tiers.warm_tier import WarmTier
+from midfill.engine.scheduling.acceptance import AcceptanceRates
+from midfill.engine.scheduling.policies.idle_prefill import IdlePrefill
+from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
+from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
+from midfill.engine.scheduling.policies.smart_spec import SmartSpec
+from midfill.engine.scheduling.step_cost import StepCost
+from midfill.engine.step.speculation import Speculation
+from midfill.kv.tiers.warm_tier import WarmTier
+from midfill.methods.method import Method
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.runner import Runner
 
 GREEDY = EngineSamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 

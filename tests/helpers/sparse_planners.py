@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from midfill.forward.batch import ForwardBatch
-from midfill.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
 
 
 def everything(probe: LayerProbe) -> SpanLists:

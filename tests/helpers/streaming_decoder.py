@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from midfill.forward.batch import ForwardBatch
 from midfill.methods.evict.streaming_heads import HeadSplit
-from midfill.runners.torch_decoder import Decoder, PreparedBatch
-from midfill.runners.torch_runner import TorchRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.torch.decoder import Decoder, PreparedBatch
+from midfill.runners.torch.runner import TorchRunner
 
 
 class StreamingDecoder(Decoder):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import SPECIAL_TOKENS
 from transformers import AutoModelForCausalLM
 
-from midfill.checkpoints.opening import open_checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
 
 END_OF_TEXT, PREFIX, MIDDLE, SUFFIX = SPECIAL_TOKENS
 # Not the order in which any family uses these tokens, so that a mix-up shows.

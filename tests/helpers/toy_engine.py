@@ -2,11 +2,11 @@
 
 import random
 
-from serving import build_engine, greedy_alone
 from toy_runner import VOCAB, ToyRunner
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
+from serving import build_engine, greedy_alone
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from midfill.compression.method import SequenceKeys
-from midfill.compression.method_defaults import MethodDefaults
-from midfill.compression.selection import AddedKeys, Selection
-from midfill.forward.sparse import LayerProbe, SpanLists
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.evict.selection import AddedKeys, Selection
 from midfill.models.config import ModelConfig
+from midfill.runners.forward.sparse import LayerProbe, SpanLists
 
 
 @dataclass(frozen=True)

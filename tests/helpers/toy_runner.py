@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from midfill.attention.sparse import TorchProbe, list_mask
-from midfill.forward.batch import ForwardBatch
-from midfill.forward.cells import CellLayout, StoredCells
-from midfill.forward.likeliest import likeliest_tokens
-from midfill.forward.sparse import SparsePlanner
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.config import ModelConfig
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.cells import CellLayout, StoredCells
+from midfill.runners.forward.likeliest import likeliest_tokens
+from midfill.runners.forward.sparse import SparsePlanner
+from midfill.runners.torch.sparse_attention import TorchProbe, list_mask
 
 LAYERS, HIDDEN, VOCAB, CONTEXT = 2, 12, 40, 200
 

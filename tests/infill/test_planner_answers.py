@@ -5,10 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from midfill.bench.edits.editor import Round
-from midfill.bench.edits.sessions import SESSION_KINDS, edit_session
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
@@ -16,7 +12,11 @@ from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.infill.formats import find_format
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
-from midfill.tokens.layout_encoder import LayoutEncoder
+from midfill.lab.bench.edits.editor import Round
+from midfill.lab.bench.edits.sessions import SESSION_KINDS, edit_session
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.tokens.layout_encoder import LayoutEncoder
 
 SOURCES = {
     name: "".join(

@@ -6,16 +6,16 @@ from editing import EDITS, edited_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
-from midfill.tokens.token_boundary import keeps_tokens_of
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.tokens.token_boundary import keeps_tokens_of
+from midfill.models.tokens.tokenizer import Tokenizer
 
 FORMAT = FimFormat("test", Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3))
 RULES = st.sampled_from([CutRule(0), CutRule(30), CutRule(200)])

@@ -20,7 +20,7 @@ import pytest
 from processes import wait_for
 from running_server import RunningServer, start
 
-from midfill.checkpoints.model_store import DEFAULT_MODEL
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
 COC = os.environ.get("MIDFILL_COC_NVIM")
 MISSING = [program for program in ("vim", "tmux", "node") if shutil.which(program) is None]

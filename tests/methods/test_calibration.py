@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from fake_keys import CONFIG
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import model_digest, open_checkpoint
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
+from midfill.lab.calibration.calibrate import calibrate
 from midfill.methods import calibration_store
-from midfill.methods.calibrate import calibrate
 from midfill.methods.calibration import Calibration, CalibrationError, Tables
 from midfill.methods.registry import METHODS, MethodEntry, resolve_calibrator
+from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import model_digest, open_checkpoint
 from midfill.system.progress import Progress
 
 MODEL = ServedModel(config=CONFIG, digest="d" * 64, options="--model tiny")

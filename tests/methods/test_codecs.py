@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tiny_checkpoints import write_variant
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.errors import InvalidRequestError
 from midfill.methods.codecs import check_codec, open_codec
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
 from midfill.system.cache import cache_folder
 
 

@@ -19,24 +19,24 @@ from fake_keys import (
 )
 from tiny_checkpoints import write_tiny
 
-from midfill.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
-from midfill.checkpoints.opening import model_digest, open_checkpoint, open_model
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError, MidfillError
-from midfill.forward.batch import ForwardBatch
-from midfill.methods import calibration_store
-from midfill.methods.calibration import Calibration
-from midfill.methods.calibration_store import read, shipped_path
-from midfill.methods.evict.compresskv import VERSION, CompressKV, RetrievalVotes, layer_budgets
-from midfill.methods.evict.compresskv_search import (
+from midfill.lab.calibration.compresskv import (
     EvidenceSearch,
     evidence_scores,
     recall,
     relative_errors,
 )
+from midfill.methods import calibration_store
+from midfill.methods.calibration import Calibration
+from midfill.methods.calibration_store import read, shipped_path
+from midfill.methods.evict.compresskv import VERSION, CompressKV, RetrievalVotes, layer_budgets
 from midfill.methods.needles import NeedleText, needle_text
-from midfill.runners.torch_decoder import Decoder, KVCache
-from midfill.runners.torch_weights import load_weights
+from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
+from midfill.models.checkpoints.opening import model_digest, open_checkpoint, open_model
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.torch.decoder import Decoder, KVCache
+from midfill.runners.torch.weights import load_weights
 
 TOKENS, WINDOW = 60, 6
 EQUAL = (1.0,) * LAYERS

@@ -10,12 +10,8 @@ import torch
 from fake_keys import CONFIG, KV_HEADS, LAYERS
 from tiny_checkpoints import write_tiny, write_variant
 
-from midfill.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
-from midfill.checkpoints.opening import model_digest, open_checkpoint, open_model
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
-from midfill.forward.batch import ForwardBatch
-from midfill.forward.sparse import QUERY_BLOCK, query_blocks
+from midfill.lab.calibration.duoattention import GatedDecoder, GateTraining, GateTrainingWork
 from midfill.methods.calibration_store import read, shipped_path
 from midfill.methods.evict.duoattention import (
     NAME,
@@ -24,10 +20,14 @@ from midfill.methods.evict.duoattention import (
     StreamingPrefill,
     retrieval_heads,
 )
-from midfill.methods.evict.duoattention_gates import GatedDecoder, GateTraining, GateTrainingWork
 from midfill.methods.evict.streaming_heads import StreamingRule
-from midfill.runners.torch_decoder import Decoder, KVCache
-from midfill.runners.torch_weights import load_weights
+from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
+from midfill.models.checkpoints.opening import model_digest, open_checkpoint, open_model
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.sparse import QUERY_BLOCK, query_blocks
+from midfill.runners.torch.decoder import Decoder, KVCache
+from midfill.runners.torch.weights import load_weights
 
 # Random weights make any change of attention a large one, so the penalty has to be large, too.
 SMALL = GateTraining(

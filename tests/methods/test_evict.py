@@ -17,10 +17,10 @@ from fake_keys import (
 )
 from made_methods import make_method, small_method
 
-from midfill.compression.window_attention import average_pool, group_mean, window_attention
 from midfill.methods.evict.cake import Cake, divide_budget
 from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.evict.streaming_llm import StreamingLLM
+from midfill.methods.evict.window_attention import average_pool, group_mean, window_attention
 from midfill.methods.registry import METHODS, methods_of
 
 TOKENS, WINDOW = 60, 6

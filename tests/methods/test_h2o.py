@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_keys import CONFIG, DIM, GROUP, KV_HEADS, LAYERS, ArrayCells, fake_keys, fake_queries
-from serving import build_engine, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.opening import open_checkpoint
-from midfill.compression.method import SequenceKeys
 from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.methods.evict.h2o import H2O, HeavyHitters
+from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.observation_memory import ObservationMemory, block_digests
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from serving import build_engine, request, serve
 
 PROMPT, ANSWER, BUDGET, RECENT = 50, 40, 12, 4
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from fake_keys import CONFIG, ArrayCells, fake_queries
 
-from midfill.compression.method import SequenceKeys
 from midfill.errors import InvalidRequestError
 from midfill.methods.evict.lacache import LaCache, Ladder, LadderCache
+from midfill.methods.evict.method import SequenceKeys
 
 SHAPES = [(30, 15, 0), (30, 8, 4), (32, 9, 3)]
 SIZE, SINKS = 128, 4

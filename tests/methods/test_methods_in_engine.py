@@ -6,15 +6,15 @@ from functools import cache
 
 import pytest
 from made_methods import small_method, whole_method
-from serving import Answer, Answers, FixedCost, build_engine, preempting_every, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.request import EngineSamplingParams
 from midfill.methods.registry import methods_of
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.torch.runner import TorchRunner
+from serving import Answer, Answers, FixedCost, build_engine, preempting_every, request, serve
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 each_method = pytest.mark.parametrize("name", methods_of("evict"))

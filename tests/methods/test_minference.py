@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
-from midfill.checkpoints.opening import model_digest, open_checkpoint, open_model
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams
+from midfill.lab.calibration.calibrate import calibrate
+from midfill.lab.calibration.minference import PatternSearch, pairs_text
 from midfill.llm import LLM
-from midfill.methods.calibrate import calibrate
 from midfill.methods.calibration_store import read, shipped_path
-from midfill.methods.prefill.minference import (
+from midfill.methods.served_model import ServedModel
+from midfill.methods.sparse_prefill.minference import (
     CANDIDATES,
     NAME,
     VERSION,
@@ -22,7 +21,8 @@ from midfill.methods.prefill.minference import (
     MInference,
     choose_patterns,
 )
-from midfill.methods.prefill.minference_search import PatternSearch, pairs_text
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
+from midfill.models.checkpoints.opening import model_digest, open_checkpoint, open_model
 
 SEARCH = "minference:tokens=600,texts=2,budget=0.5"
 

@@ -6,16 +6,16 @@ from functools import cache
 import numpy as np
 import pytest
 from made_methods import STREAMING_PREFILL, small_method, whole_method
-from serving import Answer, FixedCost, build_engine, preempting_every, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.request import EngineSamplingParams
 from midfill.methods.registry import methods_of
-from midfill.prefill.method import PrefillMethod
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.methods.sparse_prefill.method import PrefillMethod
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.torch.runner import TorchRunner
+from serving import Answer, FixedCost, build_engine, preempting_every, request, serve
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 THREE = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=3)

@@ -9,15 +9,15 @@ from fake_keys import CONFIG, GROUP, KV_HEADS, LAYERS
 from tiny_checkpoints import VOCAB, reference_model, write_tiny, write_variant
 
 from midfill import LLM, SamplingParams
-from midfill.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
-from midfill.checkpoints.opening import model_digest, open_checkpoint, open_model
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
-from midfill.methods.calibrate import calibrate
+from midfill.lab.calibration.calibrate import calibrate
+from midfill.lab.calibration.razorattention import HeadSearch, repetition_scores
 from midfill.methods.calibration_store import read, shipped_path
 from midfill.methods.evict.razorattention import VERSION, RazorAttention, retrieval_heads
-from midfill.methods.evict.razorattention_search import HeadSearch, repetition_scores
-from midfill.runners.torch_runner import TorchRunner
+from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
+from midfill.models.checkpoints.opening import model_digest, open_checkpoint, open_model
+from midfill.runners.torch.runner import TorchRunner
 
 PERIOD, REPEATS = 20, 8  # enough tokens for several chunks of rows
 

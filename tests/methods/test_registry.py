@@ -2,9 +2,9 @@
 
 import pytest
 
-from midfill.compression.method import ModelSpecific
 from midfill.errors import InvalidRequestError
 from midfill.methods.evict.cake import Cake
+from midfill.methods.method import ModelSpecific
 from midfill.methods.registry import METHODS, resolve_method
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import pytest
 from fake_keys import CONFIG
 
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.methods.evict.cake import Cake
 from midfill.methods.evict.snapkv import SnapKV
 from midfill.methods.registry import METHODS, MethodEntry
+from midfill.methods.served_model import ServedModel
 from midfill.methods.shelf import AllowedMethods, MethodShelf
 
 MODEL = ServedModel(config=CONFIG)

@@ -6,19 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from midfill.attention.sparse import TorchProbe, list_mask
 from midfill.errors import InvalidRequestError
-from midfill.forward.sparse import QUERY_BLOCK, SpanLists, query_blocks
-from midfill.methods.prefill import minference_search
-from midfill.methods.prefill.chunks import ChunkRule
-from midfill.methods.prefill.flexprefill import (
+from midfill.lab.calibration import minference as minference_search
+from midfill.methods.sparse_prefill.chunks import ChunkRule
+from midfill.methods.sparse_prefill.flexprefill import (
     FlexPrefill,
     choose_pairs,
     covering,
     cross_pairs,
     divergence,
 )
-from midfill.methods.prefill.minference import (
+from midfill.methods.sparse_prefill.minference import (
     CANDIDATES,
     HeadPatterns,
     Pattern,
@@ -26,7 +24,9 @@ from midfill.methods.prefill.minference import (
     choose_patterns,
     pattern_mask,
 )
-from midfill.prefill.patterns import block_lists, cross_mask, largest
+from midfill.methods.sparse_prefill.patterns import block_lists, cross_mask, largest
+from midfill.runners.forward.sparse import QUERY_BLOCK, SpanLists, query_blocks
+from midfill.runners.torch.sparse_attention import TorchProbe, list_mask
 
 RNG = np.random.default_rng
 

@@ -5,17 +5,17 @@ import random
 import numpy as np
 import pytest
 from fake_keys import CONFIG, DIM, KV_HEADS, LAYERS, fake_keys, fake_queries, kept_of
-from serving import FixedCost, build_engine, request, serve
 from streaming_decoder import streaming_logprobs
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
-from midfill.forward.runner import Runner
 from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.runner import TorchRunner
+from serving import FixedCost, build_engine, request, serve
 
 HEADS = LAYERS * KV_HEADS
 MIXED = tuple(head % 5 == 0 for head in range(HEADS))

@@ -17,13 +17,13 @@ from fake_keys import (
 )
 from tiny_checkpoints import write_tiny
 
-from midfill.checkpoints.opening import open_checkpoint
-from midfill.compression.method import SequenceKeys
 from midfill.errors import InvalidRequestError
-from midfill.methods.calibrate import calibrate
+from midfill.lab.calibration.calibrate import calibrate
+from midfill.lab.calibration.uncomp import layer_entropy, matrix_entropy, upper_half
 from midfill.methods.calibration_store import read
+from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.uncomp import GroupedHeads, UNComp, high_heads
-from midfill.methods.evict.uncomp_entropy import layer_entropy, matrix_entropy, upper_half
+from midfill.models.checkpoints.opening import open_checkpoint
 
 HEADS = LAYERS * KV_HEADS
 HIGH = np.arange(HEADS) % 3 < 2

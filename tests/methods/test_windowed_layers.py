@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from serving import build_engine, request, serve
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.opening import open_checkpoint
-from midfill.compression.method import SequenceKeys
-from midfill.compression.method_defaults import MethodDefaults
-from midfill.compression.selection import Selection
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
-from midfill.forward.runner import Runner
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.evict.selection import Selection
 from midfill.methods.registry import resolve_method
+from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import ModelConfig
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.runner import TorchRunner
+from serving import build_engine, request, serve
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 PROMPT = random.Random(0).choices(range(1, VOCAB), k=120)

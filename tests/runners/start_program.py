@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from midfill.checkpoints.opening import open_checkpoint
-from midfill.forward.batch import ForwardBatch
 from midfill.kernels.cpu.decoder import forward
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
 
 PROMPT, ANSWER = 70, 30
 

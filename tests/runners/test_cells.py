@@ -8,13 +8,13 @@ import pytest
 import torch
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import KvDtype
-from midfill.forward.batch import ForwardBatch
 from midfill.kv.ragged import RaggedIndex, cells_of_slots, uniform_ragged_index
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.torch.runner import TorchRunner
 
 SLOTS, LENGTH = 80, 24
 Runner = CpuRunner | TorchRunner

@@ -9,11 +9,11 @@ from packed_steps import Sequence, Stepper
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
-from midfill.checkpoints import model_store
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
+from midfill.models.checkpoints import model_store
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.families import huggingface_names
-from midfill.runners.torch_runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 

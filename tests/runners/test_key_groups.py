@@ -8,14 +8,14 @@ import pytest
 import torch
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.attention.grouped import attend_groups, prepare_groups
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
-from midfill.forward.batch import ForwardBatch
-from midfill.forward.groups import KeyGroup
-from midfill.forward.runner import Runner
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.groups import KeyGroup
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.grouped_attention import attend_groups, prepare_groups
+from midfill.runners.torch.runner import TorchRunner
 
 BEFORE, ROWS = 300, 70
 TEMPERED = KeyGroup(260, 0.7, 0.8)

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import ModelOptions
 from midfill.errors import CheckpointError, MidfillError, OptionError
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.loading import choose_slots, load_runner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.runners.torch.runner import TorchRunner
 from midfill.system.memory import available_memory
 
 SLOT_BYTES = 3 * 2 * 32 * 2 * 4  # layers, KV heads, head_dim, K and V, float32

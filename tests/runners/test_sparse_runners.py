@@ -10,12 +10,12 @@ from packed_steps import Sequence, Stepper
 from sparse_planners import MadePlanner, everything, scattered, with_planners
 from tiny_checkpoints import VOCAB, write_variant
 
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.config import KvDtype
-from midfill.forward.sparse import LayerProbe, query_blocks
-from midfill.runners.cpu_runner import CpuRunner
-from midfill.runners.torch_runner import TorchRunner
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.sparse import LayerProbe, query_blocks
+from midfill.runners.torch.runner import TorchRunner
 
 PREFIX, ROWS = 200, 300
 

@@ -21,9 +21,9 @@ import pytest
 from tiny_checkpoints import write_tiny
 
 import midfill
-from midfill.checkpoints.opening import open_checkpoint
 from midfill.kernels.cpu.jit import compiled_folder
-from midfill.runners.packed_model import load_packed
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.packed_model import load_packed
 from midfill.system.cache import cache_folder, store_file
 
 PROGRAM = Path(__file__).parent / "start_program.py"

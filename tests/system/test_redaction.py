@@ -48,7 +48,7 @@ def fail() -> None:
 
 
 def test_an_exception_is_its_kind_and_its_places(lines: Lines) -> None:
-    log = logging.getLogger("midfill.server.errors")
+    log = logging.getLogger("midfill.serving.server.errors")
     try:
         fail()
     except KeyError as error:
@@ -62,7 +62,7 @@ def test_an_exception_is_its_kind_and_its_places(lines: Lines) -> None:
 
 
 def test_errors_that_quote_requests_are_told_by_their_kind(lines: Lines) -> None:
-    log = logging.getLogger("midfill.server.idle_prefill")
+    log = logging.getLogger("midfill.serving.server.idle_prefill")
     for quoting in (InvalidRequestError(SECRET), GenerationError(SECRET)):
         log.debug("idle prefill failed: %s", quoting)
     log.warning("the keys stay as they were: %s", CheckpointError("keys.txt: line 3 is wrong"))
@@ -79,7 +79,7 @@ def test_what_libraries_log_is_withheld(lines: Lines, name: str) -> None:
 
 
 def test_of_a_gateways_lines_the_address_is_left(lines: Lines) -> None:
-    log = logging.getLogger("midfill.gateway.pool")
+    log = logging.getLogger("midfill.serving.gateway.pool")
     log.warning("%s %s; it gets no requests", "http://127.0.0.1:8000", SECRET)
     log.warning("servers: %s", "http://a:1, http://b:2")
     log.warning("%s", CheckpointError(SECRET))

@@ -22,8 +22,8 @@ from midfill.config import RouterName
 from midfill.version import __version__
 
 if TYPE_CHECKING:
-    from midfill.cluster.deployment import Overview
-    from midfill.cluster.spec import EnginesSpec, ModelSpec
+    from midfill.serving.cluster.deployment import Overview
+    from midfill.serving.cluster.spec import EnginesSpec, ModelSpec
 
 app = typer.Typer(
     help="Replicas of the server on a Ray cluster: one address, each document's KV in one place.",
@@ -127,7 +127,7 @@ class ReplicaFlags:
         self, model: "ModelSpec", cpus: float, router: RouterName = "document"
     ) -> "EnginesSpec":
         """Return the engines of a model; ``cpus`` is what each reserves if it isn't named."""
-        from midfill.cluster.spec import EnginesSpec
+        from midfill.serving.cluster.spec import EnginesSpec
 
         return EnginesSpec(
             model=model,
@@ -161,14 +161,14 @@ def up(
     log: LogFlags,
 ) -> None:
     """Start replicas; if some run already, change their model, number or options."""
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_steps
-    from midfill.cluster.require import require_ray
-    from midfill.cluster.spec import FrontSpec, ModelSpec
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.serving.cluster.require import require_ray
+    from midfill.serving.cluster.spec import FrontSpec, ModelSpec
     from midfill.system.cores import available_threads
 
     require_ray()
-    from midfill.cluster.command import start
+    from midfill.serving.cluster.command import start
 
     size.check()
     spec = ModelSpec(
@@ -200,10 +200,10 @@ def up(
 @app.command()
 def status(address: AddressOption = None, as_json: JsonOption = False) -> None:
     """Show the replicas: documents, requests, and how much of the prompts was cached."""
-    from midfill.cluster.require import require_ray
+    from midfill.serving.cluster.require import require_ray
 
     require_ray()
-    from midfill.cluster.command import look
+    from midfill.serving.cluster.command import look
 
     shown = look(address)
     typer.echo(json.dumps(as_plain(shown), indent=2) if as_json else describe(shown))
@@ -213,10 +213,10 @@ def status(address: AddressOption = None, as_json: JsonOption = False) -> None:
 def down(address: AddressOption = None) -> None:
     """End the replicas once their requests have ended, and the cluster if midfill started it."""
     from midfill.cli.progress import show_steps
-    from midfill.cluster.require import require_ray
+    from midfill.serving.cluster.require import require_ray
 
     require_ray()
-    from midfill.cluster.command import stop
+    from midfill.serving.cluster.command import stop
 
     with show_steps("connecting") as report:
         what = stop(address, report)
@@ -241,10 +241,10 @@ def manifest(
     loading: WeightsFlags,
 ) -> None:
     """Write a RayService for KubeRay, to be applied with kubectl."""
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.cluster.manifest import ManifestOptions, ray_service, to_yaml
-    from midfill.cluster.require import installed_ray
-    from midfill.cluster.spec import FrontSpec, ModelSpec
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.serving.cluster.manifest import ManifestOptions, ray_service, to_yaml
+    from midfill.serving.cluster.require import installed_ray
+    from midfill.serving.cluster.spec import FrontSpec, ModelSpec
 
     size.check()
     spec = ModelSpec(

@@ -51,9 +51,9 @@ class LoadingFlags:
         Raises:
             MidfillError: it can't be found or loaded.
         """
-        from midfill.checkpoints.model_store import DEFAULT_MODEL
         from midfill.infill.window import WindowRule
         from midfill.llm import LLM
+        from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
         return LLM(
             model or DEFAULT_MODEL,

@@ -20,8 +20,8 @@ from midfill.cli.server_options import (
 )
 
 if TYPE_CHECKING:
-    from midfill.gateway.run import Gateway
-    from midfill.gateway.upstream import ApiName, Upstream
+    from midfill.serving.gateway.run import Gateway
+    from midfill.serving.gateway.upstream import ApiName, Upstream
 
 UpstreamOption = Annotated[
     list[str] | None,
@@ -108,8 +108,8 @@ def gateway(
     otlp_traces_endpoint: OtlpTracesOption = None,
 ) -> None:
     """Stand in front of vLLM, SGLang or llama.cpp, and lay out prompts so that their caches hit."""
-    from midfill.gateway.options import GatewayOptions
-    from midfill.gateway.run import run_gateway
+    from midfill.serving.gateway.options import GatewayOptions
+    from midfill.serving.gateway.run import run_gateway
     from midfill.system.logs import configure_logs
 
     api = _api_name(upstream_api)
@@ -149,7 +149,7 @@ def _api_name(text: str) -> "ApiName":
     Raises:
         typer.BadParameter: there is no such kind.
     """
-    from midfill.gateway.upstream import ApiName
+    from midfill.serving.gateway.upstream import ApiName
 
     names = get_args(ApiName)
     if text not in names:

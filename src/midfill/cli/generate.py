@@ -33,10 +33,10 @@ def generate(
     method: MethodOption = "none",
 ) -> None:
     """Continue a prompt, and print what the model writes as it arrives."""
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.cli.progress import show_progress
     from midfill.frontend.sampling import SamplingParams
     from midfill.llm import LLM
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(

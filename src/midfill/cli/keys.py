@@ -33,7 +33,7 @@ def add(
     ] = False,
 ) -> None:
     """Make a key and print it, once; a name may have several, which share one cache."""
-    from midfill.server.key_file import add_key, read_key_file
+    from midfill.serving.server.key_file import add_key, read_key_file
 
     key = add_key(file, name, monitor=monitor)
     count = sum(each.name == name for each in read_key_file(file).keys)
@@ -56,7 +56,7 @@ def list_keys(file: FileArgument) -> None:
     """List who has keys, how many, and what they may do."""
     from collections import Counter
 
-    from midfill.server.key_file import EVERYONE, format_limits, read_key_file
+    from midfill.serving.server.key_file import EVERYONE, format_limits, read_key_file
 
     found = read_key_file(file)
     for name, count in Counter(key.name for key in found.keys).items():
@@ -98,8 +98,8 @@ def limit(
 
     Beyond a limit, requests are refused with status 429.
     """
-    from midfill.server.key_file import format_limits, set_limits
-    from midfill.server.limits import TenantLimits
+    from midfill.serving.server.key_file import format_limits, set_limits
+    from midfill.serving.server.limits import TenantLimits
 
     limits = TenantLimits(
         requests=requests_per_minute, tokens=tokens_per_minute, running=max_running
@@ -119,7 +119,7 @@ def remove(
 ) -> None:
     """Remove a name's keys."""
     from midfill.errors import MidfillError
-    from midfill.server.key_file import remove_keys
+    from midfill.serving.server.key_file import remove_keys
 
     count = remove_keys(file, name, keep_newest=keep_newest)
     if not count:

@@ -66,10 +66,10 @@ def calibrate(
 
     It is done once per model and adapter. An interrupted calibration continues where it was.
     """
-    from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
-    from midfill.checkpoints.opening import open_model
     from midfill.cli.progress import show_progress
-    from midfill.methods.calibrate import calibrate as run
+    from midfill.lab.calibration.calibrate import calibrate as run
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+    from midfill.models.checkpoints.opening import open_model
 
     name = model or DEFAULT_MODEL
     with show_progress() as progress:

@@ -16,8 +16,8 @@ def pull(
     ] = None,
 ) -> None:
     """Download a model; an interrupted download continues where it stopped."""
-    from midfill.checkpoints import model_store
     from midfill.cli.progress import show_progress
+    from midfill.models.checkpoints import model_store
 
     with show_progress() as progress:
         path = model_store.pull(model or model_store.DEFAULT_MODEL, progress)
@@ -34,9 +34,9 @@ def models() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from midfill.checkpoints.model_store import DEFAULT_MODEL, list_models
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL, list_models
     from midfill.models.families import FAMILIES
-    from midfill.reporting.sizes import format_size
+    from midfill.system.reporting.sizes import format_size
 
     table = Table(box=None, pad_edge=False)
     for title in ("NAME", "SIZE", "FORMAT", "STATE", "WHERE"):

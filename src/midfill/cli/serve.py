@@ -40,7 +40,7 @@ from midfill.config import (
 if TYPE_CHECKING:
     from midfill.config import ModelOptions, ServeOptions
     from midfill.engine.messages import EngineInfo
-    from midfill.server.service import ModelService
+    from midfill.serving.server.service import ModelService
 
 _log = logging.getLogger(__name__)
 
@@ -226,8 +226,8 @@ def serve(
     otlp_traces_endpoint: OtlpTracesOption = None,
 ) -> None:
     """Serve a model with OpenAI's API; without MODEL, a small one that is fetched at first."""
-    from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve_adapter
     from midfill.config import ServeOptions
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve_adapter
     from midfill.system.logs import configure_logs
 
     configure_logs(log.options)
@@ -281,9 +281,9 @@ def _merged(
 
 def _run(options: "ServeOptions") -> None:
     """Run the server; show how loading goes, and then the banner."""
-    from midfill.checkpoints.model_store import resolve
     from midfill.cli.progress import show_progress
-    from midfill.server.run import run_server
+    from midfill.models.checkpoints.model_store import resolve
+    from midfill.serving.server.run import run_server
 
     with ExitStack() as shown:
         progress = shown.enter_context(show_progress(_log.info))
@@ -298,7 +298,7 @@ def _run(options: "ServeOptions") -> None:
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
     """Return what is shown when the server is ready: what it serves and how to try it."""
-    from midfill.reporting.sizes import format_size
+    from midfill.system.reporting.sizes import format_size
     from midfill.version import __version__
 
     if (format := service.fim_format) is not None:

@@ -37,8 +37,8 @@ def top(
 
     from rich.console import Console
 
-    from midfill.top.snapshot import read_snapshot
-    from midfill.top.terminal import show_live, show_once
+    from midfill.serving.top.snapshot import read_snapshot
+    from midfill.serving.top.terminal import show_live, show_once
 
     if "://" not in url:
         url = f"http://{url}"

@@ -13,10 +13,10 @@ from midfill.cli.progress import show_progress
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from midfill.checkpoints.checkpoint import Checkpoint
-    from midfill.training.corpus import Corpus
-    from midfill.training.recipe import TrainingRecipe
-    from midfill.training.run import TrainingRun
+    from midfill.lab.training.corpus import Corpus
+    from midfill.lab.training.recipe import TrainingRecipe
+    from midfill.lab.training.run import TrainingRun
+    from midfill.models.checkpoints.checkpoint import Checkpoint
 
 SourcesArgument = Annotated[
     list[Path],
@@ -86,12 +86,12 @@ def fim(
     """Teach a model to infill; the same command continues an interrupted run."""
     from rich.console import Console
 
-    from midfill.training.run import RunInputs, prepare_run, require_libraries
+    from midfill.lab.training.run import RunInputs, prepare_run, require_libraries
 
     require_libraries()
     import torch
 
-    from midfill.training.corpus import Corpus
+    from midfill.lab.training.corpus import Corpus
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -128,13 +128,13 @@ def run_plan(
     """
     from rich.console import Console
 
-    from midfill.training.run import require_libraries
+    from midfill.lab.training.run import require_libraries
 
     require_libraries()
     import torch
 
-    from midfill.training.plan import read_plan
-    from midfill.training.plan_run import join_stages, prepare_stages
+    from midfill.lab.training.plan import read_plan
+    from midfill.lab.training.plan_run import join_stages, prepare_stages
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -159,8 +159,8 @@ def run_plan(
 def _train_and_finish(console: "Console", run: "TrainingRun", merge: Path | None = None) -> None:
     """Train a prepared run to its end and write what it leaves; exit with 130 if interrupted."""
     from midfill.cli.training_display import StepDisplay, print_settings
+    from midfill.lab.training.run import finish_run
     from midfill.system.machine import describe_machine
-    from midfill.training.run import finish_run
 
     print_settings(console, run)
     steps = run.recipe.steps
@@ -191,9 +191,9 @@ def data(
     from rich.console import Console
 
     from midfill.cli.training_display import print_survey
-    from midfill.training.corpus import Corpus
-    from midfill.training.run import RunInputs, choose_fim_format, open_stream
-    from midfill.training.survey import survey_stream
+    from midfill.lab.training.corpus import Corpus
+    from midfill.lab.training.run import RunInputs, choose_fim_format, open_stream
+    from midfill.lab.training.survey import survey_stream
 
     chosen = _recipe(recipe, fragments=fragments, seed=seed)
     inputs = RunInputs(
@@ -221,7 +221,7 @@ def _recipe(
     full: bool = False,
 ) -> "TrainingRecipe":
     """Return the file's recipe, or the default one, with the values of given options."""
-    from midfill.training.recipe import TrainingRecipe
+    from midfill.lab.training.recipe import TrainingRecipe
 
     recipe = TrainingRecipe() if path is None else TrainingRecipe.from_toml(path)
     if fragments is not None:
@@ -238,21 +238,21 @@ def _recipe(
 
 def _corpus(paths: list[Path] | None, recipe: "TrainingRecipe") -> "Corpus | None":
     """Return the corpus of an option's paths, None if it is not given."""
-    from midfill.training.corpus import Corpus
+    from midfill.lab.training.corpus import Corpus
 
     return Corpus.find(paths, recipe.data.suffixes) if paths else None
 
 
 def _public_name(model: str | None) -> str | None:
     """Return the name by which a base was requested, None if it was a path."""
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
     return None if model is not None and Path(model).exists() else model or DEFAULT_MODEL
 
 
 def _open_base(model: str | None) -> "Checkpoint":
-    from midfill.checkpoints.model_store import DEFAULT_MODEL, resolve
-    from midfill.checkpoints.opening import open_checkpoint
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
+    from midfill.models.checkpoints.opening import open_checkpoint
 
     with show_progress() as progress:
         path = resolve(model or DEFAULT_MODEL, progress)

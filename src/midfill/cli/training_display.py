@@ -11,13 +11,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from midfill.tokens.tokenizer import Tokenizer
-from midfill.training.checkpoints import newest_checkpoint
-from midfill.training.examples import Example
-from midfill.training.loss_log import StepReport
-from midfill.training.run import TrainingRun
-from midfill.training.survey import Survey
-from midfill.training.trainer import CHECKPOINTS, resolve_precision
+from midfill.lab.training.checkpoints import newest_checkpoint
+from midfill.lab.training.examples import Example
+from midfill.lab.training.loss_log import StepReport
+from midfill.lab.training.run import TrainingRun
+from midfill.lab.training.survey import Survey
+from midfill.lab.training.trainer import CHECKPOINTS, resolve_precision
+from midfill.models.tokens.tokenizer import Tokenizer
 
 FRAGMENT_BORDER = "│"
 _SENTINEL, _LEARNED, _BROKEN, _BORDER = "bold cyan", "green", "dim", "bold red"

@@ -67,8 +67,9 @@ def usage_line(error: Any) -> str:
     line = " ".join(_problem(error).rstrip(".").split())
     if (context := getattr(error, "ctx", None)) is None:
         return line
-    subcommand = context.command_path.removeprefix(context.find_root().command_path)
-    return f"{line} (see 'midfill{subcommand} --help')"
+    root = context.find_root().command_path
+    program = "python -m benchmarks" if root.endswith("benchmarks") else "midfill"
+    return f"{line} (see '{program}{context.command_path.removeprefix(root)} --help')"
 
 
 def did_you_mean(value: str, known: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from midfill.arrays import Int64Array
-from midfill.reuse.method import LayerKV, ReuseMethod
+from midfill.methods.reuse.method import LayerKV, ReuseMethod
 
 MIN_SAVED_ROWS = 32
 """A prompt is blended if that saves the work of so many rows through all layers, or more."""
@@ -13,7 +13,7 @@ MIN_SAVED_ROWS = 32
 
 @dataclass
 class Blend:
-    """One sequence's; see ``engine.blending`` for the stages.
+    """One sequence's; see ``engine.step.blending`` for the stages.
 
     Attributes:
         method: chooses what is computed again.

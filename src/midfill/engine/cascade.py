@@ -18,17 +18,17 @@ from functools import partial
 import numpy as np
 
 from midfill.arrays import Int32Array, Int64Array
-from midfill.compression.cascade import CascadingMethod, LayerTrimmer
-from midfill.compression.full_layers import FullLayers
-from midfill.compression.method import SequenceKeys
-from midfill.engine.layer_rows import LayerRows
-from midfill.engine.logprobs import one_thread
-from midfill.forward.runner import Runner
+from midfill.engine.sampling.logprobs import one_thread
 from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.places import Places
 from midfill.kv.pool import KVPool
 from midfill.kv.ragged import RaggedIndex, cells_of_slots
 from midfill.kv.sequence_kv import SequenceKV
+from midfill.methods.evict.cascade import CascadingMethod, LayerTrimmer
+from midfill.methods.evict.full_layers import FullLayers
+from midfill.methods.evict.method import SequenceKeys
+from midfill.runners.forward.layer_rows import LayerRows
+from midfill.runners.forward.runner import Runner
 
 
 class CascadeSize:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.compression.method import CompressionMethod, RecallingMethod, SequenceCompressor
+from midfill.methods.evict.method import CompressionMethod, RecallingMethod, SequenceCompressor
 from midfill.models.config import ModelConfig
 
 

@@ -17,42 +17,42 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from midfill.compression.method import Method
-from midfill.engine.batching import ScheduledSequence, schedule
-from midfill.engine.blending import Blending
-from midfill.engine.compression import Compression
-from midfill.engine.counters import EngineCounters
-from midfill.engine.deadlines import Deadlines
-from midfill.engine.drafting import Draft
-from midfill.engine.kv_traffic import KvTraffic
-from midfill.engine.kv_transfers import IdentitySource
-from midfill.engine.layered_step import run_step
+from midfill.engine.kv_transfer.kv_traffic import KvTraffic
+from midfill.engine.kv_transfer.kv_transfers import IdentitySource
 from midfill.engine.method_kinds import MethodKinds
 from midfill.engine.parallel_contexts import ContextPlaces
-from midfill.engine.plan_execution import PlanExecution
-from midfill.engine.prompt_scores import record_scores
 from midfill.engine.request import (
     EngineOutput,
     EngineRequest,
     EngineStats,
     TenantStats,
 )
-from midfill.engine.request_queues import RequestQueues
-from midfill.engine.sampler import is_greedy
-from midfill.engine.scheduler import SchedulerPolicy, StepPlan
-from midfill.engine.sequence import Sequence
+from midfill.engine.sampling.sampler import is_greedy
+from midfill.engine.sampling.vocabulary import Vocabulary
+from midfill.engine.scheduling.deadlines import Deadlines
+from midfill.engine.scheduling.drafting import Draft
+from midfill.engine.scheduling.scheduler import SchedulerPolicy, StepPlan
+from midfill.engine.scheduling.step_limit import StepTimeLimit
+from midfill.engine.sequences.request_queues import RequestQueues
+from midfill.engine.sequences.sequence import Sequence
+from midfill.engine.sequences.tenant_stats import TenantCounters
 from midfill.engine.sparse_prefill import KeyPairs
-from midfill.engine.speculation import DraftCounts, Speculation
-from midfill.engine.step_commit import StepCommit
-from midfill.engine.step_limit import StepTimeLimit
-from midfill.engine.tenant_stats import TenantCounters
+from midfill.engine.step.batching import ScheduledSequence, schedule
+from midfill.engine.step.blending import Blending
+from midfill.engine.step.compression import Compression
+from midfill.engine.step.counters import EngineCounters
+from midfill.engine.step.layered_step import run_step
+from midfill.engine.step.plan_execution import PlanExecution
+from midfill.engine.step.prompt_scores import record_scores
+from midfill.engine.step.speculation import DraftCounts, Speculation
+from midfill.engine.step.step_commit import StepCommit
+from midfill.engine.step.verification import append_token, sibling_groups, verify
 from midfill.engine.validation import validate
-from midfill.engine.verification import append_token, sibling_groups, verify
-from midfill.engine.vocabulary import Vocabulary
 from midfill.errors import InvalidRequestError
-from midfill.forward.runner import Runner
+from midfill.kv.tiers.warm_tier import WarmTier
+from midfill.methods.method import Method
 from midfill.models.config import ModelConfig
-from midfill.tiers.warm_tier import WarmTier
+from midfill.runners.forward.runner import Runner
 
 _log = logging.getLogger(__name__)
 

@@ -6,35 +6,36 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from midfill.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
-from midfill.checkpoints.model_store import command_options
-from midfill.checkpoints.opening import model_digest
-from midfill.compression.method import Method, ServedModel
 from midfill.config import ModelOptions
-from midfill.engine.acceptance import AcceptanceRates
 from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.kv_copies import layout_name
-from midfill.engine.kv_transfers import IdentitySource
+from midfill.engine.kv_transfer.kv_copies import layout_name
+from midfill.engine.kv_transfer.kv_transfers import IdentitySource
+from midfill.engine.kv_transfer.warm_cache import open_warm_tier
 from midfill.engine.messages import EngineInfo
-from midfill.engine.policies.idle_prefill import IdlePrefill
-from midfill.engine.policies.layered_prefill import LayeredPrefill
-from midfill.engine.policies.sarathi_serve import SarathiServe
-from midfill.engine.policies.smart_spec import SmartSpec
-from midfill.engine.scheduler import SchedulerPolicy
-from midfill.engine.speculation import Speculation
-from midfill.engine.step_cost import MeasuredStepCost
-from midfill.engine.step_limit import StepTimeLimit
-from midfill.engine.warm_cache import open_warm_tier
-from midfill.forward.runner import Runner
+from midfill.engine.scheduling.acceptance import AcceptanceRates
+from midfill.engine.scheduling.policies.idle_prefill import IdlePrefill
+from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
+from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
+from midfill.engine.scheduling.policies.smart_spec import SmartSpec
+from midfill.engine.scheduling.scheduler import SchedulerPolicy
+from midfill.engine.scheduling.step_cost import MeasuredStepCost
+from midfill.engine.scheduling.step_limit import StepTimeLimit
+from midfill.engine.step.speculation import Speculation
 from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kv.blob import KvIdentity
+from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.codecs import open_codec
+from midfill.methods.method import Method
+from midfill.methods.served_model import ServedModel
 from midfill.methods.shelf import AllowedMethods, MethodShelf
-from midfill.runners.cpu_runner import CpuRunner
+from midfill.models.checkpoints.checkpoint import ADAPTER_KEY, Checkpoint
+from midfill.models.checkpoints.model_store import command_options
+from midfill.models.checkpoints.opening import model_digest
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
 from midfill.system.progress import Progress
-from midfill.tiers.warm_tier import WarmTier
-from midfill.tokens.tokenizer import Tokenizer
 
 _STEP_SECONDS = 0.075
 """Steps with prompts should take no longer: a keystroke's request may have to wait for one before

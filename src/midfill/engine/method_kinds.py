@@ -6,21 +6,22 @@ layers. A method may be of the first kind and
 the third at once: heads that keep few keys need not see the others while the prompt is computed.
 """
 
-from midfill.compression.cascade import CascadingMethod
-from midfill.compression.full_layers import FullLayers
-from midfill.compression.method import CompressionMethod, Method
 from midfill.engine.cascade import Cascade, CascadeSize
 from midfill.engine.parallel_contexts import ParallelContexts
 from midfill.engine.request import EngineRequest
 from midfill.engine.row_pruning import RowPruning
-from midfill.engine.sequence import Sequence
+from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.sparse_prefill import ChunkNumbers, KeyPairs, SparsePrefill
 from midfill.engine.validation import check_parallel, check_prunable
-from midfill.forward.runner import Runner
-from midfill.prefill.method import PrefillMethod
-from midfill.pruning.method import PruningMethod
-from midfill.reuse.method import ReuseMethod
-from midfill.reuse.parallel import ParallelMethod
+from midfill.methods.contexts.method import ParallelMethod
+from midfill.methods.evict.cascade import CascadingMethod
+from midfill.methods.evict.full_layers import FullLayers
+from midfill.methods.evict.method import CompressionMethod
+from midfill.methods.method import Method
+from midfill.methods.reuse.method import ReuseMethod
+from midfill.methods.rows.method import PruningMethod
+from midfill.methods.sparse_prefill.method import PrefillMethod
+from midfill.runners.forward.runner import Runner
 
 
 class MethodKinds:

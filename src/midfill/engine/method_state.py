@@ -6,7 +6,7 @@ from midfill.engine.compression_state import CompressionState
 from midfill.engine.parallel_contexts import ParallelContexts
 from midfill.engine.row_pruning import RowPruning
 from midfill.engine.sparse_prefill import SparsePrefill
-from midfill.reuse.method import ReuseMethod
+from midfill.methods.reuse.method import ReuseMethod
 
 
 class MethodState:

@@ -18,14 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from midfill.arrays import Int32Array
-from midfill.forward.cells import CellStore
-from midfill.forward.groups import KeyGroup
-from midfill.forward.runner import Runner
 from midfill.kv.radix_cache import RadixCache
 from midfill.kv.radix_node import CacheRoot
 from midfill.kv.ragged import cells_of_slots
 from midfill.kv.sequence_kv import SequenceKV
-from midfill.reuse.parallel import ParallelMethod
+from midfill.methods.contexts.method import ParallelMethod
+from midfill.runners.forward.cells import CellStore
+from midfill.runners.forward.groups import KeyGroup
+from midfill.runners.forward.runner import Runner
 
 _MAX_PLACES = 1024
 

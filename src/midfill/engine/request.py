@@ -69,8 +69,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         begins_with: bytes that every answer has to begin with (token healing). Until they are
             written, only max_tokens can end the answer.
         empty_threshold: an answer is empty if, and only if, the model gives the empty answer more
-            than this probability, see ``engine.empty_answer``; 1: never. 0 is off: end tokens are
-            sampled like others.
+            than this probability, see ``engine.sampling.empty_answer``; 1: never. 0 is off: end
+            tokens are sampled like others.
         background: compute the prompt into the prefix cache while the engine is idle, and generate
             nothing. Ends with "stop", or with "cancelled" if newer background requests or a lack
             of slots displace it.

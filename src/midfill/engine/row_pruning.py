@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from midfill.arrays import BoolArray, Float32Array, Int32Array
-from midfill.compression.method import SequenceKeys
-from midfill.compression.window_attention import received_attention
-from midfill.engine.layer_rows import LayerRows
-from midfill.engine.logprobs import one_thread
-from midfill.forward.runner import Runner
+from midfill.engine.sampling.logprobs import one_thread
 from midfill.kv.ragged import cells_of_slots
-from midfill.pruning.method import PruningMethod
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.window_attention import received_attention
+from midfill.methods.rows.method import PruningMethod
+from midfill.runners.forward.layer_rows import LayerRows
+from midfill.runners.forward.runner import Runner
 
 
 class RowPruning:

@@ -16,9 +16,9 @@ from collections import OrderedDict
 import numpy as np
 
 from midfill.arrays import Int32Array, Int64Array
-from midfill.forward.sparse import LayerProbe, SpanLists
+from midfill.methods.sparse_prefill.method import PrefillMethod
 from midfill.models.config import ModelConfig
-from midfill.prefill.method import PrefillMethod
+from midfill.runners.forward.sparse import LayerProbe, SpanLists
 
 _MAX_NUMBERS = 4096
 
@@ -138,7 +138,7 @@ class SparsePrefill:
 
 
 class ChunkPlanner:
-    """Implements ``forward.sparse.SparsePlanner`` for one chunk.
+    """Implements ``runners.forward.sparse.SparsePlanner`` for one chunk.
 
     Args:
         method: lists the keys.

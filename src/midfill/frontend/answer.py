@@ -15,8 +15,8 @@ from midfill.errors import DeadlineError, GenerationError
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopScanner, StopStrings
 from midfill.infill.trim import Trimmer
-from midfill.tokens.detokenizer import Detokenizer
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.detokenizer import Detokenizer
+from midfill.models.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from midfill.frontend.template_process import ProcessTemplate, refused
 from midfill.frontend.template_rendering import check_syntax, describe
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 import hashlib
 
-from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, SNIPPETS_KEY, Checkpoint
-from midfill.checkpoints.model_record import (
+from midfill.models.checkpoints.checkpoint import FRAGMENTS_KEY, SNIPPETS_KEY, Checkpoint
+from midfill.models.checkpoints.model_record import (
     cut_rule_of,
     empty_threshold_of,
     end_bias_of,

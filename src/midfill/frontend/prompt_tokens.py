@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from midfill.engine.request import TokenLogprobs
 from midfill.frontend.answer import Candidate
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,6 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache, partial
 
-from midfill.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
-from midfill.checkpoints.described_model import DescribedModel
-from midfill.checkpoints.model_record import (
-    cut_rule_of,
-    empty_threshold_of,
-    end_bias_of,
-    opens_lines_of,
-    snippet_characters_of,
-    window_rule_of,
-)
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.chat import Message, chat_template_of
@@ -30,8 +20,18 @@ from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import read_template
 from midfill.infill.window import WindowRule
-from midfill.tokens.layout_encoder import LayoutEncoder
-from midfill.tokens.token_boundary import keeps_tokens_of
+from midfill.models.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
+from midfill.models.checkpoints.described_model import DescribedModel
+from midfill.models.checkpoints.model_record import (
+    cut_rule_of,
+    empty_threshold_of,
+    end_bias_of,
+    opens_lines_of,
+    snippet_characters_of,
+    window_rule_of,
+)
+from midfill.models.tokens.layout_encoder import LayoutEncoder
+from midfill.models.tokens.token_boundary import keeps_tokens_of
 
 # A low estimate, so that text remembered from earlier requests does not fill the context.
 _CHARACTERS_PER_TOKEN = 2
@@ -128,8 +128,8 @@ class PromptEncoder:
 
         Args:
             request: the text and how to lay it out.
-            healing: let the model write an unfinished last word again, see ``tokens.healing``. No
-                effect on a raw prompt that is sent as it is.
+            healing: let the model write an unfinished last word again, see
+                ``models.tokens.healing``. No effect on a raw prompt that is sent as it is.
             stop_token_ids: tokens that end the answer at the client's wish. The answer can't write
                 one of them again, so a prompt whose last tokens hold one is not healed.
             admit: called with the text's document before it is planned and tokenised.

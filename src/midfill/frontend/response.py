@@ -8,7 +8,7 @@ from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompt_tokens import PromptToken, prompt_tokens
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopStrings
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

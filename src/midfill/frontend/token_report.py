@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, Role, in_psm_order
-from midfill.tokens.detokenizer import Detokenizer
-from midfill.tokens.layout_encoder import LayoutEncoder
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.detokenizer import Detokenizer
+from midfill.models.tokens.layout_encoder import LayoutEncoder
+from midfill.models.tokens.tokenizer import Tokenizer
 
 SegmentRole = Role | Literal["bos", "sentinel"]
 

@@ -13,7 +13,7 @@ import msgspec
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.template import sentinel_texts
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer
 
 
 def with_token_stops(

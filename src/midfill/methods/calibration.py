@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from midfill.arrays import Float64Array
-from midfill.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.system.progress import Progress
 
 Tables = Mapping[str, Float64Array]

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.methods.calibration import Calibration, CalibrationError, Tables
+from midfill.methods.served_model import ServedModel
 from midfill.system.atomic import write_file
 from midfill.system.cache import cache_folder
 

@@ -6,10 +6,10 @@ A codec's module is imported when it is first asked for.
 from collections.abc import Callable
 
 from midfill.errors import InvalidRequestError
-from midfill.forward.runner import Runner
+from midfill.kv.tiers.codec import ChunkCodec
 from midfill.methods.registry import OFF, make_options, nearest_name
-from midfill.tiers.codec import ChunkCodec
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.runners.forward.runner import Runner
 
 CODECS = ("cachegen",)
 

@@ -3,10 +3,10 @@
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.compression.method import SequenceKeys
-from midfill.forward.batch import ForwardBatch
-from midfill.forward.runner import Runner
 from midfill.kv.ragged import cells_of_slots
+from midfill.methods.evict.method import SequenceKeys
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.runner import Runner
 
 _CHUNK_ROWS = 128
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from midfill.arrays import Int32Array
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer
 
 _MODULES = ("argparse", "configparser", "csv", "difflib", "heapq", "shlex", "tarfile", "zipfile")
 _NAMES = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "hazel")

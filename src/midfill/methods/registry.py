@@ -10,9 +10,9 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from midfill.compression.method import Method, ModelSpecific
 from midfill.errors import InvalidRequestError
 from midfill.methods.calibration import Calibrator
+from midfill.methods.method import Method, ModelSpecific
 
 OFF = "none"
 """A specification that asks for no method."""
@@ -76,7 +76,7 @@ def defaults(factory: type[Any]) -> dict[str, object]:
 
 
 _EVICT = "midfill.methods.evict"
-_PREFILL = "midfill.methods.prefill"
+_SPARSE_PREFILL = "midfill.methods.sparse_prefill"
 _REUSE = "midfill.methods.reuse"
 _ROWS = "midfill.methods.rows"
 
@@ -106,31 +106,31 @@ METHODS = {
         MethodEntry(
             "compresskv", "evict", "CompressKV", "Lin et al., 2025, arXiv 2508.02401",
             f"{_EVICT}.compresskv", "CompressKV",
-            f"{_EVICT}.compresskv_search:EvidenceSearch",
+            "midfill.lab.calibration.compresskv:EvidenceSearch",
         ),
         MethodEntry(
             "uncomp", "evict", "UNComp", "Xiong et al., 2024, arXiv 2410.03090",
             f"{_EVICT}.uncomp", "UNComp",
-            f"{_EVICT}.uncomp_entropy:EntropyMeasurement",
+            "midfill.lab.calibration.uncomp:EntropyMeasurement",
         ),
         MethodEntry(
             "razorattention", "evict", "RazorAttention", "Tang et al., ICLR 2025, arXiv 2407.15891",
             f"{_EVICT}.razorattention", "RazorAttention",
-            f"{_EVICT}.razorattention_search:HeadSearch",
+            "midfill.lab.calibration.razorattention:HeadSearch",
         ),
         MethodEntry(
             "duoattention", "evict", "DuoAttention", "Xiao et al., ICLR 2025, arXiv 2410.10819",
             f"{_EVICT}.duoattention", "DuoAttention",
-            f"{_EVICT}.duoattention_gates:GateTraining",
+            "midfill.lab.calibration.duoattention:GateTraining",
         ),
         MethodEntry(
             "minference", "prefill", "MInference", "Jiang et al., NeurIPS 2024, arXiv 2407.02490",
-            f"{_PREFILL}.minference", "MInference",
-            f"{_PREFILL}.minference_search:PatternSearch",
+            f"{_SPARSE_PREFILL}.minference", "MInference",
+            "midfill.lab.calibration.minference:PatternSearch",
         ),
         MethodEntry(
             "flexprefill", "prefill", "FlexPrefill", "Lai et al., ICLR 2025, arXiv 2502.20766",
-            f"{_PREFILL}.flexprefill", "FlexPrefill",
+            f"{_SPARSE_PREFILL}.flexprefill", "FlexPrefill",
         ),
         MethodEntry(
             "cacheblend", "reuse", "CacheBlend", "Yao et al., EuroSys 2025, arXiv 2405.16444",
@@ -138,7 +138,7 @@ METHODS = {
         ),
         MethodEntry(
             "ape", "reuse", "APE", "Yang et al., ICLR 2025, arXiv 2502.05431",
-            f"{_REUSE}.ape", "Ape",
+            "midfill.methods.contexts.ape", "Ape",
         ),
         MethodEntry(
             "lazyllm", "rows", "LazyLLM", "Fu et al., 2024, arXiv 2407.14057",

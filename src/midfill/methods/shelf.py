@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from midfill.compression.method import Method, ModelSpecific, ServedModel
 from midfill.errors import InvalidRequestError, OptionError
+from midfill.methods.method import Method, ModelSpecific
 from midfill.methods.registry import OFF, check_name, parse_name, resolve_method
+from midfill.methods.served_model import ServedModel
 
 ANY = "any"
 """Stands for all methods in a list of those that requests may use."""

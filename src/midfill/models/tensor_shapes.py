@@ -8,7 +8,8 @@ Shape = tuple[int, ...]
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Return canonical name -> shape of every tensor of a model with this configuration.
 
-    The names are explained in ``midfill.checkpoints.checkpoint``. A tied LM head is not listed.
+    The names are explained in ``midfill.models.checkpoints.checkpoint``. A tied LM head is not
+    listed.
     """
     shapes: dict[str, Shape] = {"embed.weight": (config.vocab, config.hidden)}
     for layer in range(config.layers):

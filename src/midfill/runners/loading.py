@@ -2,14 +2,14 @@
 
 import torch
 
-from midfill.checkpoints.checkpoint import Checkpoint
 from midfill.config import ModelOptions
 from midfill.errors import MidfillError, OptionError
-from midfill.forward.runner import Runner
+from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.config import ModelConfig
-from midfill.runners.cpu_runner import CpuRunner, choose_kv_format, slot_bytes
-from midfill.runners.packed_model import unsupported_reason
-from midfill.runners.torch_runner import TorchRunner
+from midfill.runners.cpu.packed_model import unsupported_reason
+from midfill.runners.cpu.runner import CpuRunner, choose_kv_format, slot_bytes
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.runner import TorchRunner
 from midfill.system.memory import available_memory
 from midfill.system.progress import Progress
 

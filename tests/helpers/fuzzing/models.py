@@ -13,22 +13,22 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from fuzzing.target import Target, scratch, split
-from midfill.checkpoints.checkpoint import Checkpoint
-from midfill.checkpoints.gguf import GgufCheckpoint
-from midfill.checkpoints.gguf_file import GgufFile
-from midfill.checkpoints.huggingface import HuggingFaceCheckpoint
-from midfill.checkpoints.lora_config import LoraConfig
-from midfill.checkpoints.model_record import read_needs
-from midfill.checkpoints.safetensors_file import SafetensorsFile
 from midfill.errors import MidfillError
 from midfill.frontend.chat import ChatTemplate
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.gguf import GgufCheckpoint
+from midfill.models.checkpoints.gguf_file import GgufFile
+from midfill.models.checkpoints.huggingface import HuggingFaceCheckpoint
+from midfill.models.checkpoints.lora_config import LoraConfig
+from midfill.models.checkpoints.model_record import read_needs
+from midfill.models.checkpoints.safetensors_file import SafetensorsFile
 from midfill.models.families import config_from_huggingface, huggingface_names
 from midfill.models.tensor_shapes import tensor_shapes
-from midfill.tokens.gguf_tokenizer import build_tokenizer
-from midfill.tokens.huggingface_tokenizer import load_folder, read_json
-from midfill.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.gguf_tokenizer import build_tokenizer
+from midfill.models.tokens.huggingface_tokenizer import load_folder, read_json
+from midfill.models.tokens.tokenizer import Tokenizer
 
 _SIZE = 32  # hidden size, and the width of everything else
 _TOKENS = ["<s>", "</s>", "a", "b", "ab", "Ġ", "Ċ", "<fim_prefix>"]

@@ -36,5 +36,5 @@ def _slow_down(seconds: float) -> None:
 
 
 _run_shadowed()
-if "midfill.engine.process" in sys.orig_argv:
+if "midfill.engine.process.main" in sys.orig_argv:
     _slow_down(float(os.environ["MIDFILL_TEST_STEP_SECONDS"]))

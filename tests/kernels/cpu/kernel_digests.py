@@ -42,7 +42,7 @@ from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kernels.cpu.tiles import even_tile_rows
 from midfill.kernels.cpu.weight_formats import WeightFormat
 from midfill.kv.ragged import KeyTerms, RaggedIndex
-from midfill.models.stored_tensor import StoredTensor
+from midfill.stored_tensor import StoredTensor
 
 INSTRUCTIONS = ("zmm", "ymm", "vpdpbusd", "pmaddubsw", "pmulld", "vfmadd", "vcvtph2ps")
 """Instructions and registers looked for in machine code."""

@@ -13,7 +13,7 @@ from midfill.kernels.cpu.standby import sync_size
 from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
 from midfill.kernels.cpu.tiles import even_tile_rows
 from midfill.kernels.cpu.weight_formats import PANEL, panel_count
-from midfill.models.stored_tensor import StoredTensor
+from midfill.stored_tensor import StoredTensor
 
 TILE_ROWS = even_tile_rows(MAX_QUANTIZED_ROWS)
 KINDS = (*QUANTIZED_KINDS, "f32")

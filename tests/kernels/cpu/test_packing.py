@@ -7,7 +7,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from midfill.kernels.cpu.packing import natural_format, pack, packed_bytes, unpack
 from midfill.kernels.cpu.weight_formats import WeightFormat
-from midfill.models.stored_tensor import StoredTensor
+from midfill.stored_tensor import StoredTensor
 
 
 def floats(weights: np.ndarray) -> StoredTensor:

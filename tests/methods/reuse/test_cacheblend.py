@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
 from midfill.methods.registry import resolve_method
 from midfill.methods.reuse.cacheblend import CacheBlend
+from midfill.methods.reuse.method import LayerKV
+from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
-from midfill.reuse.method import LayerKV
 
 HEADS, DIM = 2, 4
 

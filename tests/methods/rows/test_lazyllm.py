@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
 from midfill.methods.registry import resolve_method
 from midfill.methods.rows.lazyllm import LazyLLM
+from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
 
 

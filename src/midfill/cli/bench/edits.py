@@ -17,8 +17,8 @@ from midfill.cli.bench.options import (
 from midfill.cli.options import ThreadsOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
-from midfill.reporting.publish import publish
 from midfill.system.extras import require
+from midfill.system.reporting.publish import publish
 
 if TYPE_CHECKING:
     pass
@@ -48,8 +48,8 @@ def edits(
     cheapest cuts with the whole future known). Sessions come from an editing mix over files of the
     standard library and from git histories.
     """
-    from midfill.bench.edits.measure import QUICK, EditsOptions, run_edits
-    from midfill.bench.edits.report import edits_markdown, edits_table
+    from midfill.lab.bench.edits.measure import QUICK, EditsOptions, run_edits
+    from midfill.lab.bench.edits.report import edits_markdown, edits_table
 
     options = msgspec.structs.replace(
         QUICK if quick else EditsOptions(),
@@ -58,8 +58,8 @@ def edits(
     )
     counting: dict[str, Any] = {}
     if model is not None:
-        from midfill.checkpoints.model_store import resolve
-        from midfill.checkpoints.opening import open_checkpoint
+        from midfill.models.checkpoints.model_store import resolve
+        from midfill.models.checkpoints.opening import open_checkpoint
 
         counting = {"tokenize": open_checkpoint(resolve(model)).tokenizer.encode, "unit": model}
     with show_steps("preparing") as progress:
@@ -85,8 +85,8 @@ def replay(
     choice.
     """
     require("bench replay", ["httpx"], extra="bench")
-    from midfill.bench.clients import open_client
-    from midfill.bench.edits.replay import replay_edits, replay_table
+    from midfill.lab.bench.clients import open_client
+    from midfill.lab.bench.edits.replay import replay_edits, replay_table
 
     console = Console(stderr=True)
 

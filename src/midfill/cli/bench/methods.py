@@ -11,7 +11,7 @@ from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
 
 if TYPE_CHECKING:
-    from midfill.bench.methods.results import Hole
+    from midfill.lab.bench.methods.results import Hole
 
 MethodsOption = Annotated[
     str | None,
@@ -61,15 +61,15 @@ def methods(
     Quality: needles in real source text, SCBench's shared contexts in its two modes, prediction of
     held-out code, infilling. Costs: slots and bytes held, time to first token, decoding speed.
     """
-    from midfill.bench.methods.plot import plot_methods
-    from midfill.bench.methods.report import methods_markdown, methods_tables
-    from midfill.bench.methods.results import QUICK, MethodsOptions, read_methods_report
-    from midfill.bench.methods.run import measure_methods
-    from midfill.bench.methods.variants import choose_variants, parse_budgets
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
     from midfill.errors import OptionError
-    from midfill.evaluation.metrics import is_exact_first_line
-    from midfill.reporting.publish import publish, saver
+    from midfill.lab.bench.methods.plot import plot_methods
+    from midfill.lab.bench.methods.report import methods_markdown, methods_tables
+    from midfill.lab.bench.methods.results import QUICK, MethodsOptions, read_methods_report
+    from midfill.lab.bench.methods.run import measure_methods
+    from midfill.lab.bench.methods.variants import choose_variants, parse_budgets
+    from midfill.lab.evaluation.metrics import is_exact_first_line
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.system.reporting.publish import publish, saver
 
     if resume and json is None:
         raise OptionError("--resume continues what a file holds: name it with --json")
@@ -102,9 +102,9 @@ def methods(
 
 def draw_lines(texts: Sequence[str], count: int) -> "list[Hole]":
     """Draw rests of lines out of source files, as the evaluation does."""
-    from midfill.bench.methods.results import Hole
-    from midfill.evaluation.holes import draw_holes
-    from midfill.evaluation.source_files import SourceFile
+    from midfill.lab.bench.methods.results import Hole
+    from midfill.lab.evaluation.holes import draw_holes
+    from midfill.lab.evaluation.source_files import SourceFile
 
     files = [SourceFile(f"{number}.py", text) for number, text in enumerate(texts)]
     return [

@@ -59,8 +59,8 @@ def model_or_shape(
     Raises:
         MidfillError: both are given, or a model of the shape can't be made.
     """
-    from midfill.bench.peers.shapes import random_model
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.lab.bench.peers.shapes import random_model
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
     if shape is not None and model is not None:
         raise OptionError("--shape makes a model of its own: it goes without a model")

@@ -15,12 +15,12 @@ from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts, parse_fim_tokens
 from midfill.config import FimTokens
 from midfill.errors import OptionError
-from midfill.reporting.publish import publish, saver
 from midfill.system.extras import require
+from midfill.system.reporting.publish import publish, saver
 
 if TYPE_CHECKING:
-    from midfill.bench.peers.compared_model import ComparedModel
-    from midfill.bench.peers.results import PeersOptions
+    from midfill.lab.bench.peers.compared_model import ComparedModel
+    from midfill.lab.bench.peers.results import PeersOptions
 
 ModelOption = Annotated[
     str | None, typer.Option(help="A GGUF file, folder or name; the default model if not set.")
@@ -133,9 +133,9 @@ class MeasuredFlags:
         Raises:
             MidfillError: there is no such server or load.
         """
-        from midfill.bench.peers.compare import QUICK, SERVERS, parse_names
-        from midfill.bench.peers.loads import LOADS
-        from midfill.bench.peers.results import PeersOptions
+        from midfill.lab.bench.peers.compare import QUICK, SERVERS, parse_names
+        from midfill.lab.bench.peers.loads import LOADS
+        from midfill.lab.bench.peers.results import PeersOptions
 
         chosen = QUICK if self.quick else PeersOptions()
         texts = {name: getattr(self, name) for name in ("prefill", "contexts", "streams", "users")}
@@ -175,12 +175,12 @@ def peers(
     a line that says how to install them; see docs/peers.md.
     """
     require("bench peers", ["httpx"], extra="bench")
-    from midfill.bench.peers.compare import Programs, compare_peers, parse_names
-    from midfill.bench.peers.llama_cpp import parse_formats
-    from midfill.bench.peers.plot import plot_peers
-    from midfill.bench.peers.report import peers_markdown, peers_tables
-    from midfill.bench.peers.results import read_peers
-    from midfill.bench.peers.vllm import DTYPES, default_dtypes
+    from midfill.lab.bench.peers.compare import Programs, compare_peers, parse_names
+    from midfill.lab.bench.peers.llama_cpp import parse_formats
+    from midfill.lab.bench.peers.plot import plot_peers
+    from midfill.lab.bench.peers.report import peers_markdown, peers_tables
+    from midfill.lab.bench.peers.results import read_peers
+    from midfill.lab.bench.peers.vllm import DTYPES, default_dtypes
     from midfill.system.machine import describe_machine
 
     if shape is not None and model is not None:
@@ -218,9 +218,9 @@ def _open_compared(
     progress: Callable[[str], None],
 ) -> "ComparedModel":
     """Return the model that is named, one of a shape, or the default one."""
-    from midfill.bench.peers.compared_model import open_compared
-    from midfill.bench.peers.shapes import random_model
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.lab.bench.peers.compared_model import open_compared
+    from midfill.lab.bench.peers.shapes import random_model
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
     if shape is None:
         return open_compared(model or DEFAULT_MODEL, fim_tokens)

@@ -4,7 +4,7 @@ from midfill.cli.bench.options import JsonOption, ShapeOption, model_or_shape
 from midfill.cli.options import ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
-from midfill.reporting.publish import publish
+from midfill.system.reporting.publish import publish
 
 
 def profile(
@@ -21,7 +21,7 @@ def profile(
     "reached" is that time as a share of the measured one. With --shape, --docs replaces the section
     of that shape.
     """
-    from midfill.bench.profile import measure_profile, profile_markdown, profile_tables
+    from midfill.lab.bench.profile import measure_profile, profile_markdown, profile_tables
 
     with show_steps("loading") as progress:
         name = model_or_shape(model, shape, progress)

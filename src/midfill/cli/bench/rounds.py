@@ -20,11 +20,11 @@ from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
 from midfill.config import FimTokens
 from midfill.errors import OptionError
-from midfill.reporting.publish import publish
 from midfill.system.extras import require
+from midfill.system.reporting.publish import publish
 
 if TYPE_CHECKING:
-    from midfill.bench.rounds import RoundsOptions, RoundsReport
+    from midfill.lab.bench.rounds import RoundsOptions, RoundsReport
 
 LayoutsOption = Annotated[str, typer.Option(help="Layouts to measure, separated by commas.")]
 UsersOption = Annotated[
@@ -75,7 +75,7 @@ def rounds(
     what grew after MID; native sends prefix and suffix and lets the server choose.
     """
     require("bench rounds", ["httpx"], extra="bench")
-    from midfill.bench.rounds import (
+    from midfill.lab.bench.rounds import (
         RoundsOptions,
         parse_layouts,
         plot_rounds,
@@ -96,7 +96,7 @@ def rounds(
     if compare is not None:
         if url is not None or plot is not None:
             raise OptionError("--compare runs both versions here: it takes no --url and no --plot")
-        from midfill.bench.versions.rounds import compare_rounds
+        from midfill.lab.bench.versions.rounds import compare_rounds
 
         arguments = _rounds_arguments(options, model, fim_tokens, threads)
         with show_steps("copying both versions") as progress:
@@ -119,8 +119,8 @@ async def _measure(
     threads: int | None,
 ) -> "RoundsReport":
     """Measure a server, or a model that is loaded here."""
-    from midfill.bench.clients import open_client
-    from midfill.bench.rounds import measure_rounds
+    from midfill.lab.bench.clients import open_client
+    from midfill.lab.bench.rounds import measure_rounds
 
     console = Console(stderr=True)
     async with open_client(url, model, fim_tokens, threads, console, options.method) as client:

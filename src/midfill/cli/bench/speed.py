@@ -13,7 +13,7 @@ from midfill.cli.options import ModelArgument, ThreadsOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts
-from midfill.reporting.publish import publish
+from midfill.system.reporting.publish import publish
 
 PrefillOption = Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")]
 ContextsOption = Annotated[
@@ -59,10 +59,10 @@ def speed(
     docs: DocsOption = None,
 ) -> None:
     """Measure prefill and decode speed of one request at a time, in this process."""
-    from midfill.checkpoints.model_store import DEFAULT_MODEL
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
     if compare is not None:
-        from midfill.bench.versions.speed import CompareSpeedOptions, compare_speed
+        from midfill.lab.bench.versions.speed import CompareSpeedOptions, compare_speed
 
         compared = CompareSpeedOptions(
             model=absolute_model(model or DEFAULT_MODEL),
@@ -77,7 +77,7 @@ def speed(
             versions = compare_speed(compared, compare, pairs=pairs, progress=progress)
         publish_versions(versions, json, docs)
         return
-    from midfill.bench.speed import SpeedOptions, measure_speed, speed_table
+    from midfill.lab.bench.speed import SpeedOptions, measure_speed, speed_table
 
     options = SpeedOptions(
         prefill=parse_counts(prefill), contexts=parse_counts(contexts), repeats=repeats or 5

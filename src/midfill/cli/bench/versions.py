@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from midfill.reporting.publish import publish
+from midfill.system.reporting.publish import publish
 
 if TYPE_CHECKING:
-    from midfill.bench.versions.report import VersionsReport
+    from midfill.lab.bench.versions.report import VersionsReport
 
 
 def publish_versions(report: "VersionsReport", json: Path | None, docs: Path | None) -> None:
     """Show the ratios of two versions."""
-    from midfill.bench.versions.report import versions_table
+    from midfill.lab.bench.versions.report import versions_table
 
     table = versions_table(report)
     section = f"{report.benchmark}-versions"

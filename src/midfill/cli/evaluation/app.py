@@ -42,8 +42,8 @@ from midfill.cli.outputs import DocsOption, PlotOption, SectionOption
 from midfill.config import KvDtype
 
 if TYPE_CHECKING:
-    from midfill.evaluation.models import Model
-    from midfill.evaluation.run import InfillingReport
+    from midfill.lab.evaluation.models import Model
+    from midfill.lab.evaluation.run import InfillingReport
     from midfill.system.progress import Progress
 
 app = typer.Typer(
@@ -92,8 +92,8 @@ def infilling(
     With --method, each of them once more for each method of KV compression.
     """
     from midfill.errors import OptionError
-    from midfill.evaluation.conditions import choose_conditions, parse_conditions, with_methods
-    from midfill.evaluation.run import RunOptions, load_problems
+    from midfill.lab.evaluation.conditions import choose_conditions, parse_conditions, with_methods
+    from midfill.lab.evaluation.run import RunOptions, load_problems
 
     if url is not None and (asked.model or asked.adapter or typed):
         raise OptionError(
@@ -131,7 +131,7 @@ def _open_model(
     url: str | None, asked: ModelFlags, kv_dtype: KvDtype, progress: "Progress"
 ) -> "AbstractContextManager[Model]":
     """Return the model behind a URL, or loaded into this process."""
-    from midfill.evaluation.models import RemoteModel
+    from midfill.lab.evaluation.models import RemoteModel
 
     if url is not None:
         return nullcontext(RemoteModel(url, asked.fim_tokens))
@@ -146,13 +146,13 @@ def show(
     section: SectionOption = "infilling",
 ) -> None:
     """Print the tables of a run from its JSON file, even of an interrupted run."""
-    from midfill.evaluation.report import read_report
+    from midfill.lab.evaluation.report import read_report
 
     _show(read_report(results), Outputs(plot, docs, section))
 
 
 def _show(report: "InfillingReport", outputs: Outputs) -> None:
-    from midfill.evaluation.report import plot_report, report_markdown, report_tables
+    from midfill.lab.evaluation.report import plot_report, report_markdown, report_tables
 
     outputs.show(
         report_tables(report),
@@ -177,9 +177,9 @@ def compare(
     section: SectionOption = "comparison",
 ) -> None:
     """Compare two runs over the holes they share."""
-    from midfill.evaluation.report import comparison_markdown, comparison_tables, read_report
-    from midfill.evaluation.summary import compare_reports
-    from midfill.reporting.document_sections import replace_section
+    from midfill.lab.evaluation.report import comparison_markdown, comparison_tables, read_report
+    from midfill.lab.evaluation.summary import compare_reports
+    from midfill.system.reporting.document_sections import replace_section
 
     pairs = [_pair(text) for text in pair or ()]
     one, other = read_report(first), read_report(second)
@@ -200,7 +200,7 @@ def files(
 ) -> None:
     """Fetch held-out files: pinned packages that no adapter of midfill was trained on."""
     from midfill.cli.progress import show_progress
-    from midfill.evaluation.held_out_packages import fetch_held_out
+    from midfill.lab.evaluation.held_out_packages import fetch_held_out
 
     with show_progress() as progress:
         python, javascript = fetch_held_out(folder, progress)
@@ -217,8 +217,8 @@ def check(humaneval: HumanEvalOption = None) -> None:
 
     from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
-    from midfill.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
-    from midfill.evaluation.sandbox.pool import Sandbox
+    from midfill.lab.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
+    from midfill.lab.evaluation.sandbox.pool import Sandbox
 
     if humaneval is None:
         raise MidfillError(f"name the data with --humaneval FOLDER: {HOW_TO_GET_IT}")

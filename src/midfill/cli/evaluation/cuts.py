@@ -26,8 +26,8 @@ from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
 
 if TYPE_CHECKING:
-    from midfill.evaluation.choice import Choice
-    from midfill.evaluation.run import InfillingReport
+    from midfill.lab.evaluation.choice import Choice
+    from midfill.lab.evaluation.run import InfillingReport
 
 DistancesOption = Annotated[
     str,
@@ -79,14 +79,14 @@ def cuts(
     Every hole is asked with the suffix at several distances before the caret. Half of the holes
     choose the least distance that is as good as the best; the other half shows what it is worth.
     """
-    from midfill.checkpoints.checkpoint import LEAST_INCREMENT_KEY
-    from midfill.evaluation.choice import check_score
-    from midfill.evaluation.cuts import (
+    from midfill.lab.evaluation.choice import check_score
+    from midfill.lab.evaluation.cuts import (
         choose_cut,
         cut_conditions,
         parse_distances,
     )
-    from midfill.evaluation.run import RunOptions, load_problems
+    from midfill.lab.evaluation.run import RunOptions, load_problems
+    from midfill.models.checkpoints.checkpoint import LEAST_INCREMENT_KEY
 
     places = parse_distances(distances)
     check_score(score)
@@ -112,9 +112,14 @@ def cuts(
 
 
 def _page() -> "ChoicePage[Choice]":
-    from midfill.checkpoints.model_record import write_cut
-    from midfill.evaluation.cut_report import cut_markdown, cut_measurement, cut_tables, plot_cuts
-    from midfill.evaluation.cuts import parse_distance
+    from midfill.lab.evaluation.cut_report import (
+        cut_markdown,
+        cut_measurement,
+        cut_tables,
+        plot_cuts,
+    )
+    from midfill.lab.evaluation.cuts import parse_distance
+    from midfill.models.checkpoints.model_record import write_cut
 
     def note(folder: Path, report: "InfillingReport", choice: "Choice") -> Path:
         return write_cut(

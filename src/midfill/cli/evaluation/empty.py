@@ -22,8 +22,8 @@ from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
 
 if TYPE_CHECKING:
-    from midfill.evaluation.empties import EmptyChoice
-    from midfill.evaluation.run import InfillingReport
+    from midfill.lab.evaluation.empties import EmptyChoice
+    from midfill.lab.evaluation.run import InfillingReport
 
 MostOption = Annotated[
     float,
@@ -72,15 +72,15 @@ def empty(
     single lines too. Half of the files and functions choose the smallest threshold that loses few
     answers where something is missing; the other half shows what it is worth.
     """
-    from midfill.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY
     from midfill.errors import MidfillError, OptionError
-    from midfill.evaluation.empties import (
+    from midfill.lab.evaluation.empties import (
         caret_tasks,
         choose_empty,
         empty_conditions,
         given_empty,
     )
-    from midfill.evaluation.run import RunOptions, load_problems
+    from midfill.lab.evaluation.run import RunOptions, load_problems
+    from midfill.models.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY
 
     file = results.results_file()
     if not files:
@@ -109,13 +109,13 @@ def empty(
 
 
 def _page() -> "ChoicePage[EmptyChoice]":
-    from midfill.checkpoints.model_record import write_empty
-    from midfill.evaluation.empty_report import (
+    from midfill.lab.evaluation.empty_report import (
         empty_markdown,
         empty_measurement,
         empty_tables,
         plot_empty,
     )
+    from midfill.models.checkpoints.model_record import write_empty
 
     def note(folder: Path, report: "InfillingReport", choice: "EmptyChoice") -> Path:
         return write_empty(folder, choice.threshold, empty_measurement(report, choice))

@@ -21,8 +21,8 @@ from midfill.config import KvDtype
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from midfill.evaluation.model_choice import ModelChoice
-    from midfill.evaluation.models import Model
+    from midfill.lab.evaluation.model_choice import ModelChoice
+    from midfill.lab.evaluation.models import Model
     from midfill.system.progress import Progress
 
 
@@ -41,8 +41,8 @@ class ModelFlags:
 
     def choice(self, kv_dtype: KvDtype = "auto") -> "ModelChoice":
         """Return the model to ask, the default one if none is named."""
-        from midfill.checkpoints.model_store import DEFAULT_MODEL
-        from midfill.evaluation.model_choice import ModelChoice
+        from midfill.lab.evaluation.model_choice import ModelChoice
+        from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
         return ModelChoice(
             model=self.model or DEFAULT_MODEL,
@@ -60,7 +60,7 @@ class ModelFlags:
         self, progress: "Progress", kv_dtype: KvDtype = "auto"
     ) -> "AbstractContextManager[Model]":
         """Load the model."""
-        from midfill.evaluation.model_pool import load_model
+        from midfill.lab.evaluation.model_pool import load_model
 
         return load_model(self.choice(kv_dtype), progress)
 
@@ -74,9 +74,9 @@ class ModelFlags:
         Raises:
             MidfillError: it is no model's or adapter's folder, or another one's.
         """
-        from midfill.checkpoints.model_record import check_folder
-        from midfill.checkpoints.model_store import resolve, resolve_adapter
         from midfill.errors import OptionError
+        from midfill.models.checkpoints.model_record import check_folder
+        from midfill.models.checkpoints.model_store import resolve, resolve_adapter
 
         check_folder(folder, keys)
         model = self.choice().model

@@ -53,8 +53,8 @@ def page(
     """
     from midfill.cli.progress import show_progress
     from midfill.errors import OptionError
-    from midfill.evaluation.model_choice import ModelChoice
-    from midfill.evaluation.page import PageOptions, measure_page, read_page
+    from midfill.lab.evaluation.model_choice import ModelChoice
+    from midfill.lab.evaluation.page import PageOptions, measure_page, read_page
 
     found = read_page(plan)
     sections = only or list(found.sections)

@@ -11,10 +11,10 @@ from midfill.cli.evaluation.values import results_console
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from midfill.evaluation.conditions import Condition
-    from midfill.evaluation.models import Model
-    from midfill.evaluation.problems import Problem
-    from midfill.evaluation.run import InfillingReport, RunOptions
+    from midfill.lab.evaluation.conditions import Condition
+    from midfill.lab.evaluation.models import Model
+    from midfill.lab.evaluation.problems import Problem
+    from midfill.lab.evaluation.run import InfillingReport, RunOptions
     from midfill.system.progress import Progress
 
 
@@ -52,7 +52,7 @@ class ResultsFile:
             options: what the report says of the run.
         """
         from midfill.cli.progress import show_progress
-        from midfill.evaluation.run import evaluate
+        from midfill.lab.evaluation.run import evaluate
 
         def save(report: "InfillingReport") -> None:
             self._write(report, finished=False)
@@ -65,7 +65,7 @@ class ResultsFile:
         return report
 
     def _write(self, report: "InfillingReport", *, finished: bool) -> None:
-        from midfill.evaluation.report import write_report
+        from midfill.lab.evaluation.report import write_report
 
         if self._path is not None:
             write_report(report, self._path, finished=finished)
@@ -89,7 +89,7 @@ class Outputs:
         self, tables: "Iterable[Table]", draw: Callable[[Path], None], markdown: Callable[[], str]
     ) -> None:
         """Print tables, draw the plot, write the section."""
-        from midfill.reporting.document_sections import replace_section
+        from midfill.system.reporting.document_sections import replace_section
 
         console = results_console()
         for table in tables:
@@ -143,7 +143,7 @@ class ChoicePage(NamedTuple, Generic[C]):
 def _read_earlier(path: Path | None) -> "InfillingReport | None":
     """Return the report to continue; None if the run has not begun."""
     from midfill.errors import OptionError
-    from midfill.evaluation.report import read_report
+    from midfill.lab.evaluation.report import read_report
 
     if path is None:
         raise OptionError("--resume continues what a file holds: name it with --json")

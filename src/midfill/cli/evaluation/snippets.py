@@ -24,8 +24,8 @@ from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
 
 if TYPE_CHECKING:
-    from midfill.evaluation.choice import Choice
-    from midfill.evaluation.run import InfillingReport
+    from midfill.lab.evaluation.choice import Choice
+    from midfill.lab.evaluation.run import InfillingReport
 
 SnippetsOption = Annotated[
     str,
@@ -72,14 +72,18 @@ def snippets(
     the nearest others. Half of the files choose the fewest characters than which no more are better
     beyond doubt; the other half shows what they are worth.
     """
-    from midfill.checkpoints.checkpoint import SNIPPETS_KEY
     from midfill.errors import MidfillError
-    from midfill.evaluation.choice import check_score
-    from midfill.evaluation.problems import parse_tasks
-    from midfill.evaluation.run import RunOptions, load_problems
-    from midfill.evaluation.snippet_choice import check_tasks, choose_snippets, snippet_conditions
-    from midfill.evaluation.snippets import parse_snippets, with_snippets
-    from midfill.evaluation.source_files import read_files
+    from midfill.lab.evaluation.choice import check_score
+    from midfill.lab.evaluation.problems import parse_tasks
+    from midfill.lab.evaluation.run import RunOptions, load_problems
+    from midfill.lab.evaluation.snippet_choice import (
+        check_tasks,
+        choose_snippets,
+        snippet_conditions,
+    )
+    from midfill.lab.evaluation.snippets import parse_snippets, with_snippets
+    from midfill.lab.evaluation.source_files import read_files
+    from midfill.models.checkpoints.checkpoint import SNIPPETS_KEY
 
     shown = parse_snippets(snippets)
     check_score(score)
@@ -107,13 +111,13 @@ def snippets(
 
 
 def _page() -> "ChoicePage[Choice]":
-    from midfill.checkpoints.model_record import write_snippets
-    from midfill.evaluation.snippet_report import (
+    from midfill.lab.evaluation.snippet_report import (
         plot_snippets,
         snippet_markdown,
         snippet_measurement,
         snippet_tables,
     )
+    from midfill.models.checkpoints.model_record import write_snippets
 
     def note(folder: Path, report: "InfillingReport", choice: "Choice") -> Path:
         return write_snippets(folder, int(choice.recommended), snippet_measurement(report, choice))

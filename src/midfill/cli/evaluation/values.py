@@ -8,7 +8,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from midfill.evaluation.problems import Task
+    from midfill.lab.evaluation.problems import Task
 
 
 def results_console() -> "Console":
@@ -30,8 +30,8 @@ def choose_tasks(
         holes_only: leave out the tasks that are not about filling holes at usual places.
     """
     from midfill.errors import MidfillError
-    from midfill.evaluation.humaneval import HOW_TO_GET_IT
-    from midfill.evaluation.problems import FILE_TASKS, HOLE_TASKS, PUBLIC_TASKS, parse_tasks
+    from midfill.lab.evaluation.humaneval import HOW_TO_GET_IT
+    from midfill.lab.evaluation.problems import FILE_TASKS, HOLE_TASKS, PUBLIC_TASKS, parse_tasks
 
     if humaneval is None and not files:
         raise MidfillError(

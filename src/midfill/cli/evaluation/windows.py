@@ -22,8 +22,8 @@ from midfill.cli.option_groups import with_option_groups
 from midfill.cli.outputs import SectionOption
 
 if TYPE_CHECKING:
-    from midfill.evaluation.choice import Choice
-    from midfill.evaluation.run import InfillingReport
+    from midfill.lab.evaluation.choice import Choice
+    from midfill.lab.evaluation.run import InfillingReport
 
 WindowsOption = Annotated[
     str,
@@ -74,17 +74,17 @@ def windows(
     counts the tokens that it computes when a file is opened, a caret moves by a line, and a word is
     typed.
     """
-    from midfill.checkpoints.checkpoint import WINDOW_AFTER_KEY, WINDOW_BEFORE_KEY
     from midfill.errors import MidfillError
-    from midfill.evaluation.choice import check_score
-    from midfill.evaluation.problems import parse_tasks
-    from midfill.evaluation.run import RunOptions, load_problems
-    from midfill.evaluation.windows import (
+    from midfill.lab.evaluation.choice import check_score
+    from midfill.lab.evaluation.problems import parse_tasks
+    from midfill.lab.evaluation.run import RunOptions, load_problems
+    from midfill.lab.evaluation.windows import (
         check_tasks,
         choose_window,
         parse_windows,
         window_conditions,
     )
+    from midfill.models.checkpoints.checkpoint import WINDOW_AFTER_KEY, WINDOW_BEFORE_KEY
 
     rules = parse_windows(windows)
     check_score(score)
@@ -110,14 +110,14 @@ def windows(
 
 
 def _page() -> "ChoicePage[Choice]":
-    from midfill.checkpoints.model_record import write_window
-    from midfill.evaluation.window_report import (
+    from midfill.lab.evaluation.window_report import (
         plot_windows,
         window_markdown,
         window_measurement,
         window_tables,
     )
-    from midfill.evaluation.windows import rule_of
+    from midfill.lab.evaluation.windows import rule_of
+    from midfill.models.checkpoints.model_record import write_window
 
     def note(folder: Path, report: "InfillingReport", choice: "Choice") -> Path:
         return write_window(folder, rule_of(choice.recommended), window_measurement(report, choice))

@@ -16,7 +16,7 @@ An estimate in cycles for 16 rows, 16 outputs and a group of 32 inputs, from the
 Intel's optimization manual: product 16, tile store 16, reading tiles 12, beside each other and
 beside 48 vector operations on two ports (24; 32 with minima) and 56 reads on two ports (28). So
 about 30, where dots.py with VNNI needs 11 or 12 vector operations per row, thus about 90. No chip
-has confirmed this: ``runners.autotune`` measures both and uses the faster one.
+has confirmed this: ``runners.cpu.autotune`` measures both and uses the faster one.
 """
 
 from typing import Any
@@ -274,7 +274,7 @@ def amx_product(weight_format: WeightFormat) -> Any:
         """Compute tile[rows, 32] = rows of activation blocks @ a packed panel.
 
         Tile registers must be configured. Generates nothing where the chip has no AMX: a product's
-        tile rows then never reach 16, see ``runners.autotune``.
+        tile rows then never reach 16, see ``runners.cpu.autotune``.
 
         Args:
             x: uint8, activation blocks; rows are x_stride bytes apart, from x_offset on.

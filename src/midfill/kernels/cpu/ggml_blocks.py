@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midfill.kernels.cpu.weight_formats import GROUP
-from midfill.models.stored_tensor import StoredTensor
+from midfill.stored_tensor import StoredTensor
 
 Bytes = npt.NDArray[np.uint8]
 Halves = npt.NDArray[np.float16]

@@ -21,7 +21,7 @@ from midfill.kernels.cpu.weight_formats import (
     panel_bytes,
     panel_count,
 )
-from midfill.models.stored_tensor import StoredTensor
+from midfill.stored_tensor import StoredTensor
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -2,8 +2,8 @@
 
 A tile's weights are read and unpacked once for all its rows, so a tall tile does less work per
 row. But it needs more registers, which some chips don't have. The fastest height is measured, see
-``runners.autotune``; tiles of 16 and more rows of quants are computed on AMX. Results do not depend
-on it: a row has the same bits in any tile.
+``runners.cpu.autotune``; tiles of 16 and more rows of quants are computed on AMX. Results do not
+depend on it: a row has the same bits in any tile.
 """
 
 from collections.abc import Sequence

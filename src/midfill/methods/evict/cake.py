@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
-from midfill.compression.method import SequenceKeys
-from midfill.compression.method_defaults import OneShot
-from midfill.compression.selection import Selection
-from midfill.compression.window_attention import (
-    average_pool,
-    group_mean,
-    top_keys,
-    window_attention,
-)
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import (
     budget_tokens,
     check_budget,
     check_cascade,
     check_observation,
+)
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.method_defaults import OneShot
+from midfill.methods.evict.selection import Selection
+from midfill.methods.evict.window_attention import (
+    average_pool,
+    group_mean,
+    top_keys,
+    window_attention,
 )
 from midfill.models.config import ModelConfig
 
@@ -127,7 +127,7 @@ class Cake(OneShot):
 
 
 class CakeTrimmer:
-    """Implements ``compression.cascade.LayerTrimmer``."""
+    """Implements ``methods.evict.cascade.LayerTrimmer``."""
 
     def __init__(self, cake: Cake, config: ModelConfig, prompt: int) -> None:
         """Begin with a prompt that doesn't stay as a whole; arguments as of ``start_cascade``."""

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
-from midfill.compression.method import CompressionMethod, SequenceKeys, ServedModel
-from midfill.compression.method_defaults import OneShot
-from midfill.compression.selection import Selection
-from midfill.compression.window_attention import average_pool, head_attention, top_keys
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import budget_tokens, check_budget, check_observation
 from midfill.methods.calibration_store import load_tables
+from midfill.methods.evict.method import CompressionMethod, SequenceKeys
+from midfill.methods.evict.method_defaults import OneShot
+from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.streaming_heads import refuse_windows
+from midfill.methods.evict.window_attention import average_pool, head_attention, top_keys
+from midfill.methods.served_model import ServedModel
 
 NAME, VERSION = "compresskv", 1
 

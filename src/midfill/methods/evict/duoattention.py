@@ -16,17 +16,18 @@ from itertools import chain
 import numpy as np
 
 from midfill.arrays import BoolArray, Float64Array
-from midfill.compression.method import CompressionMethod, ServedModel
 from midfill.errors import InvalidRequestError
-from midfill.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists
 from midfill.methods.calibration_store import load_tables
+from midfill.methods.evict.method import CompressionMethod
 from midfill.methods.evict.streaming_heads import (
     HeadSplit,
     StreamingRule,
     check_rule,
     refuse_windows,
 )
-from midfill.methods.prefill.chunks import ChunkRule
+from midfill.methods.served_model import ServedModel
+from midfill.methods.sparse_prefill.chunks import ChunkRule
+from midfill.runners.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists
 
 NAME, VERSION = "duoattention", 1
 

@@ -20,12 +20,12 @@ from functools import cached_property
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.compression.method import SequenceKeys
-from midfill.compression.method_defaults import MethodDefaults
-from midfill.compression.selection import Selection
-from midfill.compression.window_attention import received_attention, top_keys
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import budget_tokens, check_budget, check_interval
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.evict.selection import Selection
+from midfill.methods.evict.window_attention import received_attention, top_keys
 from midfill.methods.observation_memory import ObservationMemory, block_digests
 from midfill.models.config import ModelConfig
 

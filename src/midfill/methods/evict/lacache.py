@@ -21,11 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.compression.method import SequenceKeys, ServedModel
-from midfill.compression.method_defaults import MethodDefaults
-from midfill.compression.selection import Selection
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import budget_tokens, check_budget, check_interval
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.evict.selection import Selection
+from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
 
 LADDERS = ("modulo", "contiguous")

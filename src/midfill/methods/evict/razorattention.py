@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import BoolArray
-from midfill.compression.method import CompressionMethod, ServedModel
 from midfill.errors import InvalidRequestError
 from midfill.methods.calibration import Tables
 from midfill.methods.calibration_store import load_tables
+from midfill.methods.evict.method import CompressionMethod
 from midfill.methods.evict.streaming_heads import (
     HeadSplit,
     StreamingRule,
     check_rule,
     refuse_windows,
 )
+from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
 
 NAME, VERSION = "razorattention", 1

@@ -10,20 +10,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array, Int64Array
-from midfill.compression.method import SequenceKeys
-from midfill.compression.method_defaults import OneShot
-from midfill.compression.selection import Selection
-from midfill.compression.window_attention import (
-    average_pool,
-    group_mean,
-    top_keys,
-    window_attention,
-)
 from midfill.methods.budget import (
     budget_tokens,
     check_budget,
     check_cascade,
     check_observation,
+)
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.method_defaults import OneShot
+from midfill.methods.evict.selection import Selection
+from midfill.methods.evict.window_attention import (
+    average_pool,
+    group_mean,
+    top_keys,
+    window_attention,
 )
 from midfill.models.config import ModelConfig
 
@@ -103,7 +103,7 @@ class SnapKV(OneShot):
 
 
 class SnapTrimmer:
-    """Implements ``compression.cascade.LayerTrimmer``: all layers keep equally many."""
+    """Implements ``methods.evict.cascade.LayerTrimmer``: all layers keep equally many."""
 
     def __init__(self, method: SnapKV, budget: int) -> None:
         """Begin with a prompt of which ``budget`` tokens per layer stay."""

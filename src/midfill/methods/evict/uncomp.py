@@ -20,15 +20,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
-from midfill.compression.method import CompressionMethod, SequenceKeys, ServedModel
-from midfill.compression.method_defaults import MethodDefaults
-from midfill.compression.selection import Selection
-from midfill.compression.window_attention import head_attention, max_pool, top_keys
 from midfill.errors import InvalidRequestError
 from midfill.methods.budget import budget_tokens, check_budget, check_interval, check_observation
 from midfill.methods.calibration import Tables
 from midfill.methods.calibration_store import load_tables
+from midfill.methods.evict.method import CompressionMethod, SequenceKeys
+from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.streaming_heads import refuse_windows
+from midfill.methods.evict.window_attention import head_attention, max_pool, top_keys
+from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
 
 NAME, VERSION = "uncomp", 1

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Int64Array
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
-from midfill.reuse.method import LayerKV
+from midfill.methods.reuse.method import LayerKV
+from midfill.methods.served_model import ServedModel
 
 _COMPARED = ("values", "keys")
 
 
 @dataclass(frozen=True)
 class CacheBlend:
-    """Implements ``reuse.method.ReuseMethod``.
+    """Implements ``methods.reuse.method.ReuseMethod``.
 
     Attributes:
         ratio: share of the copied tokens that are computed again, rounded up; 0: none, 1: all.

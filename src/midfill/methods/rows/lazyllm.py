@@ -20,9 +20,9 @@ from itertools import pairwise
 import numpy as np
 
 from midfill.arrays import Float32Array, Int64Array
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
 from midfill.methods.evict.streaming_heads import refuse_windows
+from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
 
 NAME = "lazyllm"
@@ -30,7 +30,7 @@ NAME = "lazyllm"
 
 @dataclass(frozen=True)
 class LazyLLM:
-    """Implements ``pruning.method.PruningMethod``.
+    """Implements ``methods.rows.method.PruningMethod``.
 
     Attributes:
         after: the layers after which tokens are dropped, as numbers from 0, or below 1 as shares of

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Float64Array, Int64Array
-from midfill.compression.method import ServedModel
 from midfill.errors import InvalidRequestError
 from midfill.methods.calibration_store import load_tables
 from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.uncomp import NAME as CALIBRATED
 from midfill.methods.evict.uncomp import VERSION
+from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
 
 NAME = "uncomp-stage"
@@ -85,7 +85,7 @@ def group_starts(entropy: Float64Array, drop: float) -> list[int]:
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """The method with what it knows of a model; implements ``pruning.method.PruningMethod``.
+    """The method with what it knows of a model; implements ``methods.rows.method.PruningMethod``.
 
     Attributes:
         method: the hyper-parameters.

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from midfill.forward.runner import Runner
 from midfill.kv.ragged import cells_of_slots
 from midfill.methods.model_probe import ModelProbe
 from midfill.methods.needles import needle_text
@@ -22,8 +21,9 @@ from midfill.methods.store.cachegen import (
     cumulative_tables,
     quantize,
 )
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.runners.forward.runner import Runner
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
-from midfill.tokens.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 

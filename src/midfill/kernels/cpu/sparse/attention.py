@@ -32,7 +32,7 @@ from midfill.kernels.cpu.thread_pool import barrier, take_work
 
 
 class KeyLists(NamedTuple):
-    """``forward.sparse.SpanLists`` as the kernels see it.
+    """``runners.forward.sparse.SpanLists`` as the kernels see it.
 
     Attributes:
         indptr: int32 [blocks * query_heads + 1].

@@ -17,7 +17,7 @@ from midfill.kernels.cpu.simd import LANES, load, multiply, splat, store
 from midfill.kernels.cpu.softmax import SoftmaxSums
 
 BLOCK = 64
-"""Rows of a query block; ``forward.sparse.QUERY_BLOCK``."""
+"""Rows of a query block; ``runners.forward.sparse.QUERY_BLOCK``."""
 
 
 class SparseRequest(NamedTuple):

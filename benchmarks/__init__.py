@@ -1,0 +1,1 @@
+"""Measures midfill for its own documentation; run as ``python -m benchmarks NAME``."""

@@ -1,0 +1,226 @@
+"""DistServe on this machine: a prefill and a decode worker, measured and simulated, and one engine.
+
+The workers are two engine processes of one thread each, pinned to a core each where the system
+allows it; the engine that does both has two threads. All get the same requests at the same times.
+What the simulator knows of the workers is measured before (``costs``), at other sizes.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from statistics import mean, quantiles
+
+import msgspec
+
+from benchmarks.disaggregation.costs import Costs, MeasuredCosts, measure_costs
+from benchmarks.disaggregation.load import DisaggregationLoad, LoadResult, Submits, serve
+from benchmarks.disaggregation.report import (
+    CHUNKED,
+    MEASURED,
+    SIMULATED,
+    WHOLE,
+    DisaggregationReport,
+    RunFigures,
+)
+from midfill.config import ModelOptions
+from midfill.engine.disaggregated.engine import DisaggregatedEngine
+from midfill.engine.disaggregated.latency import DecodeCost, DecodeLatency, PrefillLatency
+from midfill.engine.disaggregated.workers import DecodeWorker, Pool, PrefillWorker
+from midfill.engine.disaggregated.workload import (
+    Arrival,
+    Served,
+    Targets,
+    attainment,
+    poisson_arrivals,
+)
+from midfill.engine.process.client import EngineClient
+from midfill.models.checkpoints.model_store import resolve, resolve_adapter
+from midfill.system.machine import describe_machine
+
+_NO_TIME = DecodeCost(0.0, 0.0, 0.0)
+
+
+def measure_disaggregation(
+    model: str, load: DisaggregationLoad, progress: Callable[[str], None] = lambda _: None
+) -> DisaggregationReport:
+    """Start the workers, measure what they cost, and run the load on all.
+
+    Raises:
+        MidfillError: the model can't be found or loaded.
+    """
+    return asyncio.run(_measure(model, load, progress))
+
+
+async def _measure(
+    model: str, load: DisaggregationLoad, progress: Callable[[str], None]
+) -> DisaggregationReport:
+    path, adapter = resolve(model), resolve_adapter(model, None)
+    longest = max(load.prompts) + max(load.outputs)
+    options = ModelOptions(
+        threads=1,
+        adapter=None if adapter is None else str(adapter),
+        token_budget=longest,
+        speculation=False,
+    )
+    progress("loading the workers")
+    async with _engine(path, options, core=0) as one, _engine(path, options, core=1) as other:
+        prefill, decode = _workers(one, other)
+        engine = DisaggregatedEngine([(one, prefill)], [(other, decode)])
+        costs = await measure_costs(engine, one, other, load, progress)
+        plan = _Plan(load, costs, prefill, decode)
+        engine.transferred_bytes, engine.transfer_seconds = 0, 0.0
+        busy = _Busy(one, other)
+        result = await _run(engine, plan, MEASURED, progress)
+        shares = busy.shares(result.seconds)
+    runs = {
+        MEASURED: _figures(result.served, result.gaps, plan.targets, shares),
+        SIMULATED: _figures(
+            plan.simulated.served, None, plan.targets,
+            (plan.simulated.prefill_busy, plan.simulated.decode_busy),
+        ),
+    }  # fmt: skip
+    for name, budget in ((WHOLE, 16 * longest), (CHUNKED, ModelOptions().token_budget)):
+        both = msgspec.structs.replace(options, threads=2, token_budget=budget)
+        async with _engine(path, both, core=None) as single:
+            result = await _run(single, plan, name, progress)
+        runs[name] = _figures(result.served, result.gaps, plan.targets, None)
+    moved = max(1, sum(each.lengths.output > 1 for each in plan.arrivals))
+    return DisaggregationReport(
+        model=model,
+        machine=describe_machine(),
+        load=load,
+        rate=plan.rate,
+        ttft_target=plan.targets.ttft,
+        tpot_target=plan.targets.tpot,
+        prefill_error=costs.prefill_error,
+        decode_error=costs.decode_error,
+        prefill_slowdown=plan.slowdown(lambda each: each.prefill.seconds([longest])),
+        decode_slowdown=plan.slowdown(lambda each: each.decode.seconds(2, 2 * longest)),
+        transfer_seconds=engine.transfer_seconds / moved,
+        runs=runs,
+    )
+
+
+class _Plan:
+    """What is run: requests at a rate at which the queues stay short, and their targets.
+
+    Args:
+        load: the load.
+        measured: what the workers cost.
+        prefill, decode: the workers.
+    """
+
+    def __init__(
+        self,
+        load: DisaggregationLoad,
+        measured: MeasuredCosts,
+        prefill: PrefillWorker,
+        decode: DecodeWorker,
+    ) -> None:
+        self._measured = measured
+        self.load = load
+        busy = measured.idle.between(measured.busy, load.utilisation, load.utilisation)
+        prompts = [each.prompt for each in load.lengths]
+        mean_prefill = mean(busy.prefill.seconds([prompt]) for prompt in prompts)
+        read = busy.transfer.read_share * busy.transfer.seconds(round(mean(prompts)))
+        self.rate = load.utilisation / (mean_prefill + read)
+        step = busy.decode.seconds(2, 2 * round(mean(prompts)))
+        self.targets = Targets(load.patience[0] * mean_prefill, load.patience[1] * step)
+        self.arrivals: list[Arrival] = poisson_arrivals(
+            load.lengths, self.rate, load.requests, load.seed
+        )
+        self.simulated, _ = measured.simulate(self.arrivals, prefill, decode)
+
+    def slowdown(self, seconds: Callable[[Costs], float]) -> float:
+        """Return how many times as long something takes while the other worker is busy."""
+        return seconds(self._measured.busy) / seconds(self._measured.idle)
+
+
+class _Busy:
+    """How busy two workers are from now on."""
+
+    def __init__(self, one: EngineClient, other: EngineClient) -> None:
+        self._workers = (one, other)
+        self._before = [worker.stats.busy_seconds for worker in self._workers]
+
+    def shares(self, seconds: float) -> tuple[float, float]:
+        """Return the share of so many seconds that each has computed."""
+        one, other = (
+            (worker.stats.busy_seconds - before) / seconds
+            for worker, before in zip(self._workers, self._before, strict=True)
+        )
+        return one, other
+
+
+async def _run(
+    engine: Submits, plan: _Plan, name: str, progress: Callable[[str], None]
+) -> LoadResult:
+    """Run the load once, and tell every tenth of it."""
+    count, tenth = len(plan.arrivals), max(1, len(plan.arrivals) // 10)
+    progress(f"{name}: {count} requests")
+
+    def ended(number: int) -> None:
+        if number % tenth == 0:
+            progress(f"{name}: {number} of {count} requests")
+
+    return await serve(engine, plan.arrivals, plan.load.seed, ended)
+
+
+@contextlib.asynccontextmanager
+async def _engine(
+    path: Path, options: ModelOptions, core: int | None
+) -> AsyncIterator[EngineClient]:
+    """Run an engine process, on one core if that is given and possible."""
+    client = EngineClient(path, options)
+    try:
+        await client.start()
+        if core is not None and client.process_id is not None:
+            _pin(client.process_id, core)
+        yield client
+    finally:
+        await client.close()
+
+
+def _pin(process: int, core: int) -> None:
+    """Let a process use one core, where the system knows of that."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {cores[core % len(cores)]})
+
+
+def _workers(one: EngineClient, other: EngineClient) -> tuple[PrefillWorker, DecodeWorker]:
+    """Return the workers' limits; their latencies are not known yet."""
+    assert one.info is not None
+    assert other.info is not None
+    prefill = PrefillWorker(
+        latency=PrefillLatency(0.0, 0.0, 0.0),
+        pool=Pool(pages=one.info.slots, page_tokens=1),
+        saturating_tokens=1,  # a core is busy with any prompt: they run one by one
+    )
+    decode = DecodeWorker(
+        latency=DecodeLatency(_NO_TIME, _NO_TIME, 1),
+        pool=Pool(pages=other.info.slots, page_tokens=1),
+        max_batch=other.info.max_running,
+    )
+    return prefill, decode
+
+
+def _figures(
+    served: Sequence[Served],
+    gaps: list[float] | None,
+    targets: Targets,
+    busy: tuple[float, float] | None,
+) -> RunFigures:
+    tpots = [each.tpot for each in served if each.arrival.lengths.output > 1]
+    return RunFigures(
+        ttft=mean(each.ttft for each in served),
+        tpot=mean(tpots) if tpots else 0.0,
+        p99_gap=quantiles(gaps, n=100)[-1] if gaps and len(gaps) > 1 else None,
+        attainment=attainment(served, targets),
+        busy=busy,
+    )

@@ -1,0 +1,274 @@
+"""What rounding costs: the CPU kernels' next-token distributions beside those of float32.
+
+The model goes without the adapter that a registered one has, over files that are in no manifest of
+training documents: an adapter would know its own training data, Python's standard library among it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import fmean
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from midfill.config import KvDtype, WeightsOption
+from midfill.kernels.cpu.kv_cache import KVFormat
+from midfill.lab.bench.documents import unseen_documents
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.model_store import resolve
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.packed_model import block_format
+from midfill.runners.cpu.runner import CpuRunner, choose_kv_format
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.system.machine import Machine, describe_machine
+from midfill.system.reporting.result_table import ResultTable
+
+IdArray = npt.NDArray[np.int32]
+
+_CHUNK = 64
+"""Rows per step: logits of more would not fit into the caches."""
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """How weights and KV are stored in memory; "auto" is what ``midfill serve`` does."""
+
+    weights: WeightsOption
+    kv: KvDtype
+
+
+REFERENCE = Variant("f32", "f32")
+VARIANTS = (
+    Variant("auto", "auto"),
+    Variant("auto", "f32"),
+    Variant("auto", "f16"),
+    Variant("auto", "bf16"),
+    Variant("auto", "i8"),
+    Variant("q8", "f16"),
+    Variant("q4", "f16"),
+    Variant("f32", "f16"),
+    Variant("f32", "bf16"),
+    Variant("f32", "i8"),
+)
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """A variant's divergence from float32, over all tokens.
+
+    Attributes:
+        weights, kv: the formats in memory; what "auto" chose.
+        mean, median, p99: Kullback-Leibler divergence of next-token distributions, from float32's
+            to the variant's, in nats per token.
+        agreement: share of positions with the same likeliest next token.
+        perplexity: of the text.
+    """
+
+    variant: Variant
+    weights: str
+    kv: str
+    mean: float
+    median: float
+    p99: float
+    agreement: float
+    perplexity: float
+
+
+class PrecisionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one call measured.
+
+    Attributes:
+        stored: the format of the layers' weights in the checkpoint.
+        text: where the text comes from.
+        tokens: how many were compared.
+        window: maximum tokens of each file, from its beginning.
+        perplexity: of the text, in float32.
+    """
+
+    model: str
+    machine: Machine
+    stored: str
+    text: str
+    tokens: int
+    window: int
+    perplexity: float
+    variants: list[Divergence]
+
+
+def measure_precision(
+    model: str,
+    *,
+    tokens: int = 20_000,
+    window: int = 2000,
+    variants: tuple[Variant, ...] = VARIANTS,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PrecisionReport:
+    """Run real source files through every variant.
+
+    Args:
+        model: its name or path.
+        tokens: how many to compare, about.
+        window: maximum tokens of each file.
+        variants: what to measure; those that differ in name alone are measured once.
+        threads: of the kernels; None takes all.
+        progress: receives what is being done.
+
+    Raises:
+        MidfillError: the model can't be found, loaded, or run by the CPU kernels.
+    """
+    progress(f"loading {model}")
+    checkpoint = open_checkpoint(resolve(model))
+    variants = distinct(checkpoint, variants)
+    texts, source = _windows(checkpoint, tokens, window)
+    runners = {
+        each: CpuRunner(
+            checkpoint, slots=window, threads=threads, weights=each.weights, kv_dtype=each.kv
+        )
+        for each in (REFERENCE, *variants)
+    }
+    losses: list[float] = []
+    divergences: dict[Variant, list[_Rows]] = {each: [] for each in variants}
+    for number, ids in enumerate(texts):
+        progress(f"text {number + 1} of {len(texts)}")
+        for batch in _chunks(ids):
+            expected = _log_likelihoods(runners[REFERENCE], batch)
+            following = torch.from_numpy(ids[batch.positions[-1] - batch.rows + 2 :])
+            losses += _loss(expected, following)
+            for each in variants:
+                rows = _compare(expected, _log_likelihoods(runners[each], batch), following)
+                divergences[each].append(rows)
+    for runner in runners.values():
+        runner.close()
+    return PrecisionReport(
+        model=model,
+        machine=describe_machine(),
+        stored=block_format(checkpoint, "auto").name,
+        text=source,
+        tokens=sum(len(ids) for ids in texts),
+        window=window,
+        perplexity=math.exp(fmean(losses)),
+        variants=[_summary(checkpoint, each, rows) for each, rows in divergences.items()],
+    )
+
+
+def distinct(checkpoint: Checkpoint, variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    """Return the variants without those whose KV format an earlier one means by "auto"."""
+    found: dict[tuple[WeightsOption, KVFormat], Variant] = {}
+    for each in variants:
+        kv = choose_kv_format(checkpoint, each.weights, each.kv)
+        found.setdefault((each.weights, kv), each)
+    return tuple(found.values())
+
+
+class _Rows(msgspec.Struct, frozen=True):
+    """Divergence, agreement of the likeliest token, and loss of the next token, per row.
+
+    These are plain numbers: small tensors that are kept would fragment the memory of the large
+    ones that are freed.
+    """
+
+    divergence: list[float]
+    agrees: list[bool]
+    loss: list[float]
+
+
+def _windows(checkpoint: Checkpoint, tokens: int, window: int) -> tuple[list[IdArray], str]:
+    """Return the first tokens of as many files as needed, and where the files come from."""
+    documents = unseen_documents(60)
+    found: list[IdArray] = []
+    for text in documents.texts:
+        if sum(map(len, found)) >= tokens:
+            break
+        ids = checkpoint.tokenizer.encode(text)[:window]
+        found.append(np.array(ids, np.int32))
+    return found, documents.source
+
+
+def _chunks(ids: IdArray) -> Iterator[ForwardBatch]:
+    """Yield the steps over one text with the logits of every row; its KV takes the first slots."""
+    for start in range(0, len(ids), _CHUNK):
+        rows = np.arange(start, min(start + _CHUNK, len(ids)), dtype=np.int32)
+        end = rows[-1] + 1
+        yield ForwardBatch(
+            token_ids=ids[rows],
+            positions=rows,
+            write_slots=rows,
+            query_indptr=np.array([0, len(rows)], np.int32),
+            kv_indptr=np.array([0, end], np.int32),
+            kv_slots=np.arange(end, dtype=np.int32),
+            logit_rows=np.arange(len(rows), dtype=np.int32),
+        )
+
+
+def _log_likelihoods(runner: CpuRunner, batch: ForwardBatch) -> torch.Tensor:
+    """Return log-probabilities, float32 [rows, vocab], valid until the runner's next step."""
+    logits = runner.forward(batch)
+    return logits.sub_(logits.logsumexp(dim=-1, keepdim=True))
+
+
+def _loss(log_likelihoods: torch.Tensor, following: torch.Tensor) -> list[float]:
+    """Return the next tokens' negative log-likelihoods; the text's last token has none."""
+    targets = following[: len(log_likelihoods)].long()
+    return (-log_likelihoods[: len(targets)].gather(1, targets[:, None])[:, 0]).tolist()
+
+
+def _compare(expected: torch.Tensor, got: torch.Tensor, following: torch.Tensor) -> _Rows:
+    return _Rows(
+        (expected.exp() * (expected - got)).sum(dim=-1).tolist(),
+        (expected.argmax(dim=-1) == got.argmax(dim=-1)).tolist(),
+        _loss(got, following),
+    )
+
+
+def _summary(checkpoint: Checkpoint, variant: Variant, rows: list[_Rows]) -> Divergence:
+    divergence = np.array([value for each in rows for value in each.divergence])
+    return Divergence(
+        variant=variant,
+        weights=block_format(checkpoint, variant.weights).name,
+        kv=choose_kv_format(checkpoint, variant.weights, variant.kv).value,
+        mean=float(divergence.mean()),
+        median=float(np.median(divergence)),
+        p99=float(np.quantile(divergence, 0.99)),
+        agreement=fmean(value for each in rows for value in each.agrees),
+        perplexity=math.exp(fmean(value for each in rows for value in each.loss)),
+    )
+
+
+def precision_table(report: PrecisionReport) -> ResultTable:
+    """A row per format of weights and KV."""
+    exact = {
+        "weights": "f32",
+        "KV": "f32",
+        "KL mean": "0",
+        "KL median": "0",
+        "KL p99": "0",
+        "same top token": "100%",
+        "perplexity": f"{report.perplexity:.3f}",
+    }
+    return ResultTable(
+        title="What rounding costs",
+        rows=[exact, *map(_cells, report.variants)],
+        labels=2,
+        caption=f"{report.model} without an adapter, layers stored as {report.stored.lower()}, "
+        f"{report.tokens:,} tokens of files of {report.text} that are in no manifest of an "
+        f"adapter's training documents, at most {report.window:,} of each; KL in nats per token, "
+        "from the float32 kernels with the same weights; activations that meet q4 or q8 are "
+        "rounded to int8.",
+    )
+
+
+def _cells(result: Divergence) -> dict[str, str]:
+    option = result.variant.weights
+    note = f" (--weights {option})" if option in ("q4", "q8") else ""
+    if option == result.variant.kv == "auto":
+        note = " (served)"
+    return {
+        "weights": result.weights.lower() + note,
+        "KV": result.kv,
+        "KL mean": f"{result.mean:.5f}",
+        "KL median": f"{result.median:.5f}",
+        "KL p99": f"{result.p99:.5f}",
+        "same top token": f"{result.agreement:.1%}",
+        "perplexity": f"{result.perplexity:.3f}",
+    }

@@ -1,0 +1,383 @@
+"""Methods that drop rows between layers: time to the first token, work, and the answers.
+
+Every method answers the same prompts, real source text with a needle in it or cut at some line.
+The known answer is forced, as token healing forces bytes, and its log-probability summed up; so the
+rows that are revived while decoding count, too. Beside each method stand the same shares of random
+tokens, and the same tokens without revival.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import cast
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.counting_runner import CountingRunner
+from midfill.arrays import Float32Array, Int64Array
+from midfill.config import ModelOptions
+from midfill.engine.engine import Engine, EngineOptions
+from midfill.engine.loading import scheduler_policy
+from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
+from midfill.errors import GenerationError, InvalidRequestError
+from midfill.lab.bench.cpu_model import open_cpu_model
+from midfill.lab.bench.methods.haystacks import Haystacks, names
+from midfill.methods.method import Method
+from midfill.methods.rows.lazyllm import LazyLLM
+from midfill.methods.rows.uncomp_stage import UNCompStage
+from midfill.methods.served_model import ServedModel
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import model_digest
+from midfill.models.config import ModelConfig
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.runner import Runner
+from midfill.system.machine import Machine, describe_machine
+from midfill.system.reporting.result_table import ResultTable
+
+KEEP = (0.7, 0.5, 0.3)
+STAGES = (0.4, 0.2)
+DENSE = "all rows"
+_GOLD_CHARACTERS = 48
+_DEPTHS = (0.1, 0.4, 0.7)
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Implements ``PruningMethod``: as many tokens as another method keeps, at random.
+
+    Attributes:
+        other: the other method.
+        seed: of the choice.
+    """
+
+    other: LazyLLM
+    seed: int = 0
+
+    @property
+    def scoring_rows(self) -> int:
+        return self.other.scoring_rows
+
+    @property
+    def revives(self) -> bool:
+        return self.other.revives
+
+    def pruning_layers(self, config: ModelConfig) -> tuple[int, ...]:
+        return self.other.pruning_layers(config)
+
+    def select(self, place: int, scores: Float32Array, prompt: int) -> Int64Array:
+        rng = np.random.default_rng([self.seed, place, len(scores)])
+        return self.other.select(place, rng.random(len(scores), np.float32), prompt)
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt and the text that is known to follow it.
+
+    Attributes:
+        task: "needle" or "code".
+        tokens: of the prompt.
+        gold: the text.
+    """
+
+    task: str
+    tokens: list[int]
+    gold: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What one method made of one probe.
+
+    Attributes:
+        ttft: seconds to the first token.
+        processor: processor seconds meanwhile.
+        rows: rows that ran meanwhile, per layer.
+        key_pairs: pairs of a row and a key meanwhile, all layers together.
+        token_seconds: seconds per token after the first.
+        kl: of the first token's distribution from that of all rows, in nats.
+        gold: log-probability of the known text, in nats.
+    """
+
+    ttft: float
+    processor: float
+    rows: list[int]
+    key_pairs: int
+    token_seconds: float
+    kl: float
+    gold: float
+
+
+class VariantAnswers(msgspec.Struct, frozen=True, kw_only=True):
+    """One method's answers, in the order of the probes."""
+
+    name: str
+    answers: list[Answer]
+
+
+class PruningReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one call measured."""
+
+    model: str
+    machine: Machine
+    load: float
+    threads: int
+    text: str
+    tokens: int
+    tasks: list[str]
+    variants: list[VariantAnswers]
+
+
+def variants(served: ServedModel) -> dict[str, Method | None]:
+    """Return what is measured, by name; the first keeps all rows.
+
+    A method that isn't calibrated for the model is left out.
+    """
+    found: dict[str, Method | None] = {DENSE: None}
+    for share in KEEP:
+        lazy = LazyLLM(keep=f"{share:g}")
+        found[f"lazyllm:keep={share:g}"] = lazy
+        found[f"lazyllm:keep={share:g},revive=0"] = LazyLLM(keep=f"{share:g}", revive=0)
+        found[f"random {share:g}"] = cast(Method, RandomTokens(lazy))
+    with suppress(InvalidRequestError):
+        for least in STAGES:
+            found[f"uncomp-stage:least={least:g}"] = UNCompStage(least=least).for_model(served)
+    return found
+
+
+def measure_pruning(
+    model: str,
+    *,
+    tokens: int = 4000,
+    repeats: int = 2,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PruningReport:
+    """Load ``model`` on the CPU kernels, and have every method answer every probe in turn.
+
+    Args:
+        model: name or path.
+        tokens: of each prompt, about.
+        repeats: probes of each kind and depth.
+        threads: that the model runs on; None is one per core.
+        progress: called with what is being done.
+
+    Raises:
+        MidfillError: the model can't be found, loaded, or run by the CPU kernels.
+    """
+    with open_cpu_model(model, threads, progress) as loaded:
+        runner = loaded.runner
+        checkpoint = loaded.checkpoint
+        served = ServedModel(config=checkpoint.config, digest=model_digest(checkpoint))
+        methods = variants(served)
+        bench = _Bench(checkpoint, runner, methods, tokens)
+        haystacks = Haystacks(bench.encode, seed=0)
+        probes = _probes(checkpoint, haystacks, bench.encode, tokens, repeats)
+        answers: dict[str, list[Answer]] = {name: [] for name in methods}
+        bench.answer(probes[0], DENSE, None)  # warms up
+        for number, probe in enumerate(probes, 1):
+            exact: torch.Tensor | None = None
+            for name in methods:
+                progress(f"probe {number} of {len(probes)}: {name}")
+                answer, logits = bench.answer(probe, name, exact)
+                exact = logits if exact is None else exact
+                answers[name].append(answer)
+        return PruningReport(
+            model=model,
+            machine=describe_machine(),
+            load=loaded.load,
+            threads=runner.threads,
+            text=haystacks.source,
+            tokens=tokens,
+            tasks=[probe.task for probe in probes],
+            variants=[VariantAnswers(name=name, answers=found) for name, found in answers.items()],
+        )
+
+
+def _probes(
+    checkpoint: Checkpoint,
+    haystacks: Haystacks,
+    encode: Callable[[str], list[int]],
+    tokens: int,
+    repeats: int,
+) -> list[Probe]:
+    """Return needles at each depth, and as many beginnings of code."""
+    probes = []
+    for number in range(repeats * len(_DEPTHS)):
+        rng = random.Random(number)
+        (name,), code = names(1, rng), str(rng.randrange(1000, 10_000))
+        needle = (_DEPTHS[number % len(_DEPTHS)], f"# The pass code of the {name} is {code}.\n")
+        question = checkpoint.tokenizer.encode_continuation(f"\n# The pass code of the {name} is")
+        context = haystacks.hide(number, tokens - len(question), [needle])
+        probes.append(Probe(task="needle", tokens=[*context, *question], gold=f" {code}."))
+        text = "".join(haystacks.lines(number + 7, tokens + _GOLD_CHARACTERS))
+        begin = _cut(text, encode, tokens)
+        gold = text[begin : begin + _GOLD_CHARACTERS]
+        probes.append(Probe(task="code", tokens=encode(text[:begin]), gold=gold))
+    return probes
+
+
+def _cut(text: str, encode: Callable[[str], list[int]], tokens: int) -> int:
+    """Return where the last line begins whose text before it has at most so many tokens."""
+    few, many = 0, len(text) - _GOLD_CHARACTERS
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (middle, many) if len(encode(text[:middle])) <= tokens else (few, middle)
+    return text.rfind("\n", 0, few) + 1
+
+
+class _Bench:
+    """Answers probes one at a time, each with a cache of its own, so that none is cached."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        runner: CpuRunner,
+        methods: dict[str, Method | None],
+        tokens: int,
+    ) -> None:
+        self._tokenizer = checkpoint.tokenizer
+        self._tap = _Tap(runner)
+        options = ModelOptions(token_budget=tokens + 512)  # a prompt is one step
+        self._engine = Engine(
+            cast(Runner, self._tap),
+            (),
+            EngineOptions(),
+            policy=scheduler_policy(options, runner.config.layers),
+            token_bytes=checkpoint.tokenizer.token_bytes,
+            find_method=methods.__getitem__,
+        )
+        self._asked = 0
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text that begins a prompt."""
+        begins = [self._tokenizer.bos_token_id] if self._tokenizer.add_bos else []
+        return [one for one in begins if one is not None] + self._tokenizer.encode(text)
+
+    def answer(
+        self, probe: Probe, method: str, exact: torch.Tensor | None
+    ) -> tuple[Answer, torch.Tensor]:
+        """Return a method's answer and the log-probabilities of its first token.
+
+        Args:
+            probe: what is asked.
+            method: its name.
+            exact: the log-probabilities of the first token with all rows; None if these are asked
+                for.
+        """
+        self._asked += 1
+        gold, name = probe.gold.encode(), f"{self._asked}"
+        sampling = EngineSamplingParams(
+            temperature=0.0, max_tokens=len(gold), ignore_eos=True, logprobs=0
+        )
+        request = EngineRequest(
+            request_id=name, tenant=name, token_ids=probe.tokens, sampling=sampling,
+            begins_with=gold, method=method,
+        )  # fmt: skip
+        self._tap.restart()
+        started, used = time.perf_counter(), time.process_time()
+        self._engine.add(request)
+        outputs: list[EngineOutput] = []
+        while not outputs:
+            outputs += _checked(self._engine.step())
+        ttft, processor = time.perf_counter() - started, time.process_time() - used
+        work, first = self._tap.work, self._tap.first
+        assert first is not None
+        self._tap.restart()
+        started, steps = time.perf_counter(), 0
+        while len(self._text(outputs)) < len(gold):
+            outputs += _checked(self._engine.step())
+            steps += 1
+        taken = time.perf_counter() - started
+        self._engine.cancel(name)
+        while self._engine.has_work():
+            self._engine.step()
+        exact = first if exact is None else exact
+        return Answer(
+            ttft=ttft,
+            processor=processor,
+            rows=work.rows,
+            key_pairs=work.key_pairs,
+            token_seconds=taken / max(steps, 1),
+            kl=float((exact.exp() * (exact - first)).sum()),
+            gold=sum(one.logprob for output in outputs for one in output.logprobs or ()),
+        ), first
+
+    def _text(self, outputs: Sequence[EngineOutput]) -> bytes:
+        ids = [one for output in outputs for one in output.token_ids]
+        return b"".join(map(self._tokenizer.token_bytes, ids))
+
+
+class _Tap(CountingRunner):
+    """A counting runner that also keeps the distribution of the first token."""
+
+    first: torch.Tensor | None = None
+
+    def restart(self) -> None:
+        """Count from 0, and wait for the next first token."""
+        super().restart()
+        self.first = None
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See ``Runner.forward``."""
+        return self._kept(super().forward(batch))
+
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Runner.compute_logits``."""
+        return self._kept(super().compute_logits(batch, hidden))
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.first is None and len(logits):
+            self.first = logits[-1].double().log_softmax(-1)
+        return logits
+
+
+def _checked(outputs: list[EngineOutput]) -> list[EngineOutput]:
+    for output in outputs:
+        if output.finish_reason == "error":
+            raise GenerationError(output.error or "the engine failed")
+    return outputs
+
+
+def pruning_table(report: PruningReport) -> ResultTable:
+    """Return the table of a report."""
+    dense = report.variants[0].answers
+    return ResultTable(
+        rows=[_cells(one, dense, report.tasks) for one in report.variants],
+        caption=(
+            f"{report.model}, threads: {report.threads}; {len(report.tasks)} prompts of"
+            f" {report.tokens:,} tokens of {report.text}, in one step, none of it cached. TTFT and"
+            " its processor time: median of the ratio to all rows on the same prompt, moments"
+            " apart. Rows: times layers, until the first token, beside all rows'; key pairs"
+            " likewise. KL: of the first token's distribution from that of all rows, in nats."
+            " Needle, code: mean log-probability of the known answer. Per token: median time of the"
+            f" answer's later tokens. {report.machine}; load {report.load:.1f}."
+        ),
+    )
+
+
+def _cells(found: VariantAnswers, dense: Sequence[Answer], tasks: Sequence[str]) -> dict[str, str]:
+    def ratio(of: Callable[[Answer], float]) -> float:
+        pairs = zip(found.answers, dense, strict=True)
+        return median(of(one) / of(whole) for one, whole in pairs)
+
+    def mean(task: str, of: Callable[[Answer], float]) -> float:
+        pairs = zip(found.answers, tasks, strict=True)
+        return fmean(of(one) for one, kind in pairs if kind == task)
+
+    return {
+        "method": found.name,
+        "TTFT ms": f"{median(one.ttft for one in found.answers) * 1e3:,.0f}",
+        "of all rows'": f"{ratio(lambda one: one.ttft):.2f}",
+        "processor time": f"{ratio(lambda one: one.processor):.2f}",
+        "rows": f"{ratio(lambda one: sum(one.rows)):.2f}",
+        "key pairs": f"{ratio(lambda one: one.key_pairs):.2f}",
+        "KL needle": f"{mean('needle', lambda one: one.kl):.3f}",
+        "KL code": f"{mean('code', lambda one: one.kl):.3f}",
+        "needle": f"{mean('needle', lambda one: one.gold):.2f}",
+        "code": f"{mean('code', lambda one: one.gold):.2f}",
+        "per token ms": f"{median(one.token_seconds for one in found.answers) * 1e3:.1f}",
+    }

@@ -1,0 +1,148 @@
+"""ReuseSession: a loaded model whose work is counted, request by request."""
+
+import itertools
+import time
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from midfill.config import ModelOptions
+from midfill.engine.loading import load_engine
+from midfill.errors import GenerationError
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.response import Response
+from midfill.frontend.sampling import SamplingParams
+from midfill.infill.window import WindowRule
+from midfill.models.checkpoints.model_store import resolve, resolve_adapter
+from midfill.models.checkpoints.opening import open_model
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.runner import Runner
+
+
+class Measured(NamedTuple):
+    """One request: its cost until the first token's logits, these, and the answer's first line."""
+
+    ttft_seconds: float
+    row_layers: int
+    key_pairs: int
+    cached_tokens: int
+    reused_tokens: int
+    log_probabilities: torch.Tensor
+    answer: str
+
+
+class ReuseSession:
+    """A model in this process, for one request at a time.
+
+    Attributes:
+        tokenizer: the model's.
+        info: backend and context.
+
+    Args:
+        model: its name or path, with the adapter that midfill ships for it.
+        threads: of the CPU; None takes all cores.
+
+    Raises:
+        MidfillError: it can't be found or loaded.
+    """
+
+    def __init__(self, model: str, threads: int | None = None) -> None:
+        folder = resolve_adapter(model, None)
+        self._checkpoint = open_model(resolve(model), folder, "auto")
+        options = ModelOptions(
+            threads=threads,
+            adapter=None if folder is None else str(folder),
+            speculation=False,
+            allow_methods=("any",),
+        )
+        self._counter: _WorkCounter
+        self._engine, self._runner, self.info = load_engine(
+            self._checkpoint, options, wrap=self._count
+        )
+        self.tokenizer = self._checkpoint.tokenizer
+        self._numbers = itertools.count()
+
+    def close(self) -> None:
+        """End the model's threads."""
+        close = getattr(self._runner, "close", None)
+        if close is not None:
+            close()
+
+    def encoder(self, window: WindowRule | None) -> PromptEncoder:
+        """Return an encoder that has seen no document yet."""
+        format = fim_format(self._checkpoint, None)
+        return PromptEncoder(self._checkpoint, format, self.info.context, window)
+
+    def ask(self, prompt: Prompt, method: str, tenant: str, max_tokens: int) -> Measured:
+        """Answer a prompt greedily, to the end of its line.
+
+        Raises:
+            GenerationError: the engine failed.
+        """
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=("\n",))
+        response, text = Response(prompt, sampling, self.tokenizer), ""
+        name = f"{next(self._numbers)}"
+        self._counter.start()
+        self._engine.add(prompt.with_method(method).request(name, sampling, tenant))
+        while self._engine.has_work():
+            for output in self._engine.step():
+                if output.error is not None:
+                    raise GenerationError(output.error)
+                delta = None if response.finished else response.push(output)
+                if delta is not None:
+                    text += delta.text
+                    if delta.finish_reason is not None and output.finish_reason is None:
+                        self._engine.cancel(name)
+        counter, usage = self._counter, response.usage
+        assert counter.log_probabilities is not None
+        return Measured(
+            counter.seconds, counter.row_layers, counter.key_pairs, usage.cached_tokens,
+            usage.reused_tokens, counter.log_probabilities, text,
+        )  # fmt: skip
+
+    def _count(self, runner: Runner) -> Runner:
+        self._counter = _WorkCounter(runner)
+        return cast(Runner, self._counter)
+
+
+class _WorkCounter:
+    """A runner that counts what it computes until the first logits, and keeps these."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def start(self) -> None:
+        """Begin to count."""
+        self.row_layers = self.key_pairs = 0
+        self.seconds = 0.0
+        self.log_probabilities: torch.Tensor | None = None
+        self._started = time.perf_counter()
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See ``Runner.forward``."""
+        self._add(batch, self._runner.config.layers)
+        return self._kept(self._runner.forward(batch))
+
+    def run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """See ``Runner.run_layers``."""
+        self._add(batch, end - first)
+        return self._runner.run_layers(batch, hidden, first, end)
+
+    def _add(self, batch: ForwardBatch, layers: int) -> None:
+        if self.log_probabilities is None:
+            self.row_layers += batch.rows * layers
+            self.key_pairs += int(batch.slots_seen().sum(dtype=np.int64)) * layers
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.log_probabilities is None and len(logits):
+            self.seconds = time.perf_counter() - self._started
+            self.log_probabilities = logits[0].float().log_softmax(dim=-1).cpu()
+        return logits

@@ -1,1 +1,0 @@
-"""Attention over slots in torch, on any device."""

@@ -1,1 +1,0 @@
-"""Benchmarks of speed: loads, measurements, tables and plots."""

@@ -1,0 +1,1 @@
+"""KV to and from other places: tiers, other engines."""

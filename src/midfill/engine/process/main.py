@@ -1,0 +1,300 @@
+"""The engine's own process: loads the model, then steps the engine and exchanges messages.
+
+Started by ``engine.process.process_handle`` as ``python -m midfill.engine.process.main ADDRESS``.
+Requests and cancellations are received between steps, so they take effect within one step. An idle
+engine sleeps in the socket. Standard input is a pipe that the server holds: when it closes, because
+the server ends or died, this process ends at once; only KV on its way to the warm tier is written
+before.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+import numpy as np
+import zmq
+
+from midfill.engine.kv_transfer.kv_transfers import (
+    Exported,
+    Found,
+    Imported,
+    TransferFailed,
+    TransferResult,
+)
+from midfill.engine.messages import (
+    Cancel,
+    EndTransfer,
+    EngineInfo,
+    ExportKv,
+    Failed,
+    FindKv,
+    FromEngine,
+    ImportKv,
+    KvExported,
+    KvFound,
+    KvImported,
+    Loading,
+    Ping,
+    Pong,
+    Ready,
+    Rejected,
+    RequestFailed,
+    Start,
+    StepReport,
+    Submit,
+    TransferRefused,
+)
+from midfill.engine.process.output_buffer import OutputBuffer
+from midfill.engine.request import EngineRequest
+from midfill.errors import InvalidRequestError, MidfillError
+from midfill.system.garbage import freeze_objects
+from midfill.system.logs import configure_logs
+from midfill.system.progress import Progress
+
+if TYPE_CHECKING:
+    from midfill.engine.engine import Engine
+    from midfill.engine.kv_transfer.kv_transfers import KvTransfers
+
+_log = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 0.05  # minimum between two reports of one loading stage
+_STATS_SECONDS = 0.05  # maximum age of the server's numbers while the engine works
+_SAVE_SECONDS = 2.0  # less than the server waits for this process to end
+_MEMORY_KILL_SCORE = 300  # of 1000; a process like any other has 0
+_MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
+
+_Handled = Submit | Cancel | ExportKv | ImportKv | FindKv | EndTransfer | Ping
+
+Send = Callable[[FromEngine], None]
+
+
+class _Channel:
+    """The engine's end of the socket pair."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(address)
+
+    def send(self, message: FromEngine) -> None:
+        """Queue a message; never blocks. KV is a frame of its own, which nobody copies."""
+        kv = []
+        if isinstance(message, KvExported):
+            kv, message = [message.blob], msgspec.structs.replace(message, blob=b"")
+        self._socket.send_multipart([msgspec.msgpack.encode(message), *kv], copy=False)
+
+    def receive(self) -> tuple[bytes, bytes, memoryview]:
+        """Wait for the next message; return its request's id (b"" for none), its msgpack and KV."""
+        request_id, payload, *kv = self._socket.recv_multipart(copy=False)
+        return request_id.bytes, payload.bytes, kv[0].buffer if kv else memoryview(b"")
+
+    def pending(self) -> bool:
+        """Whether ``receive`` would return at once."""
+        return bool(self._socket.poll(0))
+
+    def close(self) -> None:
+        """Send what is queued and close the socket."""
+        self._socket.close()
+        self._context.term()
+
+
+def main(address: str) -> NoReturn:
+    """Load the model and run the engine; exit with status 1 if the model can't be loaded."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
+    faulthandler.enable()  # a crash, or the server's SIGABRT, tells where each thread was
+    _volunteer_for_memory_kill()
+    end = _End()
+    threading.Thread(target=end.watch, name="parent-watch", daemon=True).start()
+    channel = _Channel(address)
+    started = time.perf_counter()
+    try:
+        _, payload, _ = channel.receive()
+        start = msgspec.msgpack.decode(payload, type=Start)
+        configure_logs(start.logs, process="engine")
+        engine, buffer, info = _load(start, started, channel.send)
+    except Exception as error:
+        if not isinstance(error, MidfillError):
+            traceback.print_exc()
+        channel.send(Failed.because_of(error))
+        channel.close()
+        sys.exit(1)
+    end.before = lambda: engine.kv_traffic.close(_SAVE_SECONDS)
+    channel.send(Ready(info))
+    engine.prepare()  # while the server gets ready, too
+    freeze_objects()
+    run_loop(engine, buffer, channel)
+
+
+def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoReturn:
+    """Receive messages, step the engine, send outputs; repeat."""
+    inbox = Inbox(engine, buffer, channel.send)
+    reported = 0.0
+    while True:
+        received = 0
+        while not engine.has_work() or (received < _MAX_MESSAGES_PER_STEP and channel.pending()):
+            inbox.handle(*channel.receive())
+            received += 1
+        produced = engine.step()
+        for result in engine.kv_traffic.transfers.take_results():
+            channel.send(_transfer_message(result))
+        now = time.monotonic()
+        buffer.add(produced, now)
+        outputs = buffer.take(now)
+        is_due = now - reported >= _STATS_SECONDS or not engine.has_work()
+        if outputs or is_due:
+            # The tenants may be many, so not each step reports them.
+            channel.send(
+                StepReport(outputs, engine.stats(), engine.tenant_stats() if is_due else None)
+            )
+        if is_due:
+            reported = now
+
+
+class Inbox:
+    """Carries out the server's messages. A message that can't be handled fails its request alone.
+
+    Args:
+        engine: the engine.
+        buffer: where the outputs of new requests will go.
+        send: sends a message to the server.
+    """
+
+    def __init__(self, engine: "Engine", buffer: OutputBuffer, send: Send) -> None:
+        self._engine = engine
+        self._buffer = buffer
+        self._send = send
+        self._decoder: msgspec.msgpack.Decoder[_Handled] = msgspec.msgpack.Decoder(_Handled)
+
+    def handle(self, request_id: bytes, payload: bytes, kv: memoryview | None = None) -> None:
+        """Carry out one message.
+
+        Args:
+            request_id: the id of the request that it is about, UTF-8.
+            payload: the message as msgpack.
+            kv: the blob of an ImportKv, which travels beside it.
+        """
+        try:
+            match self._decoder.decode(payload):
+                case Submit(request):
+                    self._submit(request)
+                case Cancel(cancelled, index):
+                    self._engine.cancel(cancelled, index)
+                case ExportKv(transfer_id, tenant, token_ids, start):
+                    tokens = np.array(token_ids, np.int32)
+                    self._transfers.start_export(transfer_id, tenant, tokens, start)
+                case ImportKv(transfer_id, tenant, blob, before):
+                    tokens = np.array(before, np.int32)
+                    self._transfers.start_import(transfer_id, tenant, kv or blob, tokens)
+                case EndTransfer(transfer_id):
+                    self._transfers.end(transfer_id)
+                case FindKv(transfer_id, tenant, token_ids):
+                    self._transfers.find(transfer_id, tenant, np.array(token_ids, np.int32))
+                case Ping():
+                    self._send(Pong())
+        except Exception:
+            name = request_id.decode(errors="replace")
+            _log.exception("request %s could not be handled", name)
+            # In case the request was added before the failure; the engine ignores unknown ones.
+            with contextlib.suppress(Exception):
+                self._engine.cancel(name)
+            text = "the engine could not handle this request; the server's log has the details"
+            self._send(RequestFailed(name, text))
+
+    @property
+    def _transfers(self) -> "KvTransfers":
+        return self._engine.kv_traffic.transfers
+
+    def _submit(self, request: EngineRequest) -> None:
+        try:
+            self._engine.add(request)
+        except InvalidRequestError as error:
+            self._send(Rejected(request.request_id, str(error), error.param, error.code))
+        else:
+            self._buffer.register(request)
+
+
+def _volunteer_for_memory_kill() -> None:
+    """Have Linux end this process, which is restarted, and not the server, if memory is out."""
+    with contextlib.suppress(OSError, ValueError):
+        path = Path("/proc/self/oom_score_adj")
+        path.write_text(str(max(int(path.read_text()), _MEMORY_KILL_SCORE)))
+
+
+def _transfer_message(result: TransferResult) -> FromEngine:
+    match result:
+        case Exported(transfer_id, blob, tokens):
+            return KvExported(transfer_id, blob, tokens)
+        case Imported(transfer_id, tokens):
+            return KvImported(transfer_id, tokens)
+        case Found(transfer_id, tokens):
+            return KvFound(transfer_id, tokens)
+        case TransferFailed(transfer_id, reason):
+            return TransferRefused(transfer_id, reason)
+
+
+def _load(start: Start, started: float, send: Send) -> tuple["Engine", OutputBuffer, EngineInfo]:
+    """Load the model and build its engine.
+
+    Raises:
+        MidfillError: the checkpoint or the options can't be used.
+    """
+    send(Loading("loading libraries", 0, 1))
+    # The heavy imports: only this process pays for them.
+    from midfill.engine.loading import load_engine
+    from midfill.models.checkpoints.opening import open_model
+
+    options = start.options
+    checkpoint = open_model(Path(start.path), options.adapter_path, options.weights)
+    engine, _, info = load_engine(checkpoint, options, _throttled(send), started)
+    return engine, OutputBuffer(checkpoint.tokenizer.token_bytes), info
+
+
+def _throttled(send: Send) -> Progress:
+    """Return a progress callback that skips reports which follow too soon on the last one."""
+    last = 0.0
+
+    def progress(stage: str, done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if 0 < done < total and now - last < _PROGRESS_SECONDS:
+            return
+        last = now
+        send(Loading(stage, done, total))
+
+    return progress
+
+
+class _End:
+    """Ends this process when standard input ends, which means that the server is gone.
+
+    Attributes:
+        before: called first, for what is to be saved.
+    """
+
+    def __init__(self) -> None:
+        self.before: Callable[[], None] = lambda: None
+
+    def watch(self) -> None:
+        """Wait for the end of standard input."""
+        while os.read(0, 4096):
+            pass
+        with contextlib.suppress(Exception):
+            self.before()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,159 @@
+"""EngineProcess: one engine process and the socket pair to it, as the server holds them."""
+
+import asyncio
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncGenerator
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from midfill.engine.messages import (
+    Cancel,
+    EndTransfer,
+    ExportKv,
+    FindKv,
+    FromEngine,
+    ImportKv,
+    KvExported,
+    Ping,
+    Start,
+    Submit,
+    ToEngine,
+)
+
+_ABORT_SECONDS = 1.0  # to write where it hangs
+_STOP_SECONDS = 5.0  # between being asked to stop and being killed
+_LAST_MESSAGES_SECONDS = 0.1  # for messages that a dead engine has left in the socket
+
+
+class EngineProcess:
+    """A child process that runs ``midfill.engine.process.main``, started by ``spawn``."""
+
+    def __init__(
+        self, folder: str, socket: zmq.asyncio.Socket, child: asyncio.subprocess.Process
+    ) -> None:
+        self._folder = folder
+        self._socket = socket
+        self._child = child
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+    @classmethod
+    async def spawn(cls) -> "EngineProcess":
+        """Start a process; it waits for a ``Start`` message.
+
+        Raises:
+            OSError: no process, socket or temporary folder can be had.
+        """
+        folder = tempfile.mkdtemp(prefix="midfill-")  # readable by this user only
+        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        try:
+            for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+                socket.setsockopt(option, 0)
+            address = f"ipc://{folder}/engine"
+            socket.bind(address)
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "midfill.engine.process.main", address,
+                stdin=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+        except BaseException:
+            socket.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(folder, socket, child)
+
+    @property
+    def process_id(self) -> int:
+        """The operating system's id."""
+        return self._child.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative for the signal that ended it."""
+        return self._child.returncode
+
+    def send(self, *messages: ToEngine) -> None:
+        """Queue messages, all or none. Never blocks: the socket's queue is unbounded.
+
+        Raises:
+            OverflowError: a message holds an integer of more than 64 bits.
+        """
+        for frames in [_encode(message) for message in messages]:
+            self._socket.send_multipart(frames, copy=False)
+
+    async def messages(self) -> AsyncGenerator[FromEngine, None]:
+        """Yield what the engine sends, until the process has ended and all of it is read.
+
+        Raises:
+            msgspec.DecodeError: a message makes no sense.
+        """
+        ended = asyncio.ensure_future(self._child.wait())
+        received: asyncio.Future[list[bytes]] | None = None
+        try:
+            while True:
+                received = asyncio.ensure_future(self._socket.recv_multipart())
+                await asyncio.wait({received, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not received.done():
+                    await asyncio.wait({received}, timeout=_LAST_MESSAGES_SECONDS)
+                if not received.done():
+                    return
+                # The two are connected, so the socket's file is no longer needed. Removed now,
+                # nothing is left behind even if this process is killed.
+                shutil.rmtree(self._folder, ignore_errors=True)
+                payload, *kv = received.result()
+                message = self._decoder.decode(payload)
+                if kv and isinstance(message, KvExported):
+                    message = msgspec.structs.replace(message, blob=kv[0])
+                yield message
+        finally:
+            ended.cancel()
+            if received is not None:
+                received.cancel()
+
+    async def abort(self) -> None:
+        """End the process at once; it writes what each of its threads was doing to stderr."""
+        self._child.send_signal(signal.SIGABRT)
+        try:
+            await asyncio.wait_for(self._child.wait(), _ABORT_SECONDS)
+        except TimeoutError:  # a stopped process gets no signals but this one
+            self._child.kill()
+
+    async def close(self) -> None:
+        """End the process, by force if it takes too long, and release the socket."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        try:
+            await asyncio.wait_for(self._child.wait(), _STOP_SECONDS)
+        except TimeoutError:
+            self._child.kill()
+            await self._child.wait()
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _encode(message: ToEngine) -> tuple[bytes, ...]:
+    """Return frames: the id of the request or transfer that it is about, its msgpack, KV if any.
+
+    With the id apart, the engine can name the request even if it can't decode the message.
+    """
+    match message:
+        case Submit(request):
+            request_id = request.request_id
+        case Cancel(request_id):
+            pass
+        case (
+            ExportKv(request_id)
+            | ImportKv(request_id)
+            | FindKv(request_id)
+            | EndTransfer(request_id)
+        ):
+            pass
+        case Start() | Ping():
+            request_id = ""
+    kv: tuple[bytes, ...] = ()
+    if isinstance(message, ImportKv):  # beside it: encoded, it would be copied
+        kv, message = (message.blob,), msgspec.structs.replace(message, blob=b"")
+    return (request_id.encode(), msgspec.msgpack.encode(message), *kv)

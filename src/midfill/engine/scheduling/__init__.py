@@ -1,0 +1,1 @@
+"""Who runs how many tokens in a step: policies, drafts, admission."""

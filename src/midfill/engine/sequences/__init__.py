@@ -1,0 +1,1 @@
+"""Sequences' state, the queues they wait in, and counters."""

@@ -1,0 +1,394 @@
+"""Sequence: the state of one answer while it is generated."""
+
+import copy
+import time
+from collections.abc import Collection
+from typing import Literal
+
+import numpy as np
+
+from midfill.arrays import Int32Array
+from midfill.engine.compression_state import CompressionState
+from midfill.engine.method_state import MethodState
+from midfill.engine.request import (
+    EngineOutput,
+    EngineRequest,
+    EngineSamplingParams,
+    FinishReason,
+    TokenLogprobs,
+)
+from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
+from midfill.engine.sampling.random_stream import RandomStream
+from midfill.engine.sampling.sampler import takes_likeliest
+from midfill.engine.scheduling.acceptance import Calibration
+from midfill.kv.radix_node import CacheRoot, MethodRoot
+from midfill.kv.sequence_kv import SequenceKV
+from midfill.methods.evict.method import CompressionMethod
+from midfill.models.config import ModelConfig
+from midfill.models.tokens.healing import HealingConstraint
+from midfill.runners.forward.layer_rows import LayerRows
+
+
+class Sequence(MethodState):
+    """The mutable state of one answer; only the engine changes it.
+
+    A request for n answers starts as one sequence that stands for all of them, so the prompt is
+    computed once. It forks when the first token is sampled.
+
+    Attributes:
+        request_id: the request's id.
+        tenant: whose prefix cache is used.
+        params: the request's sampling parameters.
+        sequence_id: unique; ids grow in order of arrival.
+        answer_indices: indices of the request's answers that the sequence stands for.
+        prompt_length: tokens in the prompt.
+        length: tokens so far, prompt and generated.
+        max_length: length at which generation ends.
+        computed: number of leading tokens whose KV is computed and held.
+        decoding: whether a token has been sampled since the last admission.
+        cached_tokens: prompt tokens found in the cache at the first admission; None before it.
+        admitted: time of the first admission (``time.perf_counter``); None before it, once an
+            output has told it, and for all answers of a request but the first.
+        kv: the sequence's slots; None while it waits.
+        by_layers: whether its tokens are prefilled by layers since the last admission.
+        layer_rows: tokens that have gone through some layers only.
+        interrupted: whether it was preempted between two layers, which lost what was computed; it
+            is prefilled in chunks from then on.
+        background: whether the prompt is only to be cached; such a sequence holds slots during a
+            step only.
+        constraint: what the next tokens have to spell; None if they are free.
+        empty_check: decides whether the answer is empty; None where that is decided or not asked.
+        empty_probability: what the check found.
+        not_empty: whether end tokens are impossible next, since the answer has no text yet and the
+            check has decided that it will.
+        checked_tokens: how many tokens the check has followed, once it has decided.
+        stop_token_ids: token ids that end generation, the model's end tokens included.
+        prompt_logprobs: of the prompt's tokens, from ``score_from`` on, as far as they are
+            computed; None if they are not asked for, or were sent.
+        score_from: number of the first token that is scored.
+        calibration: how well drafts for this sequence do.
+        takes_likeliest: whether its tokens are those of the largest logits, where it is not
+            restricted to others.
+        random_stream: the random numbers that its tokens are sampled with.
+    """
+
+    __slots__ = (
+        "_tokens",
+        "admitted",
+        "answer_indices",
+        "background",
+        "by_layers",
+        "cached_tokens",
+        "calibration",
+        "checked_tokens",
+        "computed",
+        "constraint",
+        "decoding",
+        "empty_check",
+        "empty_probability",
+        "interrupted",
+        "kv",
+        "layer_rows",
+        "length",
+        "max_length",
+        "not_empty",
+        "params",
+        "prompt_length",
+        "prompt_logprobs",
+        "random_stream",
+        "request_id",
+        "score_from",
+        "sequence_id",
+        "stop_token_ids",
+        "takes_likeliest",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        sequence_id: int,
+        max_length: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """Create the sequence of a request.
+
+        Args:
+            request: a valid request.
+            sequence_id: the first of ``sampling.n`` consecutive ids that the answers will have.
+            max_length: maximum number of tokens that the context and the KV pool allow.
+            eos_token_ids: the model's end tokens.
+        """
+        super().__init__(request.compress_after or len(request.token_ids))
+        self.request_id = request.request_id
+        self.tenant = request.tenant
+        self.params: EngineSamplingParams = request.sampling
+        self.takes_likeliest = takes_likeliest(request.sampling)
+        self.sequence_id = sequence_id
+        self.answer_indices = tuple(range(request.sampling.n))
+        self.prompt_length = self.length = len(request.token_ids)
+        self.background = request.background
+        max_tokens = 0 if request.background else request.sampling.max_tokens
+        self.max_length = min(self.prompt_length + max_tokens, max_length)
+        self.computed = 0
+        self.decoding = False
+        self.cached_tokens: int | None = None
+        self.admitted: float | None = None
+        self.kv: SequenceKV | None = None
+        self.by_layers = False
+        self.layer_rows: LayerRows | None = None
+        self.interrupted = False
+        self.constraint: HealingConstraint | None = None
+        self.empty_check: EmptyAnswerCheck | None = None
+        self.empty_probability: float | None = None
+        self.not_empty = False
+        self.checked_tokens = 0
+        end_tokens = frozenset() if request.sampling.ignore_eos else eos_token_ids
+        self.stop_token_ids = end_tokens.union(request.sampling.stop_token_ids)
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        if request.sampling.prompt_logprobs is not None and not request.background:
+            self.prompt_logprobs = []
+        self.score_from = request.score_from
+        self.calibration = Calibration()
+        self.random_stream = RandomStream(request.sampling.seed)
+        # Allocated once for the whole answer; the operating system backs it with memory as it
+        # fills.
+        self._tokens: Int32Array = np.empty(self.max_length, dtype=np.int32)
+        self._tokens[: self.length] = request.token_ids
+
+    @property
+    def tokens(self) -> Int32Array:
+        """[length] int32, a view."""
+        return self._tokens[: self.length]
+
+    @property
+    def cache_root(self) -> CacheRoot:
+        """The prefix cache's tree that it shares: the tenant's own, or one of its method."""
+        if self.loaded_variant:
+            return MethodRoot(self.tenant, self.loaded_variant)
+        if self.parallel is not None:
+            return MethodRoot(self.tenant, repr(self.parallel.method))
+        sparse = self.sparse_prefill
+        return self.tenant if sparse is None else MethodRoot(self.tenant, sparse.variant)
+
+    def cache_keys(self, computed: int) -> Int32Array:
+        """Return what the prefix cache knows the first ``computed`` tokens by, a view.
+
+        Returns:
+            [n] int32: the tokens, or what stands for those in whole chunks of sparse prefill, the
+            only ones whose KV other sequences may use then.
+        """
+        if self.parallel is not None:
+            return self.parallel.cache_keys(self._tokens[:computed])
+        sparse = self.sparse_prefill
+        return self._tokens[:computed] if sparse is None else sparse.cache_keys(computed)
+
+    @property
+    def listed_chunk(self) -> int:
+        """How many of its next tokens run in one step or not at all; 0: any number may."""
+        return 0 if self.sparse_prefill is None else self.sparse_prefill.listed_chunk(self.computed)
+
+    @property
+    def matchable_tokens(self) -> Int32Array:
+        """[n] int32, a view: the leading tokens whose KV may come from the prefix cache, as it
+        knows them (``cache_keys``).
+
+        The last one has to run, since its logits are needed, and so have those whose logits score
+        the prompt and are missing, or whose queries a compressor observes. Nothing after the prompt
+        may come from the cache if it attends to compressed KV. Where rows are dropped, all run, so
+        that an answer doesn't depend on what is cached. (A background prompt needs no
+        logits; there one more row does no harm.)
+        """
+        limit = self.length - 1
+        if self.pruning is not None:
+            limit = 0
+        if self.compression is not None:
+            # At least one row before the first point runs: compression follows a step.
+            limit = min(limit, self.compression.first_observed, self.compress_after - 1)
+        if self.cascade is not None:
+            limit = min(limit, self.cascade.exact_tokens(self.length))
+        next_scored = self.next_scored
+        if next_scored is not None:
+            limit = min(limit, next_scored - 1)
+        return self.cache_keys(limit)
+
+    @property
+    def compression_point(self) -> int | None:
+        """Number of computed tokens at which KV is compressed next; None if that's never.
+
+        Until it is decided whether the answer is empty, its tokens may be taken back, so there is
+        no point among them. Points are counted from the first token that the check didn't follow.
+        """
+        state = self.compression
+        if state is None or not state.decides_again:
+            return None
+        point = state.next_point
+        if point <= self.prompt_length:
+            return point
+        if self.empty_check is not None:
+            return None
+        return point + (self.checked_tokens if state.last_point <= self.prompt_length else 0)
+
+    @property
+    def barrier(self) -> int:
+        """Number of tokens that a step must not go beyond.
+
+        KV is compressed there, or a chunk of sparse prefill ends. Where rows are dropped, the
+        prompt runs as a whole, and then each token by itself.
+        """
+        if self.pruning is not None:
+            return max(self.computed + 1, self.prompt_length)
+        cut = self.sparse_prefill or self.parallel
+        end = None if cut is None else cut.chunk_end(self.computed)
+        if end is not None:
+            return end
+        point = self.compression_point
+        if point is None and self.compression is not None and self.compression.decides_again:
+            return self.length
+        return self.max_length if point is None else point
+
+    @property
+    def next_scored(self) -> int | None:
+        """Number of the prompt's next token that is to be scored; None if there is none."""
+        if self.prompt_logprobs is None:
+            return None
+        number = self.score_from + len(self.prompt_logprobs)
+        return number if number < self.prompt_length else None
+
+    @property
+    def prefill(self) -> Literal["any", "layers", "chunks"]:
+        """How its tokens may be computed, see ``scheduler.WaitingSequence``."""
+        if self.runs_whole:
+            return "layers"
+        in_blocks = self.compression is not None and self.compression.observes_blocks
+        by_method = any(one is not None for one in (self.reuse, self.parallel, self.sparse_prefill))
+        cut = self.background or self.interrupted or in_blocks or by_method
+        return "chunks" if cut else "any"
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether its prompt has to run in one pass, layer by layer."""
+        return self.pruning is not None or self.is_cascading
+
+    @property
+    def is_cascading(self) -> bool:
+        """Whether its prompt's KV is yet to be trimmed while it is prefilled."""
+        return self.cascade is not None and (self.kv is None or self.kv.prefix is None)
+
+    @property
+    def slots_needed(self) -> int | None:
+        """Number of slots that it takes at its admission; None is one per uncached token."""
+        return None if self.cascade is None else self.cascade.slots_needed(self.length)
+
+    @property
+    def index(self) -> int:
+        """Index of the answer, or of the first answer that the sequence stands for."""
+        return self.answer_indices[0]
+
+    def token_at(self, position: int) -> int:
+        """Return one of its tokens."""
+        return int(self._tokens[position])
+
+    def uncomputed_tokens(self, count: int) -> Int32Array:
+        """[count] int32, a view: the first ``count`` tokens whose KV is not computed yet."""
+        return self._tokens[self.computed : self.computed + count]
+
+    def compress_with(self, method: CompressionMethod, config: ModelConfig) -> None:
+        """Have a method decide which keys stay, first of the first ``compress_after`` tokens."""
+        tokens = self._tokens[: self.compress_after].copy()
+        self.compression = CompressionState(method, config, tokens, self.tenant)
+
+    def forget_kv(self) -> None:
+        """Forget what was computed: the sequence holds no KV any more."""
+        self.interrupted = self.interrupted or self.layer_rows is not None
+        self.kv = self.layer_rows = None
+        self.by_layers = False
+        self.computed = 0
+        self.restart_methods()
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token."""
+        self._tokens[self.length] = token_id
+        self.length += 1
+
+    def drop(self, count: int) -> None:
+        """Take back the last ``count`` tokens."""
+        self.length -= count
+
+    @property
+    def end_token_ids(self) -> Int32Array:
+        """[n] int32, ascending: ``stop_token_ids``."""
+        return np.array(sorted(self.stop_token_ids), dtype=np.int32)
+
+    def check_empty(self, threshold: float, required: int) -> None:
+        """Have it decided first whether the answer is empty.
+
+        There is no check if nothing ends the answer, or if there is no room to spell what it has to
+        begin with and end there.
+
+        Args:
+            threshold: see ``EngineRequest.empty_threshold``.
+            required: number of bytes that the answer has to begin with.
+        """
+        room = self.max_length - self.prompt_length
+        if threshold > 0.0 and self.stop_token_ids and room > required:
+            self.empty_check = EmptyAnswerCheck(threshold, self.end_token_ids, self.constraint)
+
+    def allowed_token_ids(self) -> Int32Array | None:
+        """[n] int32, ascending: the ids that the next token may have; None if any."""
+        ids = None if self.constraint is None else self.constraint.allowed()
+        return None if ids is None else np.sort(np.array(ids, dtype=np.int32))
+
+    def fork(self) -> list["Sequence"]:
+        """Return one sequence per answer, this one first; the others are new and hold no KV.
+
+        This sequence is not changed: the caller has to cut its ``answer_indices`` to the first one
+        when the others start.
+        """
+        siblings = [self]
+        for offset, index in enumerate(self.answer_indices[1:], 1):
+            sibling = copy.copy(self)
+            sibling._tokens = np.empty_like(self._tokens)
+            sibling._tokens[: self.length] = self.tokens
+            sibling.sequence_id += offset
+            sibling.answer_indices = (index,)
+            sibling.calibration = Calibration()
+            sibling.random_stream = self.random_stream.of_answer(index)
+            sibling.fork_methods()
+            sibling.forget_kv()
+            sibling.prompt_logprobs = None  # the first one reports them
+            sibling.admitted = None
+            sibling.constraint = copy.copy(self.constraint)
+            sibling.empty_check = self.empty_check and self.empty_check.fork()
+            siblings.append(sibling)
+        return siblings
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """Return the prompt's scores, the first time that an output is sent; None afterwards."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
+
+    def take_prefill_seconds(self) -> float | None:
+        """Return the time since the first admission, the first time; None afterwards."""
+        admitted, self.admitted = self.admitted, None
+        return None if admitted is None else time.perf_counter() - admitted
+
+    def final_outputs(
+        self,
+        reason: FinishReason,
+        error: str | None = None,
+        indices: Collection[int] | None = None,
+    ) -> list[EngineOutput]:
+        """Return the last outputs of the answers ``indices``; None means all of the sequence's."""
+        return [
+            EngineOutput(
+                request_id=self.request_id,
+                index=index,
+                token_ids=[],
+                finish_reason=reason,
+                cached_tokens=self.cached_tokens or 0,
+                reused_tokens=self.reused_tokens,
+                error=error,
+            )
+            for index in (self.answer_indices if indices is None else indices)
+        ]

@@ -1,0 +1,1 @@
+"""A step: batch, forward pass, verification, commit."""

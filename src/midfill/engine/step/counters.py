@@ -1,0 +1,86 @@
+"""EngineCounters: what an engine has done since its start."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from midfill.engine.kv_transfer.kv_traffic import KvTraffic
+from midfill.engine.request import EngineStats
+from midfill.engine.sequences.request_queues import RequestQueues
+from midfill.engine.sparse_prefill import KeyPairs
+from midfill.engine.step.speculation import DraftCounts
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class EngineCounters:
+    """Counters since the engine's start; ``EngineStats`` documents each."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    background_tokens: int = 0
+    layered_prompts: int = 0
+    layered_fallbacks: int = 0
+
+    def record_too_large(self, request_ids: Iterable[str]) -> None:
+        """Count prompts that slots were too few for to be prefilled by layers, and log them."""
+        for request_id in request_ids:
+            self.layered_fallbacks += 1
+            _log.info(
+                "request %s prefills in chunks: too few KV slots for a prefill by layers beside"
+                " what decodes; --kv-memory gives more",
+                request_id,
+            )
+
+    def stats(
+        self,
+        queues: RequestQueues,
+        drafts: DraftCounts,
+        pairs: KeyPairs,
+        traffic: KvTraffic,
+    ) -> EngineStats:
+        """Return the counters, with the gauges of an engine's queues and pool as of now."""
+        pool = queues.pool
+        listed, causal = pairs.totals
+        return EngineStats(
+            running=len(queues.running),
+            waiting=len(queues.waiting),
+            slots_total=pool.slots.total,
+            slots_free=pool.slots.free_slots,
+            slots_cached=pool.cache.evictable_tokens,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            reused_tokens=self.reused_tokens,
+            computed_tokens=self.computed_tokens,
+            generated_tokens=self.generated_tokens,
+            preemptions=self.preemptions,
+            evicted_tokens=pool.cache.evicted_tokens,
+            cache_nodes=pool.cache.nodes,
+            cache_index_bytes=pool.index_bytes,
+            steps=self.steps,
+            busy_seconds=self.busy_seconds,
+            forward_seconds=self.forward_seconds,
+            sampling_seconds=self.sampling_seconds,
+            background=len(queues.background),
+            background_tokens=self.background_tokens,
+            layered_prompts=self.layered_prompts,
+            layered_fallbacks=self.layered_fallbacks,
+            drafts=drafts.drafts,
+            draft_tokens=drafts.tokens,
+            accepted_tokens=drafts.accepted,
+            listed_pairs=listed,
+            causal_pairs=causal,
+            loading=len(queues.loading),
+            exported_bytes=traffic.transfers.counts.exported_bytes,
+            imported_bytes=traffic.transfers.counts.imported_bytes,
+            warm_tier=traffic.tier_stats(),
+        )

@@ -1,0 +1,191 @@
+"""One step's forward pass, whole or in parts.
+
+Usually a step is one call for all layers. Where some sequences run through a part of the layers
+only (``ScheduledSequence.span``), or change their rows between two layers (``RowChanges``), it is
+cut at these layers. Each part runs the rows that are there: decodes through all layers, so each has
+its token in every step, and a prompt that is prefilled by layers through its own.
+
+On the CPU kernels, logits have the same bits however a step is cut.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from midfill.arrays import Float32Array
+from midfill.engine.sampling.logprobs import one_thread
+from midfill.engine.step.batching import (
+    BatchRows,
+    ScheduledSequence,
+    build_batch,
+    layer_batch_rows,
+    observed_rows,
+    pack,
+)
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.layer_rows import LayerRows
+from midfill.runners.forward.runner import Runner
+
+
+class StepOutputs(NamedTuple):
+    """What a step computes.
+
+    Attributes:
+        logits: [outputs, vocab] float32, in the order of ``build_batch``.
+        queries: float32 [layers, n, query_heads, head_dim] per scheduled sequence, the queries of
+            its observed rows; None where there are none, or not yet those of all layers.
+    """
+
+    logits: torch.Tensor
+    queries: list[Float32Array | None]
+
+
+def run_step(runner: Runner, scheduled: SequenceOf[ScheduledSequence]) -> StepOutputs:
+    """Run a step's forward pass.
+
+    Args:
+        runner: the model.
+        scheduled: what runs; sequences that have ``layer_rows`` continue with these.
+    """
+    if all(entry.sequence.layer_rows is None for entry in scheduled):
+        batch = build_batch(scheduled)
+        logits = runner.forward(batch)
+        return StepOutputs(logits, _observed(runner, batch, scheduled, 0, runner.config.layers))
+    return _run_in_parts(runner, scheduled)
+
+
+def _observed(
+    runner: Runner,
+    batch: ForwardBatch,
+    scheduled: SequenceOf[ScheduledSequence],
+    first: int,
+    end: int,
+) -> list[Float32Array | None]:
+    """Return the queries that a batch's rows left in some layers, per sequence."""
+    if not len(batch.observed_rows):
+        return [None] * len(scheduled)
+    counts = [len(observed_rows(entry)) for entry in scheduled]
+    queries = runner.observed_queries(batch, first, end)
+    ends = np.cumsum(counts)
+    return [
+        queries[:, end - count : end] if count else None
+        for count, end in zip(counts, ends, strict=True)
+    ]
+
+
+@dataclass(eq=False)
+class _Share:
+    """A sequence's part of the step.
+
+    Attributes:
+        entry: what is scheduled.
+        rows: where its rows are now.
+        end: the layer that they stop before.
+        part: the rows as a batch takes them; made anew when they change.
+    """
+
+    entry: ScheduledSequence
+    rows: LayerRows
+    end: int
+    part: BatchRows | None = None
+
+    def stops_before(self, layer: int) -> bool:
+        """Whether its rows may change before a layer."""
+        return self.rows.changes is not None and layer in self.rows.changes.stops
+
+    def change(self) -> None:
+        """Let its rows change."""
+        assert self.rows.changes is not None
+        self.rows.changes.change(self.rows)
+        self.part = None
+
+    def batch_rows(self) -> BatchRows:
+        """Return its rows as a batch takes them."""
+        if self.part is None:
+            self.part = layer_batch_rows(self.entry, self.rows)
+        return self.part
+
+
+def _run_in_parts(runner: Runner, scheduled: SequenceOf[ScheduledSequence]) -> StepOutputs:
+    """Run a step in as many parts as its sequences need."""
+    layers = runner.config.layers
+    shares = [_share(entry, layers) for entry in scheduled]
+    current: list[_Share] = []
+    hidden = torch.empty(0)
+    for first, end in pairwise(_cuts(shares, layers)):
+        active = [one for one in shares if one.rows.next_layer == first and one.end > first]
+        changed = [one for one in active if one.stops_before(first)]
+        for share in changed:
+            share.change()
+        if not active:
+            continue
+        batch = pack([one.batch_rows() for one in active])
+        if first == 0:
+            hidden = runner.embed(batch)
+        elif changed or active != current:
+            hidden = _joined(active)
+        hidden = runner.run_layers(batch, hidden, first, end)
+        _hand_out(runner, batch, active, hidden, first, end)
+        current = active
+    done = [one for one in shares if one.entry.completes]
+    for share in done:
+        if share.stops_before(layers):
+            share.change()
+    queries = [one.rows.queries if one.entry.completes else None for one in shares]
+    if not any(one.entry.outputs for one in done):
+        return StepOutputs(torch.empty(0, runner.config.vocab), queries)
+    logits = runner.compute_logits(pack([one.batch_rows() for one in done]), _joined(done))
+    return StepOutputs(logits, queries)
+
+
+def _share(entry: ScheduledSequence, layers: int) -> _Share:
+    rows = entry.sequence.layer_rows
+    if rows is None:
+        rows = LayerRows(entry.sequence.computed, entry.token_ids())
+    return _Share(entry, rows, layers if entry.span is None else entry.span.end)
+
+
+def _cuts(shares: SequenceOf[_Share], layers: int) -> list[int]:
+    """Return the layers that the step is cut at, ascending, its ends included."""
+
+    def wanted() -> Iterator[int]:
+        for share in shares:
+            yield from (share.rows.next_layer, share.end)
+            if share.rows.changes is not None:
+                inside = share.rows.changes.stops
+                yield from (stop for stop in inside if share.rows.next_layer < stop < share.end)
+
+    return sorted(set(wanted()))
+
+
+def _joined(shares: SequenceOf[_Share]) -> torch.Tensor:
+    """Return the hidden rows of some sequences, one below the other."""
+    parts = [one.rows.hidden for one in shares if one.rows.hidden is not None]
+    assert len(parts) == len(shares)
+    if len(parts) == 1:
+        return parts[0]
+    with one_thread():
+        return torch.cat(parts)
+
+
+def _hand_out(
+    runner: Runner,
+    batch: ForwardBatch,
+    active: SequenceOf[_Share],
+    hidden: torch.Tensor,
+    first: int,
+    end: int,
+) -> None:
+    """Give each sequence its hidden rows, and the queries that were observed in these layers."""
+    observed = _observed(runner, batch, [one.entry for one in active], first, end)
+    ends = pairwise(batch.query_indptr.tolist())
+    for share, (start, stop), queries in zip(active, ends, observed, strict=True):
+        share.rows.hidden = hidden[start:stop]
+        share.rows.next_layer = end
+        if queries is not None:
+            share.rows.keep_queries(first, runner.config.layers, queries)

@@ -1,0 +1,43 @@
+"""Prompt scores: the log probabilities of a prompt's own tokens.
+
+The logits after a token belong to the next one, so a prompt of n tokens has n - 1 scores, from all
+its rows but the last. Rows whose KV is cached would have to be computed for their logits again, so
+such a prompt reuses only what precedes its first missing score.
+"""
+
+from collections.abc import Collection
+
+import torch
+
+from midfill.engine.sampling.logprobs import (
+    MAX_ROWS_AT_ONCE,
+    mask_nonfinite,
+    one_thread,
+    token_logprobs,
+)
+from midfill.engine.step.batching import ScheduledSequence
+
+
+def record_scores(logits: torch.Tensor, scheduled: Collection[ScheduledSequence]) -> None:
+    """Append the scores that a step has computed to the sequences that want them.
+
+    Args:
+        logits: [outputs, vocab] float32, in the order of ``build_batch``.
+        scheduled: the step.
+    """
+    if all(entry.sequence.prompt_logprobs is None for entry in scheduled):
+        return
+    row = 0
+    for entry in scheduled:
+        scored, outputs, sequence = entry.scored_rows, entry.outputs, entry.sequence
+        if scored:
+            assert sequence.prompt_logprobs is not None
+            first = sequence.computed + scored.start + 1
+            token_ids = sequence.tokens[first : first + len(scored)].tolist()
+            wanted = sequence.params.prompt_logprobs or 0
+            with one_thread():
+                for at in range(0, len(scored), MAX_ROWS_AT_ONCE):
+                    some = token_ids[at : at + MAX_ROWS_AT_ONCE]
+                    rows = mask_nonfinite(logits[row + at : row + at + len(some)])
+                    sequence.prompt_logprobs += token_logprobs(rows, some, [wanted] * len(some))
+        row += outputs

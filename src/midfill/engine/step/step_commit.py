@@ -1,0 +1,180 @@
+"""StepCommit: takes over what a step has computed and sampled."""
+
+import logging
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+from midfill.engine.kv_transfer.kv_traffic import KvTraffic
+from midfill.engine.request import EngineOutput
+from midfill.engine.sequences.request_queues import RequestQueues
+from midfill.engine.sequences.sequence import Sequence
+from midfill.engine.sequences.tenant_stats import TenantCounters
+from midfill.engine.step.batching import ScheduledSequence
+from midfill.engine.step.compression import Compression
+from midfill.engine.step.counters import EngineCounters
+from midfill.engine.step.plan_execution import PlanExecution
+from midfill.engine.step.verification import Verification
+from midfill.kv.sequence_kv import SequenceKV
+
+_log = logging.getLogger(__name__)
+
+
+class StepCommit:
+    """Counts computed tokens, caches their KV, compresses it, and ends answers.
+
+    Args:
+        queues: the engine's sequences.
+        execution: preempts sequences.
+        compression: of KV.
+        kv_traffic: is told of prompts whose KV is there.
+        counters, tenants: count what was done.
+    """
+
+    def __init__(
+        self,
+        queues: RequestQueues,
+        execution: PlanExecution,
+        compression: Compression,
+        kv_traffic: KvTraffic,
+        counters: EngineCounters,
+        tenants: TenantCounters,
+    ) -> None:
+        self._queues = queues
+        self._execution = execution
+        self._compression = compression
+        self._kv_traffic = kv_traffic
+        self._counters = counters
+        self._tenants = tenants
+
+    def commit(
+        self, scheduled: Iterable[ScheduledSequence], groups: Iterable[SequenceOf[Verification]]
+    ) -> list[EngineOutput]:
+        """Take over a step; return the outputs.
+
+        Args:
+            scheduled: what has run.
+            groups: the answers that were sampled for, siblings together.
+        """
+        outputs: list[EngineOutput] = []
+        for entry in scheduled:
+            if entry.completes:
+                outputs += self._commit_computed(entry)
+        for group in groups:
+            outputs += self._commit_sampled(group)
+        return outputs
+
+    def _commit_computed(self, entry: ScheduledSequence) -> list[EngineOutput]:
+        """Count the computed tokens; hand KV of chunks that sample nothing to the prefix cache."""
+        sequence = entry.sequence
+        sequence.layer_rows = None
+        sequence.computed += entry.tokens
+        if sequence.parallel is not None:
+            self._execution.commit_contexts(sequence)
+        if sequence.background:
+            self._counters.background_tokens += entry.tokens
+            finished = sequence.computed == sequence.length
+            self._queues.release(sequence)
+            return self._queues.end(sequence, "stop") if finished else []
+        if not entry.sampled:
+            _held(sequence).cache_prefix(sequence.cache_keys(sequence.computed))
+            if sequence.compression is not None:
+                return self._compress_prefilling(sequence)
+        return []
+
+    def _compress_prefilling(self, sequence: Sequence) -> list[EngineOutput]:
+        """Show a method what was computed, and compress it if there is more to compute after it.
+
+        That is so where tokens of the prompt come after the compressed ones, and after preemption,
+        when the answer has begun before.
+
+        Like every prefilling sequence, it then holds slots for all its tokens.
+        """
+        outputs: list[EngineOutput] = []
+        if self._compress(sequence, outputs):
+            kv, pool = _held(sequence), self._queues.pool
+            missing = sequence.length - kv.first - kv.reserved
+            if pool.available >= missing:
+                kv.reserve(missing)
+            else:
+                self._execution.preempt(sequence)
+        return outputs
+
+    def _compress(self, sequence: Sequence, outputs: list[EngineOutput]) -> bool:
+        """Have a sequence's method decide, if it has come to a point; return whether it goes on.
+
+        Without room for what stays, it is preempted. If the method fails, the sequence ends, and
+        its last outputs are added to ``outputs``.
+        """
+        try:
+            fits = self._compression.compress(sequence)
+        except Exception as error:
+            outputs += self._queues.fail([sequence], _method_failure(error))
+            return False
+        if not fits:
+            self._execution.preempt(sequence)
+        return fits
+
+    def _commit_sampled(self, group: SequenceOf[Verification]) -> list[EngineOutput]:
+        """Take over the sampled tokens of sibling answers, which fork here; return the outputs."""
+        first = group[0].sequence
+        if first.decoding and first.compression is None and len(group) == 1 and not group[0].failed:
+            output = self._commit_answer(group[0])  # mostly: an answer goes on
+            return [output] if output.token_ids or output.finish_reason is not None else []
+        if any(one.failed for one in group):
+            # KV that led to such logits must not be found by others, so it is discarded.
+            outputs = [group[0].output()] if len(group) == 1 and group[0].tokens else []
+            return outputs + self._queues.fail([first], "the model's logits hold no finite value")
+        if not first.decoding:
+            # An answer that started again may have other tokens than those that were computed.
+            computed = min(first.computed, first.length - 1)
+            _held(first).cache_prefix(first.cache_keys(computed))
+            self._kv_traffic.note(first)
+        fits, failure = True, ""
+        if not first.decoding:  # where siblings fork, they share what stays
+            try:
+                fits = self._compression.compress(first)
+            except Exception as error:
+                failure = _method_failure(error)
+                if len(group) > 1:
+                    return self._queues.fail([first], failure)
+        if len(group) > 1:
+            self._queues.start_siblings([one.sequence for one in group])
+        outputs = [self._commit_answer(one) for one in group]
+        for one in group:
+            sequence = one.sequence
+            if one.finish_reason is not None or sequence.kv is None:
+                continue
+            if failure:  # the token that was sampled before counts, as it does while decoding
+                outputs += self._queues.fail([sequence], failure)
+            elif fits:
+                self._compress(sequence, outputs)
+            else:
+                self._execution.preempt(sequence)
+        return [one for one in outputs if one.token_ids or one.finish_reason is not None]
+
+    def _commit_answer(self, one: Verification) -> EngineOutput:
+        """Free the slots of rejected tokens, finish the answer if it ended, return its output."""
+        sequence = one.sequence
+        sequence.decoding = True
+        self._counters.generated_tokens += len(one.tokens)
+        self._tenants.record_tokens(sequence, len(one.tokens))
+        self._queues.waiting.charge(sequence.tenant, len(one.tokens))
+        if sequence.kv is not None:
+            sequence.computed = sequence.length - 1
+            sequence.kv.truncate(sequence.computed)
+            if sequence.compression is not None:
+                sequence.compression.forget_after(sequence.computed)
+        if one.finish_reason is not None:
+            self._queues.finish(sequence)
+        return one.output()
+
+
+def _method_failure(error: Exception) -> str:
+    _log.exception("a method of compression failed")
+    return f"the method of compression failed: {error}"
+
+
+def _held(sequence: Sequence) -> SequenceKV:
+    """Return the KV of a sequence that holds slots."""
+    assert sequence.kv is not None
+    return sequence.kv

@@ -1,0 +1,248 @@
+"""Verification: sample the next tokens of every answer and accept drafted tokens that match.
+
+Drafts are verified by sampling as if there were none: an answer's next token is sampled from the
+logits of its last token, with the next number of its random stream, under its penalties and its
+constraint. If the sampled token is the drafted one, the logits that follow it are computed
+already, and the next token is sampled at once. So the tokens are those of one step each, greedy or
+sampled, whatever was drafted. (Speculative sampling after Leviathan et al. preserves the
+distribution only, but accepts more often at high temperatures.)
+"""
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from midfill.engine.request import EngineOutput, FinishReason
+from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
+from midfill.engine.sampling.logprobs import one_thread
+from midfill.engine.sampling.sampler import (
+    SampledToken,
+    SampleRow,
+    adjust_logits,
+    is_greedy,
+    sample,
+)
+from midfill.engine.sampling.vocabulary import Vocabulary
+from midfill.engine.sequences.sequence import Sequence
+from midfill.engine.step.batching import ScheduledSequence
+
+
+@dataclass(slots=True)
+class Verification:
+    """The new tokens of one answer in a step.
+
+    Attributes:
+        sequence: the answer; ``verify`` appends the tokens to it.
+        row: row of the logits from which the next token is sampled.
+        draft: token ids whose logits are the rows that follow the first one.
+        first_row: the first row of the answer.
+        tokens: the new tokens.
+        restarted: whether they begin before the step's own first token, since it was decided
+            first whether the answer is empty.
+        finish_reason: set when the last of them ends the answer.
+        failed: whether the logits after them hold no finite value.
+    """
+
+    sequence: Sequence
+    row: int
+    draft: SequenceOf[int] = ()
+    first_row: int = field(init=False)
+    restarted: bool = False
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.first_row = self.row
+
+    @property
+    def verified_token_ids(self) -> list[int]:
+        """The tokens to compare the draft with; none if the draft begins elsewhere."""
+        return [] if self.restarted else [token.token_id for token in self.tokens]
+
+    def accept(self, token_id: int) -> bool:
+        """Return whether the logits after a token are computed, and move to their row."""
+        if not self.draft:
+            return False
+        place = self.row - self.first_row
+        if place >= len(self.draft) or self.draft[place] != token_id:
+            return False
+        self.row += 1
+        return True
+
+    def output(self) -> EngineOutput:
+        """Return the new tokens as the request's output."""
+        sequence = self.sequence
+        is_sent = bool(self.tokens) or self.finish_reason is not None
+        logprobs = None
+        if sequence.params.logprobs is not None:
+            logprobs = [token.logprobs for token in self.tokens if token.logprobs is not None]
+        return EngineOutput(
+            request_id=sequence.request_id,
+            index=sequence.index,
+            token_ids=[token.token_id for token in self.tokens],
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            cached_tokens=sequence.cached_tokens or 0,
+            reused_tokens=sequence.reused_tokens,
+            empty_probability=sequence.empty_probability,
+            prompt_logprobs=sequence.take_prompt_logprobs() if is_sent else None,
+            prefill_seconds=sequence.take_prefill_seconds() if is_sent else None,
+        )
+
+
+def sibling_groups(
+    scheduled: SequenceOf[ScheduledSequence],
+) -> list[tuple[ScheduledSequence, list[Verification]]]:
+    """Return the answers to sample for, grouped by scheduled sequence.
+
+    The answers of one prompt share a row of logits, from which they fork.
+    """
+    groups = []
+    draft: SequenceOf[int]
+    row = 0
+    for entry in scheduled:
+        if entry.sequence.prompt_logprobs is not None:
+            row += len(entry.scored_rows)
+        if entry.sampled:
+            draft = entry.draft.tokens[: entry.drafted].tolist() if entry.drafted else ()
+            siblings = [Verification(one, row, draft) for one in entry.sequence.fork()]
+            groups.append((entry, siblings))
+            row += 1 + entry.drafted
+    return groups
+
+
+def verify(
+    logits: torch.Tensor,
+    likeliest_tokens: Callable[[torch.Tensor], SequenceOf[int]],
+    verifications: Iterable[Verification],
+    vocabulary: Vocabulary,
+) -> None:
+    """Sample tokens and append them to their sequences as far as drafts match.
+
+    Args:
+        logits: [outputs, vocab] float32.
+        likeliest_tokens: the runner's, see ``Runner.likeliest_tokens``.
+        verifications: one per answer, without tokens.
+        vocabulary: the model's.
+    """
+    pending = [
+        one
+        for one in verifications
+        if one.sequence.empty_check is None or _check_empty(one, logits, vocabulary)
+    ]
+    likeliest: SequenceOf[int] = ()
+    if any(one.sequence.takes_likeliest for one in pending):
+        likeliest = likeliest_tokens(logits)
+    while pending:
+        sampled = _sample(logits, likeliest, pending)
+        pending = [
+            one
+            for one, token in zip(pending, sampled, strict=True)
+            if _append(one, token, vocabulary) and one.accept(one.tokens[-1].token_id)
+        ]
+
+
+def _sample(
+    logits: torch.Tensor, likeliest: SequenceOf[int], pending: SequenceOf[Verification]
+) -> list[SampledToken | None]:
+    """Return the next token of each answer; None where its logits hold no finite value."""
+    tokens = [_likeliest_token(one, likeliest) for one in pending]
+    if all(token is not None for token in tokens):
+        return tokens
+    others = [place for place, token in enumerate(tokens) if token is None]
+    rows = [_sample_row(pending[place].sequence, pending[place].row) for place in others]
+    for place, token in zip(others, sample(logits, rows), strict=True):
+        tokens[place] = token
+    return tokens
+
+
+def _likeliest_token(one: Verification, likeliest: SequenceOf[int]) -> SampledToken | None:
+    """Return an answer's next token if it is that of the largest logit; None: to be sampled."""
+    sequence = one.sequence
+    if not sequence.takes_likeliest or sequence.not_empty or sequence.constraint is not None:
+        return None
+    token_id = likeliest[one.row]
+    return SampledToken(token_id, None) if token_id >= 0 else None
+
+
+@one_thread()
+def _check_empty(one: Verification, logits: torch.Tensor, vocabulary: Vocabulary) -> bool:
+    """Decide whether an answer is empty, as far as the step's logits suffice for it.
+
+    Once it is decided, the tokens are taken from the logits that the check has seen.
+
+    Returns:
+        Whether the next token is to be sampled from the logits at ``one.row``.
+    """
+    sequence, check = one.sequence, one.sequence.empty_check
+    assert check is not None
+    one.restarted = bool(check.tokens)
+    while True:
+        row = SampleRow(0, sequence.params, sequence.tokens, sequence.prompt_length, 0.0)
+        token_id = check.observe(logits[one.row], adjust_logits(logits[one.row], row))
+        if token_id is None:
+            break
+        sequence.append(token_id)
+        if not one.accept(token_id):
+            return False
+    sequence.drop(len(check.tokens))
+    sequence.checked_tokens = len(check.tokens)
+    sequence.empty_check, sequence.empty_probability = None, check.probability
+    sequence.not_empty = not check.is_empty
+    for row_logits, expected in zip(check.rows, _expected(check), strict=True):
+        spec = _sample_row(sequence, 0, None if sequence.not_empty else expected)
+        (token,) = sample(row_logits[None], [spec])
+        if not _append(one, token, vocabulary):
+            return False
+        if one.tokens[-1].token_id != expected:
+            return row_logits is check.rows[-1] and one.accept(one.tokens[-1].token_id)
+    return False
+
+
+def _expected(check: EmptyAnswerCheck) -> list[int | None]:
+    """Return the tokens whose logits, or end, follow each of a check's rows."""
+    return [*check.tokens, check.end_token if check.is_empty else None]
+
+
+def _sample_row(sequence: Sequence, row: int, only: int | None = None) -> SampleRow:
+    """Return how an answer's next token is sampled; as ``only``, if that is given."""
+    allowed = sequence.allowed_token_ids() if only is None else np.array([only], dtype=np.int32)
+    return SampleRow(
+        row,
+        sequence.params,
+        sequence.tokens,
+        sequence.prompt_length,
+        0.0 if only is not None or is_greedy(sequence.params) else sequence.random_stream.draw(),
+        allowed,
+        sequence.end_token_ids if sequence.not_empty and allowed is None else None,
+    )
+
+
+def append_token(sequence: Sequence, token_id: int, vocabulary: Vocabulary) -> None:
+    """Append a sampled token, and advance what its answer has to begin with."""
+    constraint = sequence.constraint
+    sequence.append(token_id)
+    if constraint is None:
+        sequence.not_empty = False
+    else:
+        sequence.constraint = vocabulary.advance(constraint, token_id)
+        sequence.not_empty = sequence.not_empty and not constraint.exceeded
+
+
+def _append(one: Verification, token: SampledToken | None, vocabulary: Vocabulary) -> bool:
+    """Append a sampled token; return whether the answer goes on."""
+    if token is None:
+        one.failed = True
+        return False
+    sequence = one.sequence
+    one.tokens.append(token)
+    append_token(sequence, token.token_id, vocabulary)
+    if token.token_id in sequence.stop_token_ids:
+        one.finish_reason = "stop"
+    elif sequence.length >= sequence.max_length:
+        one.finish_reason = "length"
+    return one.finish_reason is None

@@ -1,0 +1,1 @@
+"""Teaching and judging models: training, evaluation, calibration of methods, benchmarks."""

@@ -1,0 +1,1 @@
+"""What a user measures on their own machine and model."""

@@ -1,0 +1,1 @@
+"""Searches and trainings whose tables methods are served with."""

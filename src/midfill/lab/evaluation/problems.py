@@ -1,0 +1,129 @@
+"""Problem: a text with a hole, and the text that was there."""
+
+import random
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Literal, get_args
+
+import msgspec
+
+from midfill.errors import OptionError
+from midfill.infill.context import ContextFile
+from midfill.lab.evaluation.sandbox.pool import Program
+
+PublicTask = Literal["single-line", "multi-line", "random-span"]
+FileTask = Literal["line", "subtoken", "block", "span", "nothing", "word-top", "word-deep"]
+MissingTask = Literal["missing-line", "missing-code", "missing-rest"]
+NothingTask = Literal["nothing-end", "nothing-blank", "nothing-start"]
+CaretTask = Literal[MissingTask, NothingTask]
+Task = Literal[PublicTask, FileTask, CaretTask]
+PUBLIC_TASKS: tuple[PublicTask, ...] = get_args(PublicTask)
+FILE_TASKS: tuple[FileTask, ...] = get_args(FileTask)
+CARET_TASKS: tuple[CaretTask, ...] = (*get_args(MissingTask), *get_args(NothingTask))
+"""Carets in Python files at which it is clear whether something is missing."""
+EMPTY_TASKS: tuple[Task, ...] = ("nothing", *get_args(NothingTask))
+"""Tasks whose holes are empty."""
+LINE_TASKS: tuple[Task, ...] = (
+    "single-line", "line", "subtoken", "word-top", "word-deep", *get_args(MissingTask),
+)  # fmt: skip
+"""Tasks whose holes end where their line ends."""
+HOLE_TASKS: tuple[Task, ...] = (*PUBLIC_TASKS, "line", "subtoken", "block", "span")
+"""Tasks whose holes are cut where users have them."""
+WORD_TASKS: tuple[Task, ...] = ("subtoken", "word-top", "word-deep")
+"""Tasks whose carets are inside words."""
+PAIRED_TASKS: tuple[tuple[Task, Task], ...] = (("word-top", "word-deep"),)
+"""Tasks with the same holes in different surroundings; their ids differ in the task's name only."""
+
+_DEFAULT_MAX_TOKENS: dict[Task, int] = {
+    "multi-line": 256,
+    "random-span": 128,
+    "block": 128,
+    "span": 128,
+}
+_DEFAULT_MAX_LINE_TOKENS = 64
+
+
+class ProblemTest(msgspec.Struct, frozen=True):
+    """The test of a completed program; see ``Program``.
+
+    Attributes:
+        source: Python source that defines ``check``.
+        entry_point: name of the function that ``check`` is called with.
+    """
+
+    source: str
+    entry_point: str
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """A hole in a text.
+
+    Attributes:
+        id: unique in a run, and the same in every run.
+        task: its kind.
+        group: the function or file it is from; problems of a group are not independent.
+        prefix, hole, suffix: the complete text.
+        word_rest: in ``WORD_TASKS``, the rest of the caret's word.
+        test: for a HumanEval problem.
+        snippets: other text that the user has seen, the oldest first; often none.
+    """
+
+    id: str
+    task: Task
+    group: str
+    prefix: str
+    hole: str
+    suffix: str
+    word_rest: str = ""
+    test: ProblemTest | None = None
+    snippets: tuple[ContextFile, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Digest of the text, to check that two runs mean the same problem by an id."""
+        snippets = (part for one in self.snippets for part in (one.path, one.text))
+        text = "\0".join((self.prefix, self.hole, self.suffix, *snippets))
+        return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+    def program(self, answer: str) -> Program:
+        """Return the text with an answer in its hole, and its test.
+
+        Raises:
+            ValueError: the problem has no test.
+        """
+        if self.test is None:
+            raise ValueError(f"{self.id} has no test")
+        return Program(
+            source=f"{self.prefix}{answer}{self.suffix}",
+            entry_point=self.test.entry_point,
+            test=self.test.source,
+            reference=f"{self.prefix}{self.hole}{self.suffix}",
+        )
+
+
+def max_tokens(task: Task, chosen: int | None = None) -> int:
+    """Return the maximum tokens of an answer: the chosen number, else the task's default."""
+    return chosen or _DEFAULT_MAX_TOKENS.get(task, _DEFAULT_MAX_LINE_TOKENS)
+
+
+def sample_problems(problems: Sequence[Problem], limit: int, seed: int) -> list[Problem]:
+    """Return a random sample of ``limit`` problems in their own order; all if ``limit`` is 0."""
+    if not limit or limit >= len(problems):
+        return list(problems)
+    indices = random.Random(f"{seed}/choose").sample(range(len(problems)), limit)
+    return [problems[index] for index in sorted(indices)]
+
+
+def parse_tasks(text: str) -> tuple[Task, ...]:
+    """Parse names of tasks, separated by commas.
+
+    Raises:
+        MidfillError: an unknown name, or none.
+    """
+    known: tuple[Task, ...] = get_args(Task)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        what = ", ".join(unknown) or "nothing"
+        raise OptionError(f"--tasks names {what}; there are {', '.join(known)}")
+    return tuple(task for task in known if task in names)

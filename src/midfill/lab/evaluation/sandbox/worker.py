@@ -1,0 +1,214 @@
+"""The sandbox's worker: runs untrusted programs, one after the other, in forks of itself.
+
+It runs in a bare interpreter, so it imports the standard library only. Programs inherit the
+modules loaded here; running one takes three forks and no interpreter start:
+
+    worker       waits for jobs; reads nothing of them, so that the forks of later jobs can't either
+      supervisor   reads the program, enforces the wall time limit, replies
+        judge        reads reference and tests, decides
+        program      executes the program, answers the judge's calls
+
+Its guarantees are described in the package's docstring.
+"""
+
+# Programs use these modules; a fork inherits them at no cost.
+import bisect  # noqa: F401
+import collections  # noqa: F401
+import contextlib
+import copy  # noqa: F401
+import datetime  # noqa: F401
+import functools  # noqa: F401
+import hashlib  # noqa: F401
+import heapq  # noqa: F401
+import itertools  # noqa: F401
+import json  # noqa: F401
+import math  # noqa: F401
+import operator  # noqa: F401
+import os
+import re  # noqa: F401
+import select
+import shutil
+import signal
+import string  # noqa: F401
+import tempfile
+import time
+import typing
+
+from midfill.lab.evaluation.sandbox import isolation
+from midfill.lab.evaluation.sandbox.candidate import serve_calls
+from midfill.lab.evaluation.sandbox.judge import ENDED, judge
+from midfill.lab.evaluation.sandbox.values import FrameError, read_frame, write_frame
+
+JOBS, REPLIES = 0, 1
+"""Descriptors of the protocol below."""
+
+_ENDING_SECONDS = 0.2  # for a process that closed its pipes to end, so that it can be said how
+
+
+class Job(typing.TypedDict):
+    """A program, as the supervisor reads it from ``JOBS``.
+
+    The judge reads ``{"reference", "test"}`` from a third descriptor. The reply on ``REPLIES`` is
+    ``{"passed", "reason"}`` or ``{"error"}``; the worker's first one is ``{"isolation"}`` or
+    ``{"error"}``.
+    """
+
+    source: str
+    entry_point: str
+    cpu_seconds: int
+    wall_seconds: float
+    memory_bytes: int
+    file_bytes: int
+
+
+def main(mode: str, folder: str, tests: str) -> None:
+    """Serve jobs until there are no more.
+
+    Args:
+        mode: "namespaces" or "audit-hook".
+        folder: an empty folder for the programs' working directories.
+        tests: number of the descriptor that judges read tests from.
+    """
+    in_namespaces = mode == "namespaces"
+    if in_namespaces:
+        try:
+            isolation.enter_namespaces(folder)
+        except (OSError, AttributeError) as error:  # AttributeError: a libc without unshare
+            write_frame(REPLIES, {"error": f"no namespaces: {error}"})
+            return
+    isolation.hide_memory()
+    write_frame(REPLIES, {"isolation": mode})
+    while True:
+        select.select([JOBS], [], [])
+        supervisor = os.fork()
+        if supervisor == 0:
+            place = isolation.PLACE if in_namespaces else folder
+            _serve_one_job(in_namespaces, place, int(tests))
+        _, status = os.waitpid(supervisor, 0)
+        if status:  # there are no more jobs, or it was killed and left a job half read
+            return
+
+
+def _serve_one_job(in_namespaces: bool, folder: str, tests: int) -> typing.NoReturn:
+    status = 1
+    try:
+        job = typing.cast(Job, read_frame(JOBS))
+        write_frame(REPLIES, _supervise(job, in_namespaces, folder, tests))
+        status = 0
+    except FrameError:
+        pass
+    except BaseException as error:
+        write_frame(REPLIES, {"error": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(status)
+
+
+def _supervise(job: Job, in_namespaces: bool, folder: str, tests: int) -> dict[str, object]:
+    """Run one program and its judge as children of this process; return the reply."""
+    place = folder if in_namespaces else tempfile.mkdtemp(dir=folder)
+    calls, calls_end = os.pipe()
+    replies, replies_end = os.pipe()
+    verdict, verdict_end = os.pipe()
+    deadline = time.monotonic() + job["wall_seconds"]
+    judging = os.fork()
+    if judging == 0:
+        _become_judge(job, in_namespaces, (tests, calls_end, replies, verdict_end))
+    if in_namespaces:
+        isolation.enter_process_namespace()
+        isolation.mount_memory(place)
+    program = os.fork()
+    if program == 0:
+        _become_program(job, in_namespaces, place, (calls, replies_end))
+    for end in (calls, calls_end, replies, replies_end, verdict_end):
+        os.close(end)
+    ready, _, _ = select.select([verdict], [], [], max(0.0, deadline - time.monotonic()))
+    passed, reason = False, "still running at the wall time limit"
+    if ready:
+        try:
+            passed, reason = read_frame(verdict)
+        except FrameError:
+            reason = "what it returned was too much for its tests"
+    status, cpu_seconds = _end(program, _ENDING_SECONDS if reason == ENDED else 0.0)
+    _end(judging, 0.0)
+    if not in_namespaces:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(program, signal.SIGKILL)
+        shutil.rmtree(place, ignore_errors=True)
+    if not passed and status is not None:
+        reason = _reason_for_signal(status, cpu_seconds, job["cpu_seconds"]) or reason
+    return {"passed": bool(passed), "reason": str(reason)}
+
+
+def _end(process: int, seconds: float) -> tuple[int | None, float]:
+    """End a child; return how it ended by itself within some seconds, and its CPU seconds.
+
+    Returns:
+        Its exit status, negative for a signal; None if it was killed here.
+    """
+    deadline = time.monotonic() + seconds
+    ended, status, usage = os.wait4(process, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.001)
+        ended, status, usage = os.wait4(process, os.WNOHANG)
+    if not ended:
+        os.kill(process, signal.SIGKILL)
+        _, _, usage = os.wait4(process, 0)
+    code = os.waitstatus_to_exitcode(status) if ended else None
+    return code, usage.ru_utime + usage.ru_stime
+
+
+def _reason_for_signal(code: int, cpu_seconds: float, limit: int) -> str | None:
+    """Return which limit or signal ended a program, None if it ended otherwise."""
+    # The kernel counts ticks of its clock, so on a busy machine the limit strikes early.
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_seconds > 0.5 * limit):
+        return "CPU time limit"
+    return f"killed by signal {-code}" if code < 0 else None
+
+
+def _become_judge(
+    job: Job, in_namespaces: bool, descriptors: tuple[int, int, int, int]
+) -> typing.NoReturn:
+    """Turn this fork into the judge's process.
+
+    Args:
+        job: the program.
+        in_namespaces: whether the worker is in namespaces.
+        descriptors: to read tests from, write calls to, read replies from, write the verdict to.
+    """
+    try:
+        tests, calls, replies, verdict = isolation.detach(descriptors, "/")
+        source = read_frame(tests)
+        _restrict(job, in_namespaces, "/")
+        write_frame(
+            verdict, judge(source["reference"], source["test"], job["entry_point"], calls, replies)
+        )
+    finally:
+        os._exit(0)
+
+
+def _become_program(
+    job: Job, in_namespaces: bool, place: str, descriptors: tuple[int, int]
+) -> typing.NoReturn:
+    """Turn this fork into the program's process.
+
+    Args:
+        job: the program.
+        in_namespaces: whether the worker is in namespaces.
+        place: its working folder.
+        descriptors: to read calls from, to write replies to.
+    """
+    try:
+        calls, replies = isolation.detach(descriptors, place)
+        _restrict(job, in_namespaces, place)
+        serve_calls(job["source"], job["entry_point"], calls, replies)
+    finally:
+        os._exit(0)
+
+
+def _restrict(job: Job, in_namespaces: bool, place: str) -> None:
+    isolation.limit_resources(
+        job["cpu_seconds"], job["memory_bytes"], job["file_bytes"], children=in_namespaces
+    )
+    isolation.give_up_privileges(in_namespaces=in_namespaces)
+    if not in_namespaces:
+        isolation.refuse_by_audit_hook(place)

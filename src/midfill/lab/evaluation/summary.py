@@ -1,0 +1,201 @@
+"""Summaries: mean scores of a report, and differences between conditions and between reports."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from midfill.errors import MidfillError
+from midfill.lab.evaluation.bootstrap import Estimate, estimate_difference, estimate_mean
+from midfill.lab.evaluation.problems import Task
+from midfill.lab.evaluation.run import InfillingReport, Outcome, ProblemRecord
+
+SCORES: Mapping[str, str] = {
+    "pass": "pass@1",
+    "pass_first_line": "pass@1, 1st line",
+    "exact": "exact",
+    "exact_first_line": "exact, 1st line",
+    "similarity": "similarity",
+    "subtoken": "subtoken",
+    "empty": "empty",
+    "stops": "stops",
+}
+"""Names of scores and their titles, in the order of tables."""
+
+BASELINE = "psm"
+"""The condition that the others are compared with, if it was measured."""
+
+Summary = dict[str, dict[str, Estimate]]
+"""Condition -> score -> estimate."""
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """One score of two reports in one condition.
+
+    Attributes:
+        first, second: the means over the problems they share.
+        difference: second minus first, paired by problem.
+    """
+
+    first: Estimate
+    second: Estimate
+    difference: Estimate
+
+
+def tasks_of(report: InfillingReport) -> list[Task]:
+    """Return the tasks of a report's problems, in order."""
+    return list(dict.fromkeys(problem.task for problem in report.problems))
+
+
+def baseline_of(report: InfillingReport) -> str:
+    """Return the condition that a report's others are compared with."""
+    return BASELINE if BASELINE in report.outcomes else next(iter(report.outcomes))
+
+
+def summarise(report: InfillingReport, task: Task) -> Summary:
+    """Return the mean scores of every condition."""
+    indices = _indices(report.problems, task)
+    groups = [report.problems[index].group for index in indices]
+    return {
+        condition: {
+            name: estimate_mean(values, groups)
+            for name, values in _values([outcomes[index] for index in indices]).items()
+        }
+        for condition, outcomes in report.outcomes.items()
+    }
+
+
+def differences(report: InfillingReport, task: Task) -> Summary:
+    """Return the mean scores of every other condition minus the baseline's, paired by problem."""
+    indices = _indices(report.problems, task)
+    groups = [report.problems[index].group for index in indices]
+    values = {
+        condition: _values([outcomes[index] for index in indices])
+        for condition, outcomes in report.outcomes.items()
+    }
+    baseline = baseline_of(report)
+    return {
+        condition: {
+            name: estimate_difference(values[baseline][name], scores[name], groups)
+            for name in scores
+        }
+        for condition, scores in values.items()
+        if condition != baseline
+    }
+
+
+def task_differences(report: InfillingReport, first: Task, second: Task) -> Summary:
+    """Return the mean scores of every condition in one task minus another's, paired by hole.
+
+    Args:
+        report: the report.
+        first, second: one of ``PAIRED_TASKS``; holes that only one of them has are left out.
+    """
+    place = {
+        (problem.task, problem.id.partition("/")[2]): index
+        for index, problem in enumerate(report.problems)
+    }
+    pairs = [
+        (index, place[second, hole])
+        for (task, hole), index in place.items()
+        if task == first and (second, hole) in place
+    ]
+    if not pairs:
+        return {}
+    groups = [report.problems[index].group for index, _ in pairs]
+    found: Summary = {}
+    for condition, outcomes in report.outcomes.items():
+        ours = _values([outcomes[index] for index, _ in pairs])
+        theirs = _values([outcomes[index] for _, index in pairs])
+        found[condition] = {
+            name: estimate_difference(ours[name], theirs[name], groups) for name in ours
+        }
+    return found
+
+
+def compare_reports(
+    first: InfillingReport, second: InfillingReport, pairs: Sequence[tuple[str, str]] = ()
+) -> dict[Task, dict[str, dict[str, Comparison]]]:
+    """Compare two reports over the problems they share.
+
+    Args:
+        first, second: the reports.
+        pairs: (condition of the first, condition of the second). By default, every condition
+            that both have is compared with itself.
+
+    Returns:
+        Task -> condition -> score -> comparison.
+
+    Raises:
+        MidfillError: a condition is missing, the reports share no condition or no problem, or one
+            id names different problems.
+    """
+    pairs = pairs or [(name, name) for name in first.outcomes if name in second.outcomes]
+    if not pairs:
+        raise MidfillError("the two files share no condition; there is nothing to compare")
+    for one, other in pairs:
+        for which, name, report in (("first", one, first), ("second", other, second)):
+            if name not in report.outcomes:
+                raise MidfillError(
+                    f"the {which} file has no condition {name!r}, only {', '.join(report.outcomes)}"
+                )
+    shared = _shared_indices(first.problems, second.problems)
+    tasks = [task for task in tasks_of(first) if task in tasks_of(second)]
+    return {
+        task: {
+            one if one == other else f"{one} / {other}": _compare(
+                [first.outcomes[one][index] for index, _ in chosen],
+                [second.outcomes[other][index] for _, index in chosen],
+                [first.problems[index].group for index, _ in chosen],
+            )
+            for one, other in pairs
+        }
+        for task in tasks
+        if (chosen := [pair for pair in shared if first.problems[pair[0]].task == task])
+    }
+
+
+def _shared_indices(
+    first: Sequence[ProblemRecord], second: Sequence[ProblemRecord]
+) -> list[tuple[int, int]]:
+    """Return the indices of each shared problem in both reports."""
+    indices = {problem.id: index for index, problem in enumerate(second)}
+    shared = [
+        (index, indices[problem.id]) for index, problem in enumerate(first) if problem.id in indices
+    ]
+    if not shared:
+        raise MidfillError("the two files share no problem: the same data and seed are needed")
+    for one, other in shared:
+        if first[one].digest != second[other].digest:
+            raise MidfillError(
+                f"problem {first[one].id} is another text in the second file;"
+                " both runs need the same files"
+            )
+    return shared
+
+
+def _compare(
+    first: Sequence[Outcome], second: Sequence[Outcome], groups: Sequence[str]
+) -> dict[str, Comparison]:
+    ours, theirs = _values(first), _values(second)
+    return {
+        name: Comparison(
+            estimate_mean(ours[name], groups),
+            estimate_mean(theirs[name], groups),
+            estimate_difference(ours[name], theirs[name], groups),
+        )
+        for name in ours
+        if name in theirs  # a report of an earlier version may lack some
+    }
+
+
+def _indices(problems: Sequence[ProblemRecord], task: Task) -> list[int]:
+    return [index for index, problem in enumerate(problems) if problem.task == task]
+
+
+def _values(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Return score -> one value per outcome; all outcomes of a task have the same scores."""
+    return {
+        name: [outcome.scores[name] for outcome in outcomes]
+        for name in SCORES
+        if name in outcomes[0].scores
+    }

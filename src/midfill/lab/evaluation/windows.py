@@ -1,0 +1,89 @@
+"""Quality against the window, and what the window costs.
+
+Every hole is asked with several windows of its whole document (``infill/window.py``), each as the
+planner places it where a document is opened at the hole. The smallest window that is as good as the
+best is chosen, see ``choice``. ``window_costs`` counts what each window costs.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from midfill.errors import MidfillError, OptionError
+from midfill.infill.window import WindowRule
+from midfill.lab.evaluation.choice import Choice, choose_cheapest
+from midfill.lab.evaluation.conditions import Condition
+from midfill.lab.evaluation.problems import FILE_TASKS, Task
+from midfill.lab.evaluation.run import InfillingReport
+
+DEFAULT_WINDOWS = "400/150,800/250,1200/400,2000/600,4000/1000"
+DEFAULT_SHORTEST = 12_000
+
+
+def parse_windows(text: str) -> tuple[WindowRule, ...]:
+    """Parse windows such as "400/150,1200/400"; the smallest first.
+
+    Raises:
+        MidfillError: it is something else, or fewer than two.
+    """
+    rules = set()
+    for part in (each.strip() for each in text.split(",")):
+        numbers = part.split("/")
+        if len(numbers) != 2 or not all(one.isascii() and one.isdigit() for one in numbers):
+            raise OptionError(
+                f"--windows takes characters before and after the caret, like {DEFAULT_WINDOWS},"
+                f" not {part!r}"
+            )
+        rules.add(WindowRule(int(numbers[0]), int(numbers[1])))
+    if len(rules) < 2:
+        raise OptionError("--windows names one window; there is nothing to choose from")
+    return tuple(sorted(rules, key=_size))
+
+
+def check_tasks(tasks: Iterable[Task]) -> None:
+    """Check that documents can be long.
+
+    Raises:
+        MidfillError: a task is not about files.
+    """
+    for task in tasks:
+        if task not in FILE_TASKS:
+            raise MidfillError(f"task {task}: its documents are too short; windows need --files")
+
+
+def window_name(rule: WindowRule) -> str:
+    """Return a window's name in tables."""
+    return f"{rule.before}/{rule.after}"
+
+
+def window_conditions(rules: Sequence[WindowRule]) -> tuple[Condition, ...]:
+    """Return a condition for each window."""
+    return tuple(
+        Condition(window_name(rule), "planner", healing=True, window=rule) for rule in rules
+    )
+
+
+def choose_window(
+    report: InfillingReport, *, score: str = "similarity", margin: float = 0.02
+) -> Choice:
+    """Choose the window from a report whose conditions are those of ``window_conditions``.
+
+    Raises:
+        MidfillError: the report lacks the score, or all its holes are of one file.
+    """
+    names = sorted(report.outcomes, key=lambda name: _size(rule_of(name)))
+    return choose_cheapest(report, names, score, margin)
+
+
+def rule_of(name: str) -> WindowRule:
+    """Return the window that a condition is named for.
+
+    Raises:
+        MidfillError: it is no window.
+    """
+    before, slash, after = name.partition("/")
+    if not (slash and before.isdigit() and after.isdigit()):
+        raise MidfillError(f"condition {name!r} is no window: see 'midfill eval windows --help'")
+    return WindowRule(int(before), int(after))
+
+
+def _size(rule: WindowRule) -> tuple[int, int]:
+    return rule.before + rule.after, rule.before

@@ -1,0 +1,139 @@
+"""The base model as a transformers model, from any checkpoint that midfill opens."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from midfill.errors import MidfillError
+from midfill.lab.training.packed_attention import PACKED_ATTENTION
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.config import ModelConfig
+from midfill.models.families import huggingface_names
+from midfill.runners.rope import rope_frequencies
+
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "gelu": "gelu"}
+_EPSILON = {"starcoder2": "norm_epsilon"}
+
+
+def load_base_model(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+    """Load a checkpoint into a transformers model with attention over packed rows.
+
+    Args:
+        checkpoint: GGUF or Hugging Face; quantised weights are dequantised.
+        dtype: of the weights.
+
+    Raises:
+        CheckpointError: a tensor is missing or broken.
+        MidfillError: transformers has no setting for the model's RoPE scaling.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = transformers_config(checkpoint.config)
+    build: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        model = build(config, attn_implementation=PACKED_ATTENTION)
+    names = huggingface_names(checkpoint.config)
+    weights = {
+        names[name]: torch.from_numpy(np.array(checkpoint.tensor(name).to_float32())).to(dtype)
+        for name in checkpoint.names()
+    }
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    _set_rope_frequencies(model, checkpoint.config)
+    return model
+
+
+def transformers_config(config: ModelConfig) -> Any:
+    """Return the transformers configuration of an architecture.
+
+    Raises:
+        MidfillError: config.json has no setting for the model's RoPE scaling, or models of its
+            family can't be trained.
+    """
+    from transformers import AutoConfig
+
+    if config.post_norms:
+        raise MidfillError(f"models of the family {config.family} can't be trained here yet")
+    fields: dict[str, Any] = {
+        "vocab_size": config.vocab,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.query_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.context,
+        "hidden_act": _ACTIVATIONS[config.activation],
+        _EPSILON.get(config.family, "rms_norm_eps"): config.norm_epsilon,
+        "tie_word_embeddings": config.tied_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "pad_token_id": None,
+        "rope_theta": config.rope_theta,
+    }
+    if config.rope_scaling.kind != "none":
+        fields["rope_scaling"] = _rope_scaling(config)
+    if config.rope_scaling.kind == "dynamic":
+        fields["max_position_embeddings"] = config.rope_scaling.original_context
+    if config.family == "granite":
+        fields |= {
+            "embedding_multiplier": config.embedding_multiplier,
+            "residual_multiplier": config.residual_multiplier,
+            "logits_scaling": config.logits_divisor,
+            "attention_multiplier": config.score_scale,
+        }
+    if config.family in ("llama", "granite"):
+        fields |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    if config.family == "starcoder2":
+        fields |= {"use_bias": config.qkv_bias}
+    if config.sliding_window is not None:
+        fields |= {"sliding_window": config.sliding_window, "use_sliding_window": True}
+        if config.windowed_layers is not None:
+            fields["layer_types"] = [
+                "sliding_attention" if layer in config.windowed_layers else "full_attention"
+                for layer in range(config.layers)
+            ]
+    return AutoConfig.for_model(config.family, **fields)
+
+
+def _rope_scaling(config: ModelConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    if scaling.kind == "factors":
+        raise MidfillError(
+            "this GGUF file scales RoPE by a table, for which transformers has no setting; train "
+            "from the model's Hugging Face folder"
+        )
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("yarn", "llama3"):
+        fields["original_max_position_embeddings"] = scaling.original_context
+    if scaling.kind == "llama3":
+        fields |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
+    if scaling.kind == "yarn":
+        fields |= {
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.attention_factor,
+            "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+            "truncate": scaling.truncate,
+        }
+    return fields
+
+
+def _set_rope_frequencies(model: nn.Module, config: ModelConfig) -> None:
+    """Set the RoPE frequencies that midfill serves with; no checkpoint stores them.
+
+    They are constant. With dynamic scaling, transformers' own would depend on the row's length.
+    """
+    frequencies, factor = rope_frequencies(config)
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.register_buffer("inv_freq", frequencies, persistent=False)
+            module.register_buffer("original_inv_freq", frequencies.clone(), persistent=False)
+            module.attention_scaling = factor  # type: ignore[assignment]
+            module.rope_type = "default"  # type: ignore[assignment]

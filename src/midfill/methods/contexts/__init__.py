@@ -1,0 +1,1 @@
+"""Methods that compute files apart from each other."""

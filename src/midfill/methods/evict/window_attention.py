@@ -1,0 +1,109 @@
+"""Attention of observed queries over a prompt's keys, and what scores are made of it.
+
+Computed outside the forward pass, in float32, one layer at a time. Many methods look at the same
+thing: what the last rows of a prompt (the observation window) attend to.
+"""
+
+import numpy as np
+import torch
+
+from midfill.arrays import Float32Array, Int32Array
+from midfill.methods.evict.method import SequenceKeys
+
+
+def window_attention(keys: SequenceKeys, queries: Float32Array, layer: int) -> Float32Array:
+    """Return the attention weights of a prompt's last rows.
+
+    Args:
+        keys: of the prompt; all heads hold all n keys.
+        queries: float32 [layers, rows, query_heads, head_dim], rotated: of the last rows.
+        layer: which one.
+
+    Returns:
+        float32 [query_heads, rows, n]; a row sees the keys up to its own, within the layer's
+        sliding window if it has one.
+    """
+    first = layer * keys.config.kv_heads
+    heads = range(first, first + keys.config.kv_heads)
+    return np.concatenate([head_attention(keys, queries, head) for head in heads])
+
+
+def head_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Float32Array:
+    """Return the attention weights of a sequence's last rows in one head.
+
+    Args:
+        keys: of the sequence; the rows' own are the last ones.
+        queries: float32 [layers, rows, query_heads, head_dim], rotated: of the last rows.
+        head: KV head ``layer * kv_heads + head``.
+
+    Returns:
+        float32 [query heads of the KV head, rows, n]; see ``window_attention``.
+    """
+    weights: Float32Array = _weights(keys, queries, head).numpy()
+    return weights
+
+
+def received_attention(keys: SequenceKeys, queries: Float32Array, head: int) -> Float32Array:
+    """Return the attention that each key receives from a sequence's last rows in one head.
+
+    Args:
+        keys, queries, head: see ``head_attention``.
+
+    Returns:
+        float32 [n]: the sum of ``head_attention`` over query heads and rows.
+    """
+    weights = _weights(keys, queries, head)
+    received: Float32Array = weights.flatten(0, 1).sum(0).numpy()
+    return received
+
+
+def _weights(keys: SequenceKeys, queries: Float32Array, head: int) -> torch.Tensor:
+    """Return ``head_attention``; torch computes a softmax in one pass."""
+    config = keys.config
+    group = config.query_heads // config.kv_heads
+    layer, kv_head = divmod(head, config.kv_heads)
+    rows, window = queries.shape[1], config.window_of(layer)
+    found = keys.read_keys(head)
+    own = queries[layer, :, kv_head * group : (kv_head + 1) * group].transpose(1, 0, 2)
+    scaled = torch.from_numpy(own.reshape(group * rows, -1) * np.float32(config.score_scale))
+    scores = (scaled @ torch.from_numpy(found).T).view(group, rows, -1)
+    count = len(found)
+    # All rows see the keys before the first row's, unless a window hides them.
+    first = count - rows if window is None else 0
+    row, key = torch.arange(count - rows, count)[:, None], torch.arange(first, count)
+    hidden = key > row
+    if window is not None:
+        hidden |= key <= row - window
+    scores[:, :, first:].masked_fill_(hidden, -torch.inf)
+    return torch.softmax(scores, dim=-1)
+
+
+def average_pool(scores: Float32Array, kernel: int) -> Float32Array:
+    """Return the mean of each score [..., n] and its neighbours: ``kernel`` in all, an odd number.
+
+    Beyond the ends there are zeros, which count.
+    """
+    rows = torch.from_numpy(scores.reshape(-1, scores.shape[-1]))
+    pooled = torch.nn.functional.avg_pool1d(rows, kernel, stride=1, padding=kernel // 2)
+    mean: Float32Array = pooled.numpy().reshape(scores.shape)
+    return mean
+
+
+def max_pool(scores: Float32Array, kernel: int) -> Float32Array:
+    """Return the largest of each score [..., n] and its neighbours: ``kernel`` in all, odd."""
+    rows = torch.from_numpy(scores.reshape(-1, scores.shape[-1]))
+    pooled = torch.nn.functional.max_pool1d(rows, kernel, stride=1, padding=kernel // 2)
+    largest: Float32Array = pooled.numpy().reshape(scores.shape)
+    return largest
+
+
+def group_mean(scores: Float32Array, kv_heads: int) -> Float32Array:
+    """Return the mean over the query heads of each KV head: [query_heads, n] to [kv_heads, n]."""
+    grouped = scores.reshape(kv_heads, -1, scores.shape[-1])
+    mean: Float32Array = grouped.mean(axis=1, dtype=np.float32)
+    return mean
+
+
+def top_keys(scores: Float32Array, count: int) -> Int32Array:
+    """Return the ``count`` keys with the highest of the scores [n]; of equal ones the first."""
+    return np.argsort(-scores, kind="stable")[:count].astype(np.int32)

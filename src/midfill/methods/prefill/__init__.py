@@ -1,1 +1,0 @@
-"""Methods that compute a part of a prompt's attention."""

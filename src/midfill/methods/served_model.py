@@ -1,0 +1,23 @@
+"""ServedModel: what a method may know of the model that it is to be used with."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from midfill.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a method may know of the model that it is to be used with.
+
+    Attributes:
+        config: its shape.
+        backend: what runs it: the CPU kernels, or torch.
+        digest: ``models.checkpoints.opening.model_digest``, which covers the adapter, too.
+        options: how commands name it: "--model smollm2-135m".
+    """
+
+    config: ModelConfig
+    backend: Literal["cpu", "torch"] = "cpu"
+    digest: str = ""
+    options: str = ""

@@ -1,0 +1,184 @@
+"""Checkpoint: a model on disk, seen through canonical tensor names whatever its file format.
+
+Canonical names (weights are [out_features, in_features], rotary halves in NEOX order):
+
+    embed.weight  final_norm.weight  final_norm.bias  lm_head.weight (absent when tied)
+    layers.{i}.attn_norm.weight|bias    layers.{i}.mlp_norm.weight|bias
+    layers.{i}.{attn_post_norm,mlp_post_norm}.weight (of what is added to the hidden rows)
+    layers.{i}.{q,k,v,o}.weight|bias    layers.{i}.{q_norm,k_norm}.weight
+    layers.{i}.{gate,up,down}.weight|bias   (no gate when the MLP is not gated)
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from midfill.errors import CheckpointError
+from midfill.models.config import ModelConfig
+from midfill.models.tensor_shapes import tensor_shapes
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.stored_tensor import StoredTensor
+
+ADAPTER_KEY = "midfill.adapter"
+"""Metadata key: name of the adapter that was merged into a model when it was opened."""
+
+FRAGMENTS_KEY = "midfill.fragments"
+"""Metadata key: true where a model was trained on text tokenised in fragments, as in EFIM."""
+
+END_BIAS_KEY = "midfill.end_logit_bias"
+"""Metadata key: what is added to the logits of the tokens that end an infilled answer."""
+
+EMPTY_THRESHOLD_KEY = "midfill.empty_threshold"
+"""Metadata key: how probable an empty answer must be for an infilled answer to be empty."""
+
+OPENS_LINES_KEY = "midfill.opens_lines"
+"""Metadata key: true where a caret at the start of a line that has text is to be answered as on an
+empty line above it, see ``infill/opened_line.py``."""
+
+LEAST_INCREMENT_KEY = "midfill.least_increment"
+"""Metadata key: characters before the caret that a model needs after the suffix, at least."""
+
+WINDOW_BEFORE_KEY, WINDOW_AFTER_KEY = "midfill.window.before", "midfill.window.after"
+"""Metadata keys: characters of a long document around the caret that a model should see."""
+
+SNIPPETS_KEY = "midfill.snippets.characters"
+"""Metadata key: characters of an editor's snippets of other text that a model should see."""
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+_TENSOR_SAMPLES = 16
+_TENSOR_SAMPLE_BYTES = 512
+
+
+class Checkpoint(Protocol):
+    """An opened model: its configuration, tokenizer and tensors.
+
+    Attributes:
+        path: file or folder it was opened from.
+        config: the architecture.
+        metadata: what else the checkpoint states (FIM token ids, chat template, name, licence),
+            key to plain value.
+    """
+
+    path: Path
+    config: ModelConfig
+    metadata: Mapping[str, object]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, built at first use.
+
+        Raises:
+            CheckpointError: it is missing, broken or of an unsupported kind.
+        """
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest that changes with the content; cheap. Keys caches of derived data."""
+        ...
+
+    @property
+    def content_digest(self) -> str:
+        """Hex sha256 of the model itself: the same wherever and whenever it was stored.
+
+        It covers names, shapes, kinds and samples of all tensors, see ``digest_tensors``. A
+        fine-tuned or differently quantised model therefore has another digest. Adapters name their
+        base by it.
+        """
+        ...
+
+    def names(self) -> list[str]:
+        """Return the canonical names of the tensors it holds."""
+        ...
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return one tensor by canonical name.
+
+        Raises:
+            CheckpointError: it is missing, truncated or of an unknown type.
+        """
+        ...
+
+
+def samples(start: int, stop: int) -> list[slice]:
+    """Return slices spread over a file's data, both ends included, for fingerprints of big files.
+
+    Args:
+        start, stop: offsets in bytes where the data begins and ends.
+    """
+    last = max(stop - _SAMPLE_BYTES, start)
+    starts = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+    return [slice(at, min(at + _SAMPLE_BYTES, stop)) for at in starts]
+
+
+def digest_tensors(tensors: Iterable[StoredTensor]) -> str:
+    """Return the hex sha256 over tensors in order of their names.
+
+    It covers name, kind, shape and data. Small tensors are hashed whole, others by 16 stretches of
+    512 bytes spread over the data.
+    """
+    digest = hashlib.sha256()
+    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
+        digest.update(f"{tensor.name} {tensor.kind} {list(tensor.shape)}\n".encode())
+        data = tensor.data.reshape(-1).view(np.uint8)
+        last = len(data) - _TENSOR_SAMPLE_BYTES
+        if len(data) <= _TENSOR_SAMPLES * _TENSOR_SAMPLE_BYTES:
+            digest.update(data.tobytes())
+            continue
+        for i in range(_TENSOR_SAMPLES):
+            at = last * i // (_TENSOR_SAMPLES - 1)
+            digest.update(data[at : at + _TENSOR_SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()
+
+
+def check_layers(config: ModelConfig, tensors: int, source: object) -> None:
+    """Check that there are enough tensors for the layers, before all their names are built.
+
+    Raises:
+        CheckpointError: there are fewer tensors than layers.
+    """
+    if tensors < config.layers:
+        raise CheckpointError(
+            f"{source}: {tensors} tensors are too few for the {config.layers} layers that the "
+            "model's configuration asks for"
+        )
+
+
+def check_tensors(
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored_names: Mapping[str, str],
+    source: object,
+) -> None:
+    """Check that a checkpoint holds exactly the tensors its configuration calls for.
+
+    Args:
+        config: the architecture.
+        shapes: canonical name -> shape of the stored tensor.
+        stored_names: canonical name -> name in the files where it is known, for error messages.
+        source: name of the checkpoint for error messages.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape or is unknown; names the first.
+    """
+    check_layers(config, len(shapes), source)
+    expected = tensor_shapes(config)
+    for name, shape in expected.items():
+        shown = stored_names.get(name, name)
+        if name not in shapes:
+            raise CheckpointError(f"{source}: tensor {shown!r} is missing")
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{source}: tensor {shown!r} has shape {list(shapes[name])}, the model's "
+                f"configuration asks for {list(shape)}"
+            )
+    for name in shapes:
+        if name not in expected:
+            raise CheckpointError(
+                f"{source}: tensor {stored_names.get(name, name)!r} is no part of a "
+                f"{config.family} model as configured"
+            )

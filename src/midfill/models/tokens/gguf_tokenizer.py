@@ -1,0 +1,246 @@
+"""The tokenizer of a GGUF file, built from its metadata (keys ``tokenizer.*``).
+
+Keys and their meaning: the GGUF specification in ggml's docs/gguf.md.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import IntEnum
+from typing import NoReturn
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
+
+from midfill.errors import CheckpointError
+from midfill.models.tokens.pre_tokenizers import PRE_TOKENIZERS
+from midfill.models.tokens.tokenizer import Tokenizer, looks_like_control
+
+_PREFIX = "tokenizer.ggml."
+_SPACE = "\u2581"
+_SPECIAL_NAMES = (
+    *("bos", "eos", "eot", "eom"),
+    *("fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"),
+    *("prefix", "suffix", "middle"),
+)
+"""Keys ``tokenizer.ggml.*_token_id`` of control tokens. Padding and unknown are left out, since
+converters write ids of ordinary tokens there."""
+
+
+class _TokenType(IntEnum):
+    """``tokenizer.ggml.token_type``."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def build_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
+    """Build the tokenizer that a GGUF file describes.
+
+    Raises:
+        CheckpointError: the description is missing, malformed or of an unsupported kind.
+    """
+    reader = _Reader(metadata)
+    kind = reader.text("model")
+    if kind == "gpt2":
+        backend, add_bos = _build_byte_level(reader)
+    elif kind == "llama":
+        backend, add_bos = _build_sentencepiece(reader)
+    else:
+        reader.fail("model", f"{kind!r} is not a tokenizer midfill knows; it knows gpt2 and llama")
+    backend.add_tokens(reader.added_tokens())
+    bos = reader.token_id("bos_token_id")
+    ends = [reader.token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        backend,
+        bos_token_id=bos,
+        add_bos=reader.flag("add_bos_token", add_bos),
+        eos_token_ids=[token_id for token_id in ends if token_id is not None],
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _build_byte_level(reader: "_Reader") -> tuple[tokenizers.Tokenizer, bool]:
+    """Build byte-level BPE (GPT-2's scheme); also return whether BOS is added by default."""
+    name = reader.text("pre")
+    if name not in PRE_TOKENIZERS:
+        reader.fail("pre", f"{name!r} is not a split midfill knows ({', '.join(PRE_TOKENIZERS)})")
+    split = PRE_TOKENIZERS[name]
+    # The space that separates a merge's halves is never its first character.
+    merges = [
+        (merge[: merge.find(" ", 1)], merge[merge.find(" ", 1) + 1 :])
+        for merge in reader.texts("merges")
+    ]
+    model = reader.bpe(merges, ignore_merges=split.whole_words)
+    backend = tokenizers.Tokenizer(model)
+    if split.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = split.build()
+    backend.decoder = decoders.ByteLevel()
+    return backend, split.add_bos
+
+
+def _build_sentencepiece(reader: "_Reader") -> tuple[tokenizers.Tokenizer, bool]:
+    """Build SentencePiece BPE (Llama 2's scheme) as transformers does; add BOS by default.
+
+    SentencePiece merges the neighbours that form the best-scored piece. As BPE merges, these are
+    all ways to form a piece from two others, best score first. The two schemes differ only where
+    one piece can be formed in several ways at once.
+    """
+    vocabulary = reader.ordinary_tokens()
+    scores = reader.numbers("scores")
+    merges = sorted(
+        (
+            (score, len(left), len(right), left, right)
+            for piece, score in zip(reader.tokens, scores, strict=True)
+            if piece in vocabulary
+            for left, right in _halves(piece, vocabulary)
+        ),
+        key=lambda merge: merge[:3],
+        reverse=True,
+    )
+    model = reader.bpe(
+        [(left, right) for *_, left, right in merges],
+        unk_token=reader.unknown_token(),
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(model)
+    steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
+    if reader.flag("add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend(_SPACE))
+    backend.normalizer = normalizers.Sequence(steps)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return backend, True
+
+
+def _halves(piece: str, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return all ways to split a piece into two others, in the order of their ids."""
+    cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+    found = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
+    return sorted(found, key=lambda halves: (vocabulary[halves[0]], vocabulary[halves[1]]))
+
+
+class _Reader:
+    """Typed reading of the ``tokenizer.ggml.*`` keys; errors name the key."""
+
+    def __init__(self, metadata: Mapping[str, object]) -> None:
+        self._metadata = metadata
+        self.tokens = self.texts("tokens")
+        self._types = self._token_types()
+        self.vocabulary: dict[str, int] = {}
+        for token_id, token in enumerate(self.tokens):
+            if self._is_unused(token_id):
+                continue
+            if self.vocabulary.setdefault(token, token_id) != token_id:
+                self.fail("tokens", f"holds {token!r} twice")
+
+    def text(self, key: str) -> str:
+        value = self._value(key)
+        if not isinstance(value, str):
+            self.fail(key, "must be a string")
+        return value
+
+    def texts(self, key: str) -> Sequence[str]:
+        value = self._value(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.fail(key, "must be a list of strings")
+        return value
+
+    def numbers(self, key: str) -> Sequence[float]:
+        """Return a list of numbers, one per token."""
+        value = self._value(key)
+        if not isinstance(value, list) or not all(isinstance(v, int | float) for v in value):
+            self.fail(key, "must be a list of numbers")
+        if len(value) != len(self.tokens):
+            self.fail(key, f"has {len(value)} entries for {len(self.tokens)} tokens")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._metadata.get(_PREFIX + key, default)
+        if not isinstance(value, bool):
+            self.fail(key, "must be true or false")
+        return value
+
+    def token_id(self, key: str) -> int | None:
+        """Return a token id; None if it is missing or (as some converters write) out of range."""
+        value = self._metadata.get(_PREFIX + key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            self.fail(key, "must be a token id")
+        return value if 0 <= value < len(self.tokens) else None
+
+    def ordinary_tokens(self) -> dict[str, int]:
+        """Return piece -> id of the pieces that text may be merged into."""
+        special = self._special_ids()
+        return {
+            token: token_id
+            for token, token_id in self.vocabulary.items()
+            if self._types[token_id] == _TokenType.NORMAL and token_id not in special
+        }
+
+    def unknown_token(self) -> str | None:
+        """Return the piece that stands for uncovered text, None if there is none."""
+        named = self.token_id("unknown_token_id")
+        if named is not None:
+            return self.tokens[named]
+        unknown = (t for i, t in enumerate(self.tokens) if self._types[i] == _TokenType.UNKNOWN)
+        return next(unknown, None)
+
+    def added_tokens(self) -> list[AddedToken]:
+        """Return the tokens that no merge creates: control tokens and user-defined ones."""
+        special = self._special_ids()
+        control = {_TokenType.CONTROL, _TokenType.UNKNOWN}
+        added = []
+        for token, token_id in self.vocabulary.items():
+            kind = self._types[token_id]
+            is_control = token_id in special or kind in control
+            if token and (is_control or kind == _TokenType.USER_DEFINED):
+                added.append(AddedToken(token, normalized=False, special=is_control))
+        return added
+
+    def bpe(self, merges: list[tuple[str, str]], **options: object) -> models.BPE:
+        """Return the BPE model over all tokens."""
+        # The library panics on merges that do not fit; no except clause catches that.
+        for left, right in merges:
+            parts = (left, right, left + right)
+            if not (left and right and all(part in self.vocabulary for part in parts)):
+                self.fail("merges", f"do not fit the vocabulary: {left!r} + {right!r}")
+        try:
+            return models.BPE(vocab=self.vocabulary, merges=merges, **options)
+        except Exception as error:  # the library raises bare Exception
+            self.fail("merges", f"do not fit the vocabulary: {error}")
+
+    def _special_ids(self) -> Collection[int]:
+        """Return ids that are special by their spelling or because a key names them."""
+        named = {self.token_id(f"{name}_token_id") for name in _SPECIAL_NAMES}
+        spelled = {i for token, i in self.vocabulary.items() if looks_like_control(token)}
+        return spelled | {token_id for token_id in named if token_id is not None}
+
+    def _is_unused(self, token_id: int) -> bool:
+        """Return whether a token only pads the vocabulary to the embedding's size."""
+        kind = self._types[token_id]
+        return kind == _TokenType.UNUSED or self.tokens[token_id] == f"[PAD{token_id}]"
+
+    def _token_types(self) -> Sequence[int]:
+        if _PREFIX + "token_type" not in self._metadata:
+            return [_TokenType.NORMAL] * len(self.tokens)
+        types = self.numbers("token_type")
+        if not all(isinstance(kind, int) for kind in types):
+            self.fail("token_type", "must be a list of whole numbers")
+        return [int(kind) for kind in types]
+
+    def _value(self, key: str) -> object:
+        value = self._metadata.get(_PREFIX + key)
+        if value is None:
+            self.fail(key, "is missing; convert the model again with a current converter")
+        return value
+
+    def fail(self, key: str, problem: str) -> NoReturn:
+        raise CheckpointError(f"tokenizer in GGUF metadata: {_PREFIX + key} {problem}")

@@ -1,1 +1,0 @@
-"""What a method of KV reuse may look at and decide."""

@@ -1,0 +1,1 @@
+"""The runner on the CPU kernels."""

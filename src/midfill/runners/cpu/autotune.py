@@ -1,0 +1,193 @@
+"""Autotuning: the fastest tile rows for a model's matrices on this chip, measured once.
+
+Measured with the model itself: its last two layers and its head run over the same rows, with
+tiles of each height in turn. The result is kept beside the compiled kernels, so later starts only
+read it.
+
+Where AMX may be used, tiles of 16 and 48 rows run on it. They are measured like any others, matrix
+by matrix, so AMX multiplies only what it multiplies faster.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numba.core.registry import cpu_target
+
+from midfill.kernels.cpu.amx_products import AMX_ROWS
+from midfill.kernels.cpu.clock import DOWN, GATE_UP, HEAD, OUTPUT, QKV
+from midfill.kernels.cpu.jit import compiled_folder
+from midfill.kernels.cpu.linear import MAX_TILE_ROWS
+from midfill.kernels.cpu.memory import Int64Array, Uint8Array
+from midfill.kernels.cpu.panel_products import MAX_AMX_ROWS, MAX_QUANTIZED_ROWS
+from midfill.kernels.cpu.tiles import MATRICES, MAX_TABLE_ROWS, cheapest_tile_rows, even_tile_rows
+from midfill.kernels.cpu.weight_formats import WeightFormat
+from midfill.runners.cpu.amx import AmxUse
+from midfill.runners.cpu.packed_model import PackedModel
+from midfill.system.cache import store_file
+
+TileTable = Uint8Array
+"""uint8 [matrices, MAX_TABLE_ROWS + 1]: the tile rows of each of ``tiles.MATRICES``."""
+
+MEASURED_ROWS = 24
+"""A multiple of every height that is tried without AMX."""
+AMX_MEASURED_ROWS = MAX_AMX_ROWS
+"""A multiple of every height that is tried with AMX."""
+_HEIGHTS = (1, 2, 3, 4, 6, 8)
+_AMX_HEIGHTS = (AMX_ROWS, MAX_AMX_ROWS)
+_LEAST_REPEATS = 5
+_MOST_REPEATS = 15
+_SECONDS = 0.5  # after which there are no more repeats than the least
+_LEAST_GAIN = 1.03
+"""How many times as fast others must be than the tallest tiles: measurements differ, too."""
+_PHASES = (QKV, OUTPUT, GATE_UP, DOWN, HEAD)
+"""In which each of ``tiles.MATRICES`` is computed."""
+
+
+class _Kept(msgspec.Struct):
+    tile_rows: list[list[int]]
+
+
+def default_tile_rows(model: PackedModel) -> TileTable:
+    """Return the tile rows used until some were measured."""
+    return np.stack([even_tile_rows(tallest) for tallest in _tallest(model)])
+
+
+def amx_tile_rows(model: PackedModel, heights: Sequence[int] = _AMX_HEIGHTS) -> TileTable:
+    """Return tiles of these heights on AMX wherever they fit, and the default ones elsewhere."""
+    table = default_tile_rows(model)
+    for matrix, formats in enumerate(_formats(model)):
+        if WeightFormat.F32 not in formats:
+            for height in sorted(heights):
+                table[matrix, height:] = height
+    return table
+
+
+def autotune_tile_rows(
+    model: PackedModel,
+    threads: int,
+    measure: Callable[[TileTable, int], Int64Array],
+    amx: AmxUse = AmxUse.OFF,
+) -> TileTable:
+    """Return the tile rows measured for such a model on this chip, now or by an earlier process.
+
+    Args:
+        model: its weights.
+        threads: that a step runs on.
+        measure: runs so many rows with some tile rows and returns the ticks of each phase; 0 where
+            the chip's counter can't be read. ``AMX_MEASURED_ROWS`` with AMX, else
+            ``MEASURED_ROWS``.
+        amx: whether tiles on AMX are measured; where it is on, nothing is.
+    """
+    if amx is AmxUse.ON:
+        return amx_tile_rows(model)
+    with_amx = amx is AmxUse.AUTO
+    path = compiled_folder() / f"tiles-{_key(model, threads, with_amx)}.json"
+    table = _read(path, model, with_amx)
+    if table is None:
+        table = _measure_all(model, measure, with_amx)
+        kept = msgspec.json.encode(_Kept(table.tolist()))
+        store_file(path, lambda partial: _write(partial, kept))
+    return table
+
+
+def _measure_all(
+    model: PackedModel, measure: Callable[[TileTable, int], Int64Array], with_amx: bool
+) -> TileTable:
+    default = default_tile_rows(model)
+    heights = _possible_heights(model, with_amx)
+    # As many rows for all: weights come from memory once, however many there are.
+    rows = AMX_MEASURED_ROWS if with_amx else MEASURED_ROWS
+    tables = {
+        height: amx_tile_rows(model, [height])
+        if height in _AMX_HEIGHTS
+        else np.minimum(default, height)
+        for height in sorted(set().union(*heights))
+    }
+    ticks = _least_ticks(tables, lambda table: measure(table, rows))
+    costs = np.full((len(MATRICES), MAX_TABLE_ROWS), np.inf)
+    for matrix, (possible, tallest) in enumerate(zip(heights, _tallest(model), strict=True)):
+        for height in possible:
+            handicap = 1.0 if height == tallest else _LEAST_GAIN
+            costs[matrix, height - 1] = handicap * ticks[height][matrix] / (rows // height)
+    if not costs.all():
+        return default
+    return np.stack([cheapest_tile_rows(row.tolist()) for row in costs])
+
+
+def _least_ticks(
+    tables: dict[int, TileTable], measure: Callable[[TileTable], Int64Array]
+) -> dict[int, Int64Array]:
+    """Return the fewest ticks that each of ``_PHASES`` took with each table.
+
+    The tables are tried in turn: other work on the machine, which lasts a while, meets them all.
+    """
+    least = {height: np.full(len(_PHASES), np.iinfo(np.int64).max) for height in tables}
+    end = time.monotonic() + _SECONDS
+    for repeat in range(_MOST_REPEATS):
+        if repeat >= _LEAST_REPEATS and time.monotonic() > end:
+            break
+        for height, table in tables.items():
+            least[height] = np.minimum(least[height], measure(table)[list(_PHASES)])
+    return least
+
+
+def _formats(model: PackedModel) -> list[set[WeightFormat]]:
+    """Return the formats of each of ``tiles.MATRICES``."""
+    weights = model.weights
+    return [
+        weights.qkv.formats, weights.o.formats,
+        weights.gate_up.gate.formats | weights.gate_up.up.formats, weights.down.formats,
+        weights.head.formats,
+    ]  # fmt: skip
+
+
+def _tallest(model: PackedModel) -> list[int]:
+    """Return the maximum rows of a tile of each of ``tiles.MATRICES``, but for those on AMX."""
+    return [
+        MAX_TILE_ROWS if each == {WeightFormat.F32} else MAX_QUANTIZED_ROWS
+        for each in _formats(model)
+    ]
+
+
+def _possible_heights(model: PackedModel, with_amx: bool) -> list[set[int]]:
+    """Return the heights that are tried for each of ``tiles.MATRICES``."""
+    return [
+        {height for height in _HEIGHTS if height <= tallest}
+        | (set(_AMX_HEIGHTS) if with_amx and WeightFormat.F32 not in formats else set())
+        for tallest, formats in zip(_tallest(model), _formats(model), strict=True)
+    ]
+
+
+def _key(model: PackedModel, threads: int, with_amx: bool) -> str:
+    chip = cpu_target.target_context.codegen().magic_tuple()
+    digest = hashlib.sha256(repr((chip, threads, with_amx, model.config)).encode())
+    for name, matrix in model.matrices.items():
+        digest.update(repr((name, matrix.outputs, matrix.inputs)).encode())
+        digest.update(matrix.panels[:, 1].tobytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, model: PackedModel, with_amx: bool) -> TileTable | None:
+    """Return the tile rows in a file; None if it is missing or makes no sense."""
+    try:
+        rows = msgspec.json.decode(path.read_bytes(), type=_Kept).tile_rows
+    except (OSError, msgspec.MsgspecError):
+        return None
+    if [len(row) for row in rows] != [MAX_TABLE_ROWS + 1] * len(MATRICES):
+        return None
+    heights, default = _possible_heights(model, with_amx), default_tile_rows(model)
+    if any(
+        height > left or height not in possible | {int(usual)}
+        for row, possible, even in zip(rows, heights, default, strict=True)
+        for left, (height, usual) in enumerate(zip(row[1:], even[1:], strict=True), 1)
+    ):
+        return None
+    return np.array(rows, np.uint8)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)

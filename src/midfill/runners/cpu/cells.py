@@ -1,0 +1,149 @@
+"""CpuCells: the CPU kernels' KV cache, cell by cell."""
+
+import numpy as np
+import torch
+
+from midfill.arrays import Float32Array, Int32Array
+from midfill.kernels.cpu.bfloat16 import LARGEST
+from midfill.kernels.cpu.cell_rotation import rotate_cells
+from midfill.kernels.cpu.kv_cache import KVArray, KVCache
+from midfill.kernels.cpu.memory import aligned_zeros
+from midfill.kernels.cpu.thread_pool import ThreadPool
+from midfill.runners.forward.cells import CellLayout, StoredCells, UInt8Array
+from midfill.runners.key_rotation import rotations
+
+_LARGEST_HALF = np.float32(65504.0)
+_LARGEST_BFLOAT = np.float32(LARGEST)
+_STEPS = np.float32(127.0)
+_FORMATS = {"float32": "f32", "uint16": "f16", "int16": "bf16", "int8": "i8"}
+
+
+class CpuCells:
+    """Implements ``runners.forward.cells.CellStore``.
+
+    Args:
+        cache: the KV cache.
+        head_dim: elements of a key or value.
+        frequencies: float32 [layers, head_dim / 2], radians per position.
+        pool: threads that rotate keys.
+    """
+
+    def __init__(
+        self, cache: KVCache, head_dim: int, frequencies: Float32Array, pool: ThreadPool
+    ) -> None:
+        self._keys = cache.keys.reshape(-1, head_dim)
+        self._values = cache.values.reshape(-1, head_dim)
+        self._key_scales, self._value_scales = cache.key_scales, cache.value_scales
+        self._has_scales = len(cache.key_scales) > 0
+        self._frequencies = frequencies
+        self._pool = pool
+        self._scratch = aligned_zeros((pool.threads, head_dim), np.float32).reshape(-1)
+
+    def read(self, cells: Int32Array) -> tuple[Float32Array, Float32Array]:
+        """See ``CellStore.read``."""
+        return self.read_keys(cells), _decode(self._values, self._value_scales, cells)
+
+    def read_keys(self, cells: Int32Array) -> Float32Array:
+        """See ``CellStore.read_keys``."""
+        return _decode(self._keys, self._key_scales, cells)
+
+    def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
+        """See ``CellStore.write``."""
+        _encode(keys, self._keys, self._key_scales, cells)
+        _encode(values, self._values, self._value_scales, cells)
+
+    def take(
+        self,
+        cells: Int32Array,
+        shift: Int32Array | None = None,
+        layers: Int32Array | None = None,
+    ) -> StoredCells:
+        """See ``CellStore.take``."""
+        values = self._values[cells]
+        if shift is None:
+            keys, key_scales = self._keys[cells], self._scales_of(self._key_scales, cells)
+        else:
+            keys, key_scales = self._rotated(cells, shift, layers)
+        if not self._has_scales:
+            return StoredCells((keys, values))
+        return StoredCells((keys, values, key_scales, self._scales_of(self._value_scales, cells)))
+
+    def put(self, cells: Int32Array, stored: StoredCells) -> None:
+        """See ``CellStore.put``."""
+        for array, taken in zip(self._arrays(), stored.arrays, strict=True):
+            array[cells] = taken
+
+    @property
+    def layout(self) -> CellLayout:
+        """See ``CellStore.layout``."""
+        widths = tuple(array[:1].nbytes for array in self._arrays())
+        return CellLayout(_FORMATS[self._keys.dtype.name], widths)
+
+    def dump(self, cells: Int32Array) -> tuple[UInt8Array, ...]:
+        """See ``CellStore.dump``."""
+        return tuple(_as_bytes(array[cells]) for array in self._arrays())
+
+    def restore(self, cells: Int32Array, arrays: tuple[UInt8Array, ...]) -> None:
+        """See ``CellStore.restore``."""
+        for array, stored in zip(self._arrays(), arrays, strict=True):
+            shape = (len(cells), *array.shape[1:])
+            array[cells] = np.ascontiguousarray(stored).view(array.dtype).reshape(shape)
+
+    def _scales_of(self, scales: Float32Array, cells: Int32Array) -> Float32Array:
+        return scales[cells] if self._has_scales else scales
+
+    def _rotated(
+        self, cells: Int32Array, shift: Int32Array, layers: Int32Array | None
+    ) -> tuple[KVArray, Float32Array]:
+        """Return the keys of cells, moved: entries [n, head_dim], and scales [n] if there are."""
+        count, head_dim = len(cells), self._keys.shape[1]
+        cos, sin, turns = rotations(shift, self._frequencies, layers)
+        keys = np.empty((count, head_dim), self._keys.dtype)
+        scales = np.empty(count if self._has_scales else 0, np.float32)
+        self._pool.run(
+            rotate_cells, cells, turns, cos.reshape(-1), sin.reshape(-1), head_dim,
+            self._keys.reshape(-1), self._key_scales, keys.reshape(-1), scales, self._scratch,
+        )  # fmt: skip
+        return keys, scales
+
+    def _arrays(self) -> list[KVArray]:
+        arrays = (self._keys, self._values, self._key_scales, self._value_scales)
+        return [array for array in arrays if len(array)]
+
+
+def _as_bytes(array: KVArray) -> UInt8Array:
+    return array.reshape(len(array), -1).view(np.uint8)
+
+
+def _decode(entries: KVArray, scales: Float32Array, cells: Int32Array) -> Float32Array:
+    found = entries[cells]
+    if found.dtype == np.uint16:
+        # torch converts with vector instructions, NumPy number by number.
+        exact: Float32Array = torch.from_numpy(found.view(np.float16)).float().numpy()
+        return exact
+    if found.dtype == np.int16:
+        upper: Float32Array = (found.astype(np.int32) << 16).view(np.float32)
+        return upper
+    numbers = found.astype(np.float32)
+    return numbers * scales[cells][:, None] if len(scales) else numbers
+
+
+def _encode(
+    numbers: Float32Array, entries: KVArray, scales: Float32Array, cells: Int32Array
+) -> None:
+    """Round as ``kv_cache.write_entry`` does."""
+    if entries.dtype == np.float32:
+        entries[cells] = numbers
+    elif entries.dtype == np.uint16:
+        clipped = np.clip(numbers, -_LARGEST_HALF, _LARGEST_HALF)
+        entries[cells] = clipped.astype(np.float16).view(np.uint16)
+    elif entries.dtype == np.int16:
+        clipped = np.clip(numbers, -_LARGEST_BFLOAT, _LARGEST_BFLOAT)
+        rounded = torch.from_numpy(clipped).to(torch.bfloat16)
+        entries[cells] = rounded.view(torch.int16).numpy()
+    else:
+        span = np.abs(numbers).max(axis=1)
+        scales[cells] = span / _STEPS
+        with np.errstate(divide="ignore"):
+            factor = np.where(span > 0, _STEPS / span, np.float32(0.0)).astype(np.float32)
+        entries[cells] = np.rint(numbers * factor[:, None]).astype(np.int8)

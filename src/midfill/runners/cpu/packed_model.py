@@ -1,0 +1,388 @@
+"""A checkpoint's weights in the CPU kernels' form, packed once and kept in the user's cache."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midfill.config import WeightsOption
+from midfill.errors import CheckpointError
+from midfill.kernels.cpu.decoder_data import DecoderConfig, DecoderWeights
+from midfill.kernels.cpu.linear import GELU_TANH, SILU, GateUpWeights, LinearWeights
+from midfill.kernels.cpu.memory import Int64Array, Uint8Array, aligned_zeros
+from midfill.kernels.cpu.packing import PackedMatrix, natural_format, pack, packed_bytes
+from midfill.kernels.cpu.rows import LAYER, RMS, NormWeights, RopeTables
+from midfill.kernels.cpu.weight_formats import LAYOUTS, PANEL, WeightFormat, panel_count
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.config import ModelConfig
+from midfill.runners.cpu.packed_file import Arrays, read_arrays, write_arrays
+from midfill.runners.rope import rope_tables
+from midfill.stored_tensor import StoredTensor
+from midfill.system.background import start_in_background
+from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
+from midfill.system.cores import available_threads
+from midfill.system.mapped_files import read_ahead, release_pages
+from midfill.system.progress import Progress, ignore_progress
+
+PACKING_VERSION = 4
+
+_MAX_STORED_AT_ONCE = 1 << 28
+"""Bytes that are written before a model counts as loaded."""
+
+_MATRICES = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate": ("gate",),
+    "up": ("up",),
+    "down": ("down",),
+}
+"""The checkpoint's matrices that are packed as one, by the name under which they are kept."""
+_ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A model as the compiled forward pass takes it.
+
+    Attributes:
+        config: sizes and switches.
+        weights: the weights, one copy.
+    """
+
+    config: DecoderConfig
+    weights: DecoderWeights
+
+    @property
+    def matrices(self) -> dict[str, LinearWeights]:
+        """All matrices by name; no gate where the MLP has none."""
+        weights = self.weights
+        gate = {"gate": weights.gate_up.gate} if weights.gate_up.gated else {}
+        return {
+            "embed": weights.embed, "head": weights.head, "qkv": weights.qkv, "o": weights.o,
+            **gate, "up": weights.gate_up.up, "down": weights.down,
+        }  # fmt: skip
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights; a tied embedding counts once."""
+        arrays = {id(array): array for array in _arrays(self.weights)}
+        return sum(array.nbytes for array in arrays.values())
+
+
+def unsupported_reason(config: ModelConfig) -> str | None:
+    """Return why the CPU kernels can't run this architecture, or None if they can."""
+    if config.activation not in _ACTIVATIONS:
+        return f"activation {config.activation}"
+    for name, size in (
+        ("hidden", config.hidden),
+        ("head_dim", config.head_dim),
+        ("ffn", config.ffn),
+    ):
+        if size % PANEL:
+            return f"{name} = {size} is not a multiple of {PANEL}"
+    return None
+
+
+def load_packed(
+    checkpoint: Checkpoint,
+    option: WeightsOption = "auto",
+    progress: Progress | None = None,
+    folder: Path | None = None,
+) -> PackedModel:
+    """Load weights, from the cache if this checkpoint was packed before.
+
+    Args:
+        checkpoint: the model.
+        option: "auto" keeps stored weights exactly, but for a few kinds that are rounded to eight
+            bits (see ``natural_format``); "q4" and "q8" round matrices of more bits, "f32"
+            dequantises all.
+        progress: called with (stage, done, total).
+        folder: where packed weights are kept; None is the user's cache.
+
+    Raises:
+        CheckpointError: the checkpoint is broken or has a shape the kernels can't run.
+    """
+    reason = unsupported_reason(checkpoint.config)
+    if reason is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: the CPU kernels can't run this model ({reason}); "
+            "use --backend torch"
+        )
+    path = (
+        folder or cache_folder() / "packed"
+    ) / f"{checkpoint.fingerprint}-{option}-v{PACKING_VERSION}.safetensors"
+    progress = progress or ignore_progress
+    arrays = read_arrays(path, progress)
+    if arrays is None:
+        arrays = _pack_all(checkpoint, option, progress)
+        _store(path, arrays)
+    else:
+        mark_used(path)
+    return _assemble(checkpoint.config, arrays)
+
+
+def _store(path: Path, arrays: Arrays) -> None:
+    """Keep packed weights for the next start; those of gigabytes beside the first requests."""
+
+    def store() -> None:
+        store_file(path, lambda file: write_arrays(file, arrays))
+        remove_unused(path.parent)
+
+    if sum(array.nbytes for array in arrays.values()) <= _MAX_STORED_AT_ONCE:
+        store()
+    else:
+        start_in_background(store, "store packed weights")
+
+
+def _format_for(kind: str, option: WeightsOption) -> WeightFormat:
+    """Return the format that an option means for matrices of a stored kind."""
+    natural = natural_format(kind)
+    if option == "auto":
+        return natural
+    if option == "f32":
+        return WeightFormat.F32
+    rounded = WeightFormat.Q4_1 if option == "q4" else WeightFormat.Q8_0
+    exact = natural is not WeightFormat.F32 and LAYOUTS[natural].bits <= LAYOUTS[rounded].bits
+    return natural if exact else rounded
+
+
+def block_format(checkpoint: Checkpoint, option: WeightsOption) -> WeightFormat:
+    """Return the least precise format among the matrices of the first decoder layer."""
+    names = set(checkpoint.names())
+    parts = [f"layers.0.{part}.weight" for parts in _MATRICES.values() for part in parts]
+    return min(_format_for(checkpoint.tensor(n).kind, option) for n in parts if n in names)
+
+
+def _pack_all(
+    checkpoint: Checkpoint, option: WeightsOption, progress: Progress
+) -> dict[str, npt.NDArray[np.generic]]:
+    config = checkpoint.config
+    names = set(checkpoint.names())
+    arrays: dict[str, npt.NDArray[np.generic]] = {}
+    sources = {"embed": [["embed.weight"]], "head": [["lm_head.weight"]]} | {
+        name: [[f"layers.{i}.{part}.weight" for part in parts] for i in range(config.layers)]
+        for name, parts in _MATRICES.items()
+    }
+    present = {name: layers for name, layers in sources.items() if layers[0][0] in names}
+    done, steps = 0, sum(map(len, present.values()))
+    for name, layers in present.items():
+        stacked = _Stacking(
+            [[checkpoint.tensor(part) for part in layer] for layer in layers], option
+        )
+        try:
+            for _ in stacked.pack():
+                done += 1
+                progress("packing weights", done, steps)
+        except ValueError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error}; download it again") from None
+        arrays[name], arrays[f"{name}.panels"] = stacked.data, stacked.panels
+    arrays.update(_vectors(checkpoint, names))
+    return arrays
+
+
+class _Stacking:
+    """Packs one matrix of all layers into one array.
+
+    Attributes:
+        data: uint8, the layers' panels.
+        panels: int64 [layers * panels, 2], see ``LinearWeights``.
+    """
+
+    def __init__(self, layers: list[list[StoredTensor]], option: WeightsOption) -> None:
+        self._layers = layers
+        self._formats = [[_format_for(part.kind, option) for part in layer] for layer in layers]
+        shapes = [[part.shape for part in layer] for layer in layers]
+        pairs = zip(shapes, self._formats, strict=True)
+        self._sizes = [packed_bytes(shape, formats) for shape, formats in pairs]
+        self.data: Uint8Array = aligned_zeros(sum(self._sizes), np.uint8)
+        self.panels: Int64Array = np.zeros((0, 2), np.int64)
+
+    def pack(self) -> Iterator[None]:
+        """Pack, several layers at a time; yield after every layer.
+
+        Raises:
+            ValueError: see ``packing.pack``.
+        """
+        ends = np.cumsum(self._sizes).tolist()
+        parts = [self.data[end - size : end] for end, size in zip(ends, self._sizes, strict=True)]
+        panels = []
+        threads = available_threads()
+        following = [*self._layers[threads:], *([[]] * threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            packed = pool.map(_pack_layer, self._layers, self._formats, parts, following)
+            for matrix, part_end in zip(packed, ends, strict=True):
+                matrix.panels[:, 0] += part_end - len(matrix.data)
+                panels.append(matrix.panels)
+                yield
+        self.panels = np.concatenate(panels)
+
+
+def _pack_layer(
+    tensors: list[StoredTensor],
+    formats: list[WeightFormat],
+    out: Uint8Array,
+    following: list[StoredTensor],
+) -> PackedMatrix:
+    """Pack one layer's matrices, while those that this thread packs next are read from disk."""
+    for tensor in following:
+        read_ahead(tensor.data)
+    matrix = pack(tensors, formats, out)
+    for tensor in tensors:
+        release_pages(tensor.data)
+    return matrix
+
+
+def _vectors(checkpoint: Checkpoint, names: set[str]) -> dict[str, npt.NDArray[np.generic]]:
+    """Return biases and norm weights, layers one after the other; absent biases are zeros."""
+    config = checkpoint.config
+    kv = config.kv_heads * config.head_dim
+    queries = config.query_heads * config.head_dim
+
+    def vector(name: str, size: int) -> npt.NDArray[np.float32]:
+        if name not in names:
+            return np.zeros(size, np.float32)
+        # A copy: to Numba, a read-only map has another type than an array from the cache, and the
+        # kernels would be compiled for both.
+        return np.array(checkpoint.tensor(name).to_float32()).reshape(-1)
+
+    def layers(*parts: tuple[str, int]) -> npt.NDArray[np.float32]:
+        return np.concatenate(
+            [
+                vector(f"layers.{i}.{part}", size)
+                for i in range(config.layers)
+                for part, size in parts
+            ]
+        )
+
+    post_norms = {}
+    if config.post_norms:
+        for name in ("attn_post_norm", "mlp_post_norm"):
+            post_norms[name] = layers((f"{name}.weight", config.hidden))
+            post_norms[f"{name}_bias"] = layers((f"{name}.bias", config.hidden))
+    return {
+        "qkv_bias": layers(("q.bias", queries), ("k.bias", kv), ("v.bias", kv)),
+        "o_bias": layers(("o.bias", config.hidden)),
+        "gate_bias": layers(("gate.bias", config.ffn)),
+        "up_bias": layers(("up.bias", config.ffn)),
+        "down_bias": layers(("down.bias", config.hidden)),
+        "head_bias": np.zeros(panel_count(config.vocab) * PANEL, np.float32),
+        "attn_norm": layers(("attn_norm.weight", config.hidden)),
+        "attn_norm_bias": layers(("attn_norm.bias", config.hidden)),
+        "mlp_norm": layers(("mlp_norm.weight", config.hidden)),
+        "mlp_norm_bias": layers(("mlp_norm.bias", config.hidden)),
+        "final_norm": vector("final_norm.weight", config.hidden),
+        "final_norm_bias": vector("final_norm.bias", config.hidden),
+        **post_norms,
+        "q_norm": layers(("q_norm.weight", config.head_dim)),
+        "k_norm": layers(("k_norm.weight", config.head_dim)),
+    }
+
+
+def _assemble(config: ModelConfig, arrays: dict[str, Any]) -> PackedModel:
+    stack = _Stack(config, arrays)
+    hidden, ffn = config.hidden, config.ffn
+    attended = config.query_heads * config.head_dim
+    head = "head" if "head" in arrays else "embed"
+    tables = [rope_tables(config, config.context)]
+    if config.local_rope_theta is not None:
+        tables.append(rope_tables(config, config.context, local=True))
+    first = [config.context * config.is_local(layer) for layer in range(config.layers)]
+    windows = [config.window_of(layer) or 0 for layer in range(config.layers)]
+    weights = DecoderWeights(
+        embed=stack.linear("embed", "head_bias", config.vocab, hidden),
+        head=stack.linear(head, "head_bias", config.vocab, hidden),
+        qkv=stack.linear(
+            "qkv", "qkv_bias", attended + 2 * config.kv_heads * config.head_dim, hidden
+        ),
+        o=stack.linear("o", "o_bias", hidden, attended),
+        gate_up=GateUpWeights(
+            gate=stack.linear("gate", "gate_bias", ffn, hidden),
+            up=stack.linear("up", "up_bias", ffn, hidden),
+            activation=_ACTIVATIONS[config.activation],
+            gated=config.gated_mlp,
+        ),
+        down=stack.linear("down", "down_bias", hidden, ffn),
+        attn_norm=stack.norm("attn_norm"),
+        mlp_norm=stack.norm("mlp_norm"),
+        final_norm=stack.norm("final_norm"),
+        attn_post_norm=stack.norm("attn_post_norm"),
+        mlp_post_norm=stack.norm("mlp_post_norm"),
+        q_norm=stack.head_norm("q_norm"),
+        k_norm=stack.head_norm("k_norm"),
+        rope=RopeTables(
+            cos=np.concatenate([cos.reshape(-1) for cos, _ in tables]),
+            sin=np.concatenate([sin.reshape(-1) for _, sin in tables]),
+            half=config.head_dim // 2,
+            first=np.array(first, np.int32),
+        ),
+        windows=np.array(windows, np.int32),
+    )
+    return PackedModel(_decoder_config(config), weights)
+
+
+class _Stack:
+    """Builder of the kernels' structures from the cached arrays, which hold all layers."""
+
+    def __init__(self, config: ModelConfig, arrays: dict[str, Any]) -> None:
+        self._config = config
+        self._arrays = arrays
+
+    def linear(self, name: str, bias: str, outputs: int, inputs: int) -> LinearWeights:
+        """Return a matrix with its bias; without weights if the model has no such matrix."""
+        return LinearWeights(
+            packed=self._arrays.get(name, np.zeros(0, np.uint8)),
+            panels=self._arrays.get(f"{name}.panels", np.zeros((0, 2), np.int64)),
+            bias=self._arrays[bias],
+            outputs=outputs,
+            inputs=inputs,
+        )
+
+    def norm(self, name: str) -> NormWeights:
+        """Return a norm of hidden rows; without weights if the model has no such norm."""
+        nothing = np.zeros(0, np.float32)
+        return NormWeights(
+            weight=self._arrays.get(name, nothing),
+            bias=self._arrays.get(f"{name}_bias", nothing),
+            size=self._config.hidden,
+            kind=LAYER if self._config.norm == "layer" else RMS,
+            epsilon=self._config.norm_epsilon,
+        )
+
+    def head_norm(self, name: str) -> NormWeights:
+        """Return the RMSNorm of each query or key head."""
+        return NormWeights(
+            weight=self._arrays[name],
+            bias=np.zeros(0, np.float32),
+            size=self._config.head_dim,
+            kind=RMS,
+            epsilon=self._config.norm_epsilon,
+        )
+
+
+def _decoder_config(config: ModelConfig) -> DecoderConfig:
+    return DecoderConfig(
+        layers=config.layers,
+        hidden=config.hidden,
+        query_heads=config.query_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        qk_norm=config.qk_norm,
+        post_norms=config.post_norms,
+        score_scale=config.score_scale,
+        embedding_multiplier=config.embedding_multiplier,
+        residual_multiplier=config.residual_multiplier,
+        logits_multiplier=1.0 / config.logits_divisor,
+    )
+
+
+def _arrays(weights: Any) -> Iterator[npt.NDArray[np.generic]]:
+    """Yield all arrays of nested named tuples."""
+    for field in weights:
+        if isinstance(field, tuple):
+            yield from _arrays(field)
+        elif isinstance(field, np.ndarray):
+            yield field

@@ -1,0 +1,366 @@
+"""CpuRunner: the model on the CPU, through the compiled kernels."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numba.core.registry import cpu_target
+
+from midfill.arrays import BoolArray
+from midfill.config import KvDtype, WeightsOption
+from midfill.kernels.cpu.amx_products import AMX_ROWS
+from midfill.kernels.cpu.attention_metadata import (
+    TILE_FIELDS,
+    AttentionMetadata,
+    plan_attention,
+)
+from midfill.kernels.cpu.bfloat16 import has_pair_products
+from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
+from midfill.kernels.cpu.decoder import forward
+from midfill.kernels.cpu.decoder_data import Batch, Stages
+from midfill.kernels.cpu.jit import compiled_for
+from midfill.kernels.cpu.kv_cache import KVCache, KVFormat, entry_bytes
+from midfill.kernels.cpu.memory import Float32Array, Int64Array, aligned_zeros
+from midfill.kernels.cpu.ragged_cells import pack_ragged
+from midfill.kernels.cpu.thread_pool import ThreadPool
+from midfill.kernels.cpu.weight_formats import WeightFormat
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.config import ModelConfig
+from midfill.runners.cpu.amx import AmxUse, choose_amx
+from midfill.runners.cpu.autotune import (
+    AMX_MEASURED_ROWS,
+    MEASURED_ROWS,
+    TileTable,
+    autotune_tile_rows,
+    default_tile_rows,
+)
+from midfill.runners.cpu.cells import CpuCells
+from midfill.runners.cpu.packed_model import PackedModel, block_format, load_packed
+from midfill.runners.cpu.step_memory import StepMemory, StepSize, padded_vocab, usual_size
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.rope import layer_frequencies
+from midfill.system.cores import available_threads
+from midfill.system.progress import Progress
+
+if TYPE_CHECKING:
+    from midfill.runners.cpu.groups import GroupedAttention
+    from midfill.runners.cpu.sparse import SparseAttention
+
+
+def slot_bytes(config: ModelConfig, kv_format: KVFormat) -> int:
+    """Return the bytes of one token's K and V in all layers."""
+    return config.layers * config.kv_heads * 2 * entry_bytes(kv_format, config.head_dim)
+
+
+def choose_kv_format(checkpoint: Checkpoint, weights: WeightsOption, kv: KvDtype) -> KVFormat:
+    """Return the KV format that option ``kv`` means for a checkpoint with such weights.
+
+    "auto" is float32 beside float32 weights. Where weights are quantised it is bfloat16 on chips
+    that multiply that, and float16 on others.
+    """
+    if kv != "auto":
+        return KVFormat(kv)
+    exact = block_format(checkpoint, weights) is WeightFormat.F32
+    if exact:
+        return KVFormat.F32
+    return KVFormat.BF16 if multiplies_bfloat16() else KVFormat.F16
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this chip has instructions for products of bfloat16."""
+    return has_pair_products(cpu_target.target_context)
+
+
+class CpuRunner:
+    """Implements ``runners.forward.runner.Runner``.
+
+    A row's logits are the same bit for bit whatever else is in the batch, and on any number of
+    threads.
+
+    ``forward`` runs a whole step in one compiled call. ``embed``, ``run_layers`` and
+    ``compute_logits`` run it in parts, over hidden rows that the caller owns.
+
+    Attributes:
+        config: of the model.
+        model: the packed weights.
+        kv_format: how K and V are stored.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        slots: int,
+        threads: int | None = None,
+        max_rows: int = 0,
+        weights: WeightsOption = "auto",
+        kv_dtype: KvDtype = "auto",
+        progress: Progress | None = None,
+    ) -> None:
+        """Load the weights, allocate the KV cache and compile the kernels.
+
+        Args:
+            checkpoint: the model.
+            slots: how many tokens' KV to make room for.
+            threads: that a step runs on; None is one per available core.
+            max_rows: of most steps: memory for so many is allocated now, for more when needed.
+            weights: see ``load_packed``.
+            kv_dtype: see ``choose_kv_format``.
+            progress: called with (stage, done, total).
+
+        Raises:
+            CheckpointError: see ``load_packed``.
+            MidfillError: see ``choose_amx``.
+        """
+        self.config = checkpoint.config
+        amx = choose_amx()
+        self.model: PackedModel = load_packed(checkpoint, weights, progress)
+        self._pool = ThreadPool(threads or available_threads())
+        self.kv_format = choose_kv_format(checkpoint, weights, kv_dtype)
+        entries = self.config.layers * self.config.kv_heads * slots
+        self._kv_cache = KVCache.allocate(self.kv_format, entries, self.config.head_dim)
+        self._slots = slots
+        frequencies = layer_frequencies(self.config)
+        self._cells = CpuCells(self._kv_cache, self.config.head_dim, frequencies, self._pool)
+        self._clock = np.zeros((self._pool.threads, CLOCK_WIDTH), np.int64)
+        self._tile_rows = default_tile_rows(self.model)
+        self._sparse: SparseAttention | None = None
+        self._groups: GroupedAttention | None = None
+        usual = usual_size(self.config, max_rows, slots, self._pool.threads)
+        self._memory = StepMemory(
+            self.model, self.config, self._clock, self._tile_rows, self._pool.threads, usual
+        )
+        # Views of the workspace's logits, by their number of rows: making one takes as long as a
+        # phase of a small model.
+        self._views: dict[int, torch.Tensor] = {}
+        if progress is not None:
+            progress("compiling kernels", 0, 1)
+        self._forward = self._compile()
+        if progress is not None:
+            progress("compiling kernels", 1, 1)
+        if slots < AMX_MEASURED_ROWS and amx is AmxUse.AUTO:
+            amx = AmxUse.OFF
+        if slots >= MEASURED_ROWS or amx is AmxUse.ON:
+            self._tile_rows[:] = autotune_tile_rows(self.model, self.threads, self._time_tiles, amx)
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(array.nbytes for array in self._kv_cache)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    @property
+    def cells(self) -> CpuCells:
+        """The KV cache, cell by cell."""
+        return self._cells
+
+    @property
+    def description(self) -> str:
+        amx = ", AMX" if self._tile_rows.max() >= AMX_ROWS else ""
+        return f"CPU kernels, {self.threads} thread{'' if self.threads == 1 else 's'}{amx}"
+
+    @property
+    def threads(self) -> int:
+        """Threads that a step runs on."""
+        return self._pool.threads
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See ``Runner.forward``."""
+        self._run(batch, None, Stages(True, 0, self.config.layers, True))
+        return self._logits(len(batch.logit_rows))
+
+    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+        """See ``Runner.likeliest_tokens``: the kernels have found them."""
+        tokens: list[int] = self._memory.workspace.likeliest[: len(logits)].tolist()
+        return tokens
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the tokens' embeddings: new hidden rows, float32 [rows, hidden]."""
+        hidden = aligned_zeros((batch.rows, self.config.hidden), np.float32)
+        self._run(batch, hidden, Stages(True, 0, 0, False))
+        return torch.from_numpy(hidden)
+
+    def run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """Run layers first <= i < end, which write K and V of the batch's rows.
+
+        Args:
+            batch: the step.
+            hidden: float32 [rows, hidden], contiguous; updated in place.
+            first, end: the layers.
+
+        Returns:
+            ``hidden``.
+
+        Raises:
+            ValueError: ``hidden`` doesn't fit the batch.
+        """
+        self._run(batch, self._checked(batch, hidden), Stages(False, first, end, False))
+        return hidden
+
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [outputs, vocab] float32 of the rows that want them.
+
+        Args:
+            batch: the step.
+            hidden: float32 [rows, hidden], as the last layer left it.
+
+        Raises:
+            ValueError: ``hidden`` doesn't fit the batch.
+        """
+        self._run(batch, self._checked(batch, hidden), Stages(False, 0, 0, True))
+        return self._logits(len(batch.logit_rows))
+
+    def observed_queries(
+        self, batch: ForwardBatch, first: int = 0, end: int | None = None
+    ) -> Float32Array:
+        """See ``Runner.observed_queries``."""
+        config, rows = self.config, len(batch.observed_rows)
+        shape = (config.layers, rows, config.query_heads, config.head_dim)
+        every = self._memory.workspace.observed[: math.prod(shape)].reshape(shape)
+        return every[first:end].copy()
+
+    def phase_ticks(self) -> Int64Array:
+        """Return each thread's ticks in each phase of all steps so far: [threads, phases]."""
+        return self._clock[:, : len(PHASES)].copy()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.close()
+
+    def _run(self, batch: ForwardBatch, hidden: Float32Array | None, stages: Stages) -> None:
+        """Run a part of the forward pass over hidden rows; None is those of the step's memory."""
+        prepared = self._prepare(batch)
+        self._reserve(batch, prepared.attention.partials)
+        if hidden is None:
+            hidden = self._memory.hidden[: batch.rows]
+        if (batch.sparse or batch.groups) and stages.end_layer > stages.first_layer:
+            special = batch.special_requests()
+            if special.any():
+                self._run_special(batch, special, prepared, hidden, stages)
+                return
+        self._execute(prepared, hidden, stages)
+
+    def _run_special(
+        self,
+        batch: ForwardBatch,
+        special: BoolArray,
+        prepared: Batch,
+        hidden: Float32Array,
+        stages: Stages,
+    ) -> None:
+        """Run layers in which some requests have an attention of their own."""
+        from midfill.runners.cpu.parts import run_special_layers
+
+        stride = self.model.weights.qkv.outputs
+        attend = []
+        if batch.sparse:
+            from midfill.runners.cpu.sparse import SparseAttention, attend_listed
+
+            if self._sparse is None:
+                self._sparse = SparseAttention(self.config, self._pool, self._kv_cache, stride)
+            attend.append(attend_listed(self._sparse, batch, self._memory.workspace))
+        if batch.groups:
+            from midfill.runners.cpu.groups import GroupedAttention
+
+            if self._groups is None:
+                self._groups = GroupedAttention(self.config, self._pool, self._kv_cache, stride)
+            attend.append(self._groups.attend(batch, self._memory.workspace))
+        run_special_layers(
+            self.config, special, attend, prepared, stages,
+            lambda part, stage: self._execute(part, hidden, stage),
+        )  # fmt: skip
+
+    def _execute(self, prepared: Batch, hidden: Float32Array, stages: Stages) -> None:
+        self._pool.run_on_standby(
+            self._forward, self.model.config, self.model.weights, self._kv_cache, prepared,
+            hidden.reshape(-1), self._memory.workspace, stages,
+        )  # fmt: skip
+
+    def _checked(self, batch: ForwardBatch, hidden: torch.Tensor) -> Float32Array:
+        """Return a view of hidden rows that a caller passed."""
+        shape = (batch.rows, self.config.hidden)
+        if hidden.shape != shape or hidden.dtype != torch.float32 or not hidden.is_contiguous():
+            raise ValueError(f"hidden rows must be float32, contiguous and of shape {shape}")
+        view: Float32Array = hidden.numpy()
+        return view
+
+    def _logits(self, outputs: int) -> torch.Tensor:
+        """Return a view of the logits [outputs, vocab] that the last call left."""
+        view = self._views.get(outputs)
+        if view is None:
+            padded = padded_vocab(self.config)
+            logits = self._memory.workspace.logits[: outputs * padded].reshape(outputs, padded)
+            view = self._views[outputs] = torch.from_numpy(logits[:, : self.config.vocab])
+        return view
+
+    def _prepare(self, batch: ForwardBatch) -> Batch:
+        """Return the batch as the kernels take it, its attention planned."""
+        group = self.config.query_heads // self.config.kv_heads
+        tiles = np.zeros((batch.rows + 1, TILE_FIELDS), np.int32)
+        ragged, most_cells = pack_ragged(batch.ragged)
+        tile_count, partials = plan_attention(
+            batch.query_indptr, batch.kv_indptr, batch.visible_slots, most_cells, group,
+            self.config.kv_heads, self.threads, tiles,
+        )  # fmt: skip
+        attention = AttentionMetadata(
+            batch.query_indptr, batch.kv_indptr, batch.kv_slots, batch.visible_slots, tiles,
+            tile_count, partials, ragged,
+        )  # fmt: skip
+        return Batch(
+            batch.token_ids, batch.positions, batch.write_slots, batch.logit_rows,
+            batch.observed_rows, attention,
+        )  # fmt: skip
+
+    def _reserve(self, batch: ForwardBatch, partials: int) -> None:
+        """Make room in the workspace for a step of this size."""
+        size = StepSize(batch.rows, len(batch.logit_rows), partials, len(batch.observed_rows))
+        if self._memory.reserve(size):
+            self._views = {}
+
+    def _time_tiles(self, tile_rows: TileTable, rows: int) -> Int64Array:
+        """Return the ticks of each phase of the last two layers and the head over some rows.
+
+        The first slots are overwritten. Nobody reads them: a slot is written before it is read.
+        """
+        self._tile_rows[:] = tile_rows
+        numbers = np.arange(rows, dtype=np.int32)
+        ends = np.array([0, rows], np.int32)
+        batch = ForwardBatch(
+            np.zeros_like(numbers), np.zeros_like(numbers), numbers, ends, ends, numbers, numbers
+        )
+        hidden = aligned_zeros((rows, self.config.hidden), np.float32)
+        layers = self.config.layers
+        before = self.phase_ticks()
+        self._run(batch, hidden, Stages(False, max(0, layers - 2), layers, True))
+        ticks: Int64Array = (self.phase_ticks() - before).sum(axis=0)
+        return ticks
+
+    def _compile(self) -> Callable[..., None]:
+        """Return the forward pass, compiled, after an empty step on this thread and one on all.
+
+        The second one compiles what starts the threads, for which the first request would wait.
+        """
+        nothing = np.zeros(0, np.int32)
+        batch = ForwardBatch(
+            nothing, nothing, nothing, np.zeros(1, np.int32), np.zeros(1, np.int32), nothing,
+            nothing,
+        )  # fmt: skip
+        arguments = (
+            0, 1, self._pool.sync, self.model.config, self.model.weights, self._kv_cache,
+            self._prepare(batch), self._memory.hidden.reshape(-1), self._memory.workspace,
+            Stages(True, 0, 0, True),
+        )  # fmt: skip
+        compiled = compiled_for(forward, *arguments)
+        compiled(*arguments)
+        self._pool.run_on_standby(compiled, *arguments[3:])
+        return compiled

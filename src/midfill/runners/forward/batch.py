@@ -1,0 +1,88 @@
+"""ForwardBatch: the input of one forward pass."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from midfill.arrays import BoolArray, Int32Array
+from midfill.kv.ragged import RaggedIndex
+from midfill.runners.forward.groups import KeyGroup
+from midfill.runners.forward.sparse import SparsePlanner
+
+
+def _no_rows() -> Int32Array:
+    return np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Rows (tokens) of many requests in one packed batch, decodes and prefill chunks alike.
+
+    Request b has the rows ``query_indptr[b]:query_indptr[b + 1]`` and attends to the KV in
+    ``kv_slots[kv_indptr[b]:kv_indptr[b + 1]]``, which is in order of position and ends with the
+    slots of its own new rows. Row i of its q rows (i from 0) attends to the first
+    ``kv_length - q + i + 1`` of them, and before these to the cells of ``ragged[b]``. Where rows
+    don't follow one another, or others have KV after them, ``visible_slots`` says how many.
+
+    A slot is the same in all layers, usually. A batch that runs through a single layer may also
+    name the cells that a slot has for another: ``slot + n * kv_heads * slots of the cache`` is the
+    slot n layers on, and n may be negative (``kv.places``).
+
+    Attributes:
+        token_ids: [rows] int32.
+        positions: [rows] int32, for the rotary embedding.
+        write_slots: [rows] int32, the slot that each row's K and V are written to.
+        query_indptr: [requests + 1] int32, ascending from 0 to the number of rows.
+        kv_indptr: [requests + 1] int32, ascending from 0 to the length of ``kv_slots``.
+        kv_slots: [sum of KV lengths] int32.
+        logit_rows: [outputs] int32, ascending, the rows whose logits are computed.
+        ragged: one per request, None where it has no such cells; empty if none has.
+        observed_rows: [n] int32, rows whose queries are kept for ``Runner.observed_queries``.
+        visible_slots: [rows] int32, how many of its request's slots each row attends to, its own
+            the last of them; ascending within a request. Empty where all rows are as above.
+        sparse: one per request, what chooses the keys that its rows attend to; None where they
+            attend to all that come before them. Empty if all do. Such a request sees no cells.
+        groups: one per request, its first keys where these have a temperature and a scale of their
+            own; None where they haven't. Empty if none has. Such a request sees no cells, has no
+            planner, and no layer has a window.
+    """
+
+    token_ids: Int32Array
+    positions: Int32Array
+    write_slots: Int32Array
+    query_indptr: Int32Array
+    kv_indptr: Int32Array
+    kv_slots: Int32Array
+    logit_rows: Int32Array
+    ragged: tuple[RaggedIndex | None, ...] = ()
+    observed_rows: Int32Array = field(default_factory=_no_rows)
+    visible_slots: Int32Array = field(default_factory=_no_rows)
+    sparse: tuple[SparsePlanner | None, ...] = ()
+    groups: tuple[KeyGroup | None, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens that go through the model."""
+        return len(self.token_ids)
+
+    @property
+    def requests(self) -> int:
+        """Number of requests that the rows belong to."""
+        return len(self.query_indptr) - 1
+
+    def special_requests(self) -> BoolArray:
+        """Return which requests have an attention of their own: [requests] bool."""
+        special = np.zeros(self.requests, bool)
+        for chosen in (self.sparse, self.groups):
+            if chosen:
+                special |= [one is not None for one in chosen]
+        return special
+
+    def slots_seen(self) -> Int32Array:
+        """Return how many of its request's slots each row attends to: [rows] int32."""
+        if len(self.visible_slots):
+            return self.visible_slots
+        queries, lengths = np.diff(self.query_indptr), np.diff(self.kv_indptr)
+        before = np.repeat(lengths - queries - self.query_indptr[:-1], queries)
+        seen: Int32Array = (before + np.arange(1, self.rows + 1)).astype(np.int32)
+        return seen

@@ -1,0 +1,1 @@
+"""The runner in torch: the reference, and CUDA."""

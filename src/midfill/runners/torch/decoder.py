@@ -1,0 +1,278 @@
+"""Decoder: the forward pass of every family in plain torch, on any device.
+
+This is the reference that other implementations are tested against, and what runs on CUDA. Rows
+of all requests are packed. A caller may run a range of layers and change the rows between them.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from midfill.arrays import Float32Array, Int32Array
+from midfill.models.config import ModelConfig
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.rope import rope_tables
+from midfill.runners.torch.dense_attention import AttentionMetadata, attend, prepare_metadata
+from midfill.runners.torch.grouped_attention import GroupedRequest, attend_groups, prepare_groups
+from midfill.runners.torch.ragged_attention import RaggedRequest, attend_ragged, prepare_ragged
+from midfill.runners.torch.sparse_attention import SparseRequest, attend_sparse, prepare_sparse
+from midfill.runners.torch.weights import Affine, DecoderWeights, LayerWeights
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """K and V of all slots.
+
+    Attributes:
+        keys, values: [layers, slots, kv_heads, head_dim]; keys are stored after the rotary
+            embedding.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, slots: int, device: torch.device, dtype: torch.dtype
+    ) -> "KVCache":
+        """Return a cache of zeros: padding reads slot 0, and 0 * NaN would spread."""
+        shape = (config.layers, slots, config.kv_heads, config.head_dim)
+        return cls(
+            torch.zeros(shape, device=device, dtype=dtype),
+            torch.zeros(shape, device=device, dtype=dtype),
+        )
+
+    @property
+    def bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of rotary angles."""
+
+
+@dataclass(frozen=True)
+class PreparedBatch:
+    """What the layers need of a batch, on the decoder's device.
+
+    Attributes:
+        turns: cosines and sines [rows, 1, head_dim / 2] float32 of each row's position: in most
+            layers, and in those with ``ModelConfig.is_local``.
+        write_slots: [rows] int64.
+        attention: which keys each row attends to.
+        across_layers: whether both name slots of the whole cache, layer after layer, and not of
+            the layer that runs: the batch names cells of other layers.
+        ragged: requests with cells.
+        sparse: requests whose keys a planner chooses.
+        groups: requests whose first keys have a temperature and a scale of their own.
+        observed_rows: [n] int64, rows whose queries are kept.
+    """
+
+    turns: tuple[Turns, Turns]
+    write_slots: torch.Tensor
+    attention: AttentionMetadata
+    across_layers: bool
+    ragged: tuple[RaggedRequest, ...]
+    sparse: tuple[SparseRequest, ...]
+    groups: tuple[GroupedRequest, ...]
+    observed_rows: torch.Tensor
+
+
+class Decoder:
+    """Weights, a KV cache and the computation over them.
+
+    Args:
+        config: the architecture.
+        weights: all on one device and of one dtype, which hidden rows have too.
+        kv_cache: on the same device.
+
+    Attributes:
+        observed: the rotated queries of the last batch's observed rows, [n, query_heads, head_dim]
+            per layer.
+    """
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, kv_cache: KVCache) -> None:
+        self.config = config
+        self.weights = weights
+        self.kv_cache = kv_cache
+        self.device = weights.embed.device
+        self.observed: list[torch.Tensor] = [torch.empty(0)] * config.layers
+        tables = [self._turns(rope_tables(config, config.context))]
+        if config.local_rope_theta is not None:
+            tables.append(self._turns(rope_tables(config, config.context, local=True)))
+        self._tables = (tables[0], tables[-1])
+        self._windows = {config.window_of(layer) for layer in range(config.layers)}
+
+    def prepare(self, batch: ForwardBatch, first: int = 0) -> PreparedBatch:
+        """Copy to the device, once for all layers, what they need of a batch.
+
+        Args:
+            batch: the rows.
+            first: the first layer that they run through.
+        """
+        positions = self._indices(batch.positions)
+        slots = self.kv_cache.keys.shape[1]
+        across = _names_other_layers(batch, slots)
+        if across:
+            local = partial(_across_layers, layer=first, slots=slots, heads=self.config.kv_heads)
+            numbered = replace(
+                batch, write_slots=local(batch.write_slots), kv_slots=local(batch.kv_slots)
+            )
+        else:
+            numbered = batch
+        return PreparedBatch(
+            turns=(_at(self._tables[0], positions), _at(self._tables[1], positions)),
+            write_slots=self._indices(numbered.write_slots),
+            attention=prepare_metadata(numbered, self._windows, self.device),
+            across_layers=across,
+            ragged=prepare_ragged(batch, self.kv_cache.keys.shape, self.device),
+            sparse=prepare_sparse(batch, self.device),
+            groups=prepare_groups(batch, self.device),
+            observed_rows=self._indices(batch.observed_rows),
+        )
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the tokens' embeddings: hidden rows [rows, hidden]."""
+        hidden = functional.embedding(self._indices(batch.token_ids), self.weights.embed)
+        return hidden * self.config.embedding_multiplier
+
+    def run_layers(
+        self, batch: PreparedBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """Run layers first <= i < end, which write K and V of the batch's rows.
+
+        Args:
+            batch: from ``prepare``.
+            hidden: [rows, hidden]; not changed.
+            first, end: the layers.
+
+        Returns:
+            New hidden rows [rows, hidden].
+        """
+        multiplier = self.config.residual_multiplier
+        for index in range(first, end):
+            layer = self.weights.layers[index]
+            attended = self._attention(index, layer, self._norm(hidden, layer.attn_norm), batch)
+            if layer.attn_post_norm is not None:
+                attended = self._norm(attended, layer.attn_post_norm)
+            hidden = hidden.add(attended, alpha=multiplier)
+            expanded = self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+            if layer.mlp_post_norm is not None:
+                expanded = self._norm(expanded, layer.mlp_post_norm)
+            hidden = hidden.add(expanded, alpha=multiplier)
+        return hidden
+
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [outputs, vocab] float32 of the rows that want them."""
+        rows = hidden[self._indices(batch.logit_rows)]
+        logits = functional.linear(self._norm(rows, self.weights.final_norm), self.weights.head)
+        return logits.float() / self.config.logits_divisor
+
+    def _attention(
+        self, index: int, layer: LayerWeights, hidden: torch.Tensor, batch: PreparedBatch
+    ) -> torch.Tensor:
+        config = self.config
+        heads = [config.query_heads, config.kv_heads, config.kv_heads]
+        qkv = _linear(hidden, layer.qkv).view(-1, sum(heads), config.head_dim)
+        q, k, v = torch.split(qkv, heads, dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        turns = batch.turns[config.is_local(index)]
+        q, k = _rotate(q, turns), _rotate(k, turns)
+        self.observed[index] = q[batch.observed_rows]
+        return _linear(self.attend(index, q, k, v, batch).flatten(1), layer.o)
+
+    def attend(
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: PreparedBatch
+    ) -> torch.Tensor:
+        """Write K and V of a layer's rows to their slots, and let the rows attend to what they see.
+
+        Args:
+            index: the layer.
+            q: [rows, query_heads, head_dim], rotated.
+            k, v: [rows, kv_heads, head_dim]; k rotated.
+            batch: from ``prepare``.
+
+        Returns:
+            [rows, query_heads, head_dim].
+        """
+        cache = self.kv_cache
+        keys, values = cache.keys[index], cache.values[index]
+        shown = (keys, values)
+        if batch.across_layers:
+            shown = (cache.keys.flatten(0, 1), cache.values.flatten(0, 1))
+        shown[0][batch.write_slots] = k
+        shown[1][batch.write_slots] = v
+        window, scale = self.config.window_of(index), self.config.score_scale
+        attended = attend(q, *shown, batch.attention, window, scale)
+        for request in batch.ragged:
+            attended[request.rows] = attend_ragged(
+                q, cache.keys, cache.values, request, index, window, scale
+            )
+        for chosen in batch.sparse if window is None else ():
+            attended[chosen.rows] = attend_sparse(q, keys, values, chosen, index, scale)
+        for grouped in batch.groups:
+            attended[grouped.rows] = attend_groups(q, keys, values, grouped, scale)
+        return attended
+
+    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
+        up = _linear(hidden, layer.up)
+        if not self.config.gated_mlp:
+            return _linear(self._activate(up), layer.down)
+        gate, up = up.chunk(2, dim=-1)
+        return _linear(self._activate(gate) * up, layer.down)
+
+    def _activate(self, values: torch.Tensor) -> torch.Tensor:
+        match self.config.activation:
+            case "silu":
+                return functional.silu(values)
+            case "gelu":
+                return functional.gelu(values)
+            case "gelu_tanh":
+                return functional.gelu(values, approximate="tanh")
+
+    def _norm(self, values: torch.Tensor, norm: Affine) -> torch.Tensor:
+        """Norm the last dimension, in float32 whatever the dtype."""
+        size, epsilon = norm.weight.shape, self.config.norm_epsilon
+        if self.config.norm == "layer":
+            return functional.layer_norm(values, size, norm.weight, norm.bias, epsilon)
+        return functional.rms_norm(values, size, norm.weight, epsilon)
+
+    def _turns(self, table: tuple[Float32Array, Float32Array]) -> Turns:
+        cos, sin = (torch.from_numpy(part).to(self.device) for part in table)
+        return cos, sin
+
+    def _indices(self, array: Int32Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, torch.int64, non_blocking=True)
+
+
+def _names_other_layers(batch: ForwardBatch, slots: int) -> bool:
+    """Whether a batch names cells of other layers than the one that it runs through."""
+    named = batch.kv_slots
+    return bool(len(named)) and bool(named.min() < 0 or named.max() >= slots)
+
+
+def _across_layers(numbers: Int32Array, *, layer: int, slots: int, heads: int) -> Int32Array:
+    """Return where named slots are in the whole cache, layer after layer; see ``ForwardBatch``."""
+    away, slot = np.divmod(numbers, np.int32(heads * slots))
+    return (layer + away) * np.int32(slots) + slot
+
+
+def _linear(values: torch.Tensor, affine: Affine) -> torch.Tensor:
+    return functional.linear(values, affine.weight, affine.bias)
+
+
+def _at(table: Turns, positions: torch.Tensor) -> Turns:
+    cos, sin = table
+    return cos[positions][:, None], sin[positions][:, None]
+
+
+def _rotate(heads: torch.Tensor, turns: Turns) -> torch.Tensor:
+    """Apply the rotary embedding to [rows, heads, head_dim], in float32."""
+    cos, sin = turns
+    first, second = heads.float().chunk(2, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(rotated, dim=-1).to(heads.dtype)

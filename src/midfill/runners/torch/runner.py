@@ -1,0 +1,112 @@
+"""TorchRunner: the model through plain torch, on CUDA or as the reference on the CPU."""
+
+import torch
+
+from midfill.arrays import Float32Array
+from midfill.errors import OptionError
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.likeliest import likeliest_tokens
+from midfill.runners.rope import layer_frequencies
+from midfill.runners.torch.cells import TorchCells
+from midfill.runners.torch.decoder import Decoder, KVCache
+from midfill.runners.torch.weights import load_weights
+
+
+class TorchRunner:
+    """Implements ``runners.forward.runner.Runner`` on any device of torch.
+
+    ``embed``, ``run_layers`` and ``compute_logits`` run a step in parts, over hidden rows that the
+    caller owns.
+
+    Args:
+        checkpoint: the model; its weights are copied to the device.
+        slots: how many tokens' KV to make room for.
+        device: "cpu", "cuda", "cuda:1", ...
+        dtype: of weights, KV and hidden rows; logits are always float32.
+
+    Raises:
+        CheckpointError: a tensor can't be read.
+        MidfillError: torch finds no such device.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        slots: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.config = checkpoint.config
+        target = _find_device(device)
+        weights = load_weights(checkpoint, target, dtype)
+        kv_cache = KVCache.empty(self.config, slots, target, dtype)
+        self.decoder = Decoder(self.config, weights, kv_cache)
+
+    @property
+    def slots(self) -> int:
+        return self.decoder.kv_cache.keys.shape[1]
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.decoder.kv_cache.bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.decoder.weights.bytes
+
+    @property
+    def cells(self) -> TorchCells:
+        """The KV cache, cell by cell."""
+        cache = self.decoder.kv_cache
+        return TorchCells(cache.keys, cache.values, layer_frequencies(self.config))
+
+    @property
+    def description(self) -> str:
+        return f"PyTorch on {self.decoder.device}"
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See ``Runner.forward``; the logits are on the runner's device."""
+        hidden = self.run_layers(batch, self.embed(batch), 0, self.config.layers)
+        return self.compute_logits(batch, hidden)
+
+    def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
+        """See ``Runner.likeliest_tokens``."""
+        return likeliest_tokens(logits)
+
+    def observed_queries(
+        self, batch: ForwardBatch, first: int = 0, end: int | None = None
+    ) -> Float32Array:
+        """See ``Runner.observed_queries``."""
+        observed = [found.float().cpu() for found in self.decoder.observed[first:end]]
+        queries: Float32Array = torch.stack(observed).numpy()
+        return queries
+
+    @torch.inference_mode()
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the tokens' embeddings: hidden rows [rows, hidden], on the runner's device."""
+        return self.decoder.embed(batch)
+
+    @torch.inference_mode()
+    def run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """Run layers first <= i < end; see ``Decoder.run_layers``."""
+        return self.decoder.run_layers(self.decoder.prepare(batch, first), hidden, first, end)
+
+    @torch.inference_mode()
+    def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [outputs, vocab] float32 of the rows that want them."""
+        return self.decoder.compute_logits(batch, hidden)
+
+
+def _find_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        # torch's messages have many lines; the first names the cause.
+        reason = str(error).splitlines()[0]
+        raise OptionError(f"--device {name!r} can't be used ({reason}); try 'cpu'") from error
+    return device

@@ -1,0 +1,1 @@
+"""Everything that listens: the HTTP server, the gateway, the cluster, the metrics terminal."""

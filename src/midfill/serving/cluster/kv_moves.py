@@ -1,0 +1,194 @@
+"""KvMoves: a document's KV follows it to another replica, where that is cheaper than computing it.
+
+The server in front says which replicas have computed how much of a prompt (``messages.KvHint``).
+The replica that gets the request fetches what it lacks from the one with most of it, if the warm
+tier's policy finds that this takes less time than computing (``kv.tiers.load_policy``), and waits
+for it at most twice as long as computing would take. Whatever goes wrong, the prompt is computed.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from midfill.engine.request import EngineRequest
+from midfill.errors import MidfillError
+from midfill.kv.tiers.load_policy import MeasuredRate, chunks_to_load, patience
+from midfill.serving.cluster.messages import KvHint
+
+_log = logging.getLogger(__name__)
+
+_OVERHEAD_SECONDS = 0.01  # of a call to another replica
+_UNKNOWN_SECONDS = 1 / 64  # to compute a token, before the first measurement
+_FORGET_SECONDS = 60.0  # after which a bandwidth is measured anew: one that was bad may be good
+
+
+class KvMoveCounts(msgspec.Struct, kw_only=True):
+    """What a replica fetched from others since it started.
+
+    Attributes:
+        moved: prompts whose KV came.
+        moved_tokens: tokens that it was of.
+        late: prompts whose KV didn't come in time.
+        failed: prompts whose KV was not there any more, or was refused.
+        declined: prompts that were cheaper to compute.
+    """
+
+    moved: int = 0
+    moved_tokens: int = 0
+    late: int = 0
+    failed: int = 0
+    declined: int = 0
+
+
+class KvPeers(Protocol):
+    """The other replicas."""
+
+    async def export_kv(
+        self, replica: str, tenant: str, token_ids: Sequence[int], start: int
+    ) -> bytes:
+        """Return an encoded ``KvBlob`` of what a replica has cached of a prompt from ``start`` on.
+
+        Raises:
+            MidfillError: it has nothing, or it can't be reached.
+        """
+        ...
+
+
+class KvTarget(Protocol):
+    """The replica's own engine; see ``engine.process.client.EngineClient``."""
+
+    async def cached_tokens(self, tenant: str, token_ids: Sequence[int]) -> int:
+        """Return how many of a prompt's tokens are cached, from the first on."""
+        ...
+
+    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
+        """Put an encoded ``KvBlob`` into a tenant's prefix cache; return the tokens cached.
+
+        ``before`` are the prompt's tokens that it leaves out, which have to be cached.
+        """
+        ...
+
+
+class KvMoves:
+    """Fetches KV for one replica.
+
+    Args:
+        name: the replica's.
+        engine: its engine.
+        peers: the other replicas.
+        token_bytes: of a token's KV.
+
+    Attributes:
+        counts: what became of it.
+    """
+
+    def __init__(self, name: str, engine: KvTarget, peers: KvPeers, token_bytes: float) -> None:
+        self.counts = KvMoveCounts()
+        self._name = name
+        self._engine = engine
+        self._peers = peers
+        self._token_bytes = token_bytes
+        self._rate = MeasuredRate()
+        self._measured = 0.0
+        self._moves: dict[str, asyncio.Task[None]] = {}
+
+    async def fetch(self, request: EngineRequest, document: str, hint: KvHint) -> None:
+        """Have a prompt's KV in the cache if it is cheaper to fetch than to compute.
+
+        Requests of one document that come meanwhile share the fetch, which goes on if the one that
+        began it is cancelled: somebody who types cancels a request every few hundred milliseconds.
+
+        Args:
+            request: has not been submitted yet.
+            document: what it was routed by.
+            hint: where its KV is.
+        """
+        others = {name: held for name, held in hint.held.items() if name != self._name}
+        if not others:
+            return
+        source = max(others, key=lambda name: (others[name], name))
+        gained = others[source] - hint.held.get(self._name, 0)
+        if gained <= 0:
+            return
+        seconds = self._seconds(gained, hint.prefill_rate)
+        if not seconds:
+            self.counts.declined += 1
+            return
+        if request.deadline is not None:
+            seconds = min(seconds, request.deadline - time.monotonic())
+        move = self._moves.get(document)
+        if move is None:
+            move = asyncio.create_task(
+                self._move(source, request, others[source], seconds), name="moving KV"
+            )
+            self._moves[document] = move
+            move.add_done_callback(lambda _: self._moves.pop(document))
+        await asyncio.wait({move}, timeout=seconds)
+
+    def _seconds(self, gained: int, prefill_rate: float | None) -> float:
+        """Return how long to wait for KV; 0 if computing it is cheaper.
+
+        Args:
+            gained: tokens whose KV is sent, and that need not be computed then.
+            prefill_rate: tokens computed per second, as far as it is known.
+        """
+        if time.monotonic() - self._measured > _FORGET_SECONDS:
+            self._rate = MeasuredRate()
+        compute = gained * (1 / prefill_rate if prefill_rate else _UNKNOWN_SECONDS)
+        load = self._rate.seconds(gained * self._token_bytes) or 0.0
+        return patience(compute) if chunks_to_load([load], [compute], _OVERHEAD_SECONDS) else 0.0
+
+    async def _move(self, source: str, request: EngineRequest, held: int, seconds: float) -> None:
+        """Copy a prompt's missing KV from another replica; count what becomes of it.
+
+        Args:
+            source: the other replica.
+            request: whose prompt it is.
+            held: how many of its tokens are probably there.
+            seconds: that it may take.
+        """
+        started = time.monotonic()
+        size = held * self._token_bytes
+        try:
+            async with asyncio.timeout(seconds):
+                start = await self._engine.cached_tokens(request.tenant, request.token_ids)
+                if start >= held:
+                    return
+                size = (held - start) * self._token_bytes  # unless it comes, and tells
+                size, moved = await self._fetch_after(start, source, request)
+                if moved < 0:  # what was here has been evicted meanwhile
+                    size, moved = await self._fetch_after(0, source, request)
+        except TimeoutError:
+            self.counts.late += 1
+        except MidfillError as error:
+            self.counts.failed += 1
+            _log.info("KV of replica %s is computed here: %s", source, error)
+            return
+        except Exception:
+            self.counts.failed += 1
+            _log.exception("KV of replica %s can't be fetched", source)
+            return
+        else:
+            self.counts.moved += 1
+            self.counts.moved_tokens += moved
+        self._measured = time.monotonic()
+        self._rate.record(size, self._measured - started)
+
+    async def _fetch_after(
+        self, start: int, source: str, request: EngineRequest
+    ) -> tuple[int, int]:
+        """Copy the KV of a prompt's tokens after the first ``start``.
+
+        Returns:
+            Bytes that were sent, and how many more tokens than these are cached now.
+
+        Raises:
+            MidfillError: it isn't there, or can't be used.
+        """
+        tenant, tokens = request.tenant, request.token_ids
+        blob = await self._peers.export_kv(source, tenant, tokens, start)
+        return len(blob), await self._engine.import_kv(tenant, blob, tokens[:start]) - start

@@ -1,0 +1,56 @@
+"""What a replica tells of itself every two seconds, as plain values that Serve passes on."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from midfill.engine.request import EngineStats, TenantStats
+from midfill.serving.cluster.kv_moves import KvMoveCounts
+
+
+class ReplicaNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica.
+
+    Attributes:
+        state: of its engine, see ``EngineClient``.
+        documents: how many documents it has had requests of.
+        queued_tokens: prompt tokens of requests without any output yet.
+        restarts: how often its engine was restarted.
+        process_id: of its own process.
+        stats: its engine's numbers.
+        tenants: the same by tenant.
+        moves: what it fetched from other replicas.
+    """
+
+    state: str = "starting"
+    documents: int = 0
+    queued_tokens: int = 0
+    restarts: int = 0
+    process_id: int = 0
+    stats: EngineStats = EngineStats()
+    tenants: dict[str, TenantStats] = {}
+    moves: KvMoveCounts = msgspec.field(default_factory=KvMoveCounts)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompts' tokens that was found in the cache."""
+        return self.stats.cached_tokens / max(1, self.stats.prompt_tokens)
+
+    def plain(self) -> dict[str, Any]:
+        """Return them as what JSON can hold."""
+        return dict(msgspec.to_builtins(self))
+
+
+def read_numbers(values: Mapping[str, Any]) -> ReplicaNumbers:
+    """Return a replica's numbers; all are 0 before it has told any."""
+    return msgspec.convert(values, ReplicaNumbers) if values else ReplicaNumbers()
+
+
+def total_moves(replicas: Iterable[ReplicaNumbers]) -> KvMoveCounts:
+    """Return sums over replicas."""
+    total = KvMoveCounts()
+    for each in replicas:
+        for name in total.__struct_fields__:
+            setattr(total, name, getattr(total, name) + getattr(each.moves, name))
+    return total

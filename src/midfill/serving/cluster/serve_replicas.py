@@ -1,0 +1,90 @@
+"""ServeReplicas: the replicas behind a handle of Ray Serve."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import msgspec
+from ray import exceptions as ray_errors
+from ray.serve import exceptions as serve_errors
+
+from midfill.engine.request import EngineRequest
+from midfill.errors import EngineDeadError
+from midfill.serving.cluster.messages import FromReplica, KvHint
+from midfill.serving.cluster.numbers import ReplicaNumbers
+from midfill.serving.cluster.observed_router import numbers_of
+
+_ACCEPT_SECONDS = 10.0  # until a replica takes a request; they take hundreds at a time
+_LOST = (ray_errors.RayError, serve_errors.RayServeException, asyncio.CancelledError)
+
+_decoder: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
+
+
+class ServeReplicas:
+    """See ``remote_engine.Replicas``.
+
+    Args:
+        handle: of the deployment of ``EngineReplica``.
+        app: its application's name.
+    """
+
+    def __init__(self, handle: Any, app: str) -> None:
+        self._generate = handle.options(stream=True).generate
+        self._app = app
+
+    def numbers(self) -> Mapping[str, ReplicaNumbers]:
+        """Return the last numbers of each replica, by its name."""
+        return numbers_of(self._app)
+
+    async def ask(
+        self, request: EngineRequest, document: str, avoid: list[str], hint: KvHint
+    ) -> AsyncGenerator[FromReplica, None]:
+        """Yield a replica's messages; see ``remote_engine.Replicas``."""
+        left = None if request.deadline is None else request.deadline - time.monotonic()
+        messages = self._generate.remote(
+            msgspec.msgpack.encode(request),
+            seconds=left,
+            document=document,
+            avoid=list(avoid),
+            background=request.background,
+            hint=msgspec.msgpack.encode(hint),
+        )
+        ended = False
+        try:
+            yield _decoder.decode(await self._first(messages))
+            async for message in messages:
+                yield _decoder.decode(message)
+            ended = True
+        except _LOST as error:
+            if _cancels_this_task():
+                raise
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise EngineDeadError(f"the replica was lost: {reason}", retry_after=1) from error
+        finally:
+            if not ended:
+                with contextlib.suppress(*_LOST):
+                    messages.cancel()
+
+    async def _first(self, messages: Any) -> bytes:
+        """Return the first message.
+
+        Raises:
+            EngineDeadError: no replica takes the request.
+        """
+        try:
+            async with asyncio.timeout(_ACCEPT_SECONDS):
+                return bytes(await anext(messages))
+        except TimeoutError:
+            raise EngineDeadError(
+                "no replica takes requests now; try again in a moment", retry_after=5
+            ) from None
+        except StopAsyncIteration:
+            raise EngineDeadError("the replica was lost", retry_after=1) from None
+
+
+def _cancels_this_task() -> bool:
+    """Whether it was this task that was cancelled, rather than a call that it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

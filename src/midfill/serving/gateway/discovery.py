@@ -1,0 +1,170 @@
+"""Discovery: what an upstream is, which model it serves, and which special tokens that has."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from midfill.config import FimTokens
+from midfill.serving.gateway.calls import UpstreamFailedError
+from midfill.serving.gateway.upstream import ApiName, Kind, Upstream
+
+_OWNERS: Mapping[str, Kind] = {
+    "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "midfill": "midfill",
+}  # fmt: skip
+_AT_ONCE = 8  # requests to one upstream
+_BLOCK = "block_size="
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that an upstream lists.
+
+    Attributes:
+        name: what it calls it.
+        context: maximum tokens of a prompt and its answer; None if it doesn't say.
+        root: where the model was loaded from, or another name; "" if it doesn't say.
+        owner: what the upstream calls itself.
+        fim_tokens: its PRE, SUF and MID tokens, where a midfill tells them.
+    """
+
+    name: str
+    context: int | None = None
+    root: str = ""
+    owner: str = ""
+    fim_tokens: FimTokens | None = None
+
+
+async def find_models(upstream: Upstream) -> list[ServedModel]:
+    """Return the models that an upstream lists.
+
+    Raises:
+        UpstreamFailedError: it can't be reached, or its list makes no sense.
+    """
+    body = await upstream.get("/v1/models")
+    if body is None:
+        raise UpstreamFailedError("has no /v1/models; is it an OpenAI-style server?")
+    entries = body.get("data") if isinstance(body, Mapping) else None
+    if not isinstance(entries, list):
+        raise UpstreamFailedError("answers /v1/models with something else than a list of models")
+    return [
+        ServedModel(
+            entry["id"],
+            _number(entry.get("max_model_len")),
+            _text(entry.get("root")),
+            _text(entry.get("owned_by")).lower(),
+            _fim_tokens(entry.get("midfill")),
+        )
+        for entry in entries
+        if isinstance(entry, Mapping) and isinstance(entry.get("id"), str)
+    ]
+
+
+async def discover(upstream: Upstream, api: ApiName, model: str | None) -> ServedModel:
+    """Find out what an upstream is, and record it there.
+
+    Args:
+        upstream: the server.
+        api: which one it is; "auto" finds out.
+        model: the model to use; None takes the only one, or the first.
+
+    Returns:
+        Its model.
+
+    Raises:
+        UpstreamFailedError: it can't be reached, speaks no known API, or lacks the model.
+    """
+    models = await find_models(upstream)
+    names = ", ".join(each.name for each in models)
+    found = [each for each in models if model in (None, each.name)]
+    if not found:
+        raise UpstreamFailedError(f"serves {names or 'no model'}, not {model}")
+    chosen = found[0]
+    upstream.model = chosen.name
+    upstream.known = True
+    upstream.kind = _OWNERS.get(chosen.owner, "openai") if api == "auto" else api
+    if upstream.kind == "llama.cpp":
+        chosen = await _read_props(upstream, chosen)
+    if upstream.kind == "vllm":
+        upstream.block_tokens = await _block_size(upstream)
+    return chosen
+
+
+async def token_ids(
+    upstream: Upstream, text: str, *, special: bool, bos: bool = False
+) -> list[int]:
+    """Have an upstream tokenise a text.
+
+    Args:
+        upstream: the server.
+        text: the text.
+        special: whether special tokens in it are parsed; some servers always do.
+        bos: whether to add what begins a sequence.
+
+    Raises:
+        UpstreamFailedError: it can't.
+    """
+    if upstream.kind in ("llama.cpp", "midfill"):
+        body: dict[str, Any] = {"content": text, "add_special": bos, "parse_special": special}
+    else:
+        body = {"model": upstream.model, "prompt": text, "add_special_tokens": bos}
+    answer = await upstream.post("/tokenize", body)
+    ids = answer.get("tokens") if isinstance(answer, Mapping) else None
+    if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+        raise UpstreamFailedError("can't tokenise")
+    return ids
+
+
+async def special_tokens(upstream: Upstream, texts: Iterable[str]) -> dict[str, int]:
+    """Return those of the texts that are tokens of an upstream's model, and their ids.
+
+    Raises:
+        UpstreamFailedError: it can't tokenise.
+    """
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def ids_of(text: str) -> tuple[str, list[int]]:
+        async with at_once:
+            return text, await token_ids(upstream, text, special=True)
+
+    # Alone at first: an upstream that can't is asked once.
+    first, *others = [*texts]
+    found = [await ids_of(first), *await asyncio.gather(*map(ids_of, others))]
+    return {text: ids[0] for text, ids in found if len(ids) == 1}
+
+
+async def _read_props(upstream: Upstream, model: ServedModel) -> ServedModel:
+    """Return what llama.cpp says of its model; its slots are recorded."""
+    props = await upstream.get("/props")
+    if not isinstance(props, Mapping):
+        return model
+    upstream.slots = _number(props.get("total_slots")) or upstream.slots
+    settings = props.get("default_generation_settings")
+    context = _number(settings.get("n_ctx")) if isinstance(settings, Mapping) else None
+    return dataclasses.replace(model, context=context or model.context)
+
+
+async def _block_size(upstream: Upstream) -> int | None:
+    """Return the tokens of a block of vLLM's cache, which its metrics tell."""
+    text = await upstream.text("/metrics")
+    _, found, rest = text.partition(_BLOCK)
+    digits = rest[1:].partition('"')[0]
+    return int(digits) if found and digits.isdecimal() and len(digits) < 9 else None
+
+
+def _fim_tokens(card: object) -> FimTokens | None:
+    """Return the sentinels that a midfill's card of its model names."""
+    named = card.get("fim_tokens") if isinstance(card, Mapping) else None
+    if not isinstance(named, list) or len(named) != 3:
+        return None
+    return FimTokens(*map(str, named))
+
+
+def _number(value: object) -> int | None:
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+    return value if fits and isinstance(value, int) else None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

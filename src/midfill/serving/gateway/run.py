@@ -1,0 +1,296 @@
+"""run_gateway: from GatewayOptions to a running gateway: bind, find the servers, listen."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import aiohttp
+from starlette.types import ASGIApp
+
+from midfill.errors import MidfillError
+from midfill.frontend.prompts import PromptEncoder
+from midfill.infill.window import WindowRule
+from midfill.serving.gateway.calls import UpstreamFailedError
+from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN
+from midfill.serving.gateway.chat import chat_dialect
+from midfill.serving.gateway.described_upstream import DescribedUpstream, describe
+from midfill.serving.gateway.discovery import ServedModel, discover
+from midfill.serving.gateway.engine import GatewayEngine
+from midfill.serving.gateway.kept_connections import trace_connections
+from midfill.serving.gateway.metrics import UpstreamCollector
+from midfill.serving.gateway.options import GatewayOptions
+from midfill.serving.gateway.pool import UpstreamPool
+from midfill.serving.gateway.prompt_text import UpstreamPrompts
+from midfill.serving.gateway.spelled_tokens import SpelledTokens
+from midfill.serving.gateway.upstream import Upstream
+from midfill.serving.gateway.upstream_calls import UpstreamCalls
+from midfill.serving.server.app import DIALECTS, create_app
+from midfill.serving.server.dialects import openai_chat
+from midfill.serving.server.key_ring import KeyRing
+from midfill.serving.server.limits import RateLimits
+from midfill.serving.server.listening import (
+    answer_until_stopped,
+    bind,
+    cancel_on_termination,
+    open_traces,
+    own_hosts,
+    url_of,
+    warn_if_open,
+)
+from midfill.serving.server.request_log import Traces
+from midfill.serving.server.service import ModelService
+from midfill.serving.server.tls import ServerTls
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT_CONTEXT = 8192  # tokens, where no server says
+_RETRY_SECONDS = 0.5
+_ENCODED_AT_ONCE = 65_536  # bytes of a request; characters are encoded within a millisecond
+
+OnReady = Callable[[str, "Gateway"], None]
+
+
+class Gateway:
+    """A running gateway.
+
+    Attributes:
+        service: what its dialects call.
+        pool: its upstreams.
+        model: how prompts for them are made.
+    """
+
+    def __init__(
+        self,
+        service: ModelService,
+        pool: UpstreamPool,
+        model: DescribedUpstream,
+        options: GatewayOptions,
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self.service = service
+        self.pool = pool
+        self.model = model
+        self._options = options
+        self._session = session
+        self._reloading: asyncio.Task[None] | None = None
+
+    def app(
+        self,
+        keys: KeyRing,
+        traces: Traces | None = None,
+        own_hosts: Sequence[str] | None = None,
+    ) -> ASGIApp:
+        """Return the ASGI application; see ``create_app``."""
+        dialects = [each for each in DIALECTS if each is not openai_chat.DIALECT]
+        spoken = [*dialects, chat_dialect(self.pool)]
+        redact = self._options.logs.redact
+        return create_app(self.service, keys, traces, spoken, redact=redact, own_hosts=own_hosts)
+
+    def start_reload(self) -> None:
+        """Start to read the file of upstreams again."""
+        self._reloading = asyncio.create_task(self.reload(), name="reading upstreams again")
+
+    async def reload(self) -> None:
+        """Read the file of upstreams again; requests in progress go on.
+
+        If it can't be used, all stays as it was, and a line in the log says so.
+        """
+        if self._options.upstream_file is None:
+            return
+        try:
+            addresses = self._options.addresses()
+        except MidfillError as error:
+            _log.error("the servers stay as they were: %s", error)
+            return
+        known = {each.address: each for each in self.pool.upstreams}
+        for each in known.values():
+            each.draining = False
+        timeout = self._options.upstream_timeout
+        self.pool.replace(
+            [known.get(each) or Upstream(each, self._session, timeout) for each in addresses]
+        )
+        await self.pool.check()
+        _log.warning("servers behind the gateway: %s", ", ".join(addresses))
+
+
+def run_gateway(options: GatewayOptions, on_ready: OnReady | None = None) -> None:
+    """Serve until interrupted.
+
+    Args:
+        options: what stands behind it, and how it is served.
+        on_ready: called with the URL and the gateway once clients can connect.
+
+    Raises:
+        MidfillError: the address can't be used, no server answers, or they don't fit together.
+    """
+    keys = KeyRing(options.api_keys, options.api_key_file)
+    tls = None if options.tls is None else ServerTls(options.tls)
+    with (
+        bind(options.host, options.port) as listener,
+        open_traces(options.otlp_traces_endpoint) as traces,
+    ):
+        warn_if_open(listener, options.host, keys, tls)
+        try:
+            asyncio.run(_serve(options, keys, tls, listener, traces, on_ready))
+        except asyncio.CancelledError:
+            sys.exit(128 + signal.SIGTERM)
+
+
+@contextlib.asynccontextmanager
+async def open_gateway(
+    options: GatewayOptions,
+    tenants: Sequence[str] = ("",),
+    limits: RateLimits | None = None,
+) -> AsyncIterator[Gateway]:
+    """Find the servers and stand in front of them until the ``with`` block ends.
+
+    Args:
+        options: what stands behind it.
+        tenants: everybody who may send requests.
+        limits: what they may use; None is everything.
+
+    Raises:
+        MidfillError: no server answers, or they don't fit together.
+    """
+    headers = {"authorization": f"Bearer {options.upstream_key}"} if options.upstream_key else {}
+    async with aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),
+        read_bufsize=2**18,
+        trust_env=False,
+        trace_configs=[trace_connections()],
+    ) as session:
+        upstreams = _upstreams(options, session)
+        found = await _wait_for_models(upstreams, options)
+        asked, served = next(iter(found.items()))
+        model = await describe(asked, served, options)
+        pool = UpstreamPool(upstreams, options.upstream_api, served.name, model.end_token)
+        await pool.try_out()
+        service = _service(options, served, model, pool, tenants, limits)
+        watch = asyncio.create_task(pool.watch(), name="health checks")
+        try:
+            yield Gateway(service, pool, model, options, session)
+        finally:
+            watch.cancel()
+            service.close()
+            assert isinstance(service.engine, GatewayEngine)
+            await service.engine.close()
+
+
+def _service(
+    options: GatewayOptions,
+    served: ServedModel,
+    model: DescribedUpstream,
+    pool: UpstreamPool,
+    tenants: Sequence[str],
+    limits: RateLimits | None,
+) -> ModelService:
+    context = room = options.context or served.context or _DEFAULT_CONTEXT
+    if not model.has_tokenizer:
+        room = int(context * CHARACTERS_PER_TOKEN)  # for what is counted in characters
+    named = tuple(options.fim_tokens or served.fim_tokens or ())
+    prompts = UpstreamPrompts(model.tokenizer, SpelledTokens(named), model.tokenizes)
+    salts = secrets.token_bytes(32) if tuple(tenants) != ("",) else b""
+    engine = GatewayEngine(pool, UpstreamCalls(model.tokenizer, prompts, salts), room)
+    window = None if options.window is None else WindowRule(*options.window)
+    service = ModelService(
+        options.served_name or served.name,
+        engine,
+        model.tokenizer,
+        PromptEncoder(model, model.format, room, window, options.snippets, options.document_memory),
+        options.max_body_bytes,
+        aliases=options.aliases,
+        idle_prefill=options.idle_prefill,
+        tenants=tenants,
+        limits=limits,
+        context=context,
+        encodes_at_once=0 if model.has_tokenizer else _ENCODED_AT_ONCE,
+    )
+    service.metrics.add(UpstreamCollector(pool, engine.counts))
+    return service
+
+
+async def _serve(
+    options: GatewayOptions,
+    keys: KeyRing,
+    tls: ServerTls | None,
+    listener: socket.socket,
+    traces: Traces | None,
+    on_ready: OnReady | None,
+) -> None:
+    cancel_on_termination()
+    async with open_gateway(options, keys.tenants, RateLimits(keys.limits_of)) as gateway:
+
+        def listening() -> None:
+            if on_ready is not None:
+                on_ready(url_of(listener, tls), gateway)
+
+        hosts = own_hosts(listener, options.host, keys, options.allowed_hosts)
+        app = gateway.app(keys, traces, hosts)
+
+        def reload() -> None:
+            keys.reload()
+            if tls is not None:
+                tls.reload()
+            gateway.start_reload()
+
+        await answer_until_stopped(app, listener, gateway.service, listening, reload, tls=tls)
+
+
+def _upstreams(options: GatewayOptions, session: aiohttp.ClientSession) -> list[Upstream]:
+    return [Upstream(each, session, options.upstream_timeout) for each in options.addresses()]
+
+
+async def _wait_for_models(
+    upstreams: Sequence[Upstream], options: GatewayOptions
+) -> dict[Upstream, ServedModel]:
+    """Return the model of each server that answers; the others have a fault from now on.
+
+    Raises:
+        MidfillError: none answers, or they serve different models.
+    """
+    end, told = time.monotonic() + options.wait, False
+    while True:
+        found = await _find_models(upstreams, options)
+        if found or time.monotonic() >= end:
+            break
+        if not told:
+            faults = "; ".join(f"{each.address} {each.fault}" for each in upstreams)
+            _log.warning("waiting up to %g s for a server: %s", options.wait, faults)
+            told = True
+        await asyncio.sleep(_RETRY_SECONDS)
+    if not found:
+        faults = "; ".join(f"{each.address} {each.fault}" for each in upstreams)
+        raise MidfillError(f"no server to stand in front of: {faults}")
+    for each in upstreams:
+        if each not in found:
+            _log.warning("%s %s; it gets no requests", each.address, each.fault)
+    names = {model.name: upstream.address for upstream, model in found.items()}
+    if len(names) > 1:
+        listed = ", ".join(f"{name} ({address})" for name, address in names.items())
+        raise MidfillError(
+            f"all servers behind a gateway serve one model, not {listed}; choose one with --model"
+        )
+    return found
+
+
+async def _find_models(
+    upstreams: Sequence[Upstream], options: GatewayOptions
+) -> dict[Upstream, ServedModel]:
+    found: dict[Upstream, ServedModel] = {}
+
+    async def find(upstream: Upstream) -> None:
+        try:
+            found[upstream] = await discover(upstream, options.upstream_api, options.model)
+            upstream.fault = None
+        except UpstreamFailedError as failure:
+            upstream.fault = str(failure)
+
+    await asyncio.gather(*map(find, upstreams))
+    return {each: found[each] for each in upstreams if each in found}

@@ -1,0 +1,258 @@
+"""Connections: how many there are, and what becomes of clients that send or read too slowly.
+
+A connection of uvicorn's that keeps four bounds:
+
+* its number: beyond the maximum, the one that has been idle longest is closed for each new one, and
+  requests of new ones are refused where none is idle;
+* the size of a request's head, which no application sees before it is complete;
+* the time in which a client sends a request, head and body;
+* the time for which a client may take nothing of what is sent to it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from midfill.serving.server.errors import ApiError, openai_error_body
+
+_MAX_HEAD_BYTES = 64 * 1024
+_SPARE_CONNECTIONS = 128  # beyond the maximum, to be told that there are too many
+_RETRY_SECONDS = 1
+_LINGER_SECONDS = 2.0  # for a rejected client to read why, while what it sends is thrown away
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """The bounds.
+
+    Attributes:
+        max_connections: how many may be open.
+        client_timeout: seconds in which a client must have sent a request, and after which one that
+            takes nothing of its answer is disconnected; 0 is for ever.
+    """
+
+    max_connections: int = 2048
+    client_timeout: float = 30.0
+
+
+@dataclass
+class ConnectionCounts:
+    """What became of connections; one object counts for all of a server.
+
+    Attributes:
+        open: how many there are.
+        refused: how many were told that there are too many.
+        evicted: how many idle ones were closed for new ones.
+        timed_out: how many were closed for sending or reading too slowly.
+    """
+
+    open: int = 0
+    refused: int = 0
+    evicted: int = 0
+    timed_out: int = 0
+
+
+def limited_protocol(
+    limits: ConnectionLimits, counts: ConnectionCounts
+) -> "type[LimitedConnection]":
+    """Return the class of one server's connections, to be given to uvicorn."""
+
+    class Connection(LimitedConnection):
+        _limits = limits
+        _counts = counts
+
+    return Connection
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """One connection; see the module."""
+
+    _limits: ConnectionLimits
+    _counts: ConnectionCounts
+
+    _idle_since: float
+    _receiving: asyncio.TimerHandle | None = None
+    _sending: asyncio.TimerHandle | None = None
+    _head_bytes: int | None = 0  # of the head that is being received; None between two
+    _unsent: int = 0
+    _rejected: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept a connection if there are not too many."""
+        super().connection_made(transport)
+        self._idle_since = time.monotonic()
+        excess = len(self.connections) - self._limits.max_connections
+        if excess > 0 and not self._evict_idle():
+            self._counts.refused += 1
+            if excess > _SPARE_CONNECTIONS:
+                transport.abort()
+                return
+            self.app = _refuse
+        self._counts.open = len(self.connections)
+        self._receiving = self._after_timeout(self._end_receiving)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        super().connection_lost(exc)
+        self._counts.open = len(self.connections)
+        self._cancel_receiving()
+        self._cancel_sending()
+
+    def data_received(self, data: bytes) -> None:
+        """Receive a part of a request."""
+        if self._rejected:
+            return
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if (self._head_bytes or 0) > _MAX_HEAD_BYTES:
+            self._reject(431, "the request's head is longer than 64 KiB", "request_head_too_large")
+
+    def on_message_begin(self) -> None:
+        """Begin to count a request's head and time."""
+        super().on_message_begin()
+        if self._head_bytes is None:  # of a connection's first, the count has begun
+            self._head_bytes = 1
+        if self._receiving is None:
+            self._receiving = self._after_timeout(self._end_receiving)
+
+    def on_headers_complete(self) -> None:
+        """Start the request."""
+        self._head_bytes = None
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Note that the whole request has been received."""
+        self._cancel_receiving()
+        super().on_message_complete()
+        if self.is_idle and self.timeout_keep_alive_task is None:
+            # It was answered before its end, and what came after that has stopped the timer.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def on_response_complete(self) -> None:
+        """Note that the whole response has been handed to the transport."""
+        self._idle_since = time.monotonic()
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._await_reader()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that was not used again."""
+        super().timeout_keep_alive_handler()
+        self._await_reader()
+
+    def pause_writing(self) -> None:
+        """Note that the client reads more slowly than the answer is written."""
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """Note that the client has read."""
+        super().resume_writing()
+        self._cancel_sending()
+
+    # --- what happens after a timeout ---
+
+    def _end_receiving(self) -> None:
+        """End a request that the client takes too long to send."""
+        self._receiving = None
+        if self.transport.is_closing():
+            return
+        if self.flow.read_paused:  # it is not the client that is slow
+            self._receiving = self._after_timeout(self._end_receiving)
+            return
+        if self._head_bytes == 0:  # it never began to send one
+            self.transport.close()
+            return
+        seconds = self._limits.client_timeout
+        self._reject(408, f"the request did not arrive within {seconds:g} s", "request_timeout")
+
+    def _await_reader(self) -> None:
+        """Disconnect the client if it takes nothing for too long."""
+        self._unsent = self.transport.get_write_buffer_size()
+        if self._unsent and self._sending is None:
+            self._sending = self._after_timeout(self._end_sending)
+
+    def _end_sending(self) -> None:
+        self._sending = None
+        if 0 < self._unsent <= self.transport.get_write_buffer_size():
+            self._counts.timed_out += 1
+            self.transport.abort()
+        else:
+            self._await_reader()
+
+    def _reject(self, status: int, message: str, code: str) -> None:
+        """Answer a request that is not complete with an error, and close the connection."""
+        if self._rejected or self.transport.is_closing():
+            return
+        self._rejected = True
+        self._counts.timed_out += status == 408
+        in_head = self._head_bytes is not None
+        if self.is_idle if in_head else not self.cycle.response_started:
+            body = msgspec.json.encode(openai_error_body(ApiError(status, message, code=code)))
+            head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
+        if self.transport.can_write_eof():
+            # Closed with data unread, the connection would be reset, and the answer lost.
+            self.transport.write_eof()
+            self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
+        else:
+            self.transport.close()
+            self._await_reader()
+
+    def _cancel_receiving(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+            self._receiving = None
+
+    def _cancel_sending(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
+
+    def _after_timeout(self, function: Callable[[], None]) -> asyncio.TimerHandle | None:
+        seconds = self._limits.client_timeout
+        return self.loop.call_later(seconds, function) if seconds else None
+
+    def _evict_idle(self) -> bool:
+        """Close the connection that has been idle longest; return whether there is one."""
+        idle: list[LimitedConnection] = [
+            one
+            for one in self.connections
+            if isinstance(one, LimitedConnection) and one is not self and one.is_idle
+        ]
+        if not idle:
+            return False
+        min(idle, key=lambda one: one._idle_since).transport.abort()
+        self._counts.evicted += 1
+        return True
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer any request with 503 (ASGI)."""
+    error = ApiError(
+        503, "too many connections are open; try again in a moment", code="too_many_connections"
+    )
+    headers: list[Any] = [
+        (b"content-type", b"application/json"),
+        (b"retry-after", str(_RETRY_SECONDS).encode()),
+        (b"connection", b"close"),
+    ]
+    body = msgspec.json.encode(openai_error_body(error))
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,130 @@
+"""What llama.cpp tells of its model: GET /props and /slots, POST /tokenize and /detokenize."""
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from midfill.errors import InvalidRequestError
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.serving.server.bodies import body_reference, json_response, read_json
+from midfill.serving.server.dialects.dialect import Dialect, TenantOf
+from midfill.serving.server.dialects.llama_cpp_fields import error_body
+from midfill.serving.server.errors import ApiError
+from midfill.serving.server.service import ModelService
+from midfill.version import __version__
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of POST /tokenize."""
+
+    content: str
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+
+
+def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
+    """Return the router of the endpoints."""
+    router = APIRouter(dependencies=[Depends(tenant_of)])
+    tokenizer, limit = service.tokenizer, service.max_body_bytes
+
+    @router.get("/props")
+    async def props() -> Response:
+        """Describe the server and its model."""
+        return json_response(
+            {
+                "default_generation_settings": {**_slot(service, 0), "params": {}},
+                "total_slots": _slot_count(service),
+                "model_alias": service.name,
+                "model_path": service.name,
+                "chat_template": tokenizer.chat_template or "",
+                "modalities": {"vision": False, "audio": False},
+                "bos_token": _name(tokenizer, tokenizer.bos_token_id),
+                "eos_token": _name(tokenizer, next(iter(tokenizer.eos_token_ids), None)),
+                "build_info": f"midfill {__version__}",
+                "is_sleeping": False,
+            }
+        )
+
+    @router.get("/slots")
+    async def slots(fail_on_no_slot: str | None = None) -> Response:
+        """List as many slots as answers can be generated at a time, busy ones first.
+
+        They are no parts of the cache: midfill keeps one cache for all requests.
+        """
+        count = _slot_count(service)
+        if fail_on_no_slot and service.engine.stats.running >= count:
+            raise ApiError(503, "no slot available")
+        return json_response([_slot(service, number) for number in range(count)])
+
+    @router.post("/tokenize", openapi_extra=body_reference(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """Turn a text into tokens."""
+        body = await read_json(request, TokenizeBody, limit, any_content_type=True)
+        ids = await service.encode(lambda _: _encode(tokenizer, body))
+        if not body.with_pieces:
+            return json_response({"tokens": ids})
+        return json_response({"tokens": [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]})
+
+    @router.post("/detokenize", openapi_extra=body_reference(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """Turn tokens into their text; special tokens show as their names."""
+        body = await read_json(request, DetokenizeBody, limit, any_content_type=True)
+        for token_id in body.tokens:
+            if not 0 <= token_id < tokenizer.vocab_size:
+                raise InvalidRequestError(
+                    f"tokens holds {token_id}; this model's ids go from 0 to"
+                    f" {tokenizer.vocab_size - 1}",
+                    param="tokens",
+                )
+        text = b"".join(_bytes(tokenizer, token_id) for token_id in body.tokens)
+        return json_response({"content": text.decode(errors="replace")})
+
+    return router
+
+
+def _slot_count(service: ModelService) -> int:
+    return 1 if service.engine.info is None else service.engine.info.max_running
+
+
+def _slot(service: ModelService, number: int) -> dict[str, Any]:
+    return {
+        "id": number,
+        "n_ctx": service.context,
+        "speculative": False,
+        "is_processing": number < service.engine.stats.running,
+    }
+
+
+def _name(tokenizer: Tokenizer, token_id: int | None) -> str:
+    return "" if token_id is None else tokenizer.token_text(token_id)
+
+
+def _encode(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
+    ids = tokenizer.encode(body.content, parse_special=body.parse_special is not False)
+    bos = tokenizer.bos_token_id
+    return [bos, *ids] if body.add_special and tokenizer.add_bos and bos is not None else ids
+
+
+def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    return tokenizer.token_bytes(token_id) or tokenizer.token_text(token_id).encode()
+
+
+def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
+    """Return a token's text, or its bytes where they are only a part of a character."""
+    raw = _bytes(tokenizer, token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+DIALECT = Dialect(routes=routes, bodies=(TokenizeBody, DetokenizeBody), error_body=error_body)

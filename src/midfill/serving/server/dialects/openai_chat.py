@@ -1,0 +1,212 @@
+"""POST /v1/chat/completions: conversations, with the model's own chat template."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from midfill.errors import InvalidRequestError
+from midfill.frontend.answer import Candidate, TokenLogprob
+from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.serving.server.bodies import body_reference, read_json
+from midfill.serving.server.dialects.dialect import Dialect, TenantOf
+from midfill.serving.server.dialects.openai_fields import (
+    GenerationFields,
+    floor_logprob,
+    usage_object,
+)
+from midfill.serving.server.event_stream import EventStream
+from midfill.serving.server.generation import Generation
+from midfill.serving.server.service import ModelService
+
+
+class TextPart(msgspec.Struct, kw_only=True):
+    """A part of a message's content; this server accepts text only."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One turn."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    def fields(self) -> dict[str, str]:
+        """Return what the template sees."""
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": content, **named}
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # Declared so that they are refused rather than ignored.
+    suffix: msgspec.Raw | None = None
+    midfill: msgspec.Raw | None = None
+    tools: list[msgspec.Raw] | None = None
+    functions: list[msgspec.Raw] | None = None
+    response_format: dict[str, msgspec.Raw] | None = None
+
+
+def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
+    """Return the router of the endpoint."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", openapi_extra=body_reference(ChatRequest))
+    async def chat_completions(
+        request: Request, tenant: Annotated[str, Depends(tenant_of)]
+    ) -> Response:
+        """Generate the assistant's next message."""
+        body = await read_json(request, ChatRequest, service.max_body_bytes)
+        model = service.check_model(body.model)
+        _refuse_unsupported(body)
+        sampling = _sampling(body, service)
+        messages = [message.fields() for message in body.messages]
+        prompt = await service.encode_request(lambda encoder, _: encoder.chat(messages))
+        generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
+        answer = _ChatCompletion(body, sampling.n, generation, model)
+        if body.stream:
+            return EventStream(answer.events())
+        whole = await answer.whole()
+        return Response(msgspec.json.encode(whole), media_type="application/json")
+
+    return router
+
+
+DIALECT = Dialect(routes=routes, bodies=(ChatRequest,), queued=("/v1/chat/completions",))
+
+
+def _refuse_unsupported(body: ChatRequest) -> None:
+    if not body.messages:
+        raise InvalidRequestError("messages is empty", param="messages")
+    for name in ("suffix", "midfill"):
+        value = getattr(body, name)
+        if value is not None and bytes(value) != b"null":
+            raise InvalidRequestError(
+                f"{name} is not for chats; use /v1/completions to fill in", param=name
+            )
+    for name in ("tools", "functions"):
+        if getattr(body, name):
+            raise InvalidRequestError(f"{name} are not supported", param=name)
+    kind = (body.response_format or {}).get("type")
+    if kind is not None and bytes(kind) != b'"text"':
+        raise InvalidRequestError(
+            "response_format is not supported, other than type text", param="response_format"
+        )
+
+
+def _sampling(body: ChatRequest, service: ModelService) -> SamplingParams:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs = true", param="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    # Without a limit a chat's answer may fill the context; the engine ends it there.
+    sampling = body.sampling(default_max_tokens=service.context, logprobs=logprobs)
+    spelled = {"logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        sampling = msgspec.structs.replace(sampling, max_tokens=body.max_completion_tokens)
+        spelled["max_tokens"] = "max_completion_tokens"
+    check_sampling(sampling, service.tokenizer.vocab_size, spelled)
+    body.wants_usage()
+    return sampling
+
+
+class _ChatCompletion:
+    """One response, whole or as a stream of chunks."""
+
+    def __init__(self, body: ChatRequest, answers: int, generation: Generation, model: str) -> None:
+        self._logprobs = bool(body.logprobs)
+        self._answers = answers
+        self._usage = body.wants_usage()
+        self._generation = generation
+        self._head: dict[str, object] = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self) -> dict[str, object]:
+        """Return the whole response."""
+        choices: list[dict[str, Any]] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": "", "refusal": None},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+            for index in range(self._answers)
+        ]
+        logprobs: list[list[TokenLogprob]] = [[] for _ in choices]
+        async for _, delta in self._generation.deltas():
+            choice = choices[delta.index]
+            choice["message"]["content"] += delta.text
+            logprobs[delta.index] += delta.logprobs
+            choice["finish_reason"] = delta.finish_reason
+        for choice, reports in zip(choices, logprobs, strict=True):
+            choice["logprobs"] = self._logprobs_object(reports)
+        return {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
+
+    async def events(self) -> AsyncGenerator[dict[str, object], None]:
+        """Yield the response in chunks; the first of each choice holds the role."""
+        started: set[int] = set()
+        async for _, delta in self._generation.deltas():
+            if delta.index not in started:
+                started.add(delta.index)
+                yield self._chunk(delta.index, {"role": "assistant", "content": ""})
+            content = {"content": delta.text} if delta.text else {}
+            logprobs = self._logprobs_object(delta.logprobs)
+            yield self._chunk(delta.index, content, logprobs, delta.finish_reason)
+        if self._usage:
+            yield {**self._head, "choices": [], "usage": usage_object(self._generation.usage)}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, str],
+        logprobs: dict[str, object] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, object]:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+        chunk: dict[str, object] = {**self._head, "choices": [choice]}
+        if self._usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _logprobs_object(self, reports: Sequence[TokenLogprob]) -> dict[str, object] | None:
+        if not self._logprobs:
+            return None
+        content = [
+            {
+                **_candidate_object(report.chosen),
+                "top_logprobs": [_candidate_object(candidate) for candidate in report.top],
+            }
+            for report in reports
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _candidate_object(candidate: Candidate) -> dict[str, object]:
+    return {
+        "token": candidate.text,
+        "bytes": list(candidate.bytes),
+        "logprob": floor_logprob(candidate.logprob),
+    }

@@ -1,0 +1,396 @@
+"""POST /v1/completions: raw prompts, and infilling with a ``suffix`` or a filled-in template."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from midfill.errors import InvalidRequestError
+from midfill.frontend.post_processing import PostProcessing
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import Admit, PromptEncoder
+from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.frontend.token_report import TokenReport
+from midfill.infill.context import ContextFile
+from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
+from midfill.infill.trim import Brackets, Lines
+from midfill.infill.window import WindowRule
+from midfill.serving.server.bodies import body_reference, read_json
+from midfill.serving.server.dialects.dialect import Dialect, TenantOf
+from midfill.serving.server.dialects.openai_completion_answer import CompletionAnswer
+from midfill.serving.server.dialects.openai_fields import GenerationFields
+from midfill.serving.server.dialects.tabby import Segments, complete_segments
+from midfill.serving.server.event_stream import EventStream
+from midfill.serving.server.generation import (
+    HOLE_TEMPERATURE,
+    check_answer_count,
+    limited_to_a_hole,
+)
+from midfill.serving.server.service import ModelService
+
+_DEFAULT_MAX_TOKENS = 16
+_MAX_CONTEXT_FILES = 256
+
+
+class ContextEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A file, or a part of one, to show the model in addition to the document.
+
+    Attributes:
+        text: its text.
+        path: its path, if known.
+    """
+
+    text: str
+    path: str | None = None
+
+
+class ExtraInput(msgspec.Struct, kw_only=True):
+    """The same in llama.cpp's spelling."""
+
+    text: str
+    filename: str | None = None
+
+
+class WindowFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How much of the text around the caret to show the model, in characters.
+
+    Attributes:
+        before: about how many before the caret; null takes the server's number.
+        after: at most how many after it; null takes the server's number.
+    """
+
+    before: int | None = None
+    after: int | None = None
+
+    def rule(self, default: WindowRule) -> WindowRule:
+        """Return the rule that the fields ask for.
+
+        Raises:
+            InvalidRequestError: a number is too small.
+        """
+        before = default.before if self.before is None else self.before
+        after = default.after if self.after is None else self.after
+        return WindowRule(before, after)
+
+
+class MidfillFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The request's ``midfill`` object.
+
+    Attributes:
+        layout: how to lay the prompt out; null means "auto".
+        document: the client's name for the document, if it has one.
+        supersede: end the requests of this document that are still running, if they set this, too,
+            and are for another text.
+        window: how much of the text around the caret to show the model. "as-sent" shows exactly
+            what was sent; null and "stable" leave it to the server.
+        healing: false continues right at the caret. Otherwise, where a longer token could begin
+            like the last tokens before the caret, the model writes these again, and they are left
+            out of the answer.
+        empty_threshold: the answer is empty where the probability of an empty answer is above
+            this, and has text elsewhere; 0 leaves it to each token. null takes the model's.
+        open_line: answer a caret at the start of a line that has text as on an empty line above it;
+            the answer then ends with a line break. null does what the model needs.
+        context: other files to show the model; those that change least come first.
+        context_characters: at most so many characters of other files are shown, the last ones; null
+            shows all of ``context``, and what the model profits from of files in a template.
+        path, repository: where the document is, shown in the model family's own format.
+        trim: end the answer where it begins to repeat the suffix; null does so if there is one.
+        lines: "single" ends the answer at its first line break, "block" where the block around
+            the caret ends.
+        brackets: "close" closes what the answer leaves open.
+        method: compresses the prompt's KV, as in "cake:budget=256", if the server allows it.
+        report: "tokens" adds the prompt's tokens to the response, and what the same prompt would
+            have cost in PSM order.
+    """
+
+    layout: RequestedLayout | None = None
+    document: str | None = None
+    supersede: bool | None = None
+    window: WindowMode | WindowFields | None = None
+    healing: bool | None = None
+    empty_threshold: float | None = None
+    open_line: bool | None = None
+    context: list[ContextEntry] | None = None
+    context_characters: int | None = None
+    path: str | None = None
+    repository: str | None = None
+    trim: bool | None = None
+    lines: Lines | None = None
+    brackets: Brackets | None = None
+    method: str | None = None
+    report: Literal["tokens"] | None = None
+
+    @property
+    def superseded(self) -> str | None:
+        """The document whose older requests end; None ends none.
+
+        Raises:
+            InvalidRequestError: the document has no name.
+        """
+        if not self.supersede:
+            return None
+        if self.document is None:
+            raise InvalidRequestError(
+                "midfill.supersede needs midfill.document, a name for the document",
+                param="midfill.supersede",
+            )
+        return self.document
+
+    def post_processing(self) -> PostProcessing:
+        """Return what to change in the answer."""
+        return PostProcessing(
+            overlap=self.trim, lines=self.lines or "all", brackets=self.brackets or "keep"
+        )
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    suffix: str | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    logprobs: int | None = None
+    return_token_ids: bool | None = None  # vLLM's
+    midfill: MidfillFields | None = None
+    input_extra: list[ExtraInput] | None = None
+    segments: Segments | None = None  # instead of a prompt: the request is Tabby's
+    mode: str | None = None  # Tabby's
+
+    def context(self) -> tuple[ContextFile, ...]:
+        """Return the other files to show the model, in either spelling."""
+        extra = [ContextFile(one.text, one.filename or "") for one in self.input_extra or ()]
+        own = self.midfill.context if self.midfill is not None else None
+        return (*extra, *(ContextFile(one.text, one.path or "") for one in own or ()))
+
+
+def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
+    """Return the router of the endpoint."""
+    router = APIRouter()
+
+    @router.post("/v1/completions", openapi_extra=body_reference(CompletionRequest))
+    async def completions(request: Request, tenant: Annotated[str, Depends(tenant_of)]) -> Response:
+        """Continue a prompt, or fill in between ``prompt`` and ``suffix``."""
+        body = await read_json(request, CompletionRequest, service.max_body_bytes)
+        if body.segments is not None and body.prompt is None:
+            return await complete_segments(
+                service,
+                tenant,
+                body.segments,
+                mode=body.mode,
+                temperature=body.temperature,
+                seed=body.seed,
+            )
+        model = service.check_model(body.model)
+        sampling = _sampling(body, service)
+        superseded = body.midfill.superseded if body.midfill is not None else None
+        _check_method(body, service)
+        prompts = await service.encode_request(_encode_prompts, body, tenant)
+        sampling = _for_prompts(sampling, body, prompts)
+        check_answer_count(len(prompts), sampling.n)
+        generation = service.generate(
+            prompts,
+            sampling,
+            tenant,
+            streamed=bool(body.stream),
+            supersedes=superseded,
+        )
+        answer = CompletionAnswer(
+            generation,
+            model,
+            answers=body.n or 1,
+            echo=bool(body.echo),
+            logprobs=body.logprobs is not None,
+            usage=body.wants_usage(),
+            token_ids=bool(body.return_token_ids),
+        )
+        if body.midfill is not None and body.midfill.report == "tokens":
+            answer.reports = await service.encode(_report_tokens, prompts, tenant)
+        if body.stream:
+            return EventStream(answer.events())
+        whole = await answer.whole()
+        return Response(msgspec.json.encode(whole), media_type="application/json")
+
+    return router
+
+
+DIALECT = Dialect(routes=routes, bodies=(CompletionRequest,), queued=("/v1/completions",))
+
+
+def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
+    """Return the checked sampling parameters, as far as they don't depend on the prompts."""
+    sampling = body.sampling(default_max_tokens=_DEFAULT_MAX_TOKENS, logprobs=body.logprobs)
+    if body.midfill is not None:
+        sampling = msgspec.structs.replace(sampling, post_processing=body.midfill.post_processing())
+    if body.echo and (body.logprobs is not None or sampling.max_tokens == 0):
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=body.logprobs or 0)
+    if body.best_of is not None:
+        if body.best_of < sampling.n:
+            raise InvalidRequestError(
+                f"best_of must be at least n, which is {sampling.n}, not {body.best_of}",
+                param="best_of",
+            )
+        if body.stream and body.best_of > sampling.n:
+            raise InvalidRequestError(
+                "best_of can't be streamed: the best answers are known at the end", param="best_of"
+            )
+        logprobs = sampling.logprobs
+        if body.best_of > sampling.n and logprobs is None:
+            logprobs = 0
+        sampling = msgspec.structs.replace(sampling, n=body.best_of, logprobs=logprobs)
+    names = {} if body.best_of is None else {"n": "best_of"}
+    check_sampling(sampling, service.tokenizer.vocab_size, names)
+    body.wants_usage()
+    return sampling
+
+
+def _check_method(body: CompletionRequest, service: ModelService) -> None:
+    """Refuse a method that doesn't exist, or that requests may not choose."""
+    if body.midfill is None or body.midfill.method is None:
+        return
+    try:
+        service.methods.check(body.midfill.method)
+    except InvalidRequestError as error:
+        field = "midfill.method"
+        raise InvalidRequestError(f"{field}: {error}", param=field) from None
+
+
+def _for_prompts(
+    sampling: SamplingParams, body: CompletionRequest, prompts: Sequence[Prompt]
+) -> SamplingParams:
+    """Return the sampling parameters for these prompts.
+
+    Raises:
+        InvalidRequestError: a prompt's log probabilities are asked for, and it is laid out anew.
+    """
+    infilling = all(prompt.infilling for prompt in prompts)
+    if sampling.prompt_logprobs is not None and any(prompt.infilling for prompt in prompts):
+        raise InvalidRequestError(
+            "echo with logprobs, or with max_tokens 0, is for raw prompts: an infilling prompt is"
+            ' laid out anew; leave out echo, or send the prompt with midfill.layout "verbatim"',
+            param="echo",
+        )
+    if not infilling:
+        return sampling
+    if body.temperature is None:
+        sampling = msgspec.structs.replace(sampling, temperature=HOLE_TEMPERATURE)
+    return sampling if body.max_tokens is not None else limited_to_a_hole(sampling)
+
+
+def _encode_prompts(
+    encoder: PromptEncoder, admit: Admit | None, body: CompletionRequest, tenant: str
+) -> list[Prompt]:
+    """Encode what ``prompt`` holds: a text, texts, token ids, or lists of token ids."""
+    given = body.prompt
+    if given is None:
+        raise InvalidRequestError("prompt is missing", param="prompt")
+    if isinstance(given, list) and given and all(isinstance(item, int) for item in given):
+        items: Sequence[object] = [given]
+    else:
+        items = given if isinstance(given, list) else [given]
+    if not items:
+        raise InvalidRequestError("prompt is empty", param="prompt")
+    check_answer_count(len(items), 1)
+    names = _field_names(body)
+    if len({type(item) for item in items}) > 1 or isinstance(items[0], int):
+        raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
+    try:
+        return [_encode_prompt(encoder, admit, body, item, tenant) for item in items]
+    except InvalidRequestError as error:
+        raise error.renamed(names) from None
+
+
+def _report_tokens(
+    encoder: PromptEncoder, prompts: Sequence[Prompt], tenant: str
+) -> list[TokenReport | None]:
+    return [encoder.report_tokens(prompt, tenant) for prompt in prompts]
+
+
+def _encode_prompt(
+    encoder: PromptEncoder, admit: Admit | None, body: CompletionRequest, item: object, tenant: str
+) -> Prompt:
+    """Encode a list of token ids, or a text: the prefix if there is a suffix, else a raw prompt."""
+    fields = body.midfill or MidfillFields()
+    if isinstance(item, list):
+        if body.suffix is not None:
+            raise InvalidRequestError(
+                "a prompt of token ids can't have a suffix; send text", param="suffix"
+            )
+        prompt = encoder.tokens(item)
+    else:
+        assert isinstance(item, str)
+        prompt = _encode_text(encoder, admit, body, fields, item, tenant)
+    return prompt.with_empty_threshold(fields.empty_threshold).with_method(fields.method)
+
+
+def _encode_text(
+    encoder: PromptEncoder,
+    admit: Admit | None,
+    body: CompletionRequest,
+    fields: MidfillFields,
+    text: str,
+    tenant: str,
+) -> Prompt:
+    """Encode a text: the prefix where there is a suffix, otherwise a raw prompt."""
+    window = fields.window or "stable"
+    request = InfillRequest(
+        prefix=text,
+        suffix=body.suffix or "",
+        raw=body.suffix is None,
+        layout=fields.layout or "auto",
+        document=fields.document,
+        tenant=tenant,
+        window=window.rule(encoder.window) if isinstance(window, WindowFields) else window,
+        context=body.context(),
+        context_characters=_checked_characters(fields.context_characters),
+        open_line=fields.open_line,
+        path=fields.path or "",
+        repository=fields.repository or "",
+    )
+    return encoder.infill(
+        request,
+        healing=fields.healing is not False,
+        stop_token_ids=body.stop_token_ids or (),
+        admit=admit,
+    )
+
+
+def _checked_characters(characters: int | None) -> int | None:
+    """Return the number.
+
+    Raises:
+        InvalidRequestError: it is negative.
+    """
+    if characters is not None and characters < 0:
+        raise InvalidRequestError(
+            f"midfill.context_characters must be at least 0, not {characters}",
+            param="midfill.context_characters",
+        )
+    return characters
+
+
+def _field_names(body: CompletionRequest) -> dict[str, str]:
+    """Return how the client spelled the fields of infilling, by the encoder's names.
+
+    Raises:
+        InvalidRequestError: there are too many files, or the prompt is not to be infilled.
+    """
+    fields = body.midfill or MidfillFields()
+    context = "input_extra" if body.input_extra else "midfill.context"
+    count = len(body.context())
+    if count > _MAX_CONTEXT_FILES:
+        raise InvalidRequestError(
+            f"{context} holds {count} files; at most {_MAX_CONTEXT_FILES} are accepted",
+            param=context,
+        )
+    given = {context: count, "midfill.path": fields.path, "midfill.repository": fields.repository}
+    useless = next((name for name, value in given.items() if value), None)
+    if useless is not None and (body.suffix is None or fields.layout == "verbatim"):
+        raise InvalidRequestError(
+            f"{useless} is only for infilling; send a suffix, which may be empty", param=useless
+        )
+    windows = {f"window.{name}": f"midfill.window.{name}" for name in ("before", "after")}
+    own = {name: f"midfill.{name}" for name in ("path", "empty_threshold")}
+    return {"context": context, **own, **windows}

@@ -1,0 +1,167 @@
+"""Errors as HTTP responses, in the shape of the dialect whose path failed."""
+
+import logging
+from collections.abc import Callable, Mapping
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from midfill.errors import (
+    DeadlineError,
+    EngineDeadError,
+    InvalidRequestError,
+    MidfillError,
+    QueueFullError,
+    RateLimitError,
+    StoppingError,
+    UnavailableError,
+    UpstreamError,
+)
+from midfill.serving.server.request_record import current_request
+
+_log = logging.getLogger(__name__)
+
+CLIENT_GONE = 499  # nginx's number; no client sees it
+_MAX_CHARACTERS = 500  # of the client's own input in a message
+
+
+class ApiError(MidfillError):
+    """An error as HTTP shows it.
+
+    Attributes:
+        status: the HTTP status.
+        param, code: see InvalidRequestError.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+ErrorBody = Callable[[ApiError], object]
+"""A dialect's shape of errors: returns the JSON body of one."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return the HTTP error for any exception, and note it in the request's record.
+
+    Bugs are logged, not exposed to clients.
+    """
+    api_error = _as_api_error(error)
+    record = current_request.get()
+    if record is not None:
+        record.error = api_error.code or _error_type(api_error.status)
+    return api_error
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidRequestError):
+        return ApiError(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers=retry_header(error))
+    if isinstance(error, RateLimitError):
+        code = "rate_limit_exceeded"
+        return ApiError(429, str(error), code=code, headers=retry_header(error))
+    if isinstance(error, EngineDeadError):
+        code = "engine_dead" if error.retry_after is None else "engine_restarting"
+        return ApiError(503, str(error), code=code, headers=retry_header(error))
+    if isinstance(error, DeadlineError):
+        return ApiError(503, str(error), code="deadline_exceeded", headers=retry_header(error))
+    if isinstance(error, StoppingError):
+        return ApiError(503, str(error), code="server_stopping", headers=retry_header(error))
+    if isinstance(error, UpstreamError):
+        status = 502 if error.retry_after is None else 503
+        return ApiError(status, str(error), code="upstream_error", headers=retry_header(error))
+    if isinstance(error, MidfillError):
+        return ApiError(500, str(error))
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details")
+
+
+def retry_header(error: UnavailableError) -> dict[str, str]:
+    """Return the Retry-After header of an error, if it knows when to try again."""
+    return {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+
+
+def openai_error_body(error: ApiError) -> dict[str, object]:
+    """Return OpenAI's shape, which other paths get as well."""
+    return {
+        "error": {
+            "message": error_message(error),
+            "type": _error_type(error.status),
+            "param": None if error.param is None else _quotable(error.param),
+            "code": error.code,
+        }
+    }
+
+
+def error_message(error: ApiError) -> str:
+    """Return an error's message; what it quotes of the client's input is shortened."""
+    return _quotable(str(error))
+
+
+def _error_type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def _quotable(text: str) -> str:
+    """Return text that may quote the client's input, shortened and fit for JSON."""
+    text = text.encode(errors="backslashreplace").decode()
+    short = len(text) <= _MAX_CHARACTERS
+    return text if short else f"{text[:_MAX_CHARACTERS]}..."
+
+
+def error_response(error: Exception, error_body: ErrorBody = openai_error_body) -> Response:
+    """Return the HTTP response for any exception."""
+    api_error = as_api_error(error)
+    return Response(
+        msgspec.json.encode(error_body(api_error)),
+        status_code=api_error.status,
+        headers=api_error.headers,
+        media_type="application/json",
+    )
+
+
+def install_error_handlers(app: FastAPI, error_bodies: Mapping[str, ErrorBody]) -> None:
+    """Give every error its dialect's shape, those of unknown paths OpenAI's.
+
+    Args:
+        app: the application.
+        error_bodies: the shapes by path.
+    """
+
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code == 404:
+            error = ApiError(404, f"there is nothing at {request.method} {request.url.path}")
+        elif isinstance(error, HTTPException) and error.status_code == 405:
+            message = f"{request.url.path} doesn't take {request.method}"
+            error = ApiError(405, message, headers=error.headers)
+        return error_response(error, error_bodies.get(request.url.path, openai_error_body))
+
+    async def ignore(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    for kind in (MidfillError, HTTPException, Exception):
+        app.add_exception_handler(kind, handle)
+    app.add_exception_handler(ClientDisconnect, ignore)

@@ -1,0 +1,294 @@
+"""Generation: the answers to one API request, from the engine's tokens to text."""
+
+import contextlib
+import dataclasses
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from midfill.engine.process.output_stream import OutputStream
+from midfill.engine.request import EngineOutput
+from midfill.errors import InvalidRequestError, UnavailableError
+from midfill.frontend.answer import AnswerDelta
+from midfill.frontend.generation import GenerationResult, whole_answers
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.response import Response, Usage
+from midfill.frontend.sampling import SamplingParams
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.serving.server.limits import RateLimits
+from midfill.serving.server.metrics import TenantMetrics
+from midfill.serving.server.served_engine import ServedEngine
+
+MAX_ANSWERS_PER_REQUEST = 1024
+HOLE_TEMPERATURE = 0.2  # of an infill request that names none; Codestral's
+_HOLE_MAX_TOKENS, _HOLE_SOFT_MAX_TOKENS = 128, 96
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """How long a request took so far, in seconds.
+
+    Attributes:
+        prompt: from its submission to the first token.
+        generation: from there to the last token.
+    """
+
+    prompt: float
+    generation: float
+
+
+@dataclass(slots=True)
+class PromptTimes:
+    """When the stages of a prompt's answers began, by ``time.perf_counter``.
+
+    Attributes:
+        submitted: when it was sent to the engine; None until then.
+        admitted: when it left the engine's queue; None until its first output.
+        first_token, last_token: when the server got them; None until then.
+    """
+
+    submitted: float | None = None
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def queued(self) -> float | None:
+        """Seconds in the queue, the way to the engine and back included; None until admitted."""
+        if self.submitted is None or self.admitted is None:
+            return None
+        return self.admitted - self.submitted
+
+
+class Generation:
+    """The answers to one API request.
+
+    Attributes:
+        responses: one per prompt.
+        sampling: how the answers are generated.
+        prompt_times: the times of each prompt.
+        finish_reasons: why answers ended, of all that did.
+        group: what keeps the requests together that may supersede this one; see ``superseding``.
+    """
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        metrics: TenantMetrics,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        tenant: str,
+        limits: RateLimits,
+        stream_interval: float,
+        on_complete: Callable[[Sequence[Response]], None],
+        request_id: str = "",
+        arrived: float | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """Prepare the requests; ``deltas`` submits them.
+
+        Args:
+            engine: where they run.
+            metrics: counts them.
+            tokenizer: turns their tokens into text.
+            prompts: the prompts.
+            sampling: how their answers are generated.
+            tenant: whose prefix cache to use.
+            limits: what tenants may use.
+            stream_interval: see ``EngineRequest``.
+            on_complete: called with ``responses`` once all answers are complete.
+            request_id: the API request's id; the ids of the engine's requests begin with it.
+            arrived: when it arrived, by ``time.perf_counter``; None: now.
+            deadline: when its client gives up, by ``time.monotonic``; None: never.
+        """
+        self._engine = engine
+        self._metrics = metrics
+        self._limits = limits
+        self._tenant = tenant
+        self._on_complete = on_complete
+        self._answers = len(prompts) * sampling.n
+        self.group: object = None
+        self._outputs: OutputStream | None = None
+        self._superseded = False
+        self._failure: UnavailableError | None = None
+        # Clients choose request ids, so they may be used twice.
+        identity = f"{request_id}-{uuid.uuid4().hex}".lstrip("-")
+        self._requests = [
+            prompt.request(f"{identity}-{index}", sampling, tenant, stream_interval, deadline)
+            for index, prompt in enumerate(prompts)
+        ]
+        self._places = {request.request_id: i for i, request in enumerate(self._requests)}
+        self.responses = [Response(prompt, sampling, tokenizer) for prompt in prompts]
+        self.finish_reasons: list[str] = []
+        self._started = time.perf_counter()
+        self._arrived = self._started if arrived is None else arrived
+        self.sampling = sampling
+        self.prompt_times = [PromptTimes() for _ in prompts]
+        self._last_token: dict[tuple[int, int], float] = {}
+
+    @property
+    def times(self) -> PromptTimes:
+        """The times of the prompt that had the first token, or is the first."""
+        return min(self.prompt_times, key=lambda times: times.first_token or math.inf)
+
+    @property
+    def timings(self) -> Timings:
+        """How long the prompts and their answers took so far."""
+        first = self.times.first_token or time.perf_counter()
+        return Timings(first - self._started, max(self._last_token.values(), default=first) - first)
+
+    @property
+    def usage(self) -> Usage:
+        """The cost of all prompts so far."""
+        return sum((response.usage for response in self.responses), Usage())
+
+    @property
+    def texts(self) -> tuple[tuple[str, str] | tuple[int, ...], ...]:
+        """What the answers are to: each prompt's text around the caret, or its tokens."""
+        return tuple(
+            (prompt.prefix, prompt.suffix) if prompt.infilling else tuple(prompt.token_ids)
+            for prompt in (response.prompt for response in self.responses)
+        )
+
+    def supersede(self) -> None:
+        """End all answers: each unfinished one has a last delta with reason "superseded"."""
+        self._superseded = True
+        if self._outputs is not None:
+            self._outputs.end()
+
+    def fail(self, error: UnavailableError) -> None:
+        """End all answers with an error."""
+        self._failure = error
+        if self._outputs is not None:
+            self._outputs.put(error)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
+        """Submit the requests; yield (prompt index, delta) until all answers are complete.
+
+        Once they are superseded, each unfinished answer ends without the text that was held back.
+        Closing the generator early ends the requests in the engine.
+
+        Raises:
+            InvalidRequestError: the engine can never run one of the prompts.
+            GenerationError: the engine failed on one of them.
+            QueueFullError: too many tokens are queued.
+            RateLimitError: the tenant has used what it may.
+            EngineDeadError: the engine is not ready, or it died.
+            StoppingError: the server is about to end.
+        """
+        prompt_tokens = sum(len(request.token_ids) for request in self._requests)
+        with self._limits.generating(self._tenant, prompt_tokens) as charge:
+            try:
+                async with contextlib.aclosing(self._deltas()) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            finally:
+                charge.tokens = self.usage.completion_tokens
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, AnswerDelta], None]:
+        complete = 0
+        now = time.perf_counter()
+        for times in self.prompt_times:
+            times.submitted = now
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if not self._superseded:
+                with self._engine.submit(*self._requests) as self._outputs:
+                    async for output in self._outputs:
+                        delta = self._push(output, self._outputs)
+                        if delta is None:
+                            continue
+                        complete += delta.finish_reason is not None
+                        yield self._places[output.request_id], delta
+            if not self._superseded:
+                self._on_complete(self.responses)
+                return
+            for place, response in enumerate(self.responses):
+                for delta in response.abandon("superseded"):
+                    complete += 1
+                    self.finish_reasons.append("superseded")
+                    self._metrics.answer_finished("superseded")
+                    yield place, delta
+        finally:
+            for _ in range(self._answers - complete):
+                self._metrics.answer_finished("abort")
+
+    async def whole(self) -> list[GenerationResult]:
+        """Return the answers to each prompt, once all are complete. Raises what ``deltas`` does."""
+        pieces: list[list[AnswerDelta]] = [[] for _ in self.responses]
+        async for place, delta in self.deltas():
+            pieces[place].append(delta)
+        return list(map(whole_answers, self.responses, pieces))
+
+    def _push(self, output: EngineOutput, outputs: OutputStream) -> AnswerDelta | None:
+        """Turn an output into text, and count it."""
+        place = self._places[output.request_id]
+        response = self.responses[place]
+        if output.prefill_seconds is not None:
+            self.prompt_times[place].admitted = time.perf_counter() - output.prefill_seconds
+        if output.token_ids:
+            self._record_tokens(place, output.index, len(output.token_ids))
+        delta = response.push(output)
+        if delta is not None and delta.finish_reason is not None:
+            if output.finish_reason is None:
+                # A stop string has ended the answer, of which the engine doesn't know.
+                outputs.cancel(output.request_id, output.index)
+            self.finish_reasons.append(delta.finish_reason)
+            self._metrics.answer_finished(delta.finish_reason)
+            if response.finished:
+                self._record_finished(response.usage, self.prompt_times[place])
+        return delta
+
+    def _record_tokens(self, place: int, index: int, tokens: int) -> None:
+        """Record the latency of an answer's new tokens."""
+        now = time.perf_counter()
+        times = self.prompt_times[place]
+        times.first_token, times.last_token = times.first_token or now, now
+        before = self._last_token.get((place, index))
+        if before is not None:
+            self._metrics.next_tokens(now - before, tokens)
+        elif index == 0:
+            self._metrics.first_token(now - self._arrived)
+        self._last_token[place, index] = now
+
+    def _record_finished(self, usage: Usage, times: PromptTimes) -> None:
+        """Record what the answers to a prompt took."""
+        self._metrics.request_finished(
+            time.perf_counter() - self._arrived,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+        )
+        admitted, first, last = times.admitted, times.first_token, times.last_token
+        if times.queued is not None and admitted and first and last:
+            self._metrics.stages_finished(times.queued, first - admitted, last - first)
+
+
+def check_answer_count(prompts: int, answers: int) -> None:
+    """Refuse requests for too many answers.
+
+    Raises:
+        InvalidRequestError: more than MAX_ANSWERS_PER_REQUEST.
+    """
+    if prompts * answers > MAX_ANSWERS_PER_REQUEST:
+        raise InvalidRequestError(
+            f"{prompts} prompts with {answers} answers each are too many;"
+            f" at most {MAX_ANSWERS_PER_REQUEST} answers per request",
+            param="prompt" if prompts > answers else "n",
+        )
+
+
+def limited_to_a_hole(sampling: SamplingParams) -> SamplingParams:
+    """Return the parameters of an infill request that doesn't say how long its answer may be.
+
+    Editors leave the limit out, and insert what they get.
+    """
+    ends = dataclasses.replace(sampling.post_processing, soft_max_tokens=_HOLE_SOFT_MAX_TOKENS)
+    return msgspec.structs.replace(sampling, max_tokens=_HOLE_MAX_TOKENS, post_processing=ends)

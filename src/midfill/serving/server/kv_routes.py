@@ -1,0 +1,141 @@
+"""POST /internal/kv/find, export and import: KV between servers of one model.
+
+For whoever moves documents between servers, behind a key of its own: its holder may read and write
+the KV of all tenants.
+"""
+
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Protocol
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import Response
+
+from midfill.errors import KvTransferError
+from midfill.serving.server.auth import client_host
+from midfill.serving.server.bodies import json_response, read_bytes, read_json
+from midfill.serving.server.errors import ApiError
+from midfill.serving.server.key_file import key_digest
+from midfill.serving.server.key_guesses import KeyGuesses
+
+_MAX_JSON_BYTES = 16 * 2**20
+_TOKEN = np.dtype("<i4")
+_HEADER_BYTES = 64 * 2**20  # of a blob, at most, beside the KV
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class KvEngine(Protocol):
+    """What the routes ask of an engine; see ``engine.process.client.EngineClient``."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Size of its KV pool."""
+        ...
+
+    async def cached_tokens(self, tenant: str, token_ids: list[int]) -> int:
+        """Return how many of a prompt's tokens are cached, from the first on."""
+        ...
+
+    async def export_kv(self, tenant: str, token_ids: list[int], start: int = 0) -> bytes:
+        """Return an encoded ``KvBlob``, without the first ``start`` tokens."""
+        ...
+
+    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
+        """Put an encoded ``KvBlob`` into a tenant's prefix cache; return the tokens cached.
+
+        ``before`` are the tokens that the export has left out.
+        """
+        ...
+
+
+class KvFindBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a question what is cached.
+
+    Attributes:
+        token_ids: a prompt.
+        tenant: whose cache; the name of the API key, "" without keys.
+    """
+
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    tenant: str = ""
+
+
+class KvExportBody(KvFindBody, forbid_unknown_fields=True):
+    """Body of an export: of what is cached of a prompt, from the first token on.
+
+    Attributes:
+        start: how many of these tokens the receiver has; they are left out.
+    """
+
+    start: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+def kv_routes(engine: KvEngine, key: str) -> APIRouter:
+    """Return the router.
+
+    Args:
+        engine: whose KV it is.
+        key: what callers send as their bearer token.
+    """
+    router = APIRouter(dependencies=[Depends(_key_check(key))], include_in_schema=False)
+
+    @router.post("/internal/kv/find")
+    async def find(request: Request) -> Response:
+        """Say how many tokens of a prompt are cached."""
+        body = await read_json(request, KvFindBody, _MAX_JSON_BYTES)
+        return json_response({"tokens": await engine.cached_tokens(body.tenant, body.token_ids)})
+
+    @router.post("/internal/kv/export")
+    async def export(request: Request) -> Response:
+        """Answer with the KV of what is cached of a prompt, 404 if nothing is."""
+        body = await read_json(request, KvExportBody, _MAX_JSON_BYTES)
+        try:
+            blob = await engine.export_kv(body.tenant, body.token_ids, body.start)
+        except KvTransferError as error:
+            raise ApiError(404, str(error), code="kv_not_cached") from None
+        return Response(blob, media_type="application/octet-stream")
+
+    @router.post("/internal/kv/import")
+    async def import_(
+        request: Request, tenant: str = "", before: Annotated[int, Query(ge=0)] = 0
+    ) -> Response:
+        """Put what an export answered into a tenant's cache; say how many tokens are cached.
+
+        The tokens that it has left out, ``before`` of them, come first, little-endian int32.
+        """
+        content = await read_bytes(request, engine.kv_bytes + _HEADER_BYTES)
+        size = before * _TOKEN.itemsize
+        if size > len(content):
+            raise ApiError(400, f"the body ends within the {before} tokens before the KV")
+        left_out = np.frombuffer(content, _TOKEN, before).tolist()
+        try:
+            tokens = await engine.import_kv(tenant, content[size:], left_out)
+        except KvTransferError as error:
+            raise ApiError(400, str(error), code="kv_refused") from None
+        return json_response({"tokens": tokens})
+
+    return router
+
+
+def _key_check(key: str) -> Callable[[Request], Awaitable[None]]:
+    digest, guesses = key_digest(key.encode()), KeyGuesses()
+
+    async def check(request: Request) -> None:
+        scheme, _, text = request.headers.get("authorization", "").partition(" ")
+        sent, host = text.strip().encode("latin-1"), client_host(request)
+        sent_digest = key_digest(sent)
+        if host is not None:
+            guesses.check(host, sent, sent_digest)
+        right = scheme.lower() == "bearer" and hmac.compare_digest(sent_digest, digest)
+        if host is not None:
+            guesses.record(host, sent, sent_digest, right=right)
+        if not right:
+            raise ApiError(
+                401, "the key of --kv-transfer-key is needed: Authorization: Bearer KEY",
+                code="invalid_api_key", headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
+
+    return check

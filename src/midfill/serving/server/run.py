@@ -1,0 +1,253 @@
+"""run_server: from ServeOptions to a running server: bind, load, listen."""
+
+import asyncio
+import contextlib
+import hashlib
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from fastapi import APIRouter
+from msgspec import structs
+
+from midfill.config import FimTokens, ModelOptions, ServeOptions
+from midfill.engine.disaggregated.client import DisaggregatedClient
+from midfill.engine.messages import EngineInfo
+from midfill.engine.process.client import EngineClient
+from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.infill.formats import FimFormat
+from midfill.infill.window import WindowRule
+from midfill.methods.shelf import AllowedMethods
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_model
+from midfill.serving.server.app import create_app
+from midfill.serving.server.key_file import key_digest
+from midfill.serving.server.key_ring import KeyRing
+from midfill.serving.server.kv_routes import kv_routes
+from midfill.serving.server.limits import RateLimits
+from midfill.serving.server.listening import (
+    answer_until_stopped,
+    bind,
+    cancel_on_termination,
+    open_traces,
+    own_hosts,
+    url_of,
+    warn_if_open,
+)
+from midfill.serving.server.request_log import Traces
+from midfill.serving.server.served_engine import ServedEngine
+from midfill.serving.server.service import ModelService
+from midfill.serving.server.tls import ServerTls
+from midfill.serving.server.worker_metrics import WorkerCollector
+from midfill.system.progress import Progress
+
+
+def run_server(
+    options: ServeOptions,
+    path: Path,
+    on_progress: Progress | None = None,
+    on_ready: Callable[[str, EngineInfo, ModelService], None] | None = None,
+) -> None:
+    """Serve until interrupted.
+
+    Args:
+        options: what to serve and how.
+        path: the checkpoint, already on disk.
+        on_progress: called with (stage, done, total) while the engine loads.
+        on_ready: called with the URL, the engine's info and the service once clients can connect.
+
+    Raises:
+        MidfillError: the address can't be used, the model can't be loaded, or libraries that the
+            options need are not installed.
+    """
+    keys = KeyRing(options.api_keys, options.api_key_file)
+    tls = None if options.tls is None else ServerTls(options.tls)
+    with (
+        bind(options.host, options.port) as listener,
+        open_traces(options.otlp_traces_endpoint) as traces,
+    ):
+        warn_if_open(listener, options.host, keys, tls)
+        try:
+            asyncio.run(_serve(options, path, keys, tls, listener, traces, on_progress, on_ready))
+        except asyncio.CancelledError:
+            sys.exit(128 + signal.SIGTERM)
+
+
+@contextlib.asynccontextmanager
+async def open_service(
+    options: ServeOptions,
+    path: Path,
+    on_progress: Progress | None = None,
+    tenants: Sequence[str] = ("",),
+    limits: RateLimits | None = None,
+) -> AsyncIterator[ModelService]:
+    """Load a model and start its engine process; both end with the ``with`` block.
+
+    Args:
+        options: what to serve and how.
+        path: the checkpoint, already on disk.
+        on_progress: called with (stage, done, total) while the engine loads.
+        tenants: everybody who may send requests.
+        limits: what they may use; None is everything.
+
+    Raises:
+        MidfillError: the model can't be loaded.
+    """
+    # Opened here first, so that its faults are reported before a process is started for it.
+    run = options.options
+    AllowedMethods(run.allow_methods, run.method)  # checks them
+    checkpoint = open_model(path, run.adapter_path, run.weights)
+    engine = _engine_client(options, path, on_progress)
+    try:
+        # Both take a while: building the tokenizer and starting the engine.
+        format, info = await asyncio.gather(
+            asyncio.to_thread(_prepare_tokenizer, checkpoint, options.fim_tokens), engine.start()
+        )
+        service = await assemble_service(options, checkpoint, format, engine, info, tenants, limits)
+        if isinstance(engine, DisaggregatedClient):
+            service.metrics.add(WorkerCollector(engine))
+        try:
+            yield service
+        finally:
+            service.close()
+    finally:
+        await engine.close()
+
+
+def _prepare_tokenizer(checkpoint: Checkpoint, fim_tokens: FimTokens | None) -> FimFormat | None:
+    """Build the tokenizer, with all that the first request would wait for; return the format."""
+    format = fim_format(checkpoint, fim_tokens)
+    checkpoint.tokenizer.prepare()
+    return format
+
+
+def _engine_client(
+    options: ServeOptions, path: Path, on_progress: Progress | None
+) -> EngineClient | DisaggregatedClient:
+    """Return the engine that the options ask for, not yet started."""
+    client = (
+        partial(DisaggregatedClient, workers=options.workers)
+        if options.workers.prefill
+        else EngineClient
+    )
+    return client(
+        path,
+        _with_scope(options.options, options.api_keys),
+        on_progress=on_progress,
+        max_queued_tokens=options.max_queued_tokens,
+        logs=options.logs,
+        step_timeout=options.step_timeout,
+        max_tenant_tokens=options.max_queued_tokens_per_key,
+    )
+
+
+async def assemble_service(
+    options: ServeOptions,
+    checkpoint: Checkpoint,
+    format: FimFormat | None,
+    engine: ServedEngine,
+    info: EngineInfo,
+    tenants: Sequence[str],
+    limits: RateLimits | None,
+) -> ModelService:
+    """Return the service of a model whose engine runs, here or elsewhere.
+
+    Args:
+        options: what to serve and how.
+        checkpoint: the model's; only its tokenizer and what it says of itself are read.
+        format: its FIM tokens.
+        engine: runs it.
+        info: what the engine reported of itself.
+        tenants: everybody who may send requests.
+        limits: what they may use; None is everything.
+    """
+    run = options.options
+    window = None if options.window is None else WindowRule(*options.window)
+    prompts = await asyncio.to_thread(
+        PromptEncoder, checkpoint, format, info.context, window, options.snippets,
+        options.document_memory,
+    )  # fmt: skip
+    return ModelService(
+        options.served_name or _short_name(options.model),
+        engine,
+        checkpoint.tokenizer,
+        prompts,
+        options.max_body_bytes,
+        aliases=options.aliases,
+        methods=AllowedMethods(run.allow_methods, run.method),
+        idle_prefill=options.idle_prefill,
+        stream_interval=options.stream_interval,
+        completion_timeout=options.completion_timeout,
+        tenants=tenants,
+        limits=limits,
+    )
+
+
+async def _serve(
+    options: ServeOptions,
+    path: Path,
+    keys: KeyRing,
+    tls: ServerTls | None,
+    listener: socket.socket,
+    traces: Traces | None,
+    on_progress: Progress | None,
+    on_ready: Callable[[str, EngineInfo, ModelService], None] | None,
+) -> None:
+    # So that SIGTERM while loading also ends the engine.
+    cancel_on_termination()
+    limits = RateLimits(keys.limits_of)
+    async with open_service(options, path, on_progress, keys.tenants, limits) as service:
+
+        def listening() -> None:
+            if on_ready is not None and service.engine.info is not None:
+                on_ready(url_of(listener, tls), service.engine.info, service)
+
+        app = create_app(
+            service,
+            keys,
+            traces,
+            redact=options.logs.redact,
+            own_hosts=own_hosts(listener, options.host, keys, options.allowed_hosts),
+            kv=_kv_routes(options, service),
+        )
+
+        def reload() -> None:
+            keys.reload()
+            if tls is not None:
+                tls.reload()
+
+        await answer_until_stopped(app, listener, service, listening, reload, options.listen, tls)
+
+
+def _kv_routes(options: ServeOptions, service: ModelService) -> APIRouter | None:
+    """Return the routes that move KV, if there is a key for them."""
+    engine = service.engine
+    if options.kv_transfer_key is None or not isinstance(
+        engine, EngineClient | DisaggregatedClient
+    ):
+        return None
+    return kv_routes(engine, options.kv_transfer_key)
+
+
+def _with_scope(options: ModelOptions, api_keys: Sequence[str]) -> ModelOptions:
+    """Return the engine's options with what makes the tenants' names unique beyond this server.
+
+    Keys without a file have names by their order, which may be others' at the next start.
+    """
+    if not api_keys:
+        return options
+    digests = b"".join(key_digest(key.encode()) for key in api_keys)
+    tier = structs.replace(options.warm_tier, scope=hashlib.sha256(digests).hexdigest())
+    return structs.replace(options, warm_tier=tier)
+
+
+def _short_name(model: str) -> str:
+    """Return the last part of a path to a file or folder; any other name as it is."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    path = path.resolve()
+    return path.stem if path.is_file() else path.name

@@ -1,0 +1,349 @@
+"""ModelService: one served model, which every dialect calls.
+
+The way of a request:
+
+1. A dialect reads and checks its body, and makes SamplingParams of it.
+2. It calls ``encode``: the prompts are planned and tokenised, on the encoding thread where that may
+   take long.
+3. It calls ``generate``: a Generation holds one engine request and one Response per prompt.
+4. It iterates over ``Generation.deltas``: the requests go to the engine process through
+   ``ServedEngine.submit``, tokens come back, and the Responses turn them into text.
+5. It sends the deltas in its own format, as a stream or as one body.
+6. Once all answers are complete, IdlePrefill has the engine compute what the documents of the
+   prompts will probably need next, as soon as the engine is idle.
+
+A client that disconnects cancels all this wherever it is (``disconnects``); a newer request of the
+same document may, too (``superseding``).
+"""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Concatenate, ParamSpec, TypeVar
+from weakref import WeakSet
+
+from midfill.engine.scheduling.admission import NEW_DOCUMENT
+from midfill.errors import DeadlineError, QueueFullError, StoppingError
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import Admit, PromptEncoder
+from midfill.frontend.response import Response
+from midfill.frontend.sampling import SamplingParams
+from midfill.frontend.token_stops import with_token_stops
+from midfill.infill.formats import FimFormat
+from midfill.infill.request import InfillRequest
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.serving.server.client_timeout import client_timeout
+from midfill.serving.server.errors import ApiError
+from midfill.serving.server.generation import Generation
+from midfill.serving.server.idle_prefill import IdlePrefill
+from midfill.serving.server.limits import RateLimits
+from midfill.serving.server.memory_metrics import MemoryCollector
+from midfill.serving.server.method_choice import MethodChoice, NoMethods
+from midfill.serving.server.metrics import Metrics
+from midfill.serving.server.request_record import RequestRecord, current_request
+from midfill.serving.server.served_engine import ServedEngine
+from midfill.serving.server.superseding import Superseding
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ModelService:
+    """One model behind all dialects.
+
+    Attributes:
+        name: what clients call the model.
+        aliases: further names that they may call it.
+        created: when it was loaded, in seconds since 1970.
+        engine: the engine that runs it.
+        tokenizer: the model's tokenizer.
+        metrics: the server's metrics.
+        max_body_bytes: maximum size of a request body.
+        methods: the methods of KV compression that requests may choose.
+        limits: what tenants may use.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: ServedEngine,
+        tokenizer: Tokenizer,
+        prompts: PromptEncoder,
+        max_body_bytes: int,
+        *,
+        aliases: Sequence[str] = (),
+        methods: MethodChoice | None = None,
+        idle_prefill: bool = True,
+        stream_interval: float = 0.0,
+        tenants: Sequence[str] = ("",),
+        context: int | None = None,
+        limits: RateLimits | None = None,
+        completion_timeout: float = 0.0,
+        encodes_at_once: int = 0,
+    ) -> None:
+        """Serve ``engine``.
+
+        Args:
+            name, engine, tokenizer, max_body_bytes, aliases, methods, limits: see the attributes.
+            prompts: the encoder of the model's prompts.
+            idle_prefill: compute expected prompts while the engine is idle, also where no client
+                asks for it.
+            stream_interval: seconds for which tokens of a streamed answer may be held back.
+            tenants: everybody who may send requests.
+            completion_timeout: seconds after which nobody waits any more for an infill request
+                whose client doesn't say how long it waits; 0 is for ever.
+            context: see the attribute; None where the encoder counts the model's own tokens.
+            encodes_at_once: requests with bodies of up to so many bytes are encoded on the event
+                loop's thread: where encoding is fast, handing it over takes longer.
+        """
+        self.name = name
+        self.aliases = tuple(alias for alias in dict.fromkeys(aliases) if alias != name)
+        self.created = int(time.time())
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.max_body_bytes = max_body_bytes
+        self.methods = methods or NoMethods()
+        self.limits = limits or RateLimits()
+        self.metrics = Metrics(name, engine, tenants)
+        self.metrics.add(MemoryCollector(prompts.memory))
+        self._prompts = prompts
+        self._context = prompts.context if context is None else context
+        # One thread, since the encoder is not thread-safe: it remembers documents. Not the event
+        # loop's thread, which a long text would block.
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")
+        self._encoding_lock = threading.Lock()
+        self._encodes_at_once = encodes_at_once
+        self._idle_prefill = IdlePrefill(engine, self.encode)
+        self._prefills_unasked = idle_prefill
+        self._stream_interval = stream_interval
+        self._superseding = Superseding()
+        self._generations: WeakSet[Generation] = WeakSet()
+        self._stopping = False
+        self._completion_timeout = completion_timeout or None
+
+    @property
+    def context(self) -> int:
+        """Maximum number of tokens of a prompt and its answer."""
+        return self._context
+
+    @property
+    def fim_format(self) -> FimFormat | None:
+        """The model's FIM tokens and their order; None if it has none that are known."""
+        return self._prompts.format
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model, its own first."""
+        return (self.name, *self.aliases)
+
+    def check_model(self, model: str | None) -> str:
+        """Return the name to answer with: the client's own, or the model's if it gave none.
+
+        Raises:
+            ApiError: 404 for any other model's name.
+        """
+        if not model:  # some editors send "" where their user has chosen none
+            return self.name
+        if model not in self.names:
+            known = ", ".join(map(repr, self.names))
+            raise ApiError(
+                404, f"there is no model {model!r}; this server has {known}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+        return model
+
+    async def encode(
+        self,
+        function: Callable[Concatenate[PromptEncoder, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Call ``function(encoder, *args)``, e.g. ``PromptEncoder.chat``.
+
+        It runs on the encoding thread, unless the request is small and nothing runs there.
+        """
+        loop = asyncio.get_running_loop()
+        started, record = time.perf_counter(), current_request.get()
+        deadline = self._deadline(record, None)
+
+        def encode() -> T:
+            if deadline is not None and time.monotonic() > deadline:
+                raise DeadlineError(
+                    "no time is left of what the request gives; try again in a moment",
+                    retry_after=1,
+                )
+            return function(self._prompts, *args, **kwargs)
+
+        def encode_apart() -> T:
+            with self._encoding_lock:
+                return encode()
+
+        try:
+            if self._is_small(record) and self._encoding_lock.acquire(blocking=False):
+                try:
+                    return encode()
+                finally:
+                    self._encoding_lock.release()
+            return await loop.run_in_executor(self._encoding, encode_apart)
+        finally:
+            if record is not None:
+                record.encodings.append((started, time.perf_counter()))
+
+    def check_queue(self) -> None:
+        """Refuse the current request where it may not be queued, whatever it asks.
+
+        Raises:
+            QueueFullError: too much is queued.
+            InvalidRequestError: its headers give it no time that makes sense.
+        """
+        record = current_request.get()
+        if record is not None:
+            deadline = self._deadline(record, None)
+            self.engine.check_admission(record.tenant or "", deadline)
+
+    async def encode_request(
+        self,
+        function: Callable[Concatenate[PromptEncoder, Admit | None, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Encode the prompts of a request, unless too many are queued to take them.
+
+        Only where a document's first request would be refused is each request's document looked
+        for before its prompt is encoded.
+
+        Args:
+            function: encodes them. Its second argument is for ``PromptEncoder.infill``.
+            args, kwargs: its further arguments.
+
+        Raises:
+            QueueFullError: too much is queued.
+        """
+        record = current_request.get()
+        if record is None:
+            return await self.encode(function, None, *args, **kwargs)
+        admits = partial(
+            self.engine.check_admission, record.tenant or "", self._deadline(record, None)
+        )
+        try:
+            admits(NEW_DOCUMENT)
+        except QueueFullError:
+            pass
+        else:
+            return await self.encode(function, None, *args, **kwargs)
+
+        def admit(document: str | None) -> None:
+            admits(NEW_DOCUMENT if document is None else document)
+
+        return await self.encode(function, admit, *args, **kwargs)
+
+    def _deadline(self, record: RequestRecord | None, default: float | None) -> float | None:
+        """Return when a request's client gives up, by ``time.monotonic``; None if it never does.
+
+        Args:
+            record: of the request.
+            default: seconds that it waits if it doesn't say so.
+        """
+        if record is None:
+            return None
+        seconds = client_timeout(record.headers) or default
+        if seconds is None:
+            return None
+        return time.monotonic() - (time.perf_counter() - record.arrived) + seconds
+
+    def _is_small(self, record: RequestRecord | None) -> bool:
+        """Whether a request is encoded sooner than handed over."""
+        size = None if record is None else record.body_bytes
+        return size is not None and size <= self._encodes_at_once
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        tenant: str,
+        *,
+        streamed: bool,
+        supersedes: str | None = None,
+    ) -> Generation:
+        """Prepare the generation of answers; iterating over its deltas starts it.
+
+        Args:
+            prompts: what to answer.
+            sampling: how.
+            tenant: whose cache to use.
+            streamed: whether answers are reported before they end.
+            supersedes: the client's name for a document whose older requests end now, if they gave
+                the name, too, and are for another text; None ends none, and this one is not ended.
+
+        Raises:
+            StoppingError: the server is about to end.
+        """
+        if self._stopping:
+            raise _stopping()
+        record = current_request.get()
+        generation = Generation(
+            self.engine,
+            self.metrics.of_tenant(tenant),
+            self.tokenizer,
+            prompts,
+            with_token_stops(sampling, prompts, self.tokenizer),
+            tenant=tenant,
+            limits=self.limits,
+            stream_interval=self._stream_interval if streamed else math.inf,
+            # Must not hold the generation: with a cycle, its texts stay until garbage is collected.
+            on_complete=lambda responses: self._prefill_next(responses, tenant),
+            request_id="" if record is None else record.request_id,
+            arrived=None if record is None else record.arrived,
+            deadline=self._deadline(
+                record,
+                self._completion_timeout if any(one.infilling for one in prompts) else None,
+            ),
+        )
+        self._generations.add(generation)
+        if record is not None:
+            record.model, record.generation = self.name, generation
+        if supersedes is not None:
+            self._superseding.enter(generation, tenant, supersedes)
+        return generation
+
+    def prefill(self, prompt: Prompt, tenant: str) -> None:
+        """Have a prompt computed while the engine is idle, for a request that will come soon."""
+        self._idle_prefill.start_prompt(prompt, tenant)
+
+    def prefill_context(self, request: InfillRequest) -> None:
+        """Prepare for requests with the context that a client announces, while the engine is idle.
+
+        What is computed is the last document with this context, or the context alone.
+        """
+        self._idle_prefill.start_context(request)
+
+    async def finish_prefills(self) -> None:
+        """Wait until the engine has computed what it was asked for in idle time."""
+        await self._idle_prefill.finish()
+
+    def stop(self) -> None:
+        """End all requests in progress, and refuse new ones, with an error that says so."""
+        self._stopping = True
+        for generation in tuple(self._generations):
+            generation.fail(_stopping())
+
+    def close(self) -> None:
+        """End idle prefills and the encoding thread."""
+        self._idle_prefill.close()
+        self._encoding.shutdown(cancel_futures=True)
+
+    def _prefill_next(self, responses: Sequence[Response], tenant: str) -> None:
+        """Prepare for the next request of each prompt's document."""
+        for prompt, usage in ((response.prompt, response.usage) for response in responses):
+            document = None if prompt.report is None else prompt.report.document
+            inexact = prompt if usage.reused_tokens else None
+            if self._prefills_unasked and (document is not None or inexact is not None):
+                self._idle_prefill.start(document, tenant, inexact)
+
+
+def _stopping() -> StoppingError:
+    return StoppingError("the server is stopping; try again in a moment", retry_after=1)

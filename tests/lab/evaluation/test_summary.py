@@ -1,0 +1,140 @@
+"""Summaries: paired differences within a report and between two reports; their files."""
+
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from midfill.errors import MidfillError
+from midfill.lab.evaluation.problems import Task
+from midfill.lab.evaluation.report import (
+    comparison_tables,
+    plot_report,
+    read_report,
+    report_markdown,
+    report_tables,
+    write_report,
+)
+from midfill.lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
+from midfill.lab.evaluation.summary import (
+    baseline_of,
+    compare_reports,
+    differences,
+    summarise,
+    task_differences,
+)
+
+
+def report(conditions: dict[str, float], count: int = 300, seed: int = 0) -> InfillingReport:
+    """Return a report whose conditions get these shares of the same holes exactly right."""
+    chance = random.Random(seed)
+    difficulty = [chance.random() for _ in range(count)]
+    return InfillingReport(
+        model="m",
+        options=RunOptions(tasks=("line", "span")),
+        isolation="",
+        problems=[
+            ProblemRecord(f"{i}", "line" if i % 2 else "span", f"{i // 3}", "digest")
+            for i in range(count)
+        ],
+        outcomes={
+            name: [
+                Outcome("x", True, {"exact": float(hard < skill), "similarity": hard})
+                for hard in difficulty
+            ]
+            for name, skill in conditions.items()
+        },
+    )
+
+
+def test_differences_are_paired_and_from_psm() -> None:
+    run = report({"prefix-only": 0.2, "psm": 0.5, "efim": 0.48})
+    assert baseline_of(run) == "psm"
+    assert baseline_of(report({"auto": 0.2, "efim": 0.2})) == "auto"
+    scores = summarise(run, "line")
+    assert scores["psm"]["exact"].count == 150
+    found = differences(run, "line")
+    assert set(found) == {"prefix-only", "efim"}
+    efim = found["efim"]["exact"]
+    assert efim.value == pytest.approx(scores["efim"]["exact"].value - scores["psm"]["exact"].value)
+    assert -0.07 < efim.low <= efim.value <= efim.high <= 0
+    assert found["prefix-only"]["exact"].high < -0.15
+
+
+def test_two_reports_are_compared_hole_by_hole() -> None:
+    base, trained = report({"prefix-only": 0.3, "psm": 0.3}), report({"psm": 0.6, "efim": 0.6})
+    found = compare_reports(base, trained)
+    assert set(found) == {"span", "line"}
+    assert set(found["line"]) == {"psm"}
+    exact = found["line"]["psm"]["exact"]
+    assert exact.difference.value == pytest.approx(exact.second.value - exact.first.value)
+    assert exact.difference.low > 0.15
+    crossed = compare_reports(base, trained, [("prefix-only", "efim")])
+    assert crossed["line"]["prefix-only / efim"]["exact"] == exact
+    assert len(comparison_tables(crossed)) == 2
+
+
+def test_tasks_with_the_same_holes_are_compared_hole_by_hole() -> None:
+    run = report({"psm": 0.5, "auto": 0.6}, 60)
+    tasks: tuple[Task, Task] = ("word-top", "word-deep")
+    problems = [
+        ProblemRecord(f"{tasks[i % 2]}/{i // 2}", tasks[i % 2], f"{i // 6}", "digest")
+        for i in range(59)  # one hole has no partner
+    ]
+    for outcomes in run.outcomes.values():
+        for index, outcome in enumerate(outcomes):
+            outcome.scores["subtoken"] = float(index % 2 == 0 or index % 8 == 1)
+    paired = msgspec.structs.replace(
+        run, problems=problems, outcomes={name: each[:59] for name, each in run.outcomes.items()}
+    )
+    found = task_differences(paired, *tasks)
+    assert set(found) == {"psm", "auto"}
+    assert found["psm"]["subtoken"].count == 29
+    assert found["psm"]["subtoken"].value == pytest.approx(8 / 29 - 1)
+    assert task_differences(report({"psm": 0.5}), *tasks) == {}
+    assert "word-deep, minus word-top, 29 holes in both:" in report_markdown(paired)
+
+
+def test_only_shared_holes_are_compared() -> None:
+    few, many = report({"psm": 0.3}, 90), report({"psm": 0.3}, 300)
+    assert compare_reports(few, many)["line"]["psm"]["exact"].first.count == 45
+    other = msgspec.structs.replace(
+        few, problems=[ProblemRecord(f"x{i}", "line", "g", "d") for i in range(90)]
+    )
+    with pytest.raises(MidfillError, match="share no problem"):
+        compare_reports(few, other)
+    changed = msgspec.structs.replace(
+        few, problems=[msgspec.structs.replace(p, digest="y") for p in few.problems]
+    )
+    with pytest.raises(MidfillError, match="problem 0 is another text in the second file"):
+        compare_reports(few, changed)
+    with pytest.raises(MidfillError, match="share no condition"):
+        compare_reports(few, report({"auto": 0.1}))
+    with pytest.raises(MidfillError, match="the second file has no condition 'efim', only psm"):
+        compare_reports(few, many, [("psm", "efim")])
+
+
+def test_reports_are_written_and_read(tmp_path: Path) -> None:
+    run = report({"psm": 0.5, "efim": 0.4})
+    for finished in (False, True):
+        write_report(run, tmp_path / "a.json", finished=finished)
+        assert read_report(tmp_path / "a.json") == run
+    record = msgspec.json.decode((tmp_path / "a.json").read_bytes())
+    assert record["summary"]["line"]["scores"]["psm"]["exact"]["count"] == 150
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    plot_report(run, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert len(report_tables(run)) == 4
+    assert "| efim |" in report_markdown(run)
+
+
+def test_files_that_are_not_reports_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MidfillError, match="No such file"):
+        read_report(tmp_path / "none.json")
+    for content in ("", "{}", "[1]", '{"format": 1, "model": 3}'):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(MidfillError, match="is not a report of 'midfill eval infilling'"):
+            read_report(tmp_path / "a.json")
+    with pytest.raises(MidfillError, match="can't be written"):
+        write_report(report({"psm": 0.5}), tmp_path / "a.json" / "b.json", finished=True)

@@ -1,0 +1,85 @@
+"""Fixtures for the training tests: a tiny corpus, and runs on the tiny model."""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from training_corpus import FIM, source_text
+
+from midfill.infill.formats import FimFormat, custom_format
+from midfill.lab.training.corpus import Corpus
+from midfill.lab.training.recipe import DataRecipe, TrainingRecipe
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+
+if TYPE_CHECKING:
+    from midfill.lab.training.run import TrainingRun
+
+SHORT = DataRecipe(
+    prefix_characters=(5, 40), suffix_characters=(5, 30), long_share=0.0, span_characters=20
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> None:
+    """Sum gradients in one order, on one thread; reset accelerate as in a new process."""
+    if find_spec("torch") is None:
+        return
+    import torch
+    from accelerate.state import AcceleratorState
+
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folder: Path) -> Checkpoint:
+    return open_checkpoint(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def fim_format(tiny: Checkpoint) -> FimFormat:
+    return custom_format(*FIM, tiny.tokenizer.special_tokens)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of twelve Python files under the MIT licence."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "LICENSE").write_text("MIT License\n")
+    for number in range(12):
+        (folder / "package").mkdir(exist_ok=True)
+        (folder / "package" / f"module_{number}.py").write_text(source_text(number))
+    return folder
+
+
+@pytest.fixture
+def recipe() -> TrainingRecipe:
+    """Twelve small steps."""
+    return TrainingRecipe(
+        tokens=12 * 400,
+        tokens_per_step=400,
+        row_tokens=200,
+        rank=4,
+        alpha=8,
+        learning_rate=5e-3,
+        precision="fp32",
+        data=SHORT,
+    )
+
+
+@pytest.fixture
+def start(tiny: Checkpoint, corpus: Path) -> "Callable[..., TrainingRun]":
+    """Prepare a run on the tiny model: ``start(folder, recipe)``."""
+    from midfill.lab.training.run import RunInputs, prepare_run
+
+    def run(
+        folder: Path, recipe: TrainingRecipe, sources: Sequence[Path] = (corpus,), **inputs: object
+    ) -> "TrainingRun":
+        documents = Corpus.find(sources, recipe.data.suffixes)
+        given = {"documents": documents, "folder": folder, "fim_tokens": FIM} | inputs
+        return prepare_run(tiny, recipe, RunInputs(**given))  # type: ignore[arg-type]
+
+    return run

@@ -1,0 +1,243 @@
+"""Examples: the document's text byte for byte, in the server's layouts, with loss weights."""
+
+import dataclasses
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from midfill.infill.formats import FimFormat, custom_format
+from midfill.infill.layout import PromptLayout, lay_out
+from midfill.lab.training.examples import Example, ExampleMaker
+from midfill.lab.training.holes import Hole
+from midfill.lab.training.recipe import DataRecipe
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.tokens.layout_encoder import encode_layout
+from midfill.models.tokens.tokenizer import Tokenizer
+
+FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+TEXT = (
+    "def total(values):\n"
+    "    # été, 漢字 and 😀; <fim_middle> is text\n"
+    "    return sum(values)\n"
+    "\n"
+    "print(total([1, 2, 3]))\n"
+)
+END = 0
+ONLY_THE_CARET = DataRecipe(fragment_share=0.0, typed_share=0.0)
+MANY = DataRecipe(fragment_share=1.0, typed_share=1.0, fragment_cuts=20)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: Checkpoint) -> Tokenizer:
+    return tiny.tokenizer
+
+
+def make(
+    tokenizer: Tokenizer,
+    hole: Hole,
+    recipe: DataRecipe = MANY,
+    *,
+    fragments: bool = True,
+    seed: int = 0,
+    format: FimFormat | None = None,
+) -> Example:
+    format = format or custom_format(*FIM, tokenizer.special_tokens)
+    maker = ExampleMaker(tokenizer, format, END, recipe)
+    return maker.make(TEXT, hole, random.Random(seed), fragments=fragments)
+
+
+@st.composite
+def holes(draw: st.DrawFn) -> Hole:
+    start, caret, end, stop = sorted(
+        draw(st.lists(st.integers(0, len(TEXT)), min_size=4, max_size=4))
+    )
+    if caret == end:
+        caret, end = (caret - 1, end) if caret else (caret, end + 1)
+    start, stop = min(start, caret), max(stop, end)
+    return Hole("span", start, caret, end, stop, draw(st.integers(0, caret - start)), "efim")
+
+
+def texts_of(example: Example, tokenizer: Tokenizer) -> tuple[str, str, str]:
+    """Return the texts after PRE, SUF and MID."""
+    at = [example.ids.tolist().index(tokenizer.special_tokens[name]) for name in FIM]
+    bounds = [*at, len(example.ids) - 1]
+    parts = [
+        b"".join(map(tokenizer.token_bytes, example.ids[a + 1 : b])) for a, b in pairwise(bounds)
+    ]
+    head, suffix, written = (part.decode() for part in parts)
+    return head, suffix, written
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(hole=holes(), seed=st.integers(0, 1000), fragments=st.booleans())
+def test_the_text_is_the_documents_byte_for_byte(
+    tokenizer: Tokenizer, hole: Hole, seed: int, fragments: bool
+) -> None:
+    example = make(tokenizer, hole, fragments=fragments, seed=seed)
+    k = hole.start + hole.cut
+    assert texts_of(example, tokenizer) == (
+        TEXT[hole.start : k],
+        TEXT[hole.end : hole.stop],
+        TEXT[k : hole.end],
+    )
+    assert example.ids[-1] == END
+    assert example.characters == hole.stop - hole.start
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(hole=holes())
+def test_a_prompt_is_what_the_server_sends(tokenizer: Tokenizer, hole: Hole) -> None:
+    format = custom_format(*FIM, tokenizer.special_tokens)
+    prefix, suffix = TEXT[hole.start : hole.caret], TEXT[hole.end : hole.stop]
+    segments, layout = lay_out(format, prefix, suffix, hole.cut)
+    prompt = encode_layout(PromptLayout(segments=segments, layout=layout), tokenizer)
+    middle = tokenizer.encode_continuation(TEXT[hole.caret : hole.end])
+    assert make(tokenizer, hole, ONLY_THE_CARET).ids.tolist() == [*prompt, *middle, END]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(hole=holes(), seed=st.integers(0, 1000))
+def test_a_fragmented_increment_is_what_the_server_sends_after_some_keystrokes(
+    tokenizer: Tokenizer, hole: Hole, seed: int
+) -> None:
+    recipe = dataclasses.replace(ONLY_THE_CARET, typed_share=1.0)
+    example = make(tokenizer, hole, recipe, seed=seed)
+    format = custom_format(*FIM, tokenizer.special_tokens)
+    after_mid = example.ids.tolist().index(format.middle.token_id) + 1  # type: ignore[union-attr]
+    bounds = [
+        after_mid,
+        *(at for at in example.fragment_starts if at > after_mid),
+        len(example.ids) - 1,
+    ]
+    *fragments, middle = [tokenizer.decode(example.ids[a:b].tolist()) for a, b in pairwise(bounds)]
+    assert middle == TEXT[hole.caret : hole.end]
+    prefix, suffix = TEXT[hole.start : hole.caret], TEXT[hole.end : hole.stop]
+    segments, layout = lay_out(format, prefix, suffix, hole.cut, fragments=fragments)
+    prompt = encode_layout(PromptLayout(segments=segments, layout=layout), tokenizer)
+    assert example.ids.tolist()[: len(prompt)] == prompt
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(hole=holes(), seed=st.integers(0, 1000), fragments=st.booleans())
+def test_loss_weights_follow_the_recipe(
+    tokenizer: Tokenizer, hole: Hole, seed: int, fragments: bool
+) -> None:
+    recipe = dataclasses.replace(MANY, increment_weight=0.25)
+    example = make(tokenizer, hole, recipe, fragments=fragments, seed=seed)
+    after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
+    increment = len(TEXT[hole.start + hole.cut : hole.caret].encode())
+    assert not example.weights[:after_mid].any()
+    assert not example.without_end[:after_mid].any()
+    assert example.weights[-1] == 1.0
+    assert not example.without_end[-1]
+    at = 0
+    for token_id, weight, typed in zip(
+        *(each[after_mid:-1] for each in (example.ids, example.weights, example.without_end)),
+        strict=True,
+    ):
+        at += len(tokenizer.token_bytes(int(token_id)))
+        assert typed == (at <= increment)
+        assert weight in ({0.25, 0.0} if at <= increment else {1.0, 0.0})
+        assert fragments or weight
+    assert example.weights.dtype == np.float32
+    assert example.ids.dtype == np.int32
+
+
+def test_a_token_cut_by_the_caret_is_learned_after_it_only(
+    tokenizer: Tokenizer,
+) -> None:
+    start, end = TEXT.index("    return"), TEXT.index("\n\nprint")
+    caret = TEXT.index("alues)\n\nprint") + 1
+    assert b"al" in map(tokenizer.token_bytes, tokenizer.encode_continuation(TEXT[start:end]))
+    example = make(tokenizer, Hole("span", start, caret, end, end, 0, "spm"), ONLY_THE_CARET)
+    after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
+    before = tokenizer.encode_continuation(TEXT[start:caret])
+    assert example.ids[after_mid : after_mid + len(before)].tolist() == before
+    weights = example.weights[after_mid:].tolist()
+    assert weights[: len(before)] == [0.5] * (len(before) - 1) + [0.0]
+    assert set(weights[len(before) :]) == {1.0}
+
+
+def test_examples_with_and_without_fragments_differ_in_nothing_else(tokenizer: Tokenizer) -> None:
+    hole = Hole("span", 0, 40, 60, 90, 20, "efim")
+    with_them, without = (make(tokenizer, hole, fragments=each) for each in (True, False))
+    assert texts_of(with_them, tokenizer) == texts_of(without, tokenizer)
+    assert with_them.hole == without.hole
+    assert with_them.fragment_starts
+    assert not without.fragment_starts
+
+
+def test_suffix_first_formats_have_no_increment(tokenizer: Tokenizer) -> None:
+    format = custom_format(*FIM, tokenizer.special_tokens, order="spm")
+    hole = Hole("span", 0, 20, 30, 50, 7, "efim")
+    example = make(tokenizer, hole, ONLY_THE_CARET, format=format)
+    segments, layout = lay_out(format, TEXT[:20], TEXT[30:50], 20)
+    prompt = encode_layout(PromptLayout(segments=segments, layout=layout), tokenizer)
+    middle = tokenizer.encode_continuation(TEXT[20:30])
+    assert example.ids.tolist() == [*prompt, *middle, END]
+    assert example.weights.tolist() == [0.0] * len(prompt) + [1.0] * (len(middle) + 1)
+
+
+def test_bos_comes_first_if_the_server_sends_it(tokenizer: Tokenizer) -> None:
+    with_bos = Tokenizer(tokenizer._parsing, bos_token_id=0, add_bos=True)
+    example = make(with_bos, Hole("span", 0, 20, 30, 50, 7, "efim"), ONLY_THE_CARET)
+    format = custom_format(*FIM, tokenizer.special_tokens)
+    segments, layout = lay_out(format, TEXT[:20], TEXT[30:50], 7)
+    prompt = encode_layout(PromptLayout(segments=segments, layout=layout), with_bos)
+    assert prompt[0] == 0
+    assert example.ids.tolist()[: len(prompt)] == prompt
+
+
+def test_fragment_starts_are_where_fragments_start(tokenizer: Tokenizer) -> None:
+    example = make(tokenizer, Hole("span", 0, 40, 60, 90, 40, "psm"), MANY, seed=3)
+    sentinels = [at for at, each in enumerate(example.ids) if not tokenizer.token_bytes(int(each))]
+    assert not set(sentinels) & set(example.fragment_starts)
+    begins = sorted({*(at + 1 for at in sentinels), *example.fragment_starts})
+    for start, stop in pairwise(begins):
+        ids = example.ids[start:stop].tolist()
+        fragment = [each for each in ids if tokenizer.token_bytes(each)]
+        assert tokenizer.encode_continuation(tokenizer.decode(fragment)) == fragment
+
+
+def test_some_line_ends_of_the_increment_might_be_the_answers_end(tokenizer: Tokenizer) -> None:
+    hole = Hole("span", 0, len(TEXT) - 5, len(TEXT), len(TEXT), 0, "spm")
+    ends: set[str] = set()
+    for seed in range(20):
+        example = make(
+            tokenizer,
+            hole,
+            dataclasses.replace(ONLY_THE_CARET, unfinished_lines=2, increment_weight=0.3),
+            seed=seed,
+        )
+        after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
+        last = int(np.flatnonzero(example.without_end)[-1])
+        drawn = [at for at in range(after_mid, last) if not example.without_end[at]]
+        assert len(drawn) <= 2
+        for at in drawn:
+            assert example.weights[at] in (1.0, 0.0)  # 0.0 where a cut has broken the token
+            before, token = (tokenizer.decode([int(example.ids[i])]) for i in (at - 1, at))
+            assert before.endswith("\n") or token.startswith("\n")
+            ends.add(tokenizer.decode(example.ids[after_mid:at].tolist()).split("\n")[-1])
+    assert len(ends) > 2
+
+
+def test_without_a_cut_at_the_caret_the_model_writes_the_token_across_it(
+    tokenizer: Tokenizer,
+) -> None:
+    start, end = TEXT.index("    return"), TEXT.index("\n\nprint")
+    caret = TEXT.index("alues)\n\nprint") + 1
+    recipe = dataclasses.replace(ONLY_THE_CARET, caret_share=0.0)
+    example = make(tokenizer, Hole("span", start, caret, end, end, 0, "spm"), recipe)
+    after_mid = example.ids.tolist().index(tokenizer.special_tokens["<fim_middle>"]) + 1
+    whole = tokenizer.encode_continuation(TEXT[start:end])
+    assert example.ids[after_mid:-1].tolist() == whole
+    written = b"".join(
+        tokenizer.token_bytes(int(each))
+        for each, weight in zip(example.ids[:-1], example.weights[:-1], strict=True)
+        if weight == 1.0
+    )
+    assert written.startswith(b"al")  # the token that the caret is in

@@ -1,0 +1,46 @@
+"""The distribution midfill-gateway asks for midfill's libraries without the engine's."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def project(path: str) -> dict[str, list[str]]:
+    """Return the dependencies of a distribution."""
+    found: dict[str, list[str]] = tomllib.loads((ROOT / path).read_text("utf-8"))["project"]
+    return found
+
+
+def test_its_libraries_are_midfills() -> None:
+    own = project("distributions/gateway/pyproject.toml")
+    whole = project("pyproject.toml")
+    assert set(own["dependencies"]) < set(whole["dependencies"])
+    assert not any(line.startswith(("torch", "numba")) for line in own["dependencies"])
+
+
+def test_the_command_imports_no_engine() -> None:
+    program = (
+        "import sys, midfill.cli.gateway_app, midfill.serving.gateway.run;"
+        "engine = {'torch', 'numba', 'llvmlite', 'gguf', 'zmq', 'safetensors'};"
+        "sys.exit(bool(engine.intersection(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_its_packages_are_all_that_is_imported() -> None:
+    settings = tomllib.loads((ROOT / "distributions/gateway/pyproject.toml").read_text("utf-8"))
+    packages = settings["tool"]["setuptools"]["packages"]["find"]["include"]
+    program = (
+        "import sys, midfill.cli.gateway_app, midfill.serving.gateway.run;"
+        "print(*(name for name in sys.modules if name.startswith('midfill.')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    folders = {f"midfill.{name.split('.')[1]}" for name in done.stdout.split()}
+    shipped = {each.rstrip("*") for each in packages}
+    modules = {path.stem for path in (ROOT / "src" / "midfill").glob("*.py")}
+    assert folders <= shipped | {f"midfill.{name}" for name in modules}
