@@ -37,7 +37,7 @@ SERVE, COMPLETE = "(see 'midfill serve --help')", "(see 'midfill complete --help
         ("complete", f"missing argument 'FILE:LINE[:COL]' {COMPLETE}"),
         ("complete x", f"'x' is not FILE:LINE or FILE:LINE:COL {COMPLETE}"),
         ("serv", "there is no command 'serv'; did you mean 'serve'? (see 'midfill --help')"),
-        ("bench speeds", "there is no command 'speeds'; did you mean 'speed'?"
+        ("bench speeds", "there is no command 'speeds'; did you mean 'speed', 'peers'?"
          " (see 'midfill bench --help')"),
         ("gateway --upstream-api vlm", "there is no 'vlm'; did you mean vllm?"
          " (see 'midfill gateway --help')"),

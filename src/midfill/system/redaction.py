@@ -18,7 +18,7 @@ from types import TracebackType
 from midfill.errors import GenerationError, InvalidRequestError, MidfillError, UpstreamError
 
 _OWN = re.compile(r"midfill(\..*)?")
-_GATEWAY = re.compile(r"midfill\.gateway(\..*)?")
+_GATEWAY = re.compile(r"midfill\.serving\.gateway(\..*)?")
 _ADDRESSES = re.compile(r"https?://[^\s,]+(, https?://[^\s,]+)*")
 _WITHHELD = "(withheld)"
 _QUOTING = GenerationError, InvalidRequestError, UpstreamError
