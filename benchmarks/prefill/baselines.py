@@ -9,7 +9,7 @@ from midfill.arrays import BoolArray
 from midfill.methods.sparse_prefill.chunks import ChunkRule
 from midfill.methods.sparse_prefill.minference import LOCAL, SINKS
 from midfill.methods.sparse_prefill.patterns import cross_mask
-from midfill.runners.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
+from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
 
 _SINK_SHARE = 0.1
 _HALVINGS = 16

@@ -6,8 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from midfill.runners.forward.attention import (
+    QUERY_BLOCK,
+    AttentionPlan,
+    LayerProbe,
+    SpanLists,
+    query_blocks,
+)
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
 
 
 def everything(probe: LayerProbe) -> SpanLists:
@@ -50,4 +56,5 @@ class MadePlanner:
 
 
 def with_planners(batch: ForwardBatch, *planners: MadePlanner | None) -> ForwardBatch:
-    return dataclasses.replace(batch, sparse=planners)
+    plans = tuple(one and AttentionPlan(lister=one) for one in planners)
+    return dataclasses.replace(batch, attention=plans)

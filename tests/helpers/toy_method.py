@@ -8,7 +8,7 @@ from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.method_defaults import MethodDefaults
 from midfill.methods.evict.selection import AddedKeys, Selection
 from midfill.models.config import ModelConfig
-from midfill.runners.forward.sparse import LayerProbe, SpanLists
+from midfill.runners.forward.attention import LayerProbe, SpanLists
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.models.config import ModelConfig
+from midfill.runners.forward.attention import AttentionPlan, KeyLister, KeyPart
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.cells import CellLayout, StoredCells
 from midfill.runners.forward.likeliest import likeliest_tokens
-from midfill.runners.forward.sparse import SparsePlanner
-from midfill.runners.torch.sparse_attention import TorchProbe, list_mask
+from midfill.runners.torch.part_attention import TorchProbe, list_mask
 
 LAYERS, HIDDEN, VOCAB, CONTEXT = 2, 12, 40, 200
 
@@ -135,9 +135,8 @@ class ToyRunner:
                     torch.from_numpy(batch.write_slots[rows]).long(),
                     torch.from_numpy(seen[: counts[rows][-1]]).long(),
                     torch.from_numpy(counts[rows]),
-                    batch.ragged[index] if batch.ragged else None,
+                    (batch.attention[index] if batch.attention else None) or AttentionPlan(),
                     range(first, end),
-                    batch.sparse[index] if batch.sparse else None,
                 )
             )
         return torch.cat(outputs)
@@ -148,34 +147,48 @@ class ToyRunner:
         write: torch.Tensor,
         seen: torch.Tensor,
         counts: torch.Tensor,
-        ragged: RaggedIndex | None,
+        plan: AttentionPlan,
         layers: range,
-        planner: SparsePlanner | None,
     ) -> torch.Tensor:
-        flat = self._kv.transpose(0, 1).reshape(2, -1, HIDDEN)
         for layer in layers:
             query, key, value = (hidden @ weight for weight in self._weights[layer])
             self._queries[layer] = torch.cat((self._queries[layer], query))
             self._kv[layer, 0, write] = key
             self._kv[layer, 1, write] = value
-            keys, values = self._kv[layer, :, seen]
-            terms = torch.tensor([[1.0], [0.0], [1.0]]).repeat(1, len(keys))
-            cells = 0
-            if ragged is not None:
-                own = slice(ragged.indptr[layer], ragged.indptr[layer + 1])
-                kept = flat[:, torch.from_numpy(ragged.cells[own]).long()]
-                keys, values = torch.cat((kept[0], keys)), torch.cat((kept[1], values))
-                terms = torch.cat((_terms(ragged)[:, own], terms), dim=1)
-                cells = kept.shape[1]
-            future = torch.arange(len(keys)) >= cells + counts[:, None]
-            if planner is not None:
-                probe = TorchProbe(layer, query[:, None], keys[:, None], HIDDEN**-0.5)
-                future |= ~torch.from_numpy(list_mask(planner.plan(probe), *future.shape)[0])
-                planner.record(layer, np.array([future.numel() - int(future.sum())]))
-            scores = query @ keys.T / HIDDEN**0.5 * terms[0] + terms[1]
-            attention = scores.masked_fill(future, -torch.inf).softmax(-1) * terms[2]
-            hidden = torch.tanh(hidden + attention @ values)
+            mixed, masses = [], []
+            for part in (*plan.parts, KeyPart(seen.numpy(), plan.cells, counts.numpy())):
+                own = plan.lister if part.cells is plan.cells and part.temperature == 1.0 else None
+                scores, values, weights = self._scores(layer, query, part, own)
+                mixed.append((scores.softmax(-1) * weights) @ values)
+                masses.append(part.power * scores.logsumexp(-1))
+            shares = torch.stack(masses).softmax(0)[..., None]
+            hidden = torch.tanh(hidden + (shares * torch.stack(mixed)).sum(0))
         return hidden
+
+    def _scores(
+        self, layer: int, query: torch.Tensor, part: KeyPart, lister: KeyLister | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scores [rows, keys] of a part's keys, their values, and the factors of their weights."""
+        flat = self._kv.transpose(0, 1).reshape(2, -1, HIDDEN)
+        keys, values = self._kv[layer, :, torch.from_numpy(part.slots).long()]
+        counts = torch.full((len(query),), len(keys))
+        if part.visible is not None:
+            counts = torch.from_numpy(part.visible)
+        terms = torch.tensor([[1.0], [0.0], [1.0]]).repeat(1, len(keys))
+        cells = 0
+        if part.cells is not None:
+            own = slice(part.cells.indptr[layer], part.cells.indptr[layer + 1])
+            kept = flat[:, torch.from_numpy(part.cells.cells[own]).long()]
+            keys, values = torch.cat((kept[0], keys)), torch.cat((kept[1], values))
+            terms = torch.cat((_terms(part.cells)[:, own], terms), dim=1)
+            cells = kept.shape[1]
+        future = torch.arange(len(keys)) >= cells + counts[:, None]
+        if lister is not None:
+            probe = TorchProbe(layer, query[:, None], keys[:, None], HIDDEN**-0.5)
+            future |= ~torch.from_numpy(list_mask(lister.plan(probe), *future.shape)[0])
+            lister.record(layer, np.array([future.numel() - int(future.sum())]))
+        scores = query @ keys.T / HIDDEN**0.5 / part.temperature * terms[0] + terms[1]
+        return scores.masked_fill(future, -torch.inf), values, terms[2]
 
 
 def _terms(ragged: RaggedIndex) -> torch.Tensor:
@@ -245,6 +258,7 @@ def _check(batch: ForwardBatch) -> None:
         counts = batch.slots_seen()[rows]
         assert (np.diff(counts) > 0).all()
         assert seen[counts - 1].tolist() == batch.write_slots[rows].tolist()
-        if not len(batch.visible_slots) and (not batch.ragged or batch.ragged[index] is None):
+        plan = batch.attention[index] if batch.attention else None
+        if not len(batch.visible_slots) and plan is None:
             first = int(counts[0]) - 1
             assert batch.positions[rows].tolist() == list(range(first, first + count))

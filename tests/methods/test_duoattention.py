@@ -24,8 +24,8 @@ from midfill.methods.evict.streaming_heads import StreamingRule
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
 from midfill.models.checkpoints.opening import model_digest, open_checkpoint, open_model
+from midfill.runners.forward.attention import QUERY_BLOCK, query_blocks
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.forward.sparse import QUERY_BLOCK, query_blocks
 from midfill.runners.torch.decoder import Decoder, KVCache
 from midfill.runners.torch.weights import load_weights
 

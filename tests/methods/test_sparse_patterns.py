@@ -25,8 +25,8 @@ from midfill.methods.sparse_prefill.minference import (
     pattern_mask,
 )
 from midfill.methods.sparse_prefill.patterns import block_lists, cross_mask, largest
-from midfill.runners.forward.sparse import QUERY_BLOCK, SpanLists, query_blocks
-from midfill.runners.torch.sparse_attention import TorchProbe, list_mask
+from midfill.runners.forward.attention import QUERY_BLOCK, SpanLists, query_blocks
+from midfill.runners.torch.part_attention import TorchProbe, list_mask
 
 RNG = np.random.default_rng
 

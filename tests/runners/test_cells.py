@@ -13,6 +13,7 @@ from midfill.kv.ragged import RaggedIndex, cells_of_slots, uniform_ragged_index
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.attention import AttentionPlan
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.runner import TorchRunner
 
@@ -63,7 +64,7 @@ def step(
         kv_indptr=np.array([0, len(slots)], np.int32),
         kv_slots=slots,
         logit_rows=np.arange(rows, dtype=np.int32),
-        ragged=() if ragged is None else (ragged,),
+        attention=() if ragged is None else (AttentionPlan(ragged),),
         observed_rows=np.array(observed, np.int32),
     )
 

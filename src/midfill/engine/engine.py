@@ -17,10 +17,9 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
+from midfill.arrays import Float32Array
 from midfill.engine.kv_transfer.kv_traffic import KvTraffic
 from midfill.engine.kv_transfer.kv_transfers import IdentitySource
-from midfill.engine.method_kinds import MethodKinds
-from midfill.engine.parallel_contexts import ContextPlaces
 from midfill.engine.request import (
     EngineOutput,
     EngineRequest,
@@ -36,10 +35,7 @@ from midfill.engine.scheduling.step_limit import StepTimeLimit
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.sequences.tenant_stats import TenantCounters
-from midfill.engine.sparse_prefill import KeyPairs
-from midfill.engine.step.batching import ScheduledSequence, schedule
-from midfill.engine.step.blending import Blending
-from midfill.engine.step.compression import Compression
+from midfill.engine.step.batching import ScheduledSequence, observed_rows, schedule
 from midfill.engine.step.counters import EngineCounters
 from midfill.engine.step.layered_step import run_step
 from midfill.engine.step.plan_execution import PlanExecution
@@ -50,7 +46,10 @@ from midfill.engine.step.verification import append_token, sibling_groups, verif
 from midfill.engine.validation import validate
 from midfill.errors import InvalidRequestError
 from midfill.kv.tiers.warm_tier import WarmTier
+from midfill.methods.kinds import MethodKinds
 from midfill.methods.method import Method
+from midfill.methods.sequence_method import MethodKind, RequestFacts
+from midfill.methods.sparse_prefill.sequence import KeyPairs
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.runner import Runner
 
@@ -94,6 +93,7 @@ class Engine:
         token_bytes: Callable[[int], bytes] | None = None,
         method: Method | None = None,
         find_method: Callable[[str], Method | None] | None = None,
+        kinds: SequenceOf[MethodKind] = (),
         kv_source: IdentitySource | None = None,
         warm_tier: WarmTier | None = None,
     ) -> None:
@@ -113,6 +113,7 @@ class Engine:
                 its rows attend to, where the request names no method; None computes and keeps all.
             find_method: returns the method that a request names, or raises InvalidRequestError;
                 None refuses such requests.
+            kinds: of methods beside those of the shelf.
             kv_source: what exported KV is bound to; None binds it to the runner's layout alone.
             warm_tier: keeps KV that may be evicted; None keeps none.
         """
@@ -125,23 +126,18 @@ class Engine:
         self._context = options.context_of(runner.config)
         self._queues = RequestQueues(runner.slots, options.max_running)
         self._deadlines = Deadlines(self._queues.__contains__)
-        self._compression = Compression(runner, self._queues.pool)
-        self._blending = Blending(runner, self._queues.pool)
+        self._methods = MethodKinds(runner, self._queues.pool, kinds)
         self._method, self._find_method = method, find_method
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0
         self._counters, self._tenants = EngineCounters(), TenantCounters()
         self.kv_traffic = KvTraffic(runner, self._queues, kv_source, warm_tier)
-        self._methods = MethodKinds(runner, self._compression.full_layers)
-        contexts = ContextPlaces.of_runner(runner, self._queues.pool.cache)
         self._execution = PlanExecution(
-            runner.config.layers, self._queues, self._blending, contexts, self._counters,
-            self._tenants,
-        )  # fmt: skip
+            runner.config.layers, self._queues, self._counters, self._tenants
+        )
         self._commit = StepCommit(
-            self._queues, self._execution, self._compression, self.kv_traffic, self._counters,
-            self._tenants,
-        )  # fmt: skip
+            self._queues, self._execution, self.kv_traffic, self._counters, self._tenants
+        )
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; ``step`` returns its outputs.
@@ -153,8 +149,7 @@ class Engine:
         method = self._method_of(request)
         max_length = self._context
         if not request.background:
-            max_length += self._methods.saved_positions(method, request)
-            max_length = min(max_length, self._methods.max_length(method, request))
+            max_length = self._methods.max_length(method, _facts(request), max_length)
         validate(request, self._runner.config.vocab, max_length)
         if request.request_id in self._queues:
             raise InvalidRequestError(
@@ -165,8 +160,7 @@ class Engine:
         sequence.constraint = self._vocabulary.constraint(request, sequence.stop_token_ids)
         if not request.background:
             sequence.check_empty(request.empty_threshold, len(request.begins_with))
-            if method is not None:
-                self._methods.attach(method, request, sequence)
+            sequence.method = self._methods.attach(method, _facts(request), sequence)
         self._next_sequence_id += len(sequence.answer_indices)
         self._resume(sequence, request.answered)
         self._deadlines.add(request)
@@ -216,7 +210,7 @@ class Engine:
             for sequence_id in plan.drop:
                 outputs += self._queues.end(self._queues.sequences[sequence_id], "cancelled")
             outputs += self._execution.apply(plan)
-            plan = self._execution.blend(plan, outputs)
+            plan = self._execution.run_method_chunks(plan, outputs)
             scheduled = schedule(plan, drafts, self._queues.sequences, self._runner.config.layers)
             if scheduled:
                 outputs += self._run(scheduled)
@@ -299,7 +293,7 @@ class Engine:
         started = time.perf_counter()
         try:
             logits, queries = run_step(self._runner, scheduled)
-            self._compression.observe(scheduled, queries)
+            _hand_out(scheduled, queries)
             computed = time.perf_counter()
             groups = sibling_groups(scheduled)
             record_scores(logits, scheduled)
@@ -317,7 +311,7 @@ class Engine:
         self._counters.forward_seconds += computed - started
         self._counters.sampling_seconds += sampled - computed
         self.kv_traffic.record_step(rows, sampled - started)
-        if all(one.span is None and not one.sequence.listed_chunk for one in scheduled):
+        if all(entry.span is None and not _is_listed(entry) for entry in scheduled):
             keys = sum(one.rows * (one.sequence.computed + one.rows) for one in scheduled)
             for learner in (self._speculation, self._step_limit):
                 if learner is not None:
@@ -326,3 +320,35 @@ class Engine:
             for entry, group in groups:
                 self._speculation.record_verification(entry, group[0].verified_token_ids)
         return self._commit.commit(scheduled, [group for _, group in groups])
+
+
+def _facts(request: EngineRequest) -> RequestFacts:
+    """Return what methods may know of a request."""
+    prompt = len(request.token_ids)
+    return RequestFacts(
+        prompt=prompt,
+        compress_after=request.compress_after or prompt,
+        contexts=request.contexts,
+        answers=request.sampling.n,
+        scores_prompt=request.sampling.prompt_logprobs is not None,
+    )
+
+
+def _is_listed(entry: ScheduledSequence) -> bool:
+    """Whether a sequence's rows attend to listed keys, so that their time says little of others."""
+    return entry.sequence.method.indivisible(entry.sequence.computed) > 0
+
+
+def _hand_out(
+    scheduled: SequenceOf[ScheduledSequence], queries: SequenceOf[Float32Array | None]
+) -> None:
+    """Give methods the queries that they have had observed.
+
+    Args:
+        scheduled: what ran.
+        queries: see ``layered_step.StepOutputs``.
+    """
+    for entry, own in zip(scheduled, queries, strict=True):
+        if own is not None:
+            first = entry.sequence.computed + observed_rows(entry).start
+            entry.sequence.method.observe(first, own)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from midfill.engine.request import EngineRequest, EngineSamplingParams
@@ -187,44 +186,6 @@ def _check_answered(request: EngineRequest, vocab: int, max_length: int) -> None
         raise InvalidRequestError(
             "an answer that was begun elsewhere takes n = 1, no prompt_logprobs and no method",
             param="answered",
-        )
-
-
-def check_prunable(request: EngineRequest) -> None:
-    """Refuse a request that can't have rows of its prompt dropped.
-
-    Raises:
-        InvalidRequestError: it wants several answers, or scores of its prompt.
-    """
-    if request.sampling.n > 1:
-        raise InvalidRequestError(
-            "a method that drops rows of the prompt takes n = 1: each answer revives its own",
-            param="n",
-        )
-    if request.sampling.prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "a method that drops rows of the prompt leaves no log probabilities of its tokens",
-            param="prompt_logprobs",
-        )
-
-
-def check_parallel(request: EngineRequest) -> None:
-    """Refuse a request whose files can't be computed apart from each other.
-
-    Raises:
-        InvalidRequestError: the files are not within the prompt, or its tokens are to be scored.
-    """
-    bounds, count = request.contexts, len(request.token_ids)
-    ascending = all(a <= b for a, b in pairwise(bounds))
-    if not ascending or not bounds[0] >= 0 or not 1 < bounds[-1] < count:
-        raise InvalidRequestError(
-            f"contexts must be ascending and end before the prompt's last token, {count - 1}",
-            param="contexts",
-        )
-    if request.sampling.prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "a method that computes files apart from each other scores no prompt",
-            param="prompt_logprobs",
         )
 
 

@@ -1,5 +1,7 @@
 """CompressedPrefix: cells that stand for the first tokens of a sequence, in slots of their own."""
 
+import numpy as np
+
 from midfill.arrays import Int32Array
 from midfill.kv.ragged import RaggedIndex
 from midfill.kv.slots import SlotAllocator
@@ -15,6 +17,7 @@ class CompressedPrefix:
         tokens: how many leading tokens it stands for.
         gapless: whether its keys were moved together, so that they lie side by side.
         index: its cells.
+        numbers: [n] int32, which token each of the cells is of; -1 where it stands for others.
         slots: [n] int32, the slots that the cells fill.
     """
 
@@ -25,17 +28,19 @@ class CompressedPrefix:
         slots: Int32Array,
         allocator: SlotAllocator,
         gapless: bool = False,
+        numbers: Int32Array | None = None,
     ) -> None:
         """Own ``slots`` for one sequence; they return to ``allocator``.
 
         Args:
-            tokens, index, slots, gapless: see above.
+            tokens, index, slots, gapless, numbers: see above; None says of no cell.
             allocator: where the slots come from.
         """
         self.tokens = tokens
         self.gapless = gapless
         self.index = index
         self.slots = slots
+        self.numbers = np.full(len(index.cells), -1, np.int32) if numbers is None else numbers
         self._allocator = allocator
         self._users = 1
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from midfill.arrays import Float32Array, Int32Array, Int64Array
+from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,13 @@ class RaggedIndex:
     cells: Int32Array
     indptr: Int32Array
     terms: KeyTerms | None = None
+
+    def take(self, chosen: BoolArray) -> "RaggedIndex":
+        """Return the index of some of its cells: [n] bool."""
+        counts = np.cumsum(np.concatenate(([0], chosen)))
+        places = np.flatnonzero(chosen).astype(np.int32)
+        terms = None if self.terms is None else self.terms.take(places)
+        return RaggedIndex(self.cells[chosen], counts[self.indptr].astype(np.int32), terms)
 
     @property
     def most(self) -> int:

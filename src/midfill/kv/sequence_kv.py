@@ -30,7 +30,9 @@ class SequenceKV:
         prefix: what stands for the first tokens; None if they have slots like all others.
     """
 
-    def __init__(self, pool: KVPool, root: CacheRoot, capacity: int) -> None:
+    def __init__(
+        self, pool: KVPool, root: CacheRoot, capacity: int, *, is_private: bool = False
+    ) -> None:
         """Hold no slots yet.
 
         Args:
@@ -38,13 +40,14 @@ class SequenceKV:
             root: the tree whose prefixes may be shared.
             capacity: maximum number of slots. The array for them is allocated once; the operating
                 system backs it with memory as it fills.
+            is_private: see the class.
         """
         self.reserved = 0
         self.shared = 0
         self.base = 0
         self.prefix: CompressedPrefix | None = None
         self._pool = pool
-        self.is_private = False
+        self.is_private = is_private
         self._root: CacheRoot = root
         self._buffer: Int32Array = np.empty(capacity, dtype=np.int32)
         self._base_node: RadixNode | None = None

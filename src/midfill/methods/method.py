@@ -1,5 +1,7 @@
-"""Method: what a request can ask for, of whichever kind."""
+"""Method: what a request can ask for, of whichever kind, or several of them together."""
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from midfill.methods.contexts.method import ParallelMethod
@@ -23,5 +25,44 @@ class ModelSpecific(Protocol):
         ...
 
 
-Method = CompressionMethod | ParallelMethod | PrefillMethod | PruningMethod | ReuseMethod
+@dataclass(frozen=True)
+class CombinedMethod:
+    """Several methods for one request; a kind of none.
+
+    Attributes:
+        methods: by name.
+    """
+
+    methods: tuple[tuple[str, "Method"], ...]
+
+    def for_model(self, model: ServedModel) -> "CombinedMethod":
+        """Return the methods, ready to be used with a model.
+
+        Raises:
+            InvalidRequestError: one of them doesn't suit it.
+        """
+        ready = tuple(
+            (name, each.for_model(model) if isinstance(each, ModelSpecific) else each)
+            for name, each in self.methods
+        )
+        return dataclasses.replace(self, methods=ready)
+
+
+Method = (
+    CombinedMethod
+    | CompressionMethod
+    | ParallelMethod
+    | PrefillMethod
+    | PruningMethod
+    | ReuseMethod
+)
 """What a request can ask for."""
+
+
+def methods_in(method: Method | None) -> tuple[tuple[str, Method], ...]:
+    """Return the methods that a request asks for, with their names."""
+    if method is None:
+        return ()
+    if isinstance(method, CombinedMethod):
+        return method.methods
+    return ((type(method).__name__.lower(), method),)

@@ -9,7 +9,7 @@ from benchmarks.prefill.report import prefill_table
 from benchmarks.prefill.results import PrefillOptions, PrefillReport
 from benchmarks.prefill.run import measure_prefill
 from midfill.methods.sparse_prefill.chunks import ChunkRule
-from midfill.runners.forward.sparse import QUERY_BLOCK, LayerProbe
+from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe
 
 METHOD = "flexprefill:gamma=0.4,least=64,chunk=128,dense=128"
 OPTIONS = PrefillOptions(tokens=900, depths=(0.3, 0.7), scored=10, repeats=2)

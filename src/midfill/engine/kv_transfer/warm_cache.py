@@ -359,15 +359,7 @@ class WarmCache:
 
 def _takes_any(sequence: Sequence) -> bool:
     """Whether a sequence has no method that expects KV as it was computed, or reads all of it."""
-    methods = (
-        sequence.reuse,
-        sequence.parallel,
-        sequence.compression,
-        sequence.cascade,
-        sequence.pruning,
-        sequence.sparse_prefill,
-    )
-    return all(method is None for method in methods) and sequence.prompt_logprobs is None
+    return sequence.method.is_null and sequence.prompt_logprobs is None
 
 
 def _begins_with(tokens: Int32Array, beginning: Int32Array) -> bool:

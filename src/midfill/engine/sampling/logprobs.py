@@ -1,8 +1,7 @@
 """Log probabilities of chosen tokens, and of the likeliest ones, from the model's own logits."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -59,18 +58,3 @@ def gather(source: torch.Tensor, ids: Int64Array) -> Float64Array:
 def mask_nonfinite(logits: torch.Tensor) -> torch.Tensor:
     """Return the logits with -infinity for values that are not finite."""
     return torch.where(torch.isfinite(logits), logits, -torch.inf)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch from splitting operations of some 100 us over threads.
-
-    On busy cores the threads wait milliseconds for one that is not scheduled: measured with two
-    threads on two busy cores, sampling took as long as the model.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

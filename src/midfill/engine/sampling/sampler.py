@@ -28,9 +28,9 @@ from midfill.engine.sampling.logprobs import (
     gather,
     likeliest,
     mask_nonfinite,
-    one_thread,
     token_logprobs,
 )
+from midfill.runners.torch.threads import one_thread
 
 # A temperature below this means greedy: dividing by it would leave one token anyway.
 _GREEDY_TEMPERATURE = 1e-5

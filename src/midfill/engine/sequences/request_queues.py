@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from midfill.arrays import Int32Array
 from midfill.engine.request import EngineOutput, FinishReason
@@ -10,12 +11,10 @@ from midfill.engine.scheduling.policies.deficit_round_robin import DeficitRoundR
 from midfill.engine.scheduling.scheduler import RunningSequence, ScheduleState, WaitingSequence
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.sequences.waiting_queue import WaitingQueue
-from midfill.kv.branches import Branch, Branches
+from midfill.kv.branches import Branch
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import CachedPrefix
 from midfill.kv.sequence_kv import SequenceKV
-
-_FindBranch = Callable[[Sequence, CachedPrefix], tuple[Branch, CachedPrefix] | None]
 
 
 class RequestQueues:
@@ -50,7 +49,6 @@ class RequestQueues:
         self.on_release: Callable[[Sequence], None] = lambda sequence: None
         self._max_running = max_running
         self._sequence_ids: dict[str, set[int]] = {}
-        self._branches = Branches(self.pool.cache)
 
     def __bool__(self) -> bool:
         """Whether any sequence is running, waiting or background work."""
@@ -71,7 +69,7 @@ class RequestQueues:
             running=tuple(_running(sequence) for sequence in self.running),
             waiting=self._queued(self.waiting.head(places)),
             available_slots=self.pool.available,
-            cache=_QueueCacheView(self.pool, self.sequences, self._find_branch),
+            cache=_QueueCacheView(self.pool, self.sequences),
             background=self._queued(self.background),
         )
 
@@ -102,35 +100,19 @@ class RequestQueues:
 
     def match_prefix(self, sequence: Sequence) -> None:
         """Let a sequence that holds no slots share its longest cached prefix."""
-        tokens, root = cached_tokens(sequence, self.pool), sequence.cache_root
-        capacity = sequence.max_length + (sequence.slots_needed or 0)
-        kv = sequence.kv = SequenceKV(self.pool, root, capacity)
-        kv.is_private = sequence.pruning is not None or sequence.cascade is not None
-        found = self._find_branch(sequence, self.pool.cache.peek(root, tokens))
+        found = look_up(sequence, self.pool)
+        method, root = sequence.method, sequence.cache_root
+        capacity = sequence.max_length + (method.slots_needed(sequence.length) or 0)
+        kv = sequence.kv = SequenceKV(self.pool, root, capacity, is_private=method.is_private)
         sequence.reused_tokens = 0
-        if found is None:
-            sequence.computed = kv.match_prefix(tokens)
+        if found.branch is None:
+            sequence.computed = kv.match_prefix(found.tokens)
             sequence.reused_tokens = sequence.computed if sequence.loaded_variant else 0
         else:
-            sequence.computed = kv.match_branch(tokens, found[0])
+            sequence.computed = kv.match_branch(found.tokens, found.branch)
             sequence.reused_tokens = sequence.computed - kv.base
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed - sequence.reused_tokens
-
-    def start_branch(self, sequence: Sequence) -> None:
-        """Keep what a sequence computes from now on from all that expect exact KV."""
-        assert sequence.kv is not None
-        base = sequence.tokens[: sequence.kv.shared]
-        sequence.kv.start_branch(self._branches.start(sequence.tenant, sequence.reuse, base))
-
-    def _find_branch(
-        self, sequence: Sequence, exact: CachedPrefix
-    ) -> tuple[Branch, CachedPrefix] | None:
-        """Return the branch that a sequence continues, and what is cached of it; mostly None."""
-        if sequence.reuse is None:
-            return None
-        tokens = sequence.matchable_tokens
-        return self._branches.find(sequence.tenant, sequence.reuse, tokens, exact)
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the head of the queue and release its slots."""
@@ -175,8 +157,7 @@ class RequestQueues:
         """Start a request's other answers on the KV of the first.
 
         Those beyond the maximum of running sequences go to the head of the queue, and so do all
-        after sparse prefill: they compute the prompt's last part again, which isn't shared, unless
-        it was compressed since.
+        where the method doesn't let them share slots.
 
         Args:
             siblings: the result of ``Sequence.fork``.
@@ -185,14 +166,14 @@ class RequestQueues:
         assert first.kv is not None
         first.answer_indices = first.answer_indices[:1]
         places = max(self._max_running - len(self.running), 0)
-        if first.sparse_prefill is not None and first.kv.prefix is None:
+        if not first.method.shares_slots(first.kv.prefix is not None):
             places = 0
         for other in others:
             self._register(other)
         for other in others[:places]:
             other.kv = first.kv.fork()
             other.computed = first.computed
-            other.compression = first.compression and first.compression.fork()
+            other.method = first.method.fork()
             self.running.append(other)
         self.running.sort(key=_arrival)
         self.waiting.resume(others[places:])
@@ -200,15 +181,19 @@ class RequestQueues:
     def _queued(self, sequences: Iterable[Sequence]) -> tuple[WaitingSequence, ...]:
         return tuple(
             WaitingSequence(
-                one.sequence_id, one.length, one.prefill, self._next_chunk(one), one.slots_needed
+                sequence.sequence_id,
+                sequence.length,
+                sequence.prefill,
+                self._next_chunk(sequence),
+                sequence.method.slots_needed(sequence.length),
             )
-            for one in sequences
+            for sequence in sequences
         )
 
     def _next_chunk(self, sequence: Sequence) -> int:
         """Return how many tokens a queued sequence runs first in one step; 0: any number."""
-        sparse = sequence.sparse_prefill
-        return 0 if sparse is None else sparse.listed_chunk(len(cached_tokens(sequence, self.pool)))
+        method = sequence.method
+        return 0 if method.is_null else method.indivisible(len(look_up(sequence, self.pool).tokens))
 
     def _register(self, sequence: Sequence) -> None:
         self.sequences[sequence.sequence_id] = sequence
@@ -237,31 +222,23 @@ class _QueueCacheView:
     It is of one step: what policies ask several times is looked up once.
     """
 
-    def __init__(
-        self, pool: KVPool, sequences: Mapping[int, Sequence], find_branch: _FindBranch
-    ) -> None:
+    def __init__(self, pool: KVPool, sequences: Mapping[int, Sequence]) -> None:
         self._pool = pool
         self._sequences = sequences
-        self._find_branch = find_branch
         self._found: dict[int, CachedPrefix] = {}
 
     def cached_prefix(self, sequence_id: int) -> CachedPrefix:
         """See ``CacheView.cached_prefix``."""
         found = self._found.get(sequence_id)
         if found is None:
-            found = self._found[sequence_id] = self._look_up(self._sequences[sequence_id])
+            sequence = self._sequences[sequence_id]
+            found = self._found[sequence_id] = look_up(sequence, self._pool).cached
         return found
-
-    def _look_up(self, sequence: Sequence) -> CachedPrefix:
-        tokens = cached_tokens(sequence, self._pool)
-        exact = self._pool.cache.peek(sequence.cache_root, tokens)
-        found = self._find_branch(sequence, exact)
-        return exact if found is None else found[1]
 
     def common_prefix(self, first: int, second: int) -> int:
         """See ``CacheView.common_prefix``."""
         a, b = self._sequences[first], self._sequences[second]
-        if a.cache_root != b.cache_root or b.is_cascading:
+        if a.cache_root != b.cache_root or b.method.is_private:
             return 0
         span = min(len(a.matchable_tokens), b.length)
         differs = a.tokens[:span] != b.tokens[:span]
@@ -288,19 +265,36 @@ def _running(sequence: Sequence) -> RunningSequence:
         sequence.computed,
         sequence.decoding,
         sequence.by_layers,
-        sequence.runs_whole,
+        sequence.prefill == "layers",
         0 if rows is None else rows.tokens,
         0 if rows is None else rows.next_layer,
-        sequence.listed_chunk,
+        sequence.method.indivisible(sequence.computed),
     )
 
 
-def cached_tokens(sequence: Sequence, pool: KVPool) -> Int32Array:
-    """Return those of a queued sequence's tokens whose KV may come from the cache, a view.
+class FoundPrefix(NamedTuple):
+    """What the prefix cache holds for a queued sequence.
 
-    After sparse prefill only whole chunks may, so the cache can hold more that begins alike.
+    Attributes:
+        tokens: [n] int32, those whose KV may come from it, a view.
+        cached: how much of it there is.
+        branch: KV that isn't exact, which the sequence continues; mostly None.
     """
-    tokens = sequence.matchable_tokens
-    if sequence.sparse_prefill is None:
-        return tokens
-    return sequence.cache_keys(pool.cache.peek(sequence.cache_root, tokens).tokens)
+
+    tokens: Int32Array
+    cached: CachedPrefix
+    branch: Branch | None = None
+
+
+def look_up(sequence: Sequence, pool: KVPool) -> FoundPrefix:
+    """Return what a queued sequence would find in the cache; changes nothing."""
+    tokens, root, method = sequence.matchable_tokens, sequence.cache_root, sequence.method
+    exact = pool.cache.peek(root, tokens)
+    if method.is_null:
+        return FoundPrefix(tokens, exact)
+    usable = method.usable(exact.tokens)
+    if usable < exact.tokens:
+        tokens = tokens[:usable]
+        exact = pool.cache.peek(root, tokens)
+    found = method.find_branch(sequence, tokens, exact)
+    return FoundPrefix(tokens, exact) if found is None else FoundPrefix(tokens, found[1], found[0])

@@ -3,13 +3,10 @@
 import copy
 import time
 from collections.abc import Collection
-from typing import Literal
 
 import numpy as np
 
 from midfill.arrays import Int32Array
-from midfill.engine.compression_state import CompressionState
-from midfill.engine.method_state import MethodState
 from midfill.engine.request import (
     EngineOutput,
     EngineRequest,
@@ -23,13 +20,12 @@ from midfill.engine.sampling.sampler import takes_likeliest
 from midfill.engine.scheduling.acceptance import Calibration
 from midfill.kv.radix_node import CacheRoot, MethodRoot
 from midfill.kv.sequence_kv import SequenceKV
-from midfill.methods.evict.method import CompressionMethod
-from midfill.models.config import ModelConfig
+from midfill.methods.sequence_method import NO_METHOD, Prefill, SequenceMethod
 from midfill.models.tokens.healing import HealingConstraint
 from midfill.runners.forward.layer_rows import LayerRows
 
 
-class Sequence(MethodState):
+class Sequence:
     """The mutable state of one answer; only the engine changes it.
 
     A request for n answers starts as one sequence that stands for all of them, so the prompt is
@@ -38,6 +34,7 @@ class Sequence(MethodState):
     Attributes:
         request_id: the request's id.
         tenant: whose prefix cache is used.
+        method: what published methods do to it.
         params: the request's sampling parameters.
         sequence_id: unique; ids grow in order of arrival.
         answer_indices: indices of the request's answers that the sequence stands for.
@@ -49,6 +46,9 @@ class Sequence(MethodState):
         cached_tokens: prompt tokens found in the cache at the first admission; None before it.
         admitted: time of the first admission (``time.perf_counter``); None before it, once an
             output has told it, and for all answers of a request but the first.
+        reused_tokens: of how many prompt tokens KV was copied from elsewhere, and kept.
+        loaded_variant: names the tree of KV that a lossy codec has coded, where its own is; ""
+            where it is exact.
         kv: the sequence's slots; None while it waits.
         by_layers: whether its tokens are prefilled by layers since the last admission.
         layer_rows: tokens that have gone through some layers only.
@@ -90,13 +90,16 @@ class Sequence(MethodState):
         "kv",
         "layer_rows",
         "length",
+        "loaded_variant",
         "max_length",
+        "method",
         "not_empty",
         "params",
         "prompt_length",
         "prompt_logprobs",
         "random_stream",
         "request_id",
+        "reused_tokens",
         "score_from",
         "sequence_id",
         "stop_token_ids",
@@ -119,9 +122,9 @@ class Sequence(MethodState):
             max_length: maximum number of tokens that the context and the KV pool allow.
             eos_token_ids: the model's end tokens.
         """
-        super().__init__(request.compress_after or len(request.token_ids))
         self.request_id = request.request_id
         self.tenant = request.tenant
+        self.method: SequenceMethod = NO_METHOD
         self.params: EngineSamplingParams = request.sampling
         self.takes_likeliest = takes_likeliest(request.sampling)
         self.sequence_id = sequence_id
@@ -134,6 +137,8 @@ class Sequence(MethodState):
         self.decoding = False
         self.cached_tokens: int | None = None
         self.admitted: float | None = None
+        self.reused_tokens = 0
+        self.loaded_variant = ""
         self.kv: SequenceKV | None = None
         self.by_layers = False
         self.layer_rows: LayerRows | None = None
@@ -166,27 +171,14 @@ class Sequence(MethodState):
         """The prefix cache's tree that it shares: the tenant's own, or one of its method."""
         if self.loaded_variant:
             return MethodRoot(self.tenant, self.loaded_variant)
-        if self.parallel is not None:
-            return MethodRoot(self.tenant, repr(self.parallel.method))
-        sparse = self.sparse_prefill
-        return self.tenant if sparse is None else MethodRoot(self.tenant, sparse.variant)
+        return self.method.root(self.tenant)
 
     def cache_keys(self, computed: int) -> Int32Array:
-        """Return what the prefix cache knows the first ``computed`` tokens by, a view.
+        """Return what the prefix cache knows the first ``computed`` tokens by, a view: [n] int32.
 
-        Returns:
-            [n] int32: the tokens, or what stands for those in whole chunks of sparse prefill, the
-            only ones whose KV other sequences may use then.
+        There may be fewer than tokens, since a method may keep the KV of some to itself.
         """
-        if self.parallel is not None:
-            return self.parallel.cache_keys(self._tokens[:computed])
-        sparse = self.sparse_prefill
-        return self._tokens[:computed] if sparse is None else sparse.cache_keys(computed)
-
-    @property
-    def listed_chunk(self) -> int:
-        """How many of its next tokens run in one step or not at all; 0: any number may."""
-        return 0 if self.sparse_prefill is None else self.sparse_prefill.listed_chunk(self.computed)
+        return self.method.cache_keys(self._tokens[:computed])
 
     @property
     def matchable_tokens(self) -> Int32Array:
@@ -194,58 +186,25 @@ class Sequence(MethodState):
         knows them (``cache_keys``).
 
         The last one has to run, since its logits are needed, and so have those whose logits score
-        the prompt and are missing, or whose queries a compressor observes. Nothing after the prompt
-        may come from the cache if it attends to compressed KV. Where rows are dropped, all run, so
-        that an answer doesn't depend on what is cached. (A background prompt needs no
-        logits; there one more row does no harm.)
+        the prompt and are missing. (A background prompt needs no logits; there one more row does no
+        harm.)
         """
-        limit = self.length - 1
-        if self.pruning is not None:
-            limit = 0
-        if self.compression is not None:
-            # At least one row before the first point runs: compression follows a step.
-            limit = min(limit, self.compression.first_observed, self.compress_after - 1)
-        if self.cascade is not None:
-            limit = min(limit, self.cascade.exact_tokens(self.length))
+        limit = self.method.reusable(self, self.length - 1)
         next_scored = self.next_scored
         if next_scored is not None:
             limit = min(limit, next_scored - 1)
         return self.cache_keys(limit)
 
     @property
-    def compression_point(self) -> int | None:
-        """Number of computed tokens at which KV is compressed next; None if that's never.
-
-        Until it is decided whether the answer is empty, its tokens may be taken back, so there is
-        no point among them. Points are counted from the first token that the check didn't follow.
-        """
-        state = self.compression
-        if state is None or not state.decides_again:
-            return None
-        point = state.next_point
-        if point <= self.prompt_length:
-            return point
-        if self.empty_check is not None:
-            return None
-        return point + (self.checked_tokens if state.last_point <= self.prompt_length else 0)
+    def barrier(self) -> int:
+        """Number of tokens that a step must not go beyond."""
+        barrier = self.method.barrier(self)
+        return self.max_length if barrier is None else barrier
 
     @property
-    def barrier(self) -> int:
-        """Number of tokens that a step must not go beyond.
-
-        KV is compressed there, or a chunk of sparse prefill ends. Where rows are dropped, the
-        prompt runs as a whole, and then each token by itself.
-        """
-        if self.pruning is not None:
-            return max(self.computed + 1, self.prompt_length)
-        cut = self.sparse_prefill or self.parallel
-        end = None if cut is None else cut.chunk_end(self.computed)
-        if end is not None:
-            return end
-        point = self.compression_point
-        if point is None and self.compression is not None and self.compression.decides_again:
-            return self.length
-        return self.max_length if point is None else point
+    def may_be_empty(self) -> bool:
+        """Whether it is yet to be decided if the answer is empty."""
+        return self.empty_check is not None
 
     @property
     def next_scored(self) -> int | None:
@@ -256,29 +215,10 @@ class Sequence(MethodState):
         return number if number < self.prompt_length else None
 
     @property
-    def prefill(self) -> Literal["any", "layers", "chunks"]:
+    def prefill(self) -> Prefill:
         """How its tokens may be computed, see ``scheduler.WaitingSequence``."""
-        if self.runs_whole:
-            return "layers"
-        in_blocks = self.compression is not None and self.compression.observes_blocks
-        by_method = any(one is not None for one in (self.reuse, self.parallel, self.sparse_prefill))
-        cut = self.background or self.interrupted or in_blocks or by_method
-        return "chunks" if cut else "any"
-
-    @property
-    def runs_whole(self) -> bool:
-        """Whether its prompt has to run in one pass, layer by layer."""
-        return self.pruning is not None or self.is_cascading
-
-    @property
-    def is_cascading(self) -> bool:
-        """Whether its prompt's KV is yet to be trimmed while it is prefilled."""
-        return self.cascade is not None and (self.kv is None or self.kv.prefix is None)
-
-    @property
-    def slots_needed(self) -> int | None:
-        """Number of slots that it takes at its admission; None is one per uncached token."""
-        return None if self.cascade is None else self.cascade.slots_needed(self.length)
+        mode = self.method.prefill(self)
+        return "chunks" if mode == "any" and (self.background or self.interrupted) else mode
 
     @property
     def index(self) -> int:
@@ -293,18 +233,13 @@ class Sequence(MethodState):
         """[count] int32, a view: the first ``count`` tokens whose KV is not computed yet."""
         return self._tokens[self.computed : self.computed + count]
 
-    def compress_with(self, method: CompressionMethod, config: ModelConfig) -> None:
-        """Have a method decide which keys stay, first of the first ``compress_after`` tokens."""
-        tokens = self._tokens[: self.compress_after].copy()
-        self.compression = CompressionState(method, config, tokens, self.tenant)
-
     def forget_kv(self) -> None:
         """Forget what was computed: the sequence holds no KV any more."""
         self.interrupted = self.interrupted or self.layer_rows is not None
         self.kv = self.layer_rows = None
         self.by_layers = False
         self.computed = 0
-        self.restart_methods()
+        self.method.restart()
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
@@ -354,7 +289,7 @@ class Sequence(MethodState):
             sibling.answer_indices = (index,)
             sibling.calibration = Calibration()
             sibling.random_stream = self.random_stream.of_answer(index)
-            sibling.fork_methods()
+            sibling.method = self.method.fork()
             sibling.forget_kv()
             sibling.prompt_logprobs = None  # the first one reports them
             sibling.admitted = None

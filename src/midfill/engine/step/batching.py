@@ -9,15 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from midfill.arrays import Int32Array
-from midfill.engine.parallel_contexts import ContextRows
 from midfill.engine.scheduling.drafting import NO_DRAFT, Draft
 from midfill.engine.scheduling.scheduler import StepPlan
 from midfill.engine.sequences.sequence import Sequence
-from midfill.kv.ragged import RaggedIndex
+from midfill.methods.sequence_method import SequenceRows
+from midfill.runners.forward.attention import AttentionPlan
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.forward.groups import KeyGroup
 from midfill.runners.forward.layer_rows import LayerRows
-from midfill.runners.forward.sparse import SparsePlanner
 
 _NO_ROWS = range(0)
 _NO_NUMBERS: Int32Array = np.zeros(0, np.int32)
@@ -108,10 +106,11 @@ def schedule(
         sequences: the engine's, by id; those that begin to prefill by layers get ``layer_rows``.
         layers: of the model.
     """
-    scheduled = [ScheduledSequence(sequences[one], 1, True) for one in plan.decodes]
+    scheduled = [ScheduledSequence(sequences[sequence_id], 1, True) for sequence_id in plan.decodes]
     for entry in scheduled:
-        if entry.sequence.pruning is not None:
-            entry.sequence.layer_rows = _layer_rows(entry)
+        if not entry.sequence.method.is_null:
+            rows = _layer_rows(entry)
+            entry.sequence.layer_rows = None if rows.changes is None else rows
     for sequence_id, tokens in (*plan.chunks, *plan.admit, *plan.background):
         if tokens:
             scheduled.append(_next_tokens(sequences[sequence_id], tokens))
@@ -134,29 +133,20 @@ def schedule(
 
 def _layer_rows(entry: ScheduledSequence) -> LayerRows:
     """Return what a sequence runs, before the first layer."""
-    sequence, pruning = entry.sequence, entry.sequence.pruning
-    assert sequence.kv is not None
-    if sequence.is_cascading:
-        assert sequence.cascade is not None
-        sequence.cascade.begin(sequence.kv)
-        return LayerRows(sequence.computed, entry.token_ids().copy(), sequence.cascade)
-    rows = LayerRows(sequence.computed, entry.token_ids().copy(), pruning)
-    if pruning is not None:
-        checked = rows.first < sequence.prompt_length + sequence.checked_tokens
-        decodes = rows.first >= sequence.prompt_length
-        fixed = decodes and (checked or sequence.empty_check is not None)
-        pruning.begin(sequence.kv.slots[: rows.end].copy(), fixed=fixed)
+    sequence = entry.sequence
+    rows = LayerRows(sequence.computed, entry.token_ids().copy())
+    rows.changes = sequence.method.row_changes(sequence, rows)
     return rows
 
 
 def _next_tokens(sequence: Sequence, tokens: int) -> ScheduledSequence:
     """Return at most ``tokens`` of what a sequence has to compute, up to its barrier.
 
-    What runs as a whole or not at all does, even where that is more.
+    Indivisible chunks run whole, even beyond ``tokens``.
     """
     remaining = sequence.length - sequence.computed
     allowed = min(tokens, remaining, sequence.barrier - sequence.computed)
-    allowed = max(allowed, sequence.listed_chunk)
+    allowed = max(allowed, sequence.method.indivisible(sequence.computed))
     return ScheduledSequence(sequence, allowed, allowed == remaining and not sequence.background)
 
 
@@ -168,9 +158,7 @@ class BatchRows(NamedTuple):
         kv_slots: [n] int32.
         visible_slots: [rows] int32; None where the rows are those of the last slots.
         logit_rows, observed_rows: counted from its first row.
-        ragged: the cells that it sees before its slots.
-        planner: lists the keys that its rows attend to; None where that is all.
-        group: its first keys, where these have a temperature and a scale of their own.
+        plan: what it attends to beside its slots, or which keys; None if there is nothing to say.
     """
 
     token_ids: Int32Array
@@ -180,9 +168,7 @@ class BatchRows(NamedTuple):
     visible_slots: Int32Array | None
     logit_rows: Iterable[int]
     observed_rows: Iterable[int]
-    ragged: RaggedIndex | None
-    planner: SparsePlanner | None = None
-    group: KeyGroup | None = None
+    plan: AttentionPlan | None = None
 
 
 def build_batch(scheduled: SequenceOf[ScheduledSequence]) -> ForwardBatch:
@@ -203,10 +189,7 @@ def _is_plain_decode(entry: ScheduledSequence) -> bool:
         sequence.decoding
         and not entry.drafted
         and entry.span is None
-        and sequence.compression is None
-        and sequence.parallel is None
-        and sequence.sparse_prefill is None
-        and sequence.pruning is None
+        and sequence.method.is_null
         and kv is not None
         and kv.prefix is None
     )
@@ -259,10 +242,8 @@ def pack(parts: SequenceOf[BatchRows]) -> ForwardBatch:
         kv_indptr=np.array(kv_ends, dtype=np.int32),
         kv_slots=np.concatenate([part.kv_slots for part in parts]),
         logit_rows=np.array(logit_rows, dtype=np.int32),
-        ragged=_ragged(parts),
         observed_rows=np.array(observed, dtype=np.int32),
-        sparse=_planners(parts),
-        groups=_groups(parts),
+        attention=_plans(parts),
     )
     if all(part.visible_slots is None for part in parts):
         return batch
@@ -278,34 +259,19 @@ def _rows_of(entry: ScheduledSequence) -> BatchRows:
     sequence, kv = entry.sequence, entry.sequence.kv
     assert kv is not None
     start, end = sequence.computed, sequence.computed + entry.rows
-    if sequence.parallel is not None:
-        return _parallel_rows(entry, sequence.parallel.rows(kv.slots, start, end))
-    visible = kv.slots[: end - kv.first]
-    return BatchRows(
-        token_ids=entry.token_ids(),
-        positions=np.arange(start, end, dtype=np.int32),
-        write_slots=visible[start - kv.first :],
-        kv_slots=visible,
-        visible_slots=None,
-        logit_rows=entry.logit_rows(),
-        observed_rows=observed_rows(entry),
-        ragged=None if kv.prefix is None else kv.prefix.index,
-        planner=_planner(entry),
-    )
-
-
-def _parallel_rows(entry: ScheduledSequence, rows: ContextRows) -> BatchRows:
-    """Return the rows of a sequence whose contexts are computed apart from each other."""
+    positions = np.arange(start, end, dtype=np.int32)
+    plan = None if kv.prefix is None else AttentionPlan(kv.prefix.index)
+    rows = SequenceRows(positions, kv.slots[: end - kv.first], None, plan)
+    rows = sequence.method.arrange(sequence, start, end, rows)
     return BatchRows(
         token_ids=entry.token_ids(),
         positions=rows.positions,
-        write_slots=rows.kv_slots[len(rows.kv_slots) - entry.rows :],
+        write_slots=kv.slots[start - kv.first : end - kv.first],
         kv_slots=rows.kv_slots,
-        visible_slots=None,
+        visible_slots=rows.visible,
         logit_rows=entry.logit_rows(),
-        observed_rows=range(0),
-        ragged=None,
-        group=rows.group,
+        observed_rows=observed_rows(entry),
+        plan=rows.plan,
     )
 
 
@@ -313,8 +279,6 @@ def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
     """Return the rows that a sequence runs through some layers."""
     sequence, kv = entry.sequence, entry.sequence.kv
     assert kv is not None
-    if sequence.parallel is not None:
-        return _rows_of(entry)
     in_order = rows.keys is None and int(rows.numbers[-1]) - int(rows.numbers[0]) < len(rows)
     slots = kv.slots if rows.slots is None else rows.slots
     if rows.keys is None:
@@ -323,51 +287,32 @@ def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
     else:
         kv_slots = slots[rows.keys - kv.first]
         visible = np.searchsorted(rows.keys, rows.numbers, side="right").astype(np.int32)
+    plan = None if kv.prefix is None else AttentionPlan(kv.prefix.index)
+    arranged = SequenceRows(rows.numbers, kv_slots, None if in_order else visible, plan)
+    if rows.keys is None:  # a method that has dropped keys says by itself what rows see
+        end = int(rows.numbers[-1]) + 1
+        arranged = sequence.method.arrange(sequence, rows.first, end, arranged)
     wanted = np.array([*entry.logit_rows(), *observed_rows(entry)], np.int32)
     places = rows.places(wanted + np.int32(sequence.computed)).tolist()
     logits = len(places) - len(observed_rows(entry))
     return BatchRows(
         token_ids=rows.token_ids,
-        positions=rows.numbers,
+        positions=arranged.positions,
         write_slots=slots[rows.numbers - kv.first],
-        kv_slots=kv_slots,
-        visible_slots=None if in_order else visible,
+        kv_slots=arranged.kv_slots,
+        visible_slots=arranged.visible,
         logit_rows=places[:logits],
         observed_rows=places[logits:],
-        ragged=None if kv.prefix is None else kv.prefix.index,
-        planner=_planner(entry),
+        plan=arranged.plan,
     )
 
 
 def observed_rows(entry: ScheduledSequence) -> range:
     """Return which of a sequence's rows in a step have their queries observed."""
-    sequence = entry.sequence
-    if sequence.pruning is not None:
-        return range(max(entry.rows - sequence.pruning.method.scoring_rows, 0), entry.rows)
-    if sequence.compression is None:
-        return range(0)
-    return sequence.compression.observed_rows(sequence.computed, entry.tokens, entry.drafted)
+    return entry.sequence.method.observed_rows(entry.sequence, entry.tokens, entry.drafted)
 
 
-def _planner(entry: ScheduledSequence) -> SparsePlanner | None:
-    """Return what lists the keys of a sequence's rows; None where they attend to everything."""
-    sparse = entry.sequence.sparse_prefill
-    return None if sparse is None else sparse.planner(entry.sequence.computed, entry.rows)
-
-
-def _planners(parts: SequenceOf[BatchRows]) -> tuple[SparsePlanner | None, ...]:
-    """Return each request's planner; nothing if none has any."""
-    planners = tuple(part.planner for part in parts)
-    return () if all(planner is None for planner in planners) else planners
-
-
-def _groups(parts: SequenceOf[BatchRows]) -> tuple[KeyGroup | None, ...]:
-    """Return each request's group of first keys; nothing if none has any."""
-    groups = tuple(part.group for part in parts)
-    return () if all(group is None for group in groups) else groups
-
-
-def _ragged(parts: SequenceOf[BatchRows]) -> tuple[RaggedIndex | None, ...]:
-    """Return the cells that each request sees before its slots; nothing if none sees any."""
-    indices = tuple(part.ragged for part in parts)
-    return () if all(index is None for index in indices) else indices
+def _plans(parts: SequenceOf[BatchRows]) -> tuple[AttentionPlan | None, ...]:
+    """Return each request's plan; nothing if none has any."""
+    plans = tuple(part.plan for part in parts)
+    return () if all(plan is None for plan in plans) else plans

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from midfill.engine.kv_transfer.kv_traffic import KvTraffic
 from midfill.engine.request import EngineStats
 from midfill.engine.sequences.request_queues import RequestQueues
-from midfill.engine.sparse_prefill import KeyPairs
 from midfill.engine.step.speculation import DraftCounts
+from midfill.methods.sparse_prefill.sequence import KeyPairs
 
 _log = logging.getLogger(__name__)
 

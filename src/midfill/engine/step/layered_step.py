@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from midfill.arrays import Float32Array
-from midfill.engine.sampling.logprobs import one_thread
 from midfill.engine.step.batching import (
     BatchRows,
     ScheduledSequence,
@@ -30,6 +29,7 @@ from midfill.engine.step.batching import (
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.layer_rows import LayerRows
 from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.threads import one_thread
 
 
 class StepOutputs(NamedTuple):

@@ -5,13 +5,11 @@ import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
-from midfill.engine.parallel_contexts import ContextPlaces
 from midfill.engine.request import EngineOutput
 from midfill.engine.scheduling.scheduler import Chunk, StepPlan
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.sequences.tenant_stats import TenantCounters
-from midfill.engine.step.blending import Blending
 from midfill.engine.step.counters import EngineCounters
 from midfill.kv.sequence_kv import SequenceKV
 
@@ -24,8 +22,6 @@ class PlanExecution:
     Args:
         layers: of the model.
         queues: the engine's sequences.
-        blending: prefills with KV from elsewhere.
-        contexts: where files are cached that are computed apart from each other.
         counters, tenants: count what is done.
     """
 
@@ -33,22 +29,18 @@ class PlanExecution:
         self,
         layers: int,
         queues: RequestQueues,
-        blending: Blending,
-        contexts: ContextPlaces,
         counters: EngineCounters,
         tenants: TenantCounters,
     ) -> None:
         self._layers = layers
         self._queues = queues
-        self._blending = blending
         self._counters = counters
         self._tenants = tenants
-        self._contexts = contexts
 
     def preempt(self, sequence: Sequence) -> None:
         """Put a running sequence back into the queue."""
         self._counters.preemptions += 1
-        sequence.reuse = None  # computed in full from now on: that progress is kept
+        sequence.method = sequence.method.after_preemption()
         self._queues.preempt(sequence)
 
     def apply(self, plan: StepPlan) -> list[EngineOutput]:
@@ -71,7 +63,7 @@ class PlanExecution:
         for sequence_id, slot in zip(plan.decodes, slots, strict=True):
             _held(sequences[sequence_id]).append(slot)
         for sequence in admitted:
-            slots = sequence.slots_needed
+            slots = sequence.method.slots_needed(sequence.length)
             needed = sequence.length - sequence.computed if slots is None else slots
             _held(sequence).reserve(needed)
         for chunk in plan.background:
@@ -81,37 +73,20 @@ class PlanExecution:
             _held(sequences[chunk.sequence_id]).reserve(chunk.tokens)
         outputs: list[EngineOutput] = []
         for sequence in admitted:  # once nothing is evicted any more in this step
-            if sequence.parallel is not None:
-                self._copy_contexts(sequence)
-            if sequence.reuse is not None:
+            if not sequence.method.is_null:
                 try:
-                    self._blending.start(sequence)
-                    if sequence.blend is not None:
-                        self._queues.start_branch(sequence)
+                    self._start_method(sequence)
                 except Exception as error:
-                    outputs += self._queues.fail([sequence], _blend_failure(error))
+                    outputs += self._queues.fail([sequence], method_failure(sequence, error))
         return outputs
 
-    def _copy_contexts(self, sequence: Sequence) -> None:
-        """Copy the KV of files that are cached elsewhere."""
-        assert sequence.parallel is not None
-        copied = self._contexts.copy(
-            sequence.parallel, sequence.cache_root, sequence.tokens, _held(sequence),
-            sequence.computed,
-        )  # fmt: skip
-        sequence.computed = sequence.parallel.skip(sequence.computed)
+    def _start_method(self, sequence: Sequence) -> None:
+        """Have a sequence's method act on its admission."""
+        admitted = sequence.method.admitted(sequence)
+        sequence.computed = admitted.computed
         if sequence.admitted is not None:  # for the first time
-            sequence.cached_tokens = (sequence.cached_tokens or 0) + copied
-            self._counters.cached_tokens += copied
-
-    def commit_contexts(self, sequence: Sequence) -> None:
-        """Note where a sequence's files are, and go on after those whose KV was copied."""
-        contexts = sequence.parallel
-        assert contexts is not None
-        if sequence.computed <= contexts.end:
-            sequence.computed = contexts.skip(sequence.computed)
-        if not sequence.decoding:
-            self._contexts.record(contexts, sequence.cache_root, sequence.tokens, sequence.computed)
+            sequence.cached_tokens = (sequence.cached_tokens or 0) + admitted.copied
+            self._counters.cached_tokens += admitted.copied
 
     def _admit(self, sequence: Sequence, *, by_layers: bool) -> None:
         is_new = sequence.cached_tokens is None
@@ -131,8 +106,8 @@ class PlanExecution:
             tokens = sequence.prompt_length - sequence.computed
             self._queues.waiting.charge(sequence.tenant, tokens)
 
-    def blend(self, plan: StepPlan, outputs: list[EngineOutput]) -> StepPlan:
-        """Run the chunks of prefills that are blended; return the plan with what they leave.
+    def run_method_chunks(self, plan: StepPlan, outputs: list[EngineOutput]) -> StepPlan:
+        """Run the chunks that methods compute by themselves; return the plan with what they leave.
 
         If one fails, the sequence's last outputs are added to ``outputs``.
         """
@@ -141,36 +116,41 @@ class PlanExecution:
 
         def left(chunks: SequenceOf[Chunk]) -> tuple[Chunk, ...]:
             return tuple(
-                chunk._replace(tokens=self._blend_chunk(chunk, outputs)) for chunk in chunks
+                chunk._replace(tokens=self._run_method_chunk(chunk, outputs)) for chunk in chunks
             )
 
         return replace(
             plan, chunks=left(plan.chunks), admit=left(plan.admit), background=left(plan.background)
         )
 
-    def _blend_chunk(self, chunk: Chunk, outputs: list[EngineOutput]) -> int:
-        """Run a chunk of a prefill if it is blended; return how many of its tokens are left."""
+    def _run_method_chunk(self, chunk: Chunk, outputs: list[EngineOutput]) -> int:
+        """Run a chunk if a method computes it; return how many of its tokens are left."""
         sequence = self._queues.sequences.get(chunk.sequence_id)
         if sequence is None:
             return 0  # it has failed
-        if sequence.blend is None:
+        if sequence.method.is_null:
             return chunk.tokens
-        started, before = time.perf_counter(), self._blending.computed_row_layers
+        started = time.perf_counter()
         try:
-            left = self._blending.advance(sequence, chunk.tokens)
-            self._counters.reused_tokens += 0 if sequence.blend else sequence.reused_tokens
+            ran = sequence.method.run_chunk(sequence, chunk.tokens)
         except Exception as error:
-            outputs += self._queues.fail([sequence], _blend_failure(error))
+            outputs += self._queues.fail([sequence], method_failure(sequence, error))
             return 0
-        row_layers = self._blending.computed_row_layers - before
-        self._counters.computed_tokens += -(-row_layers // self._layers)
+        if ran is None:
+            return chunk.tokens
+        if ran.computed != sequence.computed:
+            sequence.computed, sequence.reused_tokens = ran.computed, ran.reused
+            self._counters.reused_tokens += ran.reused
+        self._counters.computed_tokens += -(-ran.row_layers // self._layers)
         self._counters.forward_seconds += time.perf_counter() - started
-        return left
+        return ran.left
 
 
-def _blend_failure(error: Exception) -> str:
-    _log.exception("a blended prefill failed")
-    return f"the method of reuse failed: {error}"
+def method_failure(sequence: Sequence, error: Exception) -> str:
+    """Log that a sequence's method has failed; return the message for its clients."""
+    title = sequence.method.title
+    _log.exception("%s failed", title)
+    return f"{title} failed: {error}"
 
 
 def _held(sequence: Sequence) -> SequenceKV:

@@ -12,10 +12,10 @@ import torch
 from midfill.engine.sampling.logprobs import (
     MAX_ROWS_AT_ONCE,
     mask_nonfinite,
-    one_thread,
     token_logprobs,
 )
 from midfill.engine.step.batching import ScheduledSequence
+from midfill.runners.torch.threads import one_thread
 
 
 def record_scores(logits: torch.Tensor, scheduled: Collection[ScheduledSequence]) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from midfill.engine.blend import MIN_SAVED_ROWS
 from midfill.engine.scheduling.acceptance import AcceptanceRates
 from midfill.engine.scheduling.drafting import CERTAIN, SPELLED, Draft, prompt_lookup
 from midfill.engine.scheduling.scheduler import (
@@ -82,15 +81,12 @@ class Speculation:
         if max_tokens < 1:
             return plan, {}
         drafts, probabilities = {}, {}
-        long = {chunk.sequence_id for chunk in plan.admit if chunk.tokens >= MIN_SAVED_ROWS}
+        starting = {chunk.sequence_id: chunk.tokens for chunk in plan.admit}
         for sequence_id in sampled_sequences(state, plan):
             sequence = sequences[sequence_id]
             # Siblings that have not forked yet share the row that a draft would follow, and what
             # follows a point of compression is computed over fewer keys.
-            # A prefill that is blended takes more steps than planned.
-            if sequence.blend is not None or (sequence.reuse is not None and sequence_id in long):
-                continue
-            if sequence.pruning is not None:  # each token chooses anew what it attends to
+            if not sequence.method.allows_draft(starting.get(sequence_id, 0)):
                 continue
             if len(sequence.answer_indices) == 1 and sequence.barrier > sequence.length:
                 draft = drafts[sequence_id] = propose_draft(sequence)

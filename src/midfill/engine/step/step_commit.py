@@ -1,6 +1,5 @@
 """StepCommit: takes over what a step has computed and sampled."""
 
-import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
@@ -10,22 +9,18 @@ from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.sequences.tenant_stats import TenantCounters
 from midfill.engine.step.batching import ScheduledSequence
-from midfill.engine.step.compression import Compression
 from midfill.engine.step.counters import EngineCounters
-from midfill.engine.step.plan_execution import PlanExecution
+from midfill.engine.step.plan_execution import PlanExecution, method_failure
 from midfill.engine.step.verification import Verification
 from midfill.kv.sequence_kv import SequenceKV
 
-_log = logging.getLogger(__name__)
-
 
 class StepCommit:
-    """Counts computed tokens, caches their KV, compresses it, and ends answers.
+    """Counts computed tokens, caches their KV, has methods decide about it, and ends answers.
 
     Args:
         queues: the engine's sequences.
         execution: preempts sequences.
-        compression: of KV.
         kv_traffic: is told of prompts whose KV is there.
         counters, tenants: count what was done.
     """
@@ -34,14 +29,12 @@ class StepCommit:
         self,
         queues: RequestQueues,
         execution: PlanExecution,
-        compression: Compression,
         kv_traffic: KvTraffic,
         counters: EngineCounters,
         tenants: TenantCounters,
     ) -> None:
         self._queues = queues
         self._execution = execution
-        self._compression = compression
         self._kv_traffic = kv_traffic
         self._counters = counters
         self._tenants = tenants
@@ -68,8 +61,8 @@ class StepCommit:
         sequence = entry.sequence
         sequence.layer_rows = None
         sequence.computed += entry.tokens
-        if sequence.parallel is not None:
-            self._execution.commit_contexts(sequence)
+        if not sequence.method.is_null:
+            sequence.computed = sequence.method.committed(sequence)
         if sequence.background:
             self._counters.background_tokens += entry.tokens
             finished = sequence.computed == sequence.length
@@ -77,12 +70,12 @@ class StepCommit:
             return self._queues.end(sequence, "stop") if finished else []
         if not entry.sampled:
             _held(sequence).cache_prefix(sequence.cache_keys(sequence.computed))
-            if sequence.compression is not None:
-                return self._compress_prefilling(sequence)
+            if not sequence.method.is_null:
+                return self._decide_prefilling(sequence)
         return []
 
-    def _compress_prefilling(self, sequence: Sequence) -> list[EngineOutput]:
-        """Show a method what was computed, and compress it if there is more to compute after it.
+    def _decide_prefilling(self, sequence: Sequence) -> list[EngineOutput]:
+        """Have a method decide about what was computed, where there is more to compute after it.
 
         That is so where tokens of the prompt come after the compressed ones, and after preemption,
         when the answer has begun before.
@@ -90,7 +83,7 @@ class StepCommit:
         Like every prefilling sequence, it then holds slots for all its tokens.
         """
         outputs: list[EngineOutput] = []
-        if self._compress(sequence, outputs):
+        if self._decide(sequence, outputs):
             kv, pool = _held(sequence), self._queues.pool
             missing = sequence.length - kv.first - kv.reserved
             if pool.available >= missing:
@@ -99,16 +92,16 @@ class StepCommit:
                 self._execution.preempt(sequence)
         return outputs
 
-    def _compress(self, sequence: Sequence, outputs: list[EngineOutput]) -> bool:
+    def _decide(self, sequence: Sequence, outputs: list[EngineOutput]) -> bool:
         """Have a sequence's method decide, if it has come to a point; return whether it goes on.
 
         Without room for what stays, it is preempted. If the method fails, the sequence ends, and
         its last outputs are added to ``outputs``.
         """
         try:
-            fits = self._compression.compress(sequence)
+            fits = sequence.method.decide(sequence)
         except Exception as error:
-            outputs += self._queues.fail([sequence], _method_failure(error))
+            outputs += self._queues.fail([sequence], method_failure(sequence, error))
             return False
         if not fits:
             self._execution.preempt(sequence)
@@ -117,7 +110,7 @@ class StepCommit:
     def _commit_sampled(self, group: SequenceOf[Verification]) -> list[EngineOutput]:
         """Take over the sampled tokens of sibling answers, which fork here; return the outputs."""
         first = group[0].sequence
-        if first.decoding and first.compression is None and len(group) == 1 and not group[0].failed:
+        if first.decoding and first.method.is_null and len(group) == 1 and not group[0].failed:
             output = self._commit_answer(group[0])  # mostly: an answer goes on
             return [output] if output.token_ids or output.finish_reason is not None else []
         if any(one.failed for one in group):
@@ -132,9 +125,9 @@ class StepCommit:
         fits, failure = True, ""
         if not first.decoding:  # where siblings fork, they share what stays
             try:
-                fits = self._compression.compress(first)
+                fits = first.method.decide(first)
             except Exception as error:
-                failure = _method_failure(error)
+                failure = method_failure(first, error)
                 if len(group) > 1:
                     return self._queues.fail([first], failure)
         if len(group) > 1:
@@ -147,7 +140,7 @@ class StepCommit:
             if failure:  # the token that was sampled before counts, as it does while decoding
                 outputs += self._queues.fail([sequence], failure)
             elif fits:
-                self._compress(sequence, outputs)
+                self._decide(sequence, outputs)
             else:
                 self._execution.preempt(sequence)
         return [one for one in outputs if one.token_ids or one.finish_reason is not None]
@@ -162,16 +155,10 @@ class StepCommit:
         if sequence.kv is not None:
             sequence.computed = sequence.length - 1
             sequence.kv.truncate(sequence.computed)
-            if sequence.compression is not None:
-                sequence.compression.forget_after(sequence.computed)
+            sequence.method.rolled_back(sequence.computed)
         if one.finish_reason is not None:
             self._queues.finish(sequence)
         return one.output()
-
-
-def _method_failure(error: Exception) -> str:
-    _log.exception("a method of compression failed")
-    return f"the method of compression failed: {error}"
 
 
 def _held(sequence: Sequence) -> SequenceKV:

@@ -17,7 +17,6 @@ import torch
 
 from midfill.engine.request import EngineOutput, FinishReason
 from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
-from midfill.engine.sampling.logprobs import one_thread
 from midfill.engine.sampling.sampler import (
     SampledToken,
     SampleRow,
@@ -28,6 +27,7 @@ from midfill.engine.sampling.sampler import (
 from midfill.engine.sampling.vocabulary import Vocabulary
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.batching import ScheduledSequence
+from midfill.runners.torch.threads import one_thread
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import numpy as np
 from midfill.kernels.cpu.activations import Activations, quantize
 from midfill.kernels.cpu.attention import Queries, attend, merge_partials
 from midfill.kernels.cpu.attention_metadata import AttentionHeads
+from midfill.kernels.cpu.calls import call_kernel
 from midfill.kernels.cpu.clock import (
     ATTENTION,
     DOWN,
@@ -186,7 +187,7 @@ def _project_block(
 @kernel
 def _attend(
     context: ThreadContext, config: DecoderConfig, weights: DecoderWeights, cache: KVCache,
-    layer: int, batch: Batch, workspace: Workspace,
+    layer: int, batch: Batch, workspace: Workspace, attend_parts: int,
 ) -> None:  # fmt: skip
     """Compute attention(queries), of what ``_project_block`` left."""
     dim = config.head_dim
@@ -196,15 +197,25 @@ def _attend(
         config.score_scale, weights.windows[layer],
     )  # fmt: skip
     scratch, cells = workspace.attention[context.thread], workspace.cells[context.thread]
+    queries = Queries(workspace.qkv, weights.qkv.outputs)
     attend(
-        context, Queries(workspace.qkv, weights.qkv.outputs), kv, heads, batch.attention,
-        workspace.attended, scratch, cells, workspace.partials,
+        context, queries, kv, heads, batch.attention, workspace.attended, scratch, cells,
+        workspace.partials,
     )  # fmt: skip
     end_phase(context, ATTENTION)
     if batch.attention.partials > 0:
         merge_partials(
             context, heads, batch.attention, workspace.attended, scratch, cells,
             workspace.partials,
+        )  # fmt: skip
+        end_phase(context, ATTENTION)
+    if attend_parts != 0:
+        call_kernel(
+            attend_parts,
+            (
+                context.thread, context.threads, context.sync, kv, heads, queries, batch.parts,
+                workspace.attended,
+            ),
         )  # fmt: skip
         end_phase(context, ATTENTION)
 
@@ -361,7 +372,8 @@ def _forward(
         start = _Part(False, True)
         _run_rows(context, config, weights, cache, first - 1, start, batch, hidden, workspace)
     for layer in range(first, end):
-        _attend(context, config, weights, cache, layer, batch, workspace)
+        parts = stages.attend_parts
+        _attend(context, config, weights, cache, layer, batch, workspace, parts)
         part = _Part(True, layer + 1 < end or stages.project)
         _run_rows(context, config, weights, cache, layer, part, batch, hidden, workspace)
     if stages.logits and len(batch.logit_rows) > 0:

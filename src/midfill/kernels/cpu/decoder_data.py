@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from midfill.kernels.cpu.activations import Activations
 from midfill.kernels.cpu.attention_metadata import AttentionMetadata
+from midfill.kernels.cpu.attention_parts import AttentionParts
 from midfill.kernels.cpu.linear import GateUpWeights, LinearWeights
 from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array, Uint8Array
 from midfill.kernels.cpu.rows import NormWeights, RopeTables
@@ -68,6 +69,7 @@ class Batch(NamedTuple):
         logit_rows: int32 [outputs], the rows whose logits are wanted.
         observed_rows: int32 [n], the rows whose queries are kept.
         attention: which rows attend to which slots.
+        parts: requests whose rows attend to more than their slots, or to listed keys.
     """
 
     token_ids: Int32Array
@@ -76,6 +78,7 @@ class Batch(NamedTuple):
     logit_rows: Int32Array
     observed_rows: Int32Array
     attention: AttentionMetadata
+    parts: AttentionParts
 
 
 class Workspace(NamedTuple):
@@ -133,6 +136,7 @@ class Stages(NamedTuple):
         projected: the first layer's queries, keys and values are there: the last call stopped
             after them.
         project: also compute those of layer end_layer, and stop before its attention.
+        attend_parts: address of the kernel for the batch's ``parts`` (calls.py); 0: it has none.
     """
 
     embed: bool
@@ -141,3 +145,4 @@ class Stages(NamedTuple):
     logits: bool
     projected: bool = False
     project: bool = False
+    attend_parts: int = 0

@@ -10,6 +10,7 @@ import numpy.typing as npt
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 Uint8Array = npt.NDArray[np.uint8]
 
 LINE = 64

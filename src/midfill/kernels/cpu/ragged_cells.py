@@ -18,7 +18,7 @@ from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.simd import LANES, fma, load, multiply, store
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 
-_SCORE_FACTOR, _SCORE_BIAS, _VALUE_FACTOR = 0, 1, 2
+SCORE_FACTOR, SCORE_BIAS, VALUE_FACTOR = 0, 1, 2
 
 
 class RaggedCells(NamedTuple):
@@ -152,8 +152,8 @@ def change_scores(
         scores: float32 [rows * 256].
     """
     for part in range(0, min(count, keys.cells - start), LANES):
-        _gather(ragged, keys, _SCORE_FACTOR, start + part, 1.0, gathered, 0)
-        _gather(ragged, keys, _SCORE_BIAS, start + part, 0.0, gathered, LANES)
+        _gather(ragged, keys, SCORE_FACTOR, start + part, 1.0, gathered, 0)
+        _gather(ragged, keys, SCORE_BIAS, start + part, 0.0, gathered, LANES)
         factor, bias = load(gathered, 0), load(gathered, LANES)
         for row in range(rows):
             at = row * SEGMENT + part
@@ -167,7 +167,7 @@ def scale_weights(
 ) -> None:  # fmt: skip
     """weights[rows, 256] *= value factor, for the keys of a segment; arguments as above."""
     for part in range(0, min(count, keys.cells - start), LANES):
-        _gather(ragged, keys, _VALUE_FACTOR, start + part, 1.0, gathered, 0)
+        _gather(ragged, keys, VALUE_FACTOR, start + part, 1.0, gathered, 0)
         factor = load(gathered, 0)
         for row in range(rows):
             at = row * SEGMENT + part
@@ -181,7 +181,7 @@ def scale_weight_pairs(
 ) -> None:  # fmt: skip
     """``scale_weights`` for weights in pairs (pair_segments.py), rounded again."""
     for part in range(0, min(count, keys.cells - start), LANES):
-        _gather(ragged, keys, _VALUE_FACTOR, start + part, 1.0, gathered, 0)
+        _gather(ragged, keys, VALUE_FACTOR, start + part, 1.0, gathered, 0)
         factor = load(gathered, 0)
         for row in range(rows):
             word = row * SEGMENT + part // 2

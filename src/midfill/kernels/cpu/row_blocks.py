@@ -45,7 +45,7 @@ def batch_part(batch: Batch, first: int, end: int) -> Batch:
     """Return the rows first to end of a batch; only what belongs to rows is cut."""
     return Batch(
         batch.token_ids[first:end], batch.positions[first:end], batch.write_slots[first:end],
-        batch.logit_rows, batch.observed_rows, batch.attention,
+        batch.logit_rows, batch.observed_rows, batch.attention, batch.parts,
     )  # fmt: skip
 
 

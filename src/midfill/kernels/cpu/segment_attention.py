@@ -9,6 +9,7 @@ from typing import Any
 
 from numba import types
 
+from midfill.kernels.cpu.bfloat16 import load_pairs, store_pairs
 from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_type
 from midfill.kernels.cpu.kv_cache import KVArray
 from midfill.kernels.cpu.kv_spans import KVSpan
@@ -27,6 +28,7 @@ from midfill.kernels.cpu.ragged_cells import (
 )
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, keys_seen
 from midfill.kernels.cpu.segments import score_segment, weigh_segment
+from midfill.kernels.cpu.simd import load, multiply, store
 from midfill.kernels.cpu.softmax import softmax_row
 
 
@@ -81,6 +83,24 @@ def _scale_pairs(
 
 
 @inlined_kernel
+def _scale_column(
+    entries: KVArray, weights: Float32Array, column: int, rows: int, factor: Any
+) -> None:
+    for row in range(rows):
+        at = row * SEGMENT + column
+        store(weights, at, multiply(load(weights, at), factor))
+
+
+@inlined_kernel
+def _scale_pair_column(
+    entries: KVArray, weights: Float32Array, column: int, rows: int, factor: Any
+) -> None:
+    for row in range(rows):
+        word = row * SEGMENT + column // 2
+        store_pairs(weights, word, multiply(load_pairs(weights, word), factor))
+
+
+@inlined_kernel
 def _weigh_rows(
     weights: Float32Array, rows: SegmentRows, values: KVSpan, ahead: KVSpan, panel: Float32Array,
     sums: Float32Array, at: int,
@@ -116,6 +136,15 @@ def softmax_segment(entries: Any, *_: Any) -> Any:
 def apply_value_factors(entries: Any, *_: Any) -> Any:
     """Multiply weights by the terms of cells; arguments: entries, those of ``scale_weights``."""
     return _scale_pairs if _is_paired(entries) else _scale_weights
+
+
+@kernel_by_type
+def scale_column(entries: Any, *_: Any) -> Any:
+    """Multiply the weights [rows, 256] of 16 keys, from ``column`` on, by a vector of factors.
+
+    Arguments: (entries, weights, column, rows, factor).
+    """
+    return _scale_pair_column if _is_paired(entries) else _scale_column
 
 
 @kernel_by_type

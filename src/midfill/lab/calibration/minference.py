@@ -28,9 +28,9 @@ from midfill.methods.sparse_prefill.minference import (
 )
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.tokens.tokenizer import Tokenizer
-from midfill.runners.forward.sparse import QUERY_BLOCK
+from midfill.runners.forward.attention import QUERY_BLOCK
 from midfill.runners.loading import load_runner
-from midfill.runners.torch.sparse_attention import TorchProbe
+from midfill.runners.torch.part_attention import TorchProbe
 from midfill.system.progress import Progress
 
 SIZES = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.8)

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 class ParallelMethod(Protocol):
     """A method with its hyper-parameters; it has no state. Equal methods give equal KV.
 
-    Attributes are those of ``runners.forward.groups.KeyGroup``.
+    Attributes are those of ``runners.forward.attention.KeyPart``.
     """
 
     def __hash__(self) -> int: ...

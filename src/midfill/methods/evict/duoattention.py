@@ -27,7 +27,7 @@ from midfill.methods.evict.streaming_heads import (
 )
 from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_prefill.chunks import ChunkRule
-from midfill.runners.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists
+from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists
 
 NAME, VERSION = "duoattention", 1
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from midfill.errors import InvalidRequestError
-from midfill.runners.forward.sparse import QUERY_BLOCK
+from midfill.runners.forward.attention import QUERY_BLOCK
 
 PROBED_ROWS = 64
 """Rows at a chunk's end whose attention tells where the whole chunk's lies."""

@@ -21,7 +21,7 @@ from midfill.arrays import BoolArray, Float32Array, Int64Array
 from midfill.errors import InvalidRequestError
 from midfill.methods.sparse_prefill.chunks import PROBED_ROWS, ChunkRule
 from midfill.methods.sparse_prefill.patterns import block_lists, largest
-from midfill.runners.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
+from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
 
 _BLOCKS = (64, 128)
 

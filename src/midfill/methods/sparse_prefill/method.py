@@ -12,7 +12,7 @@ tokens up to its end alone, and neither load nor the prefix cache changes an ans
 
 from typing import Protocol, runtime_checkable
 
-from midfill.runners.forward.sparse import LayerProbe, SpanLists
+from midfill.runners.forward.attention import LayerProbe, SpanLists
 
 
 @runtime_checkable

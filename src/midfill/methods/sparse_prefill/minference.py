@@ -29,7 +29,7 @@ from midfill.methods.served_model import ServedModel
 from midfill.methods.sparse_prefill.chunks import PROBED_ROWS, ChunkRule
 from midfill.methods.sparse_prefill.method import PrefillMethod
 from midfill.methods.sparse_prefill.patterns import block_mask, cross_mask, largest
-from midfill.runners.forward.sparse import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
+from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
 
 NAME, VERSION = "minference", 1
 SINKS, LOCAL = 30, 100

@@ -3,7 +3,7 @@
 import numpy as np
 
 from midfill.arrays import BoolArray, Float32Array, Int64Array
-from midfill.runners.forward.sparse import QUERY_BLOCK, SpanLists, query_blocks
+from midfill.runners.forward.attention import QUERY_BLOCK, SpanLists, query_blocks
 
 
 def largest(scores: Float32Array, counts: Int64Array) -> BoolArray:

@@ -1,58 +1,348 @@
-"""Passes that stop before each layer's attention, since some requests have one of their own.
+"""Requests whose rows attend to several parts, or to the keys that a lister chooses.
 
-There, other kernels compute these requests. All other rows of the step, decodes of other requests
-among them, then go through dense attention as always.
+They run inside the step's one call, by a kernel that is compiled when a step first needs it. Where
+there is a lister, the pass stops before each layer's attention, to ask it. Loaded when needed.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numba import typeof
 
-from midfill.arrays import BoolArray
-from midfill.kernels.cpu.attention_metadata import PARTIAL, REQUEST, AttentionMetadata
-from midfill.kernels.cpu.decoder_data import Batch, Stages
+from midfill.arrays import Float32Array, Int32Array, Int64Array
+from midfill.kernels.cpu.attention import Queries
+from midfill.kernels.cpu.attention_metadata import (
+    PARTIAL,
+    REQUEST,
+    AttentionHeads,
+    AttentionMetadata,
+)
+from midfill.kernels.cpu.attention_parts import REQUEST_FIELDS, AttentionParts, no_parts
+from midfill.kernels.cpu.calls import kernel_address
+from midfill.kernels.cpu.decoder_data import Batch, Stages, Workspace
+from midfill.kernels.cpu.kv_cache import KVCache, LayerKV
+from midfill.kernels.cpu.memory import aligned_zeros
+from midfill.kernels.cpu.parts.attention import attend_parts
+from midfill.kernels.cpu.parts.keys import BLOCK, NUMBERS, scratch_size
+from midfill.kernels.cpu.parts.probe import mean_keys, probe_masses
+from midfill.kernels.cpu.ragged_cells import pack_ragged
+from midfill.kernels.cpu.segment_rows import SEGMENT
+from midfill.kernels.cpu.simd import LANES
+from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.models.config import ModelConfig
+from midfill.runners.forward.attention import (
+    AttentionPlan,
+    KeyLister,
+    KeyPart,
+    SpanLists,
+    query_blocks,
+)
+from midfill.runners.forward.batch import ForwardBatch
 
 
-def run_special_layers(
-    config: ModelConfig,
-    special: BoolArray,
-    attend: Sequence[Callable[[int], None]],
-    prepared: Batch,
-    stages: Stages,
-    execute: Callable[[Batch, Stages], None],
-) -> None:
-    """Run a part of the forward pass in which some requests have an attention of their own.
-
-    Layers with a sliding window are computed densely.
+class PartAttention:
+    """The kernels of attention over parts, with the memory they need.
 
     Args:
         config: the model.
-        special: [requests] bool, which requests these are.
-        attend: compute their attention in a layer, to the workspace.
-        prepared: the batch as the kernels take it, all of it to be computed densely.
-        stages: what to run; at least one layer.
-        execute: runs a part of the forward pass over a prepared batch.
+        pool: the threads.
+        cache: the KV cache.
+        stride: of the workspace's queries, see ``Queries``.
     """
-    others = prepared._replace(attention=_without(prepared.attention, special))
-    first, end = stages.first_layer, stages.end_layer
-    execute(prepared, Stages(stages.embed, first, first, False, project=True))
-    for layer in range(first, end):
-        last = layer + 1 == end
-        one = Stages(False, layer, layer + 1, last and stages.logits, True, not last)
-        if config.window_of(layer) is not None:
-            execute(prepared, one)
-            continue
-        for compute in attend:
-            compute(layer)
-        execute(others, one)
+
+    def __init__(self, config: ModelConfig, pool: ThreadPool, cache: KVCache, stride: int) -> None:
+        self.config = config
+        self._pool = pool
+        self._cache = cache
+        self._stride = stride
+        threads = pool.threads
+        self._scratch = aligned_zeros((threads, scratch_size(config.head_dim)), np.float32)
+        self._numbers = aligned_zeros((threads, NUMBERS), np.int32)
+        self._weights = self._states = aligned_zeros((threads, 0), np.float32)
+        self._address = 0
+
+    def run(
+        self,
+        batch: ForwardBatch,
+        prepared: Batch,
+        stages: Stages,
+        workspace: Workspace,
+        execute: Callable[[Batch, Stages], None],
+    ) -> None:
+        """Run a part of the forward pass over a batch in which some requests have parts.
+
+        Layers with a sliding window are computed densely.
+
+        Args:
+            batch: the step.
+            prepared: the batch as the kernels take it, all of it to be computed densely.
+            stages: what to run; at least one layer.
+            workspace: of the step, large enough.
+            execute: runs a part of the forward pass over a prepared batch.
+        """
+        plans = [(number, plan) for number, plan in batch.plans() if not plan.is_dense]
+        parts = self._prepare(batch, plans)
+        others = prepared._replace(
+            attention=_without(prepared.attention, [number for number, _ in plans]), parts=parts
+        )
+        address = self._kernel(parts, workspace)
+        probes = self._probes(batch, plans, parts, workspace)
+        if not probes:
+            execute(others, stages._replace(attend_parts=address))
+            return
+        first, end = stages.first_layer, stages.end_layer
+        execute(prepared, Stages(stages.embed, first, first, False, project=True))
+        for layer in range(first, end):
+            last = layer + 1 == end
+            one = Stages(False, layer, layer + 1, last and stages.logits, True, not last)
+            if self.config.window_of(layer) is not None:
+                execute(prepared, one)
+                continue
+            lists = [lister.plan(probe.at(layer)) for lister, probe in probes]
+            listed = _with_lists(parts, lists)
+            execute(others._replace(parts=listed), one._replace(attend_parts=address))
+            self._record(layer, [lister for lister, _ in probes], lists, listed)
+
+    def masses(self, layer: int, probe: "CpuProbe", rows: int) -> tuple[Float32Array, Float32Array]:
+        """See ``LayerProbe.masses``."""
+        before, heads = probe.rows - rows, self.config.query_heads
+        visible_at = probe.visible_at + before
+        visible = probe.parts.visible
+        keys = probe.first + probe.rows
+        segments = -(-keys // SEGMENT)
+        reach = int(visible[visible_at + rows - 1] - visible[visible_at])
+        width = segments * SEGMENT + -(-reach // LANES) * LANES
+        columns = aligned_zeros(heads * width, np.float32)
+        diagonals = aligned_zeros(heads * width, np.float32)
+        states = segments * rows * 2
+        if self._states.shape[1] < states:
+            threads = self._pool.threads
+            self._states = aligned_zeros((threads, states), np.float32)
+            self._weights = aligned_zeros((threads, states // 2 * SEGMENT), np.float32)
+        self._pool.run(
+            probe_masses, self._layer_kv(layer), self._heads, probe.queries, probe.parts,
+            probe.part, probe.row + before, rows, visible_at, columns, diagonals, width,
+            self._weights, self._states,
+        )  # fmt: skip
+        by_key = columns.reshape(heads, width)[:, :keys]
+        return by_key, diagonals.reshape(heads, width)[:, :keys][:, ::-1]
+
+    def mean_keys(self, layer: int, probe: "CpuProbe", block: int) -> Float32Array:
+        """See ``LayerProbe.mean_keys``."""
+        if block not in (32, 64, 128):
+            raise ValueError(f"blocks of keys have 32, 64 or 128 keys, not {block}")
+        keys = probe.first + probe.rows
+        shape = (self.config.kv_heads, -(-keys // SEGMENT) * (SEGMENT // block))
+        means = aligned_zeros((*shape, self.config.head_dim), np.float32)
+        self._pool.run(
+            mean_keys, self._layer_kv(layer), self._heads, probe.parts, probe.part, keys, block,
+            means.reshape(-1),
+        )  # fmt: skip
+        return means[:, : -(-keys // block)]
+
+    def _prepare(
+        self, batch: ForwardBatch, plans: Sequence[tuple[int, AttentionPlan]]
+    ) -> AttentionParts:
+        """Return the requests with their parts as the kernels take them, their lists empty."""
+        config, seen = self.config, batch.slots_seen()
+        requests: list[int] = []
+        parts: list[KeyPart] = []
+        lists = units = 0
+        for number, plan in plans:
+            row, end = batch.query_indptr[number : number + 2].tolist()
+            start, stop = batch.kv_indptr[number : number + 2].tolist()
+            rows, first = end - row, len(parts)
+            for part in plan.parts:
+                if part.visible is None:
+                    part = replace(part, visible=np.full(rows, len(part.slots), np.int32))
+                parts.append(part)
+            parts.append(KeyPart(batch.kv_slots[start:stop], plan.cells, seen[row:end]))
+            lists_at = -1 if plan.lister is None else lists
+            requests += (row, rows, first, len(parts), lists_at, units)
+            if plan.lister is not None:
+                lists += query_blocks(rows) * config.query_heads
+            units += _count_units(config, rows, has_lists=plan.lister is not None)
+        visible = [part.visible for part in parts if part.visible is not None]
+        slots_at, visible_at = _starts([part.slots for part in parts]), _starts(visible)
+        ragged, _ = pack_ragged([part.cells for part in parts])
+        factors = [(config.score_scale / part.temperature, part.power) for part in parts]
+        return AttentionParts(
+            np.array(requests, np.int32),
+            np.stack((slots_at, visible_at), axis=1).astype(np.int32).reshape(-1),
+            np.array(factors, np.float64).reshape(-1),
+            np.concatenate([part.slots for part in parts]).astype(np.int32, copy=False),
+            np.concatenate(visible).astype(np.int32, copy=False),
+            ragged,
+            np.zeros(lists + 1, np.int32),
+            np.zeros(0, np.int32),
+            np.zeros(lists, np.int64),
+            self._scratch,
+            self._numbers,
+        )
+
+    def _kernel(self, parts: AttentionParts, workspace: Workspace) -> int:
+        """Return the address of the kernel, compiled for what the forward pass calls it with."""
+        if not self._address:
+            if typeof(parts) != typeof(no_parts()):
+                raise TypeError("attention's parts must have the types that the step expects")
+            pool = self._pool
+            window: Any = np.int32(0)  # of the type that the forward pass reads it in
+            heads = self._heads._replace(window=window)
+            self._address = kernel_address(
+                attend_parts, 0, pool.threads, pool.sync, self._layer_kv(0), heads,
+                Queries(workspace.qkv, self._stride), parts, workspace.attended,
+            )  # fmt: skip
+        return self._address
+
+    def _probes(
+        self,
+        batch: ForwardBatch,
+        plans: Sequence[tuple[int, AttentionPlan]],
+        parts: AttentionParts,
+        workspace: Workspace,
+    ) -> list[tuple[KeyLister, "CpuProbe"]]:
+        """Return what looks at the requests with a lister."""
+        found = []
+        queries = Queries(workspace.qkv, self._stride)
+        fields = parts.requests.reshape(-1, REQUEST_FIELDS)
+        for (_, plan), (row, rows, _, end, lists_at, _) in zip(plans, fields.tolist(), strict=True):
+            if lists_at >= 0 and plan.lister is not None:
+                probe = CpuProbe(self, parts, end - 1, row, rows, plan, queries)
+                found.append((plan.lister, probe))
+        return found
+
+    def _record(
+        self,
+        layer: int,
+        listers: Sequence[KeyLister],
+        lists: Sequence[SpanLists],
+        parts: AttentionParts,
+    ) -> None:
+        """Tell listers how many products of a query with a key were computed."""
+        ends = np.cumsum([len(one.indptr) - 1 for one in lists])[:-1]
+        for lister, pairs in zip(listers, np.split(parts.pairs, ends), strict=True):
+            lister.record(layer, pairs.reshape(-1, self.config.query_heads).sum(axis=0))
+
+    @property
+    def _heads(self) -> AttentionHeads:
+        config = self.config
+        return AttentionHeads(
+            config.query_heads, config.kv_heads, config.query_heads // config.kv_heads,
+            config.head_dim, config.score_scale, 0,
+        )  # fmt: skip
+
+    def _layer_kv(self, layer: int) -> LayerKV:
+        config = self.config
+        slots = len(self._cache.keys) // (config.layers * config.kv_heads * config.head_dim)
+        return LayerKV(self._cache, slots, layer * config.kv_heads * slots)
 
 
-def _without(metadata: AttentionMetadata, special: BoolArray) -> AttentionMetadata:
-    """Return the attention of the other requests."""
+class CpuProbe:
+    """Implements ``LayerProbe`` for one request of a step.
+
+    Attributes:
+        parts: of the batch.
+        part: number of the request's last part, which is probed.
+        row: number of its first row in the batch.
+        visible_at: where ``parts.visible`` says what it sees.
+        queries: of all rows of the batch.
+    """
+
+    def __init__(
+        self,
+        attention: PartAttention,
+        parts: AttentionParts,
+        part: int,
+        row: int,
+        rows: int,
+        plan: AttentionPlan,
+        queries: Queries,
+    ) -> None:
+        config = attention.config
+        self.query_heads, self.kv_heads = config.query_heads, config.kv_heads
+        self.scale = config.score_scale
+        self.parts, self.part, self.row, self.rows = parts, part, row, rows
+        self.visible_at = int(parts.parts.reshape(-1, 2)[part, 1])
+        self.queries = queries
+        self.layer = self.first = 0
+        self._attention = attention
+        self._cells = np.zeros(config.layers, np.int32)
+        if plan.cells is not None:
+            counts = np.diff(plan.cells.indptr).reshape(config.layers, config.kv_heads)
+            self._cells = counts[:, 0]
+
+    def at(self, layer: int) -> "CpuProbe":
+        """Look at another layer; return the probe itself."""
+        self.layer = layer
+        seen = int(self.parts.visible[self.visible_at + self.rows - 1])
+        self.first = int(self._cells[layer]) + seen - self.rows
+        return self
+
+    def masses(self, rows: int) -> tuple[Float32Array, Float32Array]:
+        """See ``LayerProbe.masses``."""
+        if not 0 < rows <= min(BLOCK, self.rows):
+            raise ValueError(f"at most {min(BLOCK, self.rows)} rows can be probed, not {rows}")
+        return self._attention.masses(self.layer, self, rows)
+
+    def last_queries(self, rows: int) -> Float32Array:
+        """See ``LayerProbe.last_queries``."""
+        last: Float32Array = self._rows()[self.rows - rows :].copy()
+        return last
+
+    def mean_queries(self, block: int) -> Float32Array:
+        """See ``LayerProbe.mean_queries``."""
+        starts = np.arange(0, self.rows, block)
+        counts = np.minimum(block, self.rows - starts).astype(np.float32)
+        sums = np.add.reduceat(self._rows(), starts, axis=0)
+        sums /= counts[:, None, None]
+        means: Float32Array = sums.transpose(1, 0, 2)
+        return means
+
+    def mean_keys(self, block: int) -> Float32Array:
+        """See ``LayerProbe.mean_keys``."""
+        return self._attention.mean_keys(self.layer, self, block)
+
+    def _rows(self) -> Float32Array:
+        """Return a view of the request's rotated queries: [rows, query_heads, head_dim]."""
+        values, stride = self.queries
+        dim = self._attention.config.head_dim
+        own = values[self.row * stride : (self.row + self.rows) * stride].reshape(self.rows, stride)
+        return own[:, : self.query_heads * dim].reshape(self.rows, self.query_heads, dim)
+
+
+def _count_units(config: ModelConfig, rows: int, *, has_lists: bool) -> int:
+    """Return how many units of work a request has, as the kernel counts them."""
+    group = config.query_heads // config.kv_heads
+    if has_lists or group > BLOCK:
+        group = 1
+    return -(-rows // (BLOCK // group)) * (config.query_heads // group)
+
+
+def _starts(arrays: Sequence[Int32Array]) -> Int64Array:
+    """Return where each of some arrays starts when they follow one another."""
+    return np.cumsum([0, *(len(array) for array in arrays[:-1])])
+
+
+def _with_lists(parts: AttentionParts, lists: Sequence[SpanLists]) -> AttentionParts:
+    """Return parts with the lists of all requests that have a lister, in their order."""
+    starts = np.cumsum([0, *(len(one.spans) for one in lists)])
+    indptr: list[Any] = [np.zeros(1, np.int32)]
+    indptr += [one.indptr[1:] + start for one, start in zip(lists, starts, strict=False)]
+    spans = [one.spans.reshape(-1) for one in lists]
+    return parts._replace(
+        indptr=np.concatenate(indptr).astype(np.int32),
+        spans=np.concatenate(spans).astype(np.int32, copy=False),
+        pairs=np.zeros_like(parts.pairs),
+    )
+
+
+def _without(metadata: AttentionMetadata, requests: Sequence[int]) -> AttentionMetadata:
+    """Return the attention of all other requests."""
     tiles = metadata.tiles[: metadata.tile_count]
     ends = np.append(tiles[1:, PARTIAL], metadata.partials)
-    dense = ~special[tiles[:, REQUEST]]
+    dense = ~np.isin(tiles[:, REQUEST], requests)
     kept, counts = tiles[dense], (ends - tiles[:, PARTIAL])[dense]
     partials = int(counts.sum()) if metadata.partials else 0
     if metadata.partials:

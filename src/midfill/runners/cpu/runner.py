@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numba.core.registry import cpu_target
 
-from midfill.arrays import BoolArray
 from midfill.config import KvDtype, WeightsOption
 from midfill.kernels.cpu.amx_products import AMX_ROWS
 from midfill.kernels.cpu.attention_metadata import (
@@ -16,6 +16,7 @@ from midfill.kernels.cpu.attention_metadata import (
     AttentionMetadata,
     plan_attention,
 )
+from midfill.kernels.cpu.attention_parts import no_parts
 from midfill.kernels.cpu.bfloat16 import has_pair_products
 from midfill.kernels.cpu.clock import CLOCK_WIDTH, PHASES
 from midfill.kernels.cpu.decoder import forward
@@ -45,8 +46,7 @@ from midfill.system.cores import available_threads
 from midfill.system.progress import Progress
 
 if TYPE_CHECKING:
-    from midfill.runners.cpu.groups import GroupedAttention
-    from midfill.runners.cpu.sparse import SparseAttention
+    from midfill.runners.cpu.parts import PartAttention
 
 
 def slot_bytes(config: ModelConfig, kv_format: KVFormat) -> int:
@@ -126,8 +126,8 @@ class CpuRunner:
         self._cells = CpuCells(self._kv_cache, self.config.head_dim, frequencies, self._pool)
         self._clock = np.zeros((self._pool.threads, CLOCK_WIDTH), np.int64)
         self._tile_rows = default_tile_rows(self.model)
-        self._sparse: SparseAttention | None = None
-        self._groups: GroupedAttention | None = None
+        self._no_parts = no_parts()
+        self._parts: PartAttention | None = None
         usual = usual_size(self.config, max_rows, slots, self._pool.threads)
         self._memory = StepMemory(
             self.model, self.config, self._clock, self._tile_rows, self._pool.threads, usual
@@ -243,44 +243,25 @@ class CpuRunner:
         self._reserve(batch, prepared.attention.partials)
         if hidden is None:
             hidden = self._memory.hidden[: batch.rows]
-        if (batch.sparse or batch.groups) and stages.end_layer > stages.first_layer:
-            special = batch.special_requests()
-            if special.any():
-                self._run_special(batch, special, prepared, hidden, stages)
-                return
-        self._execute(prepared, hidden, stages)
+        if (
+            batch.attention
+            and stages.end_layer > stages.first_layer
+            and not all(plan.is_dense for _, plan in batch.plans())
+        ):
+            execute = partial(self._execute, hidden)
+            self._part_attention().run(batch, prepared, stages, self._memory.workspace, execute)
+            return
+        self._execute(hidden, prepared, stages)
 
-    def _run_special(
-        self,
-        batch: ForwardBatch,
-        special: BoolArray,
-        prepared: Batch,
-        hidden: Float32Array,
-        stages: Stages,
-    ) -> None:
-        """Run layers in which some requests have an attention of their own."""
-        from midfill.runners.cpu.parts import run_special_layers
+    def _part_attention(self) -> "PartAttention":
+        if self._parts is None:
+            from midfill.runners.cpu.parts import PartAttention
 
-        stride = self.model.weights.qkv.outputs
-        attend = []
-        if batch.sparse:
-            from midfill.runners.cpu.sparse import SparseAttention, attend_listed
+            stride = self.model.weights.qkv.outputs
+            self._parts = PartAttention(self.config, self._pool, self._kv_cache, stride)
+        return self._parts
 
-            if self._sparse is None:
-                self._sparse = SparseAttention(self.config, self._pool, self._kv_cache, stride)
-            attend.append(attend_listed(self._sparse, batch, self._memory.workspace))
-        if batch.groups:
-            from midfill.runners.cpu.groups import GroupedAttention
-
-            if self._groups is None:
-                self._groups = GroupedAttention(self.config, self._pool, self._kv_cache, stride)
-            attend.append(self._groups.attend(batch, self._memory.workspace))
-        run_special_layers(
-            self.config, special, attend, prepared, stages,
-            lambda part, stage: self._execute(part, hidden, stage),
-        )  # fmt: skip
-
-    def _execute(self, prepared: Batch, hidden: Float32Array, stages: Stages) -> None:
+    def _execute(self, hidden: Float32Array, prepared: Batch, stages: Stages) -> None:
         self._pool.run_on_standby(
             self._forward, self.model.config, self.model.weights, self._kv_cache, prepared,
             hidden.reshape(-1), self._memory.workspace, stages,
@@ -307,7 +288,10 @@ class CpuRunner:
         """Return the batch as the kernels take it, its attention planned."""
         group = self.config.query_heads // self.config.kv_heads
         tiles = np.zeros((batch.rows + 1, TILE_FIELDS), np.int32)
-        ragged, most_cells = pack_ragged(batch.ragged)
+        batch.check_plans(self.config)
+        ragged, most_cells = pack_ragged(
+            [None if plan is None else plan.cells for plan in batch.attention]
+        )
         tile_count, partials = plan_attention(
             batch.query_indptr, batch.kv_indptr, batch.visible_slots, most_cells, group,
             self.config.kv_heads, self.threads, tiles,
@@ -318,7 +302,7 @@ class CpuRunner:
         )  # fmt: skip
         return Batch(
             batch.token_ids, batch.positions, batch.write_slots, batch.logit_rows,
-            batch.observed_rows, attention,
+            batch.observed_rows, attention, self._no_parts,
         )  # fmt: skip
 
     def _reserve(self, batch: ForwardBatch, partials: int) -> None:

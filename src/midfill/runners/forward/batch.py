@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from midfill.arrays import BoolArray, Int32Array
-from midfill.kv.ragged import RaggedIndex
-from midfill.runners.forward.groups import KeyGroup
-from midfill.runners.forward.sparse import SparsePlanner
+from midfill.arrays import Int32Array
+from midfill.models.config import ModelConfig
+from midfill.runners.forward.attention import AttentionPlan
 
 
 def _no_rows() -> Int32Array:
@@ -21,8 +20,8 @@ class ForwardBatch:
     Request b has the rows ``query_indptr[b]:query_indptr[b + 1]`` and attends to the KV in
     ``kv_slots[kv_indptr[b]:kv_indptr[b + 1]]``, which is in order of position and ends with the
     slots of its own new rows. Row i of its q rows (i from 0) attends to the first
-    ``kv_length - q + i + 1`` of them, and before these to the cells of ``ragged[b]``. Where rows
-    don't follow one another, or others have KV after them, ``visible_slots`` says how many.
+    ``kv_length - q + i + 1`` of them. Where rows don't follow one another, or others have KV after
+    them, ``visible_slots`` says how many. ``attention[b]`` says what it attends to beside these.
 
     A slot is the same in all layers, usually. A batch that runs through a single layer may also
     name the cells that a slot has for another: ``slot + n * kv_heads * slots of the cache`` is the
@@ -36,15 +35,11 @@ class ForwardBatch:
         kv_indptr: [requests + 1] int32, ascending from 0 to the length of ``kv_slots``.
         kv_slots: [sum of KV lengths] int32.
         logit_rows: [outputs] int32, ascending, the rows whose logits are computed.
-        ragged: one per request, None where it has no such cells; empty if none has.
         observed_rows: [n] int32, rows whose queries are kept for ``Runner.observed_queries``.
         visible_slots: [rows] int32, how many of its request's slots each row attends to, its own
             the last of them; ascending within a request. Empty where all rows are as above.
-        sparse: one per request, what chooses the keys that its rows attend to; None where they
-            attend to all that come before them. Empty if all do. Such a request sees no cells.
-        groups: one per request, its first keys where these have a temperature and a scale of their
-            own; None where they haven't. Empty if none has. Such a request sees no cells, has no
-            planner, and no layer has a window.
+        attention: one per request, what it attends to beside its slots, or which keys; None where
+            there is nothing to say. Empty if that is so for all.
     """
 
     token_ids: Int32Array
@@ -54,11 +49,9 @@ class ForwardBatch:
     kv_indptr: Int32Array
     kv_slots: Int32Array
     logit_rows: Int32Array
-    ragged: tuple[RaggedIndex | None, ...] = ()
     observed_rows: Int32Array = field(default_factory=_no_rows)
     visible_slots: Int32Array = field(default_factory=_no_rows)
-    sparse: tuple[SparsePlanner | None, ...] = ()
-    groups: tuple[KeyGroup | None, ...] = ()
+    attention: tuple[AttentionPlan | None, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -70,13 +63,22 @@ class ForwardBatch:
         """Number of requests that the rows belong to."""
         return len(self.query_indptr) - 1
 
-    def special_requests(self) -> BoolArray:
-        """Return which requests have an attention of their own: [requests] bool."""
-        special = np.zeros(self.requests, bool)
-        for chosen in (self.sparse, self.groups):
-            if chosen:
-                special |= [one is not None for one in chosen]
-        return special
+    def plans(self) -> list[tuple[int, AttentionPlan]]:
+        """Return the requests that have a plan, with it."""
+        return [(number, plan) for number, plan in enumerate(self.attention) if plan is not None]
+
+    def check_plans(self, config: ModelConfig) -> None:
+        """Check that all plans fit a model and their requests' rows.
+
+        Raises:
+            ValueError: one doesn't; names the request and its part, counted from 0.
+        """
+        for number, plan in self.plans():
+            rows = int(self.query_indptr[number + 1] - self.query_indptr[number])
+            try:
+                plan.check(config, rows)
+            except ValueError as error:
+                raise ValueError(f"request {number}, {error}") from None
 
     def slots_seen(self) -> Int32Array:
         """Return how many of its request's slots each row attends to: [rows] int32."""

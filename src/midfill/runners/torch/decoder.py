@@ -16,9 +16,7 @@ from midfill.models.config import ModelConfig
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import rope_tables
 from midfill.runners.torch.dense_attention import AttentionMetadata, attend, prepare_metadata
-from midfill.runners.torch.grouped_attention import GroupedRequest, attend_groups, prepare_groups
-from midfill.runners.torch.ragged_attention import RaggedRequest, attend_ragged, prepare_ragged
-from midfill.runners.torch.sparse_attention import SparseRequest, attend_sparse, prepare_sparse
+from midfill.runners.torch.part_attention import PlannedRequest, attend_planned, prepare_plans
 from midfill.runners.torch.weights import Affine, DecoderWeights, LayerWeights
 
 
@@ -65,9 +63,7 @@ class PreparedBatch:
         attention: which keys each row attends to.
         across_layers: whether both name slots of the whole cache, layer after layer, and not of
             the layer that runs: the batch names cells of other layers.
-        ragged: requests with cells.
-        sparse: requests whose keys a planner chooses.
-        groups: requests whose first keys have a temperature and a scale of their own.
+        planned: requests with a plan of their own.
         observed_rows: [n] int64, rows whose queries are kept.
     """
 
@@ -75,9 +71,7 @@ class PreparedBatch:
     write_slots: torch.Tensor
     attention: AttentionMetadata
     across_layers: bool
-    ragged: tuple[RaggedRequest, ...]
-    sparse: tuple[SparseRequest, ...]
-    groups: tuple[GroupedRequest, ...]
+    planned: tuple[PlannedRequest, ...]
     observed_rows: torch.Tensor
 
 
@@ -113,6 +107,7 @@ class Decoder:
             batch: the rows.
             first: the first layer that they run through.
         """
+        batch.check_plans(self.config)
         positions = self._indices(batch.positions)
         slots = self.kv_cache.keys.shape[1]
         across = _names_other_layers(batch, slots)
@@ -128,9 +123,7 @@ class Decoder:
             write_slots=self._indices(numbered.write_slots),
             attention=prepare_metadata(numbered, self._windows, self.device),
             across_layers=across,
-            ragged=prepare_ragged(batch, self.kv_cache.keys.shape, self.device),
-            sparse=prepare_sparse(batch, self.device),
-            groups=prepare_groups(batch, self.device),
+            planned=prepare_plans(batch, self.kv_cache.keys.shape, self.device),
             observed_rows=self._indices(batch.observed_rows),
         )
 
@@ -208,14 +201,10 @@ class Decoder:
         shown[1][batch.write_slots] = v
         window, scale = self.config.window_of(index), self.config.score_scale
         attended = attend(q, *shown, batch.attention, window, scale)
-        for request in batch.ragged:
-            attended[request.rows] = attend_ragged(
+        for request in batch.planned:
+            attended[request.rows] = attend_planned(
                 q, cache.keys, cache.values, request, index, window, scale
             )
-        for chosen in batch.sparse if window is None else ():
-            attended[chosen.rows] = attend_sparse(q, keys, values, chosen, index, scale)
-        for grouped in batch.groups:
-            attended[grouped.rows] = attend_groups(q, keys, values, grouped, scale)
         return attended
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:

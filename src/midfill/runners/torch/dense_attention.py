@@ -1,6 +1,6 @@
 """Dense attention over slots in torch: a query sees every key before it, or those in a window.
 
-Requests with cells of their own in each layer and head are left to ragged.py.
+Requests with a plan of their own are left to part_attention.py.
 
 Works on any device. Nothing runs row by row: a prefill chunk is one call, and decodes of similar
 length share a call.
@@ -56,7 +56,7 @@ class AttentionMetadata:
     """Which keys each row of a batch attends to.
 
     Attributes:
-        groups: together they hold every row once, except those of requests with cells.
+        groups: together they hold every row once, except those of requests with a plan.
     """
 
     groups: tuple[AttentionGroup, ...]
@@ -100,7 +100,7 @@ def attend(
         scale: factor of q.k.
 
     Returns:
-        [rows, query_heads, head_dim]; undefined for rows of requests with cells.
+        [rows, query_heads, head_dim]; undefined for rows of requests with a plan.
     """
     outputs = torch.empty_like(queries)
     for group in metadata.groups:
@@ -140,8 +140,7 @@ def _members(batch: ForwardBatch) -> Iterator[list[int]]:
     """
     queries = np.diff(batch.query_indptr)
     lengths = batch.slots_seen()[batch.query_indptr[1:] - 1] if batch.rows else queries
-    if batch.ragged:
-        queries[[index is not None for index in batch.ragged]] = 0
+    queries[[number for number, _ in batch.plans()]] = 0
     yield from ([int(request)] for request in np.flatnonzero(queries > 1))
     decodes = np.flatnonzero(queries == 1)
     group: list[int] = []

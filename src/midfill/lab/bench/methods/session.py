@@ -10,7 +10,6 @@ import torch
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
-from midfill.engine.sparse_prefill import KeyPairs
 from midfill.errors import GenerationError, InvalidRequestError
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder, fim_format
@@ -18,6 +17,7 @@ from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
 from midfill.methods.method import Method
+from midfill.methods.sparse_prefill.sequence import KeyPairs
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.runners.forward.batch import ForwardBatch

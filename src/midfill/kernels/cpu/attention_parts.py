@@ -1,0 +1,68 @@
+"""What the forward pass hands to kernels of attention over parts (``parts``): numbers only.
+
+Here, since the forward pass takes it in every step; the kernels themselves are compiled apart.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from midfill.kernels.cpu.memory import (
+    Float32Array,
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    aligned_zeros,
+)
+from midfill.kernels.cpu.ragged_cells import RaggedCells
+
+# Columns of AttentionParts.requests.
+FIRST_ROW, ROWS, FIRST_PART, END_PART, LISTS, FIRST_UNIT = 0, 1, 2, 3, 4, 5
+REQUEST_FIELDS = 6
+# Columns of AttentionParts.parts.
+SLOTS_AT, VISIBLE_AT = 0, 1
+PART_FIELDS = 2
+
+
+class AttentionParts(NamedTuple):
+    """The requests of a batch whose rows attend to more than one part, or to listed keys.
+
+    Attributes:
+        requests: int32 [n * 6], per request: its first row in the batch, rows, its first part, the
+            one after its last, where its lists start in ``indptr`` (-1: it has none), and the
+            number of its first unit of work.
+        parts: int32 [p * 2], per part: where its slots start in ``kv_slots``, and where its rows'
+            counts start in ``visible``. A part's cells are those of its number in ``ragged``.
+        factors: float64 [p * 2], per part: factor of q.k, and the power of its mass.
+        kv_slots: int32, slots of all parts.
+        visible: int32, how many of a part's slots each row of its request sees, ascending.
+        ragged: the cells of each part, before its slots.
+        indptr: int32, lists of query blocks and heads, see ``KeyLists``.
+        spans: int32 [n * 2], see ``KeyLists``.
+        pairs: int64, rows times listed keys of each list.
+        scratch: float32 [threads, ...], see ``parts.keys.scratch_size``.
+        numbers: int32 [threads, ...], see ``parts.keys.NUMBERS``.
+    """
+
+    requests: Int32Array
+    parts: Int32Array
+    factors: Float64Array
+    kv_slots: Int32Array
+    visible: Int32Array
+    ragged: RaggedCells
+    indptr: Int32Array
+    spans: Int32Array
+    pairs: Int64Array
+    scratch: Float32Array
+    numbers: Int32Array
+
+
+def no_parts() -> AttentionParts:
+    """Return the parts of a batch whose requests all attend to their slots alone."""
+    integers = np.zeros(0, np.int32)
+    ragged = RaggedCells(integers, integers, integers, np.zeros(0, np.float32))
+    memory = (aligned_zeros((1, 0), kind) for kind in (np.float32, np.int32))
+    return AttentionParts(
+        integers, integers, np.zeros(0, np.float64), integers, integers, ragged, integers,
+        integers, np.zeros(0, np.int64), *memory,
+    )  # fmt: skip

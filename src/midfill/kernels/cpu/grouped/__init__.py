@@ -1,1 +1,0 @@
-"""Kernels of attention over keys in two groups, compiled apart from the others when needed."""

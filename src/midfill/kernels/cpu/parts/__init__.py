@@ -1,0 +1,1 @@
+"""Kernels of attention over parts, compiled when a request first needs them."""

@@ -1,0 +1,230 @@
+"""Eviction: applies what a method decides about a sequence's KV.
+
+A method decides once the prompt is computed. Until then its KV is exact, chunk after chunk, and
+goes to the prefix cache like any other, where the document's next request finds it. Then the cells
+that stay are copied into slots of the sequence's own, packed, and its path in the cache is
+released. Whatever follows is computed over the cells. A method with an interval decides again and
+again while the answer grows: it sees the cells and the slots of later tokens as one list of keys,
+and what stays is packed into the sequence's slots anew, where cells move only into places of those
+that don't stay.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from midfill.arrays import BoolArray, Int32Array, Int64Array
+from midfill.kv.compressed_prefix import CompressedPrefix
+from midfill.kv.pool import KVPool
+from midfill.kv.ragged import KeyTerms, RaggedIndex, cells_of_slots
+from midfill.kv.sequence_kv import SequenceKV
+from midfill.methods.evict.full_layers import FullLayers
+from midfill.methods.evict.method import SequenceKeys
+from midfill.methods.evict.selection import AddedKeys, Selection
+from midfill.methods.evict.state import CompressionState
+from midfill.runners.forward.runner import Runner
+from midfill.runners.torch.threads import one_thread
+
+
+class Eviction:
+    """Shows methods the keys of sequences, and moves cells as they decide.
+
+    Args:
+        runner: the model and its KV cache.
+        pool: the runner's slots.
+
+    Attributes:
+        full_layers: the layers that methods decide on.
+    """
+
+    def __init__(self, runner: Runner, pool: KVPool) -> None:
+        self._runner = runner
+        self.pool = pool
+        self.full_layers = FullLayers(runner.config)
+
+    def show_blocks(self, state: CompressionState, kv: SequenceKV, computed: int) -> None:
+        """Show a method the blocks of observed rows that are complete.
+
+        Args:
+            state: the method at work.
+            kv: the sequence's.
+            computed: number of its computed tokens.
+        """
+        while (block := state.take_block(computed)) is not None:
+            end, queries = block
+            with one_thread():
+                seen = self.full_layers.keys(self._keys(kv, end))
+                state.compressor.observe(seen, queries)
+
+    def evict(self, state: CompressionState, kv: SequenceKV, point: int) -> bool:
+        """Have a method decide, and do what it decides.
+
+        Args:
+            state: the method at work.
+            kv: the sequence's.
+            point: number of its computed tokens.
+
+        Returns:
+            False if there is no room for the cells, since other sequences use the prompt's slots.
+            The sequence holds its slots as before then, and has to be preempted.
+        """
+        keys = self._keys(kv, point)
+        seen = self.full_layers.keys(keys)
+        with one_thread():
+            selection = state.compressor.select(seen, state.take())
+        state.pass_point(point)
+        if selection is None:
+            return True
+        selection.check(seen.counts)
+        selection = self.full_layers.complete(selection, keys.counts)
+        if kv.prefix is not None and kv.prefix.gapless != selection.close_gaps:
+            raise ValueError("gaps have to be closed every time or never")
+        return self._replace(kv, keys, selection, point)
+
+    def _keys(self, kv: SequenceKV, tokens: int) -> SequenceKeys:
+        """Return a view of the keys of a sequence's first tokens."""
+        config = self._runner.config
+        heads = config.layers * config.kv_heads
+        own = cells_of_slots(kv.slots[: tokens - kv.first], heads, self._runner.slots)
+        if kv.prefix is None:
+            return SequenceKeys(config, list(own), self._runner.cells)
+        index = kv.prefix.index
+        kept = np.split(index.cells, index.indptr[1:-1])
+        cells = [np.concatenate(pair) for pair in zip(kept, own, strict=True)]
+        return SequenceKeys(config, cells, self._runner.cells)
+
+    def _replace(
+        self, kv: SequenceKV, keys: SequenceKeys, selection: Selection, tokens: int
+    ) -> bool:
+        """Pack the cells that stay into slots of the sequence's own, and release all others."""
+        kept = _kept_cells(keys, selection)
+        layout = _Layout.of(selection)
+        terms = layout.terms(selection.terms or _kept_terms(kv, selection), selection.added)
+        slots_needed = -(-layout.count // keys.heads)
+        released = self.pool.cache.released_by(kv.nodes) + kv.owned
+        if self.pool.available + released < slots_needed:
+            return False
+        store = self._runner.cells
+        stays, taken = self._standing(kept, kv.own_slots()[:slots_needed], slots_needed)
+        shift = selection.shift(keys.counts)
+        moving, turning = np.flatnonzero(~stays & (shift == 0)), np.flatnonzero(shift)
+        moved = store.take(kept[moving])
+        turned = store.take(kept[turning], shift[turning] if len(turning) else None)
+        numbers = np.full(layout.count, -1, np.int32)
+        numbers[layout.kept] = _kept_numbers(kv, selection)
+        slots = kv.exchange(slots_needed)
+        # Any cell of the slots will do: a head's cells may lie in other heads' part of a slot.
+        free = cells_of_slots(slots, keys.heads, self._runner.slots)[~taken]
+        places = kept.copy()
+        packed = np.count_nonzero(~stays)
+        places[~stays] = free[:packed]
+        written = free[packed : packed + len(layout.added)]
+        cells = np.empty(layout.count, np.int32)
+        cells[layout.kept], cells[layout.added] = places, written
+        index = RaggedIndex(cells, layout.indptr, terms)
+        # The slots have an owner before anything can fail.
+        gapless = selection.close_gaps
+        kv.prefix = CompressedPrefix(tokens, index, slots, self.pool.slots, gapless, numbers)
+        store.put(places[moving], moved)
+        store.put(places[turning], turned)
+        if selection.added is not None:
+            store.write(written, selection.added.keys, selection.added.values)
+        return True
+
+    def _standing(
+        self, kept: Int32Array, own: Int32Array, slots: int
+    ) -> tuple[BoolArray, BoolArray]:
+        """Find the cells that can stay where they are: those in the sequence's own slots.
+
+        Args:
+            kept: [n] int32, the cells to keep.
+            own: the first of the slots that will hold them.
+            slots: how many slots that will be.
+
+        Returns:
+            bool [n], and bool [layers * kv_heads, slots]: which cells of the slots they are.
+        """
+        config, total = self._runner.config, self._runner.slots
+        numbers = np.full(total, -1, np.int32)
+        numbers[own] = np.arange(len(own), dtype=np.int32)
+        head, slot = np.divmod(kept, np.int32(total))
+        number = numbers[slot]
+        stays: BoolArray = number >= 0
+        taken = np.zeros((config.layers * config.kv_heads, slots), bool)
+        taken[head[stays], number[stays]] = True
+        return stays, taken
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where a selection's keys go in the new index: each head's added ones, then its kept ones.
+
+    Attributes:
+        indptr: [heads + 1] int32, of the index.
+        added, kept: [n] int64, their places in it.
+    """
+
+    indptr: Int32Array
+    added: Int64Array
+    kept: Int64Array
+
+    @classmethod
+    def of(cls, selection: Selection) -> "_Layout":
+        if selection.added is None:
+            nothing, every = np.zeros(0, np.int64), np.arange(len(selection.kept))
+            return cls(selection.indptr, nothing, every)
+        indptr = selection.indptr + selection.added.indptr
+        is_added = np.zeros(indptr[-1], bool)
+        for start, count in zip(indptr, np.diff(selection.added.indptr), strict=False):
+            is_added[start : start + count] = True
+        return cls(indptr, np.flatnonzero(is_added), np.flatnonzero(~is_added))
+
+    @property
+    def count(self) -> int:
+        """Number of keys."""
+        return int(self.indptr[-1])
+
+    def terms(self, of_kept: KeyTerms | None, added: AddedKeys | None) -> KeyTerms | None:
+        """Return the terms of all keys; None if none has any."""
+        of_added = None if added is None else added.terms
+        if added is None or (of_kept is None and of_added is None):
+            return of_kept
+        terms = KeyTerms.neutral(self.count)
+        for places, given in ((self.kept, of_kept), (self.added, of_added)):
+            if given is not None:
+                terms.put(places, given)
+        return terms
+
+
+def _kept_cells(keys: SequenceKeys, selection: Selection) -> Int32Array:
+    """Return the cells that stay, in the selection's order."""
+    parts = [
+        keys.cells(head)[selection.kept[selection.indptr[head] : selection.indptr[head + 1]]]
+        for head in range(keys.heads)
+    ]
+    return np.concatenate(parts)
+
+
+def _kept_terms(kv: SequenceKV, selection: Selection) -> KeyTerms | None:
+    """Return the terms that the cells that stay have had so far."""
+    index = None if kv.prefix is None else kv.prefix.index
+    if index is None or index.terms is None:
+        return None
+    counts = np.diff(index.indptr)
+    head = np.repeat(np.arange(len(counts)), np.diff(selection.indptr))
+    number = index.indptr[head] + selection.kept
+    return index.terms.take(np.where(selection.kept < counts[head], number, -1))
+
+
+def _kept_numbers(kv: SequenceKV, selection: Selection) -> Int32Array:
+    """Return which tokens the cells that stay are of, -1 for added ones: [n] int32."""
+    counts = np.diff(selection.indptr)
+    head = np.repeat(np.arange(len(counts)), counts)
+    prefix = kv.prefix
+    if prefix is None:
+        return selection.kept
+    before = np.diff(prefix.index.indptr)[head]
+    place = prefix.index.indptr[head] + np.minimum(selection.kept, before - 1)
+    later = selection.kept - before + np.int32(kv.first)
+    numbers: Int32Array = np.where(selection.kept < before, prefix.numbers[place], later)
+    return numbers.astype(np.int32)

@@ -1,0 +1,190 @@
+"""EvictedSequence: a method of compression at work on one sequence, as the engine asks it."""
+
+from collections.abc import Sequence
+
+from midfill.arrays import Float32Array
+from midfill.kv.sequence_kv import SequenceKV
+from midfill.methods.evict.cascade import Cascade, CascadeSize, CascadingMethod
+from midfill.methods.evict.eviction import Eviction
+from midfill.methods.evict.method import CompressionMethod
+from midfill.methods.evict.state import CompressionState
+from midfill.methods.sequence_method import (
+    Aspect,
+    Prefill,
+    RequestFacts,
+    SequenceMethod,
+    SequenceView,
+)
+from midfill.runners.forward.layer_rows import LayerRows, RowChanges
+from midfill.runners.forward.runner import Runner
+
+
+class EvictedSequence(SequenceMethod):
+    """Decides which keys stay, at points that depend on the request and its tokens alone.
+
+    A step never crosses a point: neither a chunk nor a draft, and a preempted answer stops at the
+    same points when it is computed anew.
+    """
+
+    title = "the method of compression"
+
+    def __init__(
+        self,
+        name: str,
+        eviction: Eviction,
+        state: CompressionState,
+        cascade: Cascade | None,
+    ) -> None:
+        """Begin with a sequence of which nothing is computed.
+
+        Args:
+            name: how requests name the method.
+            eviction: moves cells.
+            state: the method, and when it decides.
+            cascade: trims the prompt's KV while it is prefilled; None leaves it whole until then.
+        """
+        self.name = name
+        self._eviction, self._state, self._cascade = eviction, state, cascade
+        self.changes = frozenset({Aspect.KEYS} | ({Aspect.CHUNKS} if cascade else set()))
+        in_blocks = {Aspect.CHUNKS} if state.observes_blocks else set()
+        self.needs = frozenset({Aspect.ROWS} | in_blocks)
+
+    @property
+    def is_private(self) -> bool:
+        """See ``SequenceMethod``: KV that is trimmed meanwhile never exists as a whole."""
+        return self._cascade is not None
+
+    def reusable(self, sequence: SequenceView, limit: int) -> int:
+        """See ``SequenceMethod``: observed rows run, and at least one before the first point."""
+        limit = min(limit, self._state.first_observed, self._state.first_point - 1)
+        if self._cascade is not None:
+            limit = min(limit, self._cascade.exact_tokens(sequence.length))
+        return limit
+
+    def slots_needed(self, length: int) -> int | None:
+        """See ``SequenceMethod``."""
+        return None if self._cascade is None else self._cascade.slots_needed(length)
+
+    def prefill(self, sequence: SequenceView) -> Prefill:
+        """See ``SequenceMethod``."""
+        if self._is_cascading(sequence.kv):
+            return "layers"
+        return "chunks" if self._state.observes_blocks else "any"
+
+    def barrier(self, sequence: SequenceView) -> int | None:
+        """See ``SequenceMethod``."""
+        point = self._point(sequence)
+        if point is None and self._state.decides_again:
+            return sequence.length
+        return point
+
+    def row_changes(self, sequence: SequenceView, rows: LayerRows) -> RowChanges | None:
+        """See ``SequenceMethod``."""
+        if self._cascade is None or not self._is_cascading(sequence.kv):
+            return None
+        assert sequence.kv is not None
+        self._cascade.begin(sequence.kv)
+        return self._cascade
+
+    def observed_rows(self, sequence: SequenceView, tokens: int, drafted: int) -> range:
+        """See ``SequenceMethod``."""
+        return self._state.observed_rows(sequence.computed, tokens, drafted)
+
+    def observe(self, first: int, queries: Float32Array) -> None:
+        """See ``SequenceMethod``."""
+        self._state.observe(first, self._eviction.full_layers.queries(queries))
+
+    def decide(self, sequence: SequenceView) -> bool:
+        """See ``SequenceMethod``."""
+        kv, point = sequence.kv, sequence.computed
+        if kv is None:
+            return True
+        self._eviction.show_blocks(self._state, kv, point)
+        if point != self._point(sequence):
+            return True
+        if self._cascade is None or not self._is_cascading(kv):
+            return self._eviction.evict(self._state, kv, point)
+        self._state.take()
+        self._state.pass_point(point)
+        self._cascade.finish(kv, self._eviction.pool)
+        return True
+
+    def rolled_back(self, computed: int) -> None:
+        """See ``SequenceMethod``."""
+        self._state.forget_after(computed)
+
+    def restart(self) -> None:
+        """See ``SequenceMethod``."""
+        self._state.restart()
+        if self._cascade is not None:
+            self._cascade.restart()
+
+    def fork(self) -> "EvictedSequence":
+        """See ``SequenceMethod``."""
+        cascade = None if self._cascade is None else self._cascade.fork()
+        return EvictedSequence(self.name, self._eviction, self._state.fork(), cascade)
+
+    def _is_cascading(self, kv: SequenceKV | None) -> bool:
+        """Whether the prompt's KV is yet to be trimmed while it is prefilled."""
+        return self._cascade is not None and (kv is None or kv.prefix is None)
+
+    def _point(self, sequence: SequenceView) -> int | None:
+        """Return the number of computed tokens at which it decides next; None if that's never.
+
+        Until it is decided whether the answer is empty, its tokens may be taken back, so there is
+        no point among them. Points are counted from the first token that the check didn't follow.
+        """
+        state = self._state
+        if not state.decides_again:
+            return None
+        point = state.next_point
+        if point <= sequence.prompt_length:
+            return point
+        if sequence.may_be_empty:
+            return None
+        follows_prompt = state.last_point <= sequence.prompt_length
+        return point + (sequence.checked_tokens if follows_prompt else 0)
+
+
+class EvictionKind:
+    """Puts methods of compression to work."""
+
+    def __init__(self, runner: Runner, eviction: Eviction) -> None:
+        self._runner = runner
+        self._eviction = eviction
+
+    def attach(
+        self, name: str, method: object, request: RequestFacts, sequence: SequenceView
+    ) -> SequenceMethod | None:
+        """See ``MethodKind.attach``."""
+        if not isinstance(method, CompressionMethod):
+            return None
+        prompt = request.compress_after
+        config = self._eviction.full_layers.config
+        tokens = sequence.tokens[:prompt].copy()
+        state = CompressionState(method, config, tokens, sequence.tenant)
+        trims = _trimming(method)
+        cascade = None
+        if trims is not None and trims.kept_tokens(prompt) is not None:
+            cascade = Cascade(trims, self._runner, self._eviction.full_layers, prompt)
+        return EvictedSequence(name, self._eviction, state, cascade)
+
+    def max_length(self, methods: Sequence[object], request: RequestFacts, most: int) -> int:
+        """See ``MethodKind.max_length``."""
+        size, slots = self._size(methods), self._runner.slots
+        return min(most, size.most_tokens(request.compress_after, slots) if size else slots)
+
+    def longest_prompt(self, methods: Sequence[object], context: int) -> int:
+        """See ``MethodKind.longest_prompt``."""
+        size, slots = self._size(methods), self._runner.slots
+        return min(context, size.longest_prompt(slots, context) + 1 if size else slots)
+
+    def _size(self, methods: Sequence[object]) -> CascadeSize | None:
+        for trims in filter(None, map(_trimming, methods)):
+            return CascadeSize(trims, self._eviction.full_layers, self._runner)
+        return None
+
+
+def _trimming(method: object) -> CascadingMethod | None:
+    """Return a method that trims prompts while they are prefilled; None if this doesn't."""
+    return method if isinstance(method, CascadingMethod) and method.cascades else None

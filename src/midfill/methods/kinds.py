@@ -1,0 +1,92 @@
+"""MethodKinds: puts a request's methods to work on its sequence, whichever kinds they are of.
+
+A kind is a folder beside this file with a ``MethodKind``. A new kind is one entry in ``kinds_of``.
+"""
+
+from collections.abc import Sequence
+
+from midfill.kv.pool import KVPool
+from midfill.methods.contexts.sequence import ContextKind
+from midfill.methods.evict.eviction import Eviction
+from midfill.methods.evict.sequence import EvictionKind
+from midfill.methods.method import Method, methods_in
+from midfill.methods.reuse.sequence import ReuseKind
+from midfill.methods.rows.sequence import PruningKind
+from midfill.methods.sequence_method import (
+    MethodKind,
+    RequestFacts,
+    SequenceMethod,
+    SequenceView,
+    compose,
+)
+from midfill.methods.sparse_prefill.sequence import KeyPairs, SparsePrefillKind
+from midfill.runners.forward.runner import Runner
+
+
+class MethodKinds:
+    """The kinds of methods that an engine knows, over all of its sequences.
+
+    Attributes:
+        key_pairs: what was computed of prompts' attention where keys were listed.
+    """
+
+    def __init__(self, runner: Runner, pool: KVPool, further: Sequence[MethodKind] = ()) -> None:
+        """Create them.
+
+        Args:
+            runner: the model and its KV cache.
+            pool: the runner's slots.
+            further: kinds beside those that the shelf has.
+        """
+        sparse = SparsePrefillKind(runner.config)
+        self.key_pairs: KeyPairs = sparse.pairs
+        # In the order in which they arrange a sequence's rows.
+        self._kinds: tuple[MethodKind, ...] = (
+            ContextKind(runner, pool),
+            ReuseKind(runner, pool),
+            PruningKind(runner),
+            sparse,
+            EvictionKind(runner, Eviction(runner, pool)),
+            *further,
+        )
+
+    def attach(
+        self, method: Method | None, request: RequestFacts, sequence: SequenceView
+    ) -> SequenceMethod:
+        """Return what works on a new sequence; nothing is changed.
+
+        Raises:
+            InvalidRequestError: the request wants what a method can't do, or two of its methods
+                can't stand together.
+        """
+        found = [
+            kind.attach(name, each, request, sequence)
+            for kind in self._kinds
+            for name, each in methods_in(method)
+        ]
+        return compose(each for each in found if each is not None)
+
+    def max_length(self, method: Method | None, request: RequestFacts, context: int) -> int:
+        """Return how many tokens of a request, prompt and answer together, can be served.
+
+        Args:
+            method: of the request.
+            request: see above.
+            context: how many positions the model has.
+        """
+        methods = [each for _, each in methods_in(method)]
+        for kind in self._kinds:
+            context = kind.max_length(methods, request, context)
+        return context
+
+    def longest_prompt(self, method: Method | None, context: int) -> int:
+        """Return how long a prompt may be, its answer's first token included.
+
+        Args:
+            method: of its request.
+            context: how many positions the model has.
+        """
+        methods = [each for _, each in methods_in(method)]
+        for kind in self._kinds:
+            context = kind.longest_prompt(methods, context)
+        return context

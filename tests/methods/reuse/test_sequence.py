@@ -1,0 +1,503 @@
+"""Prompts made of text that stands elsewhere in the cache, on a tiny model.
+
+The naive reference computes one row of one layer at a time, over KV that it holds in arrays.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_checkpoints import VOCAB, write_variant
+
+from midfill.arrays import Int64Array
+from midfill.engine.engine import Engine
+from midfill.engine.request import EngineRequest, EngineSamplingParams
+from midfill.kv.ragged import cells_of_slots
+from midfill.kv.token_runs import find_runs
+from midfill.methods.reuse import sequence as blending
+from midfill.methods.reuse.cacheblend import CacheBlend
+from midfill.methods.reuse.method import LayerKV
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.key_rotation import shift_keys
+from midfill.runners.rope import layer_frequencies
+from midfill.runners.torch.runner import TorchRunner
+from serving import Answer, FixedCost, build_engine, next_logits, preempting_every, request, serve
+
+PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
+BLEND = CacheBlend(ratio=0.2, check_layer=0, min_run=8)
+ALL = replace(BLEND, ratio=1.0)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
+    runner = CpuRunner(llama, slots=900, threads=1, weights="f32", kv_dtype="f32")
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(scope="module")
+def small_pool(llama: Checkpoint) -> Iterator[CpuRunner]:
+    """Room for about two prompts, so that requests wait, are preempted and evict sources."""
+    runner = CpuRunner(llama, slots=330, threads=1, weights="f32", kv_dtype="f32")
+    yield runner
+    runner.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def blends_whatever_it_saves() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blending, "_MIN_SAVED_ROWS", 0)
+        yield
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(5, VOCAB), k=length)
+
+
+HEAD, BODY, TAIL = text(40, 1), text(120, 2), text(60, 3)
+FIRST = [1, *HEAD, *BODY, 2, *TAIL, 3]
+JUMP = [1, *HEAD, *TAIL, 2, *BODY, 3, *text(9, 4)]
+
+
+def ask(engine: Engine, tokens: list[int], method: str = "blend", **fields: object) -> Answer:
+    return serve(engine, [asked("r", tokens, method, **fields)])["r", 0]
+
+
+def asked(name: str, tokens: list[int], method: str = "blend", **fields: object) -> EngineRequest:
+    return request(name, tokens, PARAMS, method=method, **fields)
+
+
+def engine_of(runner: CpuRunner | TorchRunner, method: object = BLEND, **options: object) -> Engine:
+    return build_engine(runner, methods={"blend": method, "none": None}, **options)
+
+
+def after(engine: Engine, *prompts: list[int]) -> Engine:
+    """The engine once it has answered some prompts in full."""
+    for tokens in prompts:
+        ask(engine, tokens, "none")
+    return engine
+
+
+def exact(runner: CpuRunner, tokens: list[int]) -> Answer:
+    return ask(engine_of(runner), tokens, "none")
+
+
+def same(found: Answer, expected: Answer) -> bool:
+    return (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
+
+
+class NaiveBlend:
+    """Blends one prompt row by row; its slot of position i is ``base`` + i."""
+
+    def __init__(self, runner: CpuRunner, base: int) -> None:
+        self.runner, self.base = runner, base
+        self.keys: dict[tuple[int, int], np.ndarray] = {}
+
+    def row(self, tokens: list[int], at: int, hidden: object, first: int, end: int) -> object:
+        slots = np.arange(self.base, self.base + at + 1, dtype=np.int32)
+        batch = ForwardBatch(
+            token_ids=np.array([tokens[at]], np.int32),
+            positions=np.array([at], np.int32),
+            write_slots=slots[-1:],
+            query_indptr=np.array([0, 1], np.int32),
+            kv_indptr=np.array([0, at + 1], np.int32),
+            kv_slots=slots,
+            logit_rows=np.array([0], np.int32),
+        )
+        hidden = self.runner.embed(batch) if hidden is None else hidden
+        hidden = self.runner.run_layers(batch, hidden, first, end)
+        return self.runner.compute_logits(batch, hidden).clone() if end == 3 else hidden
+
+    def cells(self, slots: np.ndarray, layer: int) -> np.ndarray:
+        heads = self.runner.config.kv_heads
+        every = cells_of_slots(slots.astype(np.int32), 3 * heads, self.runner.slots)
+        return every[layer * heads : (layer + 1) * heads]
+
+    def kv(self, slots: np.ndarray, layer: int) -> LayerKV:
+        pairs = [self.runner.cells.read(head) for head in self.cells(slots, layer)]
+        return LayerKV(*(np.stack(each, axis=1) for each in zip(*pairs, strict=True)))
+
+    def logits(
+        self, tokens: list[int], source: list[int], prefix: int, method: CacheBlend
+    ) -> np.ndarray:
+        """Return the last token's logits, with ``source`` in the slots from 0 on."""
+        next_logits(self.runner, source)
+        ids = [np.array(one, np.int32) for one in (tokens[:-1], source)]
+        runs = find_runs(ids[0], prefix, ids[1:], method.min_run)
+        places = {run.start + i: run.source_start + i for run in runs for i in range(run.length)}
+        copied = np.array(sorted(places))
+        origin = np.array([places[at] for at in copied])
+        frequencies = layer_frequencies(self.runner.config)
+        old = []
+        for layer in range(3):
+            kv = self.kv(origin, layer)
+            shift = np.repeat(copied - origin, kv.keys.shape[1]).astype(np.int32)
+            turned = shift_keys(kv.keys.reshape(-1, kv.keys.shape[2]), shift, frequencies, None)
+            old.append(LayerKV(turned.reshape(kv.keys.shape), kv.values))
+        check = method.check_layer + 1
+        hidden = [self.row(tokens, at, None, 0, check) for at in range(runs[-1].end)]
+        new = self.kv(copied + self.base, check - 1)
+        deviation = [
+            ((new.values[i] - old[check - 1].values[i]) ** 2).sum() for i in range(len(copied))
+        ]
+        ranked = sorted(range(len(copied)), key=lambda i: -deviation[i])
+        again = {int(copied[i]) for i in ranked[: method.recomputed(len(copied))]}
+        for layer in range(check, 3):
+            for head, cells in enumerate(self.cells(copied + self.base, layer)):
+                keys, values = old[layer].keys[:, head], old[layer].values[:, head]
+                self.runner.cells.write(cells, np.ascontiguousarray(keys), values.copy())
+            for at in range(runs[-1].end):
+                if at < prefix or at not in places or at in again:
+                    hidden[at] = self.row(tokens, at, hidden[at], layer, layer + 1)
+        for at in range(runs[-1].end, len(tokens)):
+            last = self.row(tokens, at, None, 0, 3)
+        return np.asarray(last)[0]
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.6, 1.0])
+def test_the_answer_begins_as_the_naive_blend_does(runner: CpuRunner, ratio: float) -> None:
+    method = replace(BLEND, ratio=ratio)
+    found = ask(after(engine_of(runner, method), FIRST), JUMP)
+    # The naive prefix is computed like everything else, which gives the same KV.
+    logits = NaiveBlend(runner, 400).logits(JUMP, FIRST, 1 + len(HEAD), method)
+    assert found.tokens[0] == logits.argmax()
+    normed = logits - np.logaddexp.reduce(logits.astype(np.float64))
+    assert found.logprobs[0].logprob == pytest.approx(normed.max(), abs=1e-6)
+
+
+def test_all_tokens_computed_again_give_the_bits_of_the_whole_prompt(runner: CpuRunner) -> None:
+    for source in (FIRST, JUMP[60:], [9, *BODY]):
+        found = ask(after(engine_of(runner, ALL), source), JUMP)
+        assert same(found, exact(runner, JUMP))
+
+
+def test_tokens_that_keep_foreign_kv_change_the_answer(runner: CpuRunner) -> None:
+    found = ask(after(engine_of(runner), FIRST), JUMP)
+    assert found.logprobs[0] != exact(runner, JUMP).logprobs[0]
+
+
+def test_as_many_rows_run_as_the_method_says(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    before = engine.stats().computed_tokens
+    serve(engine, [asked("r", JUMP)])
+    copied = len(TAIL) + len(BODY)
+    blended = copied + 1
+    deep = 1 + BLEND.recomputed(copied)
+    # In the first of three layers all rows, in two the chosen ones; then the end, and the answer.
+    ordinary = len(JUMP) - 1 - len(HEAD) - blended + PARAMS.max_tokens - 1
+    expected = -(-(blended + 2 * deep) // 3) + ordinary
+    assert engine.stats().computed_tokens - before == pytest.approx(expected, abs=2)
+    assert engine.stats().reused_tokens == copied - BLEND.recomputed(copied)
+
+
+def test_what_was_copied_is_reported(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    engine.add(asked("r", JUMP))
+    outputs = []
+    while engine.has_work():
+        outputs += engine.step()
+    copied = len(TAIL) + len(BODY)
+    assert {one.reused_tokens for one in outputs} == {copied - BLEND.recomputed(copied)}
+    assert {one.cached_tokens for one in outputs} == {1 + len(HEAD)}
+
+
+def test_the_next_keystroke_continues_on_blended_kv(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    answer = ask(engine, JUMP)
+    before = engine.stats().computed_tokens
+    typed = JUMP + answer.tokens[:3]
+    engine.add(asked("r", typed))
+    outputs = engine.step()
+    assert outputs[0].token_ids == answer.tokens[3:4]
+    assert outputs[0].logprobs == answer.logprobs[3:4]
+    assert engine.stats().computed_tokens - before == 1
+    assert outputs[0].cached_tokens == 1 + len(HEAD)
+    assert outputs[0].reused_tokens == len(typed) - 1 - 1 - len(HEAD)
+    found = serve(engine)
+    assert found["r", 0].tokens[: len(answer.tokens) - 4] == answer.tokens[4:]
+
+
+def test_once_a_prompt_is_cached_the_next_keystroke_is_exact(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    ask(engine, JUMP)
+    typed = [*JUMP, 7, 8]
+    found = ask(after(engine, JUMP), typed)
+    assert found.cached_tokens == len(JUMP)
+    assert same(found, exact(runner, typed))
+
+
+def test_a_branch_goes_with_the_exact_prefix_that_it_continues(llama: Checkpoint) -> None:
+    runner = CpuRunner(llama, slots=700, threads=1, weights="f32", kv_dtype="f32")
+    engine = after(engine_of(runner, replace(BLEND, ratio=0.0)), FIRST)
+    ask(engine, JUMP)
+    after(engine, *([seed, *text(330, seed)] for seed in (21, 22)))  # evicts all of it
+    found = ask(engine, [*JUMP, 7])
+    assert found.cached_tokens == 0
+    assert same(found, exact(runner, [*JUMP, 7]))
+    runner.close()
+
+
+def test_a_request_finds_only_branches_of_its_own_method(runner: CpuRunner) -> None:
+    methods = {"blend": BLEND, "all": ALL, "none": None}
+    engine = after(build_engine(runner, methods=methods), FIRST)
+    ask(engine, JUMP)
+    typed = [*JUMP, 7]
+    assert same(ask(engine, typed, "all"), exact(runner, typed))
+
+
+def test_another_tenant_finds_no_branch(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    ask(engine, JUMP)
+    found = ask(engine, [*JUMP, 7], tenant="bob")
+    assert found.cached_tokens == 0
+    assert same(found, exact(runner, [*JUMP, 7]))
+
+
+def test_blended_kv_is_found_by_no_request_that_expects_exact_kv(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    ask(engine, JUMP)
+    again = ask(engine, JUMP, "none")
+    assert again.cached_tokens == 1 + len(HEAD)
+    assert same(again, exact(runner, JUMP))
+
+
+def test_a_prompt_that_was_computed_meanwhile_is_exact(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    ask(engine, JUMP)
+    assert same(ask(after(engine, JUMP), JUMP), exact(runner, JUMP))
+
+
+def test_nothing_is_copied_from_other_tenants(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner), FIRST)
+    assert same(ask(engine, JUMP, tenant="bob"), exact(runner, JUMP))
+
+
+def test_a_changed_token_is_computed(runner: CpuRunner) -> None:
+    changed = JUMP.copy()
+    changed[1 + len(HEAD) + len(TAIL)] = 4  # between the two
+    method = replace(BLEND, ratio=0.0)
+    ask(engine := after(engine_of(runner, method), FIRST), changed)
+    assert engine.stats().reused_tokens == len(TAIL) + len(BODY)
+    changed[150] = 4  # now within the body as well
+    ask(engine := after(engine_of(runner, method), FIRST), changed)
+    assert engine.stats().reused_tokens == len(TAIL) + len(BODY) - 1
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[1], [1, *text(300, 9)], [1, 1, 1, 1], [1, *text(7, 9)]],
+    ids=["one token", "new text", "a token again", "less than a run"],
+)
+def test_prompts_without_known_text_are_computed(runner: CpuRunner, tokens: list[int]) -> None:
+    assert same(ask(after(engine_of(runner), FIRST), tokens), exact(runner, tokens))
+
+
+def test_an_empty_cache_changes_nothing(runner: CpuRunner) -> None:
+    assert same(ask(engine_of(runner), JUMP), exact(runner, JUMP))
+
+
+def test_text_may_occur_twice(runner: CpuRunner) -> None:
+    twice = [1, *BODY, 2, *BODY, 3]
+    source = [9, *BODY]
+    assert same(ask(after(engine_of(runner, ALL), source), twice), exact(runner, twice))
+    ask(engine := after(engine_of(runner, replace(BLEND, ratio=0.0)), source), twice)
+    assert engine.stats().reused_tokens == 2 * len(BODY)
+
+
+@pytest.mark.parametrize("budget", [3, 17, 128, 512])
+def test_chunks_and_other_requests_change_no_bit(runner: CpuRunner, budget: int) -> None:
+    alone = ask(after(engine_of(runner, token_budget=512), FIRST), JUMP)
+    engine = after(engine_of(runner, token_budget=budget), FIRST)
+    others = {f"o{seed}": [1, *text(12 * seed, 50 + seed)] for seed in range(3)}
+    found = serve(
+        engine,
+        [asked(name, tokens, "none") for name, tokens in others.items()],
+        arrivals={2: [asked("r", JUMP)]},
+    )
+    assert same(found["r", 0], alone)
+    for name, tokens in others.items():
+        assert same(found[name, 0], exact(runner, tokens))
+
+
+def test_decodes_go_on_while_a_prompt_is_blended(runner: CpuRunner) -> None:
+    engine = after(engine_of(runner, token_budget=16), FIRST)
+    engine.add(asked("decoding", [1, 5, 6], "none"))
+    engine.step()
+    engine.add(asked("r", JUMP))
+    steps = 0
+    while not any(
+        sequence.method._blend is None for sequence in engine._queues.sequences_of("r")
+    ) or (steps == 0):
+        outputs = engine.step()
+        steps += 1
+        assert [one.request_id for one in outputs if one.token_ids] == ["decoding"]
+        (sequence,) = engine._queues.sequences_of("r")
+        blends = sequence.method._blend is not None
+    assert steps > 2
+    serve(engine)
+
+
+def test_answers_to_one_prompt_share_its_blended_kv(runner: CpuRunner) -> None:
+    single = ask(after(engine_of(runner), FIRST), JUMP)
+    three = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=3)
+    engine = after(engine_of(runner), FIRST)
+    most = []
+
+    def held(one: Engine) -> None:
+        most.append(sum(s.kv.owned for s in one._queues.running if s.kv is not None))
+
+    found = serve(engine, [request("r", JUMP, three, method="blend")], after_step=held)
+    assert all(same(found["r", index], single) for index in range(3))
+    assert max(most) < 2 * len(JUMP)
+
+
+@pytest.mark.parametrize("method", [BLEND, ALL], ids=["some", "all"])
+@pytest.mark.parametrize("steps", [3, 8, 13])
+def test_preempted_answers_end_and_leave_no_slot_behind(
+    runner: CpuRunner, method: CacheBlend, steps: int
+) -> None:
+    engine = after(engine_of(runner, method, token_budget=16), FIRST)
+    prompts = {"r": JUMP, "s": [1, *BODY, 2, *HEAD, 3]}
+    requests = [asked(name, tokens) for name, tokens in prompts.items()]
+    found = serve(engine, requests, after_step=preempting_every(steps))
+    assert engine.stats().preemptions > 0
+    for name, tokens in prompts.items():
+        assert len(found[name, 0].tokens) == 8
+        if method is ALL:
+            assert same(found[name, 0], exact(runner, tokens))
+
+
+def test_cancelled_at_any_step_it_leaves_no_slot_behind(runner: CpuRunner) -> None:
+    pair = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, n=2)
+    for step in range(10):
+        engine = after(engine_of(runner, token_budget=16), FIRST)
+        cancelled = "r" if step % 2 else ("r", 1)
+        found = serve(
+            engine, [request("r", JUMP, pair, method="blend")], cancellations={step: cancelled}
+        )
+        assert found["r", 1].finish_reason == "cancelled"
+
+
+def test_a_small_pool_evicts_sources_and_still_answers(llama: Checkpoint) -> None:
+    runner = CpuRunner(llama, slots=300, threads=1, weights="f32", kv_dtype="f32")
+    engine = engine_of(runner, ALL)
+    for seed in range(4):
+        ask(engine, [1, *text(90, seed), 2, *BODY], "none")
+        tokens = [1, *text(40, 30 + seed), *BODY, *text(5, seed)]
+        found = ask(engine, tokens)
+        expected = exact(runner, tokens)
+        engine = engine_of(runner, ALL)
+        assert same(found, expected)
+    runner.close()
+
+
+def test_beside_prompts_that_prefill_by_layers_it_is_blended_in_chunks(runner: CpuRunner) -> None:
+    alone = ask(after(engine_of(runner), FIRST), JUMP)
+    engine = after(engine_of(runner, token_budget=16, by_layers=True), FIRST)
+    assert engine.stats().layered_prompts == 1
+    assert same(ask(engine, JUMP), alone)
+
+
+@pytest.mark.parametrize("budget", [24, 128])
+def test_drafts_change_no_bit(runner: CpuRunner, budget: int) -> None:
+    typed = [*JUMP, *BODY[:6]]  # the body goes on like that, so drafts are proposed
+    engines = [
+        after(engine_of(runner, token_budget=budget, step_cost=cost), FIRST)
+        for cost in (None, FixedCost(0.0))
+    ]
+    for tokens in (JUMP, typed):
+        plain, drafted = (ask(engine, tokens) for engine in engines)
+        assert same(drafted, plain)
+    assert engines[1].stats().draft_tokens > 0
+
+
+PIECES = [text(30, seed) for seed in range(60, 65)]
+MADE_OF_PIECES = st.lists(st.integers(0, 4), min_size=1, max_size=5).map(
+    lambda order: [1, *(token for piece in order for token in PIECES[piece])]
+)
+
+
+@given(
+    prompts=st.lists(st.tuples(MADE_OF_PIECES, st.integers(0, 30)), min_size=2, max_size=6),
+    cancelled=st.dictionaries(st.integers(1, 30), st.integers(0, 5), max_size=2),
+    budget=st.sampled_from([7, 40, 128]),
+    cost=st.sampled_from([None, FixedCost(0.0)]),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_order_of_requests_gives_whole_prompts_their_bits(
+    small_pool: CpuRunner,
+    prompts: list[tuple[list[int], int]],
+    cancelled: dict[int, int],
+    budget: int,
+    cost: FixedCost | None,
+) -> None:
+    """With all tokens computed again, wherever KV is copied from leaves no trace."""
+    engine = engine_of(small_pool, ALL, token_budget=budget, step_cost=cost)
+    arrivals: dict[int, list[EngineRequest]] = {}
+    for number, (tokens, step) in enumerate(prompts):
+        arrivals.setdefault(step, []).append(asked(f"r{number}", tokens))
+    cancellations = {step: f"r{number}" for step, number in cancelled.items()}
+    found = serve(engine, arrivals=arrivals, cancellations=cancellations)
+    for number, (tokens, _) in enumerate(prompts):
+        answer = found[f"r{number}", 0]
+        whole = exact(small_pool, tokens)
+        count = len(answer.tokens)
+        assert answer.tokens == whole.tokens[:count]
+        assert answer.logprobs == whole.logprobs[:count]
+        assert answer.finish_reason == "cancelled" or count == len(whole.tokens)
+
+
+class Failing(CacheBlend):
+    def select(self, copied: LayerKV, computed: LayerKV) -> Int64Array:
+        raise RuntimeError("no choice")
+
+
+def test_a_method_that_fails_ends_its_request_alone(runner: CpuRunner) -> None:
+    failing = Failing(ratio=0.2, check_layer=0, min_run=8)
+    engine = after(engine_of(runner, failing), FIRST)
+    found = serve(engine, [asked("r", JUMP), asked("other", [1, *BODY], "none")])
+    assert found["r", 0].finish_reason == "error"
+    assert found["r", 0].error == "the method of reuse failed: no choice"
+    assert same(found["other", 0], exact(runner, [1, *BODY]))
+
+
+def test_scored_prompts_are_computed(runner: CpuRunner) -> None:
+    scored = EngineSamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    engine = after(engine_of(runner), FIRST)
+    serve(engine, [request("r", JUMP, scored, method="blend")])
+    assert engine.stats().reused_tokens == 0
+
+
+@pytest.mark.parametrize("kv", ["f16", "i8"])
+def test_other_formats_of_kv(llama: Checkpoint, kv: str) -> None:
+    runner = CpuRunner(llama, slots=900, threads=2, weights="f32", kv_dtype=kv)
+    assert same(ask(after(engine_of(runner, ALL), FIRST), JUMP), exact(runner, JUMP))
+    chunked = ask(after(engine_of(runner, token_budget=16), FIRST), JUMP)
+    assert same(chunked, ask(after(engine_of(runner, token_budget=512), FIRST), JUMP))
+    runner.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "llama-yarn"])
+def test_windows_and_stretched_positions_on_both_runners(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    checkpoint = open_checkpoint(write_variant(name, tmp_path_factory.mktemp("tiny") / name))
+    cpu = CpuRunner(checkpoint, slots=900, threads=1, weights="f32", kv_dtype="f32")
+    assert same(ask(after(engine_of(cpu, ALL), FIRST), JUMP), exact(cpu, JUMP))
+    first = ask(after(engine_of(cpu), FIRST), JUMP)
+    other = ask(after(engine_of(TorchRunner(checkpoint, slots=900)), FIRST), JUMP)
+    for score, reference in zip(other.logprobs[:1], first.logprobs[:1], strict=True):
+        assert score.logprob == pytest.approx(reference.logprob, abs=1e-3)
+    cpu.close()

@@ -1,0 +1,148 @@
+"""Sparse prefill in both runners: listed keys and no others, in every format of the KV cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packed_steps import Sequence, Stepper
+from sparse_planners import MadePlanner, everything, scattered, with_planners
+from tiny_checkpoints import VOCAB, write_variant
+
+from midfill.config import KvDtype
+from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.cpu.runner import CpuRunner
+from midfill.runners.forward.attention import LayerProbe, query_blocks
+from midfill.runners.torch.runner import TorchRunner
+
+PREFIX, ROWS = 200, 300
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def runner(llama: Checkpoint) -> Iterator[CpuRunner]:
+    runner = cpu_runner(llama)
+    yield runner
+    runner.close()
+
+
+def cpu_runner(checkpoint: Checkpoint, kv_dtype: KvDtype = "f32", threads: int = 2) -> CpuRunner:
+    return CpuRunner(checkpoint, slots=1500, threads=threads, weights="f32", kv_dtype=kv_dtype)
+
+
+def text(length: int, seed: int = 0) -> Sequence:
+    return Sequence(np.random.default_rng(seed).integers(0, VOCAB, length).tolist())
+
+
+def prefill(
+    runner: CpuRunner | TorchRunner, planner: MadePlanner | None, rows: int = ROWS
+) -> torch.Tensor:
+    """Logits of a chunk of ``rows`` after a dense prefix."""
+    stepper, sequence = Stepper(runner), text(PREFIX + rows)
+    stepper.step([(sequence, PREFIX)])
+    batch = stepper.pack([(sequence, rows)])
+    if planner is not None:
+        batch = with_planners(batch, planner)
+    return runner.forward(batch).clone()
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "i8"])
+def test_lists_of_everything_give_the_bits_of_dense_attention(
+    llama: Checkpoint, kv_dtype: KvDtype
+) -> None:
+    runner = cpu_runner(llama, kv_dtype)
+    planner = MadePlanner(everything)
+    assert torch.equal(prefill(runner, planner), prefill(runner, None))
+    assert len(planner.lists) == runner.config.layers
+    runner.close()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9, 63, 64, 65, ROWS])
+def test_listed_keys_give_the_logits_of_masked_attention_in_torch(
+    llama: Checkpoint, runner: CpuRunner, rows: int
+) -> None:
+    planners = [MadePlanner(scattered), MadePlanner(scattered)]
+    found = prefill(runner, planners[0], rows)
+    expected = prefill(TorchRunner(llama, slots=1500), planners[1], rows)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=0)
+    for layer in range(runner.config.layers):
+        np.testing.assert_array_equal(planners[0].pairs[layer], planners[1].pairs[layer])
+    assert not torch.allclose(found, prefill(runner, None, rows), atol=1e-3)
+
+
+def test_pairs_are_rows_times_listed_keys(runner: CpuRunner) -> None:
+    planner = MadePlanner(scattered)
+    prefill(runner, planner)
+    heads = runner.config.query_heads
+    for layer, lists in enumerate(planner.lists):
+        expected = np.zeros(heads, np.int64)
+        for unit in range(query_blocks(ROWS) * heads):
+            rows = min(64, ROWS - unit // heads * 64)
+            spans = lists.spans[lists.indptr[unit] : lists.indptr[unit + 1]]
+            expected[unit % heads] += rows * (spans[:, 1] - spans[:, 0]).sum()
+        np.testing.assert_array_equal(planner.pairs[layer], expected)
+
+
+def look(probe: LayerProbe) -> list[np.ndarray]:
+    rows = min(64, probe.rows)
+    return [*probe.masses(rows), probe.mean_queries(64), probe.mean_keys(64), probe.mean_keys(32)]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 64, 200])
+@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "bf16", "i8"])
+def test_a_planner_sees_the_same_in_both_runners(
+    llama: Checkpoint, rows: int, kv_dtype: KvDtype
+) -> None:
+    runner = cpu_runner(llama, kv_dtype)
+    planners = [MadePlanner(look=look), MadePlanner(look=look)]
+    prefill(runner, planners[0], rows)
+    prefill(TorchRunner(llama, slots=1500), planners[1], rows)
+    tolerance = {"f32": 1e-4, "f16": 5e-3, "bf16": 0.05, "i8": 0.2}[kv_dtype]
+    for found, expected in zip(planners[0].seen, planners[1].seen, strict=True):
+        for one, other in zip(found, expected, strict=True):  # type: ignore[call-overload]
+            np.testing.assert_allclose(one, other, atol=tolerance)
+    runner.close()
+
+
+def test_masses_are_sums_of_softmax_weights_by_key_and_by_distance(runner: CpuRunner) -> None:
+    planner = MadePlanner(look=lambda probe: probe.masses(min(64, probe.rows)))
+    prefill(runner, planner)
+    for columns, diagonals in planner.seen:  # type: ignore[misc]
+        assert columns.shape == diagonals.shape == (runner.config.query_heads, PREFIX + ROWS)
+        np.testing.assert_allclose(columns.sum(axis=1), 64, rtol=1e-4)
+        np.testing.assert_allclose(diagonals.sum(axis=1), 64, rtol=1e-4)
+        assert (columns >= 0).all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_company_and_threads_change_no_bit(
+    llama: Checkpoint, runner: CpuRunner, threads: int
+) -> None:
+    expected = prefill(runner, MadePlanner(scattered))
+    dense = prefill(runner, None, 40)
+    other = cpu_runner(llama, threads=threads)
+    stepper = Stepper(other)
+    decoding, sparse, whole = text(400, 1), text(PREFIX + ROWS), text(PREFIX + 40)
+    stepper.step([(decoding, 399), (sparse, PREFIX), (whole, PREFIX)])
+    batch = stepper.pack([(decoding, 1), (sparse, ROWS), (whole, 40)])
+    found = other.forward(with_planners(batch, None, MadePlanner(scattered), None))
+    assert torch.equal(found[1 : 1 + ROWS], expected)
+    assert torch.equal(found[1 + ROWS :], dense)
+    other.close()
+
+
+def test_windowed_layers_keep_their_window(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_variant("gemma3", tmp_path / "gemma3"))
+    runner = cpu_runner(checkpoint)
+    planner = MadePlanner(everything)
+    assert torch.equal(prefill(runner, planner), prefill(runner, None))
+    config = runner.config
+    full = [layer for layer in range(config.layers) if config.window_of(layer) is None]
+    assert sorted(planner.pairs) == full
+    runner.close()
