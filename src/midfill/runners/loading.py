@@ -10,7 +10,7 @@ from midfill.runners.cpu.packed_model import unsupported_reason
 from midfill.runners.cpu.runner import CpuRunner, choose_kv_format, slot_bytes
 from midfill.runners.forward.runner import Runner
 from midfill.runners.torch.runner import TorchRunner
-from midfill.system.memory import available_memory
+from midfill.system.machine import available_memory
 from midfill.system.progress import Progress
 
 _MAX_CONTEXTS = 16

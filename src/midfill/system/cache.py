@@ -16,7 +16,7 @@ from pathlib import Path
 
 import platformdirs
 
-from midfill.system.atomic import replacing_file
+from midfill.system.files import replacing_file
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import filelock
 
 from midfill.errors import MidfillError
-from midfill.system.atomic import rename_synced
+from midfill.system.files import rename_synced
 
 _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32

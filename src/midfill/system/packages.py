@@ -1,7 +1,8 @@
-"""Source files of published Python packages, fetched with pip by name and exact version.
+"""Published Python packages: pip as a subprocess, and packages' source files by exact version.
 
-A wheel is preferred: nothing of it is run. Of a package without one, pip downloads the source
-distribution, and runs the package's build script to read its metadata.
+pip honours the user's package index, mirrors and credentials. A wheel is preferred: nothing of it
+is run. Of a package without one, pip downloads the source distribution, and runs the package's
+build script to read its metadata.
 
 Each package gets a folder of its own, named ``NAME-VERSION``, that appears complete or not at all.
 So an interrupted download of many packages continues where it stopped. The folder holds the files
@@ -10,10 +11,12 @@ with the wanted suffixes, the package's metadata and licence files, and a record
 
 import hashlib
 import re
+import subprocess
+import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,8 +25,7 @@ from typing import IO
 import msgspec
 
 from midfill.errors import MidfillError
-from midfill.system.atomic import write_folder
-from midfill.system.pip import run_pip, summarise_failure
+from midfill.system.files import write_folder
 from midfill.system.progress import Progress, ignore_progress
 
 RECORD_NAME = "midfill-package.json"
@@ -278,3 +280,48 @@ def _is_metadata(path: PurePosixPath) -> bool:
     if path.name in _METADATA_NAMES:
         return True
     return _LICENCE_NAME.match(path.name) is not None and path.suffix.lower() != ".py"
+
+
+def run_pip(
+    arguments: list[str], on_line: Callable[[str], None] = lambda line: None
+) -> tuple[int, str, str]:
+    """Run pip; return its exit status and what it wrote to stdout and stderr.
+
+    Args:
+        arguments: the command and its options.
+        on_line: called with each line that pip writes to stdout.
+
+    Raises:
+        MidfillError: this Python has no pip.
+    """
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        subprocess.Popen(
+            [*command, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        output = []
+        for line in process.stdout or ():
+            output.append(line)
+            on_line(line)
+        code = process.wait()
+        errors.seek(0)
+        complaint = errors.read()
+    if "No module named pip" in complaint:
+        raise MidfillError(
+            f"pip is needed for downloads and {sys.executable} has none; "
+            f"run: {sys.executable} -m ensurepip"
+        )
+    return code, "".join(output), complaint
+
+
+def summarise_failure(complaint: str) -> str:
+    """Return the line of pip's stderr that says why it failed."""
+    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["it gave no reason"])[-1].removeprefix("ERROR:").strip()
