@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.cut_places import KeepsTokens, may_cut, place_cut
-from midfill.models.tokens.token_boundary import keeps_tokens_of
+from midfill.models.tokens.tokenizer import keeps_tokens_of
 
 WORDS = ["word", "x1", "_", "7", "3.14", "don't", "'s", "return x", "漢字", "é", "a" * 300]
 BLANKS = ["\n", "\r\n", "\r", "    ", "\t", " ", "\n\n\n", " \n\n    ", "\u3000", "\u2028", "\x0b"]

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from midfill.arrays import Int32Array, Int64Array
-from midfill.engine.sampling.logprobs import one_thread
+from midfill.engine.sampling.sampler import one_thread
 from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.places import Places
 from midfill.kv.pool import KVPool

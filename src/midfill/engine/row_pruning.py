@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from midfill.arrays import BoolArray, Float32Array, Int32Array
-from midfill.engine.sampling.logprobs import one_thread
+from midfill.engine.sampling.sampler import one_thread
 from midfill.kv.ragged import cells_of_slots
 from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.window_attention import received_attention

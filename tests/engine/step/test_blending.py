@@ -25,8 +25,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.key_rotation import shift_keys
-from midfill.runners.rope import layer_frequencies
+from midfill.runners.rope import layer_frequencies, shift_keys
 from midfill.runners.torch.runner import TorchRunner
 from serving import Answer, FixedCost, build_engine, next_logits, preempting_every, request, serve
 

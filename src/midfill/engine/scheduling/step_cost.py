@@ -1,41 +1,40 @@
-"""StepCost: how long a step takes, by its rows and their context. Decides which drafts pay."""
+"""StepCost: how long a step takes, by its rows and their context; and how many rows are too slow.
+
+The cost decides which drafts pay. ``StepTimeLimit`` says how many rows a step may have, so that
+nobody waits long for its end: a request that arrives during a step waits for that to end, also
+where the step computes a prompt that nobody wants any more. With a large model, a step of the whole
+token budget takes longer than a keystroke should.
+"""
 
 from bisect import bisect_left, bisect_right
-from typing import Protocol
+
+from midfill.engine.scheduling.scheduler import ScheduleState, WaitingSequence
 
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
 # Before anything is measured: on a CPU, each further row costs about a fifth of the first.
 _FURTHER_ROW_COST = 0.2
+
 # Contexts shorter than this are treated alike: attention is a small part of such steps.
 _SHORT_CONTEXT = 256
+
 # Share of its deviation by which an observation moves the estimate.
 _RATE = 0.2
+
 # Maximum factor by which an observation counts as off: a step that was interrupted by other work
 # on the machine says nothing about rows.
 _MAX_DEVIATION = 2.0
+MIN_ROWS = 16
+"""Fewer rows would spend most of a step on reading the weights."""
+
+MIN_STEPS = 8
+"""Steps to observe before any is limited: the first ones read and compile what is cached later."""
 
 _Times = dict[int, float]  # seconds by number of rows, for some of _KNOTS
 
 
-class StepCost(Protocol):
-    """Estimates the time of steps, and may learn from those that ran."""
-
-    def seconds(self, rows: int, context: float) -> float:
-        """Return the estimated time of a step.
-
-        Args:
-            rows: tokens that go through the model; at least 1.
-            context: tokens that a row attends to, on average.
-        """
-        ...
-
-    def observe(self, rows: int, context: float, seconds: float) -> None:
-        """Record the time of a step; ``rows`` and ``context`` as in ``seconds``."""
-        ...
-
-
-class MeasuredStepCost:
-    """Learns from the engine's own steps.
+class StepCost:
+    """Estimates the time of steps, and learns from the engine's own.
 
     Contexts are grouped by length, up to a factor of two. Each group keeps times for some numbers
     of rows. Times between two known ones are interpolated, times beyond them are extrapolated from
@@ -46,11 +45,16 @@ class MeasuredStepCost:
         self._by_context: dict[int, _Times] = {}
 
     def seconds(self, rows: int, context: float) -> float:
-        """See ``StepCost.seconds``."""
+        """Return the estimated time of a step.
+
+        Args:
+            rows: tokens that go through the model; at least 1.
+            context: tokens that a row attends to, on average.
+        """
         return _estimate(self._nearest(_context_group(context)), rows)
 
     def observe(self, rows: int, context: float, seconds: float) -> None:
-        """See ``StepCost.observe``."""
+        """Record the time of a step; ``rows`` and ``context`` as in ``seconds``."""
         group = _context_group(context)
         times = self._nearest(group)
         ratio = seconds / _estimate(times, rows)
@@ -113,3 +117,52 @@ def _at(times: _Times, knot: int) -> float:
 
 def _guess(rows: int) -> float:
     return 1.0 + _FURTHER_ROW_COST * (rows - 1)
+
+
+class StepTimeLimit:
+    """Learns how long steps take and says which number of rows keeps them short."""
+
+    def __init__(self, seconds: float, cost: StepCost, max_rows: int) -> None:
+        """Create a limit.
+
+        Args:
+            seconds: that a step with prompts may take.
+            cost: how long steps take; updated after every step.
+            max_rows: that steps have anyway.
+        """
+        self._seconds = seconds
+        self._cost = cost
+        self._max_rows = max_rows
+        self._steps = 0
+
+    def max_rows(self, state: ScheduleState) -> int | None:
+        """Return how many rows a step may have; None: as many as the policy likes."""
+        context = _prompt_context(state)
+        if self._steps < MIN_STEPS or context is None:
+            return None
+        if self._cost.seconds(self._max_rows, context) <= self._seconds:
+            return None
+        few, many = 1, self._max_rows
+        while many - few > 1:
+            rows = (few + many) // 2
+            if self._cost.seconds(rows, context) <= self._seconds:
+                few = rows
+            else:
+                many = rows
+        return max(few, MIN_ROWS)
+
+    def record_step(self, rows: int, context: float, seconds: float) -> None:
+        """Learn from the time that a step took; see ``StepCost.observe``."""
+        self._steps += 1
+        self._cost.observe(rows, context, seconds)
+
+
+def _prompt_context(state: ScheduleState) -> float | None:
+    """Return how many tokens the next chunk of a prompt follows; None if no prompt is next."""
+    prefilling = [sequence.computed for sequence in state.running if not sequence.decoding]
+    if prefilling:
+        return max(prefilling)
+    queue: tuple[WaitingSequence, ...] = state.waiting
+    if not queue and not state.running:
+        queue = state.background
+    return state.cache.cached_prefix(queue[0].sequence_id).tokens if queue else None

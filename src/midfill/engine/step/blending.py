@@ -25,7 +25,7 @@ import torch
 
 from midfill.arrays import Int32Array, Int64Array
 from midfill.engine.blend import MIN_SAVED_ROWS, Blend
-from midfill.engine.sampling.logprobs import one_thread
+from midfill.engine.sampling.sampler import one_thread
 from midfill.engine.sequences.sequence import Sequence
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_cache import CachedText

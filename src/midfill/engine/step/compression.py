@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
-from midfill.engine.sampling.logprobs import one_thread
+from midfill.engine.sampling.sampler import one_thread
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.batching import ScheduledSequence, observed_rows
 from midfill.kv.compressed_prefix import CompressedPrefix

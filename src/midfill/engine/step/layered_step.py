@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from midfill.arrays import Float32Array
-from midfill.engine.sampling.logprobs import one_thread
+from midfill.engine.sampling.sampler import one_thread
 from midfill.engine.step.batching import (
     BatchRows,
     ScheduledSequence,

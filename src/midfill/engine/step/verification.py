@@ -17,12 +17,12 @@ import torch
 
 from midfill.engine.request import EngineOutput, FinishReason
 from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
-from midfill.engine.sampling.logprobs import one_thread
 from midfill.engine.sampling.sampler import (
     SampledToken,
     SampleRow,
     adjust_logits,
     is_greedy,
+    one_thread,
     sample,
 )
 from midfill.engine.sampling.vocabulary import Vocabulary

@@ -17,8 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from midfill.errors import CheckpointError
-from midfill.models.config import ModelConfig
-from midfill.models.tensor_shapes import tensor_shapes
+from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.stored_tensor import StoredTensor
 
@@ -51,6 +50,25 @@ _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _TENSOR_SAMPLES = 16
 _TENSOR_SAMPLE_BYTES = 512
+
+
+class DescribedModel(Protocol):
+    """A model's tokenizer and statements; every ``Checkpoint`` is one."""
+
+    @property
+    def path(self) -> Path:
+        """File or folder of its description, for errors."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """See ``Checkpoint``."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+        ...
 
 
 class Checkpoint(Protocol):

@@ -32,21 +32,19 @@ from midfill.models.checkpoints.checkpoint import (
     SNIPPETS_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
+    DescribedModel,
 )
-from midfill.models.checkpoints.described_model import DescribedModel
 from midfill.models.tokens.huggingface_tokenizer import read_json
 from midfill.system.files import write_file
 
 RECORD_FILE = "midfill.json"
 RECORD_FORMAT = 1
-
 MAX_LEAST_INCREMENT = 100_000
 """Characters. A model that asks for so many always gets the whole prefix after the suffix."""
 
 _MAX_WINDOW = 4_000_000  # characters, on either side; more are never accepted
 _MAX_SNIPPETS = 4_000_000  # characters
 _BIASES = -100.0, 100.0
-
 _FOLDERS = ("adapter_config.json", "config.json")
 
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from midfill.errors import MidfillError, OptionError
-from midfill.models.checkpoints.gguf_file import GgufFile
+from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.system.cache import cache_folder
 from midfill.system.files import replacing_file

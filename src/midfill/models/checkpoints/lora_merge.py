@@ -1,15 +1,20 @@
-"""Add a small update to a quantised matrix, keeping its kind and thereby its size and speed.
+"""Merging a LoRA into a weight: the update's product, and its addition to a quantised matrix.
 
-The weights of a quantised matrix lie exactly on their grid: weight = quant x scale + minimum, with
-one scale per group of 32 inputs. A fine-tuning update is mostly much smaller than a grid step.
-Rounding every weight to the nearest point of the old grid would lose the update. A new grid for
-the sum adds a second full rounding error to the first. The rules of ``Rounding`` are ways out of
-that; measurement decides which of them costs a model least.
+The product is not left to NumPy. With as few columns as a rank has, BLAS gains nothing from its
+threads, and where another program keeps one core busy, waiting for them takes ten times as long.
+
+A quantised matrix keeps its kind and thereby its size and speed. Its weights lie exactly on their
+grid: weight = quant x scale + minimum, with one scale per group of 32 inputs. A fine-tuning update
+is mostly much smaller than a grid step. Rounding every weight to the nearest point of the old grid
+would lose the update. A new grid for the sum adds a second full rounding error to the first. The
+rules of ``Rounding`` are ways out of that; measurement decides which of them costs a model least.
 
 Vector lanes run over 16 rows, so the work along a row can be sequential.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,11 +23,12 @@ import numpy.typing as npt
 from midfill.arrays import Float32Array
 from midfill.kernels.cpu import simd
 from midfill.kernels.cpu.halves import half_to_float
-from midfill.kernels.cpu.jit import allocating_entry_point, kernel
+from midfill.kernels.cpu.jit import allocating_entry_point, entry_point, kernel
 from midfill.kernels.cpu.simd import LANES
-from midfill.models.checkpoints.row_parallel import run_over_rows
 from midfill.stored_tensor import StoredTensor
+from midfill.system.machine import available_threads
 
+Bytes = npt.NDArray[np.uint8]
 Rounding = Literal["nearest", "diffusion", "stochastic"]
 """How a sum of weight and update is rounded to a quant.
 
@@ -49,8 +55,6 @@ VERSION = 1
 GROUP = 32
 _NEAREST, _DIFFUSION, _STOCHASTIC = range(3)
 _RULES = dict(zip(get_args(Rounding), (_NEAREST, _DIFFUSION, _STOCHASTIC), strict=True))
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,39 @@ BLOCK_LAYOUTS = {
     "q8_0": BlockLayout(34, 8, 2, False, 128),
 }
 """Layouts of the kinds that updates can be added to, by kind."""
+
+
+@dataclass(frozen=True)
+class LoraUpdate:
+    """scale * up @ down.
+
+    Attributes:
+        down: float32 [rank, inputs], PEFT's lora_A.
+        up: float32 [outputs, rank], lora_B.
+        scale: lora_alpha / rank, or lora_alpha / sqrt(rank) with rsLoRA.
+    """
+
+    down: Float32Array
+    up: Float32Array
+    scale: float
+
+    def matrix(self) -> Float32Array:
+        """Return the whole update, float32 [outputs, inputs]: the transpose of a C-ordered array.
+
+        Each element is summed over the rank from first to last with fused multiply-adds, so the
+        result is the same on every machine.
+        """
+        outputs, rank = self.up.shape
+        inputs = self.down.shape[1]
+        rows = outputs + -outputs % LANES
+        scaled = np.zeros((rank, rows), np.float32)
+        scaled[:, :outputs] = self.up.T * np.float32(self.scale)
+        product = np.empty((inputs, rows), np.float32)
+        down = np.ascontiguousarray(self.down.T)
+        run_over_rows(
+            _multiply, rows, scaled.reshape(-1), down.reshape(-1), rank, inputs, product.reshape(-1)
+        )
+        return product[:, :outputs].T
 
 
 def add_to_quantized(
@@ -131,6 +168,62 @@ def _write_grid(
         furthest = np.where(largest > -smallest, largest, smallest)
         scales = furthest / -layout.zero
     header[..., 0:2] = scales.astype(np.float16)[..., None].view(np.uint8)
+
+
+def run_over_rows(function: Any, rows: int, *arguments: object) -> None:
+    """Call function(first, end, rows, *arguments) for ranges that cover 0 <= row < rows.
+
+    Args:
+        function: compiled to release the GIL.
+        rows: a multiple of 16, as the lengths of all ranges are.
+        arguments: passed on unchanged.
+    """
+    threads = available_threads()
+    share = -(-rows // (threads * LANES)) * LANES
+    tasks = [
+        _pool().submit(function, first, min(first + share, rows), rows, *arguments)
+        for first in range(0, rows, share)
+    ]
+    for task in tasks:
+        task.result()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(available_threads(), thread_name_prefix="rows")
+
+
+@entry_point
+def _multiply(
+    first: int, end: int, rows: int, up: Any, down: Any, rank: int, inputs: int, product: Any
+) -> None:
+    """Set product[input, row] to the sum over r of down[input, r] * up[r, row].
+
+    This is done for rows first <= row < end. Lanes run over rows. Four inputs at a time share the
+    loads of ``up``.
+    """
+    zero = simd.splat(np.float32(0))
+    tiled = inputs - inputs % 4
+    for row in range(first, end, LANES):
+        for column in range(0, tiled, 4):
+            at = column * rank
+            sum0, sum1, sum2, sum3 = zero, zero, zero, zero
+            for r in range(rank):
+                lanes = simd.load(up, r * rows + row)
+                sum0 = simd.fma(simd.splat(down[at + r]), lanes, sum0)
+                sum1 = simd.fma(simd.splat(down[at + rank + r]), lanes, sum1)
+                sum2 = simd.fma(simd.splat(down[at + 2 * rank + r]), lanes, sum2)
+                sum3 = simd.fma(simd.splat(down[at + 3 * rank + r]), lanes, sum3)
+            simd.store(product, column * rows + row, sum0)
+            simd.store(product, (column + 1) * rows + row, sum1)
+            simd.store(product, (column + 2) * rows + row, sum2)
+            simd.store(product, (column + 3) * rows + row, sum3)
+        for column in range(tiled, inputs):
+            total = zero
+            for r in range(rank):
+                lanes = simd.load(up, r * rows + row)
+                total = simd.fma(simd.splat(down[column * rank + r]), lanes, total)
+            simd.store(product, column * rows + row, total)
 
 
 # ---- Compiled. Rows and inputs are counted as in ``add_to_quantized``; arrays are flat. ----------

@@ -1,11 +1,11 @@
-"""IdlePrefill as a pure function: background prompts run only where nothing else can."""
+"""BackgroundPrefill as a pure function: background prompts run only where nothing else can."""
 
 from collections.abc import Sequence
 
 import pytest
 from schedule_states import CacheFacts
 
-from midfill.engine.scheduling.policies.idle_prefill import IdlePrefill
+from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.scheduler import (
     Chunk,
@@ -16,7 +16,7 @@ from midfill.engine.scheduling.scheduler import (
 )
 from midfill.kv.radix_cache import CachedPrefix
 
-POLICY = IdlePrefill(SarathiServe(token_budget=32), chunk=10, max_waiting=3)
+POLICY = BackgroundPrefill(SarathiServe(token_budget=32), chunk=10, max_waiting=3)
 
 
 def plan(
@@ -72,4 +72,4 @@ def test_prompts_that_do_not_fit_as_a_whole_are_dropped() -> None:
 
 def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="at least"):
-        IdlePrefill(SarathiServe(), chunk=0)
+        BackgroundPrefill(SarathiServe(), chunk=0)

@@ -24,7 +24,6 @@ from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
-from midfill.models.checkpoints.adapted_checkpoint import AdaptedCheckpoint
 from midfill.models.checkpoints.adapter import Adapter, AdapterRecord, load_adapter
 from midfill.models.checkpoints.checkpoint import (
     EMPTY_THRESHOLD_KEY,
@@ -34,8 +33,8 @@ from midfill.models.checkpoints.checkpoint import (
     WINDOW_AFTER_KEY,
     Checkpoint,
 )
-from midfill.models.checkpoints.opening import open_checkpoint, open_model
-from midfill.models.checkpoints.quantized_update import BLOCK_LAYOUTS
+from midfill.models.checkpoints.lora_merge import BLOCK_LAYOUTS
+from midfill.models.checkpoints.opening import AdaptedCheckpoint, open_checkpoint, open_model
 from midfill.runners.cpu.packed_model import load_packed
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner

@@ -1,26 +1,42 @@
-"""ChunkFolder: chunks of KV as files, bounded, the least recently used removed first.
+"""Folders of the warm tier: chunks of KV as files, bounded, the least recently used removed first.
 
 A file appears whole or not at all: it is written under another name, flushed where the folder is
 to survive a power cut, and renamed. Its name is the chunk's key, and what it holds is checked by
-whoever loads it. The folder belongs to one process at a time and is private to the user.
+whoever loads it. A ``ChunkFolder`` belongs to one process at a time and is private to the user.
+
+On disk, each model has a folder, and all of them are bounded together; several servers of one model
+have a folder each. In main memory, a folder lives as long as its server: so an engine that is
+killed leaves its files to the next one. A server that is killed leaves the folder; the next server
+of the same user removes it.
 """
 
 import contextlib
 import os
+import re
+import shutil
 import stat
+import tempfile
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import filelock
 
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
+from midfill.system.cache import mark_used
 from midfill.system.files import rename_synced
 
 _SUFFIX, _PARTIAL = ".kv", ".partial"
 _KEY_BYTES = 32
+SHARED_MEMORY = Path("/dev/shm")
+_MEMORY_PREFIX = "midfill-kv-"
+_OWNER = "owner"
+_MODEL_NAME = re.compile(r"[0-9a-f]{32}(-\d+)?")
+_MAX_SERVERS = 64  # of one model on one machine
+_OTHERS_SHARE = 0.5  # of the space, at most, for models that aren't served now
 _PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
 
 
@@ -287,3 +303,110 @@ def _write_all(handle: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(handle, view) :]
+
+
+def open_disk_folder(folder: Path, name: str, size: int) -> ChunkFolder:
+    """Open a model's folder of chunks, creating it if needed.
+
+    What other models left counts, too: the least recently used are removed until at most half of
+    the space is theirs. Those that another server is using have space of their own.
+
+    Args:
+        folder: the folder of all models.
+        name: of the model, see ``KvIdentity.name``.
+        size: bytes for all.
+
+    Raises:
+        MidfillError: it can't be used.
+    """
+    if not folder.exists():
+        make_private(folder)
+    opened = _open_first_free(folder, name, size)
+    opened.shrink(size - _shrink_others(folder, opened.path, int(_OTHERS_SHARE * size)))
+    mark_used(opened.path)
+    return opened
+
+
+def _open_first_free(folder: Path, name: str, size: int) -> ChunkFolder:
+    for number in range(1, _MAX_SERVERS):
+        with suppress(FolderInUseError):
+            path = folder / (name if number == 1 else f"{name}-{number}")
+            return ChunkFolder(path, size, durable=True)
+    return ChunkFolder(folder / name, size, durable=True)
+
+
+def _shrink_others(folder: Path, own: Path, size: int) -> int:
+    """Remove folders of other models until they have at most ``size`` bytes; return how many."""
+    others: list[tuple[float, int, Path]] = []
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path != own and _MODEL_NAME.fullmatch(path.name) and not path.is_symlink():
+                with suppress(OSError, filelock.Timeout), _locked(path):
+                    remove_unfinished(path)
+                    used = sum(one.lstat().st_size for one in path.iterdir())
+                    others.append((path.stat().st_mtime, used, path))
+    total = sum(used for _, used, _ in others)
+    for _, used, path in sorted(others):
+        if total <= size:
+            break
+        with suppress(OSError, filelock.Timeout), _locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+            total -= used
+    return total
+
+
+def _locked(path: Path) -> filelock.BaseFileLock:
+    """Return a lock that is free while no server uses a folder."""
+    return filelock.FileLock(path / "lock", blocking=False)
+
+
+class MemoryFolder:
+    """A private folder of a file system in memory.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, size: int, parent: Path = SHARED_MEMORY) -> None:
+        """Create a folder, and remove those that killed servers left.
+
+        Args:
+            size: bytes that will be written there at most.
+            parent: where it is created.
+
+        Raises:
+            OptionError: there is no file system in memory, or too little room in it.
+            MidfillError: it can't be written.
+        """
+        if not parent.is_dir():
+            raise OptionError(
+                f"--warm-tier-memory needs {parent}, a file system in memory, which this system"
+                " doesn't have; --warm-tier-disk works everywhere"
+            )
+        _remove_abandoned(parent)
+        free = shutil.disk_usage(parent).free
+        if free < size:
+            raise OptionError(
+                f"--warm-tier-memory is {size >> 20} MB, but {parent} has only {free >> 20} MB"
+                " left; give less, or enlarge it (in a container: --shm-size)"
+            )
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=_MEMORY_PREFIX, dir=parent))
+        except OSError as error:
+            raise MidfillError(f"{parent} can't be written: {error.strerror}") from None
+        self._lock = filelock.FileLock(self.path / _OWNER, blocking=False)
+        self._lock.acquire()
+
+    def remove(self) -> None:
+        """Remove the folder and all it holds."""
+        self._lock.release()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(f"{_MEMORY_PREFIX}*"):
+        with suppress(OSError, filelock.Timeout):
+            if not (folder / _OWNER).exists():
+                continue  # another server is creating it
+            with filelock.FileLock(folder / _OWNER, blocking=False):
+                shutil.rmtree(folder, ignore_errors=True)

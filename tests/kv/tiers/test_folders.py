@@ -1,16 +1,16 @@
-"""ChunkFolder: files that are whole or absent, bounded, private, and found again."""
+"""Folders of chunks: files that are whole or absent, bounded, private, and found again."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 
-from midfill.errors import MidfillError
-from midfill.kv.tiers import chunk_folder as module
-from midfill.kv.tiers.chunk_folder import ChunkFolder
-from midfill.kv.tiers.disk_folder import open_disk_folder
+from midfill.errors import MidfillError, OptionError
+from midfill.kv.tiers import folders as module
+from midfill.kv.tiers.folders import ChunkFolder, MemoryFolder, open_disk_folder
 
 
 def key(number: int) -> bytes:
@@ -254,7 +254,7 @@ def test_servers_of_one_model_have_a_folder_each(tmp_path: Path) -> None:
 _STORE_FOR_EVER = """
 import sys
 from pathlib import Path
-from midfill.kv.tiers.chunk_folder import ChunkFolder
+from midfill.kv.tiers.folders import ChunkFolder
 folder = ChunkFolder(Path(sys.argv[1]), 10**6, durable=True)
 for number in range(10**9):
     folder.store(number.to_bytes(32, "big"), number.to_bytes(4, "big") * 25_000)
@@ -280,3 +280,32 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_files(tmp_path: P
             number = int(name.removesuffix(".kv"), 16)
             assert folder.load(key(number)) == number.to_bytes(4, "big") * 25_000
         folder.close()
+
+
+def test_it_is_private_and_goes_with_its_owner(tmp_path: Path) -> None:
+    folder = MemoryFolder(1000, tmp_path)
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    (folder.path / "chunk").write_bytes(b"kv")
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_what_a_killed_server_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / "midfill-kv-left"
+    left.mkdir()
+    (left / "owner").touch()
+    alive = tmp_path / "midfill-kv-alive"
+    alive.mkdir()
+    with filelock.FileLock(alive / "owner"):
+        folder = MemoryFolder(1000, tmp_path)
+    assert {one.name for one in tmp_path.iterdir()} == {"midfill-kv-alive", folder.path.name}
+
+
+def test_too_little_memory_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="has only"):
+        MemoryFolder(2**60, tmp_path)
+
+
+def test_without_a_file_system_in_memory_there_is_another_way(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--warm-tier-disk"):
+        MemoryFolder(1000, tmp_path / "none")

@@ -1,4 +1,4 @@
-"""IdlePrefill: compute background prompts while no other sequence runs or waits.
+"""BackgroundPrefill: compute background prompts while no other sequence runs or waits.
 
 A background prompt holds no slots between two steps: what it has computed belongs to the cache,
 evictable like everything there, and it continues from what it finds. So it need not be preempted
@@ -17,7 +17,7 @@ from midfill.engine.scheduling.scheduler import (
 
 
 @dataclass(frozen=True)
-class IdlePrefill:
+class BackgroundPrefill:
     """Prefills in idle time, first come, first served, a small chunk per step.
 
     Attributes:
