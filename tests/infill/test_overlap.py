@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.overlap import OverlapScanner, without_overlap
+from midfill.infill.trim import OverlapScanner, without_overlap
 
 BODY = "def area(w, h):\n    "
 

@@ -12,10 +12,10 @@ from midfill.frontend.context_limit import ContextLimit, context_tokens
 from midfill.frontend.fitting_context import FittingContext
 from midfill.frontend.prompt import ExpectedPrompt, LayoutReport, Prompt
 from midfill.frontend.token_report import TokenReport, TokenReporter
-from midfill.infill.context import ContextFile, shown_text
+from midfill.infill.context_files import ContextFile, shown_text
+from midfill.infill.document_store import Memory
 from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import PromptLayout, TextSegment
-from midfill.infill.memory import Memory
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import read_template

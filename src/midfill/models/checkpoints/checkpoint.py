@@ -35,7 +35,7 @@ EMPTY_THRESHOLD_KEY = "midfill.empty_threshold"
 
 OPENS_LINES_KEY = "midfill.opens_lines"
 """Metadata key: true where a caret at the start of a line that has text is to be answered as on an
-empty line above it, see ``infill/opened_line.py``."""
+empty line above it, see ``infill/planner.py``."""
 
 LEAST_INCREMENT_KEY = "midfill.least_increment"
 """Metadata key: characters before the caret that a model needs after the suffix, at least."""

@@ -11,7 +11,7 @@ It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF fil
 ``midfill.least_increment``, ``midfill.window.before``, ``midfill.window.after``,
 ``midfill.snippets.characters``, ``midfill.end_logit_bias``, ``midfill.empty_threshold`` and
 ``midfill.opens_lines`` instead. ``infill/prefix_cut.py``, ``infill/window.py``,
-``infill/snippets.py``, ``engine/sampling/empty_answer.py`` and ``infill/opened_line.py`` explain
+``infill/context_files.py``, ``engine/sampling/empty_answer.py`` and ``infill/planner.py`` explain
 them.
 """
 
@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from midfill.errors import CheckpointError, MidfillError
+from midfill.infill.context_files import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
-from midfill.infill.snippets import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 from midfill.models.checkpoints.checkpoint import (
     EMPTY_THRESHOLD_KEY,
@@ -165,7 +165,7 @@ def empty_threshold_of(checkpoint: DescribedModel) -> float:
 def read_opens_lines(path: Path, record: Mapping[str, object]) -> bool | None:
     """Return whether a midfill.json asks for opened lines, None where it says nothing.
 
-    ``infill/opened_line.py`` explains what that is.
+    ``infill/planner.py`` explains what that is.
 
     Raises:
         CheckpointError: it is neither true nor false.

@@ -5,7 +5,7 @@ from itertools import takewhile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.context import ContextFile, ContextOrder, context_segments
+from midfill.infill.context_files import ContextFile, ContextOrder, context_segments
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import TextSegment
 
