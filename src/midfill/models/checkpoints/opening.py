@@ -19,14 +19,7 @@ from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.checkpoints.adapter import Adapter, AdapterRecord, ReplacedRows, load_adapter
 from midfill.models.checkpoints.checkpoint import (
     ADAPTER_KEY,
-    EMPTY_THRESHOLD_KEY,
-    END_BIAS_KEY,
     FRAGMENTS_KEY,
-    LEAST_INCREMENT_KEY,
-    OPENS_LINES_KEY,
-    SNIPPETS_KEY,
-    WINDOW_AFTER_KEY,
-    WINDOW_BEFORE_KEY,
     Checkpoint,
 )
 from midfill.models.checkpoints.gguf import GgufCheckpoint
@@ -38,6 +31,7 @@ from midfill.models.checkpoints.lora_merge import (
     Rounding,
     add_to_quantized,
 )
+from midfill.models.checkpoints.model_record import NEED_KEYS
 from midfill.models.config import ModelConfig
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.stored_tensor import StoredTensor
@@ -207,16 +201,7 @@ def _quantised(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredT
 
 def _without_needs(metadata: Mapping[str, object]) -> dict[str, object]:
     """Return a base's metadata without its rules of prompts and ends: its adapter changed them."""
-    needs = (
-        SNIPPETS_KEY,
-        EMPTY_THRESHOLD_KEY,
-        END_BIAS_KEY,
-        LEAST_INCREMENT_KEY,
-        OPENS_LINES_KEY,
-        WINDOW_BEFORE_KEY,
-        WINDOW_AFTER_KEY,
-    )
-    return {key: value for key, value in metadata.items() if key not in needs}
+    return {key: value for key, value in metadata.items() if key not in NEED_KEYS}
 
 
 def _fim_metadata(record: AdapterRecord, base: Checkpoint) -> dict[str, object]:
