@@ -343,14 +343,14 @@ def _ordered(offered: Snippets, standing: Snippets) -> Snippets:
     return *start, *(file for file in offered if file not in start)
 
 
-def _common_start(one: Snippets, other: Snippets) -> Snippets:
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+def _common_start(first: Snippets, other: Snippets) -> Snippets:
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False))
     return tuple(file for file, _ in pairs)
 
 
-def _of_same_files(one: Snippets, other: Snippets) -> bool:
+def _of_same_files(first: Snippets, other: Snippets) -> bool:
     """Return whether two clients' snippets have a file in common, by path or by text."""
-    return not {file.path or file.text for file in one}.isdisjoint(
+    return not {file.path or file.text for file in first}.isdisjoint(
         file.path or file.text for file in other
     )
 

@@ -103,7 +103,9 @@ class Document:
         texts += self.windows.texts()
         texts += (segment.text for segment in self.context)
         files = self.snippets.files()
-        texts += (text for one in self.lost for text in (one.head, one.suffix, *one.fragments))
+        texts += (
+            text for prompt in self.lost for text in (prompt.head, prompt.suffix, *prompt.fragments)
+        )
         texts += (text for file in files for text in (file.text, file.path))
         distinct = {id(text): getsizeof(text) for text in texts}
         prompts = (*self.cuts.prompts, *self.lost)

@@ -137,7 +137,9 @@ def in_psm_order(format: FimFormat, layout: PromptLayout) -> PromptLayout | None
     middle = layout.segments.index(format.suffix)
     increment = _text(layout.text_of("increment"), "prefix")
     before, after = layout.segments[:middle], layout.segments[middle:]
-    kept = [one for one in after if isinstance(one, Sentinel) or one.role != "increment"]
+    kept = [
+        segment for segment in after if isinstance(segment, Sentinel) or segment.role != "increment"
+    ]
     segments = _present([*before, increment, *kept])
     return replace(layout, segments=segments, layout="psm", cut=len(layout.planned_prefix))
 

@@ -266,11 +266,11 @@ def _spelling(family: Family) -> Spelling:
 def _grouped(spellings: list[Spelling]) -> tuple[Spelling, ...]:
     """Return one spelling for all families with the same sentinels."""
     groups: dict[tuple[str, str, str | None], Spelling] = {}
-    for one in spellings:
-        first = groups.get(one.sentinels, one)
-        separators = dict.fromkeys((*first.separators, *one.separators))
-        repositories = dict.fromkeys((*first.repositories, *one.repositories))
-        groups[one.sentinels] = replace(
+    for spelling in spellings:
+        first = groups.get(spelling.sentinels, spelling)
+        separators = dict.fromkeys((*first.separators, *spelling.separators))
+        repositories = dict.fromkeys((*first.repositories, *spelling.repositories))
+        groups[spelling.sentinels] = replace(
             first, separators=tuple(separators), repositories=tuple(repositories)
         )
     return tuple(groups.values())
@@ -291,7 +291,7 @@ def _own_spelling(format: FimFormat) -> Spelling:
         repositories=(format.repository.text,) if format.repository else (),
         spaced=format.prefix.text.startswith(_SPACE_MARK),
     )
-    others = [one for one in SPELLINGS if one.sentinels == own.sentinels]
+    others = [spelling for spelling in SPELLINGS if spelling.sentinels == own.sentinels]
     return _grouped([own, *others])[0]
 
 
@@ -367,7 +367,7 @@ def parse_lead(
         return None
     *others, last = re.split("|".join(map(re.escape, separators)), rest)[1:]
     path, text = _take_path(last)
-    files = [_context_file(*_take_path(one)) for one in others]
+    files = [_context_file(*_take_path(section)) for section in others]
     if text.strip():
         files.append(_context_file(path, text))
         path = ""
@@ -400,10 +400,10 @@ def split_prefix(
     if separators and rest.startswith(separators):
         pattern = "|".join(map(re.escape, separators))
         *others, last = re.split(f"^(?:{pattern})", rest, flags=re.MULTILINE)[1:]
-        sections = [_take_path(one) for one in (*others, last)]
+        sections = [_take_path(section) for section in (*others, last)]
         if not sections[0][0]:
             return plain
-        files = [_context_file(*one) for one in sections[:-1]]
+        files = [_context_file(*section) for section in sections[:-1]]
         path, text = sections[-1]
         present = tuple(file for file in files if file is not None)
         return LeadingFiles("", present, path, repository), text
@@ -418,7 +418,7 @@ def _take_repository(
     text: str, separators: tuple[str, ...], repositories: tuple[str, ...]
 ) -> tuple[str, str]:
     """Return a text without the repository at its beginning, and the repository's name."""
-    token = next((one for one in repositories if text.startswith(one)), None)
+    token = next((token_text for token_text in repositories if text.startswith(token_text)), None)
     if token is None:
         return text, ""
     pattern = "|".join(["\n", *map(re.escape, separators)])

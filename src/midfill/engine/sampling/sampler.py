@@ -52,7 +52,7 @@ class SampleRow(NamedTuple):
         prompt_length: how many of them belong to the prompt.
         draw: uniformly random in [0, 1); greedy rows ignore it.
         allowed: [n] int32, ascending, ids of the tokens to choose among; None allows all.
-        barred: [n] int32, ids of tokens that are impossible; None bars none.
+        banned: [n] int32, ids of tokens that are impossible; None bans none.
     """
 
     row: int
@@ -61,7 +61,7 @@ class SampleRow(NamedTuple):
     prompt_length: int
     draw: float
     allowed: Int32Array | None = None
-    barred: Int32Array | None = None
+    banned: Int32Array | None = None
 
 
 class SampledToken(NamedTuple):
@@ -177,9 +177,9 @@ def _is_adjusted(params: EngineSamplingParams) -> bool:
 
 
 def adjust_logits(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
-    """Return [vocab] logits with penalties, bias and barred tokens; the tensor itself if none."""
+    """Return [vocab] logits with penalties, bias and banned tokens; the tensor itself if none."""
     params = spec.params
-    if not _is_adjusted(params) and spec.barred is None:
+    if not _is_adjusted(params) and spec.banned is None:
         return logits
     logits = logits.clone()
     if params.repetition_penalty != 1.0:
@@ -198,21 +198,21 @@ def adjust_logits(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[biased] += torch.tensor(list(params.logit_bias.values())).to(logits)
-    if spec.barred is not None:
-        logits[torch.from_numpy(spec.barred).to(logits.device)] = -torch.inf
+    if spec.banned is not None:
+        logits[torch.from_numpy(spec.banned).to(logits.device)] = -torch.inf
     return logits
 
 
 def _start_rows(vectors: list[torch.Tensor], specs: Sequence[SampleRow]) -> list[_Row | None]:
     """Return each row with its likeliest token; None for rows without a finite logit."""
     rows: list[_Row | None] = []
-    for logits, spec, (peak, value) in zip(vectors, specs, _argmax(vectors), strict=True):
+    for logits, spec, (best, value) in zip(vectors, specs, _argmax(vectors), strict=True):
         # argmax returns a NaN or an infinity, if it sees all of the logits.
         clean = spec.allowed is None and math.isfinite(value)
         if not clean:
             logits = mask_nonfinite(logits)
-            peak, value = _argmax([logits])[0]
-        rows.append(_Row(spec, logits, clean, peak) if math.isfinite(value) else None)
+            best, value = _argmax([logits])[0]
+        rows.append(_Row(spec, logits, clean, best) if math.isfinite(value) else None)
     return rows
 
 
@@ -223,8 +223,8 @@ def _argmax(vectors: list[torch.Tensor]) -> list[tuple[int, float]]:
     if vectors[0].device.type == "cpu":
         # numpy's argmax is a dozen times faster than torch's on the CPU.
         arrays = [vector.numpy() for vector in vectors]
-        peaks = [int(array.argmax()) for array in arrays]
-        return [(peak, float(array[peak])) for array, peak in zip(arrays, peaks, strict=True)]
+        places = [int(array.argmax()) for array in arrays]
+        return [(best, float(array[best])) for array, best in zip(arrays, places, strict=True)]
     stacked = torch.stack(vectors)
     ids = stacked.argmax(-1)
     values = stacked.gather(-1, ids[:, None])[:, 0]
@@ -263,12 +263,12 @@ def _is_certain(row: _Row) -> bool:
     params = row.spec.params
     if params.top_p >= 1.0 or row.logits.device.type != "cpu":
         return False
-    values, peak = row.logits.numpy(), row.token_id
+    values, best = row.logits.numpy(), row.token_id
     others = min(params.top_k or len(values), len(values)) - 1
     if others < 1:
         return False
-    second = max(values[:peak].max(initial=-np.inf), values[peak + 1 :].max(initial=-np.inf))
-    distance = (float(values[peak]) - float(second)) / params.temperature
+    second = max(values[:best].max(initial=-np.inf), values[best + 1 :].max(initial=-np.inf))
+    distance = (float(values[best]) - float(second)) / params.temperature
     return 1.0 / (1.0 + others * math.exp(-distance)) >= params.top_p + _CERTAINTY_MARGIN
 
 

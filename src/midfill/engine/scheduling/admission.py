@@ -144,18 +144,18 @@ class Admission:
 
     def add(self, requests: Iterable[EngineRequest], now: float) -> None:
         """Queue requests."""
-        for one in requests:
-            if one.background:
+        for request in requests:
+            if request.background:
                 continue
             if not self._queued:
                 self._speed.resume(now)
-            tokens, whole = len(one.token_ids), math.isinf(one.stream_interval)
-            work = self.work.tokens(one.document, tokens)
-            if one.document and not self.work.is_cached(one.document):
+            tokens, whole = len(request.token_ids), math.isinf(request.stream_interval)
+            work = self.work.tokens(request.document, tokens)
+            if request.document and not self.work.is_cached(request.document):
                 self._left_to_new = max(self._left_to_new - work, -float(_NEW_TOKENS))
-            queued = _Queued(one.tenant, one.document, tokens, work, whole)
-            self._queued[one.request_id] = queued
-            tenant = self._tenants.setdefault(one.tenant, _TenantQueue())
+            queued = _Queued(request.tenant, request.document, tokens, work, whole)
+            self._queued[request.request_id] = queued
+            tenant = self._tenants.setdefault(request.tenant, _TenantQueue())
             tenant.requests += 1
             tenant.tokens += tokens
             tenant.work += work
@@ -165,14 +165,14 @@ class Admission:
     def record(self, output: EngineOutput, now: float) -> None:
         """Take note of an output: with the first one, its request is no longer queued."""
         ended = output.finish_reason is not None
-        one = self._take(output.request_id)
-        if one is not None and output.finish_reason not in _UNANSWERED:
-            self._speed.record(one.work, now)
-            computed = max(one.tokens - (output.cached_tokens or 0), 0)
-            self.work.record(one.document, one.tokens, computed)
+        queued = self._take(output.request_id)
+        if queued is not None and output.finish_reason not in _UNANSWERED:
+            self._speed.record(queued.work, now)
+            computed = max(queued.tokens - (output.cached_tokens or 0), 0)
+            self.work.record(queued.document, queued.tokens, computed)
             left = self._left_to_new + _NEW_SHARE * (computed + ANSWER_TOKENS)
             self._left_to_new = min(left, float(_NEW_TOKENS))
-            if one.whole:
+            if queued.whole:
                 self._answering[output.request_id] = now
         if ended:
             started = self._answering.pop(output.request_id, None)
@@ -203,18 +203,18 @@ class Admission:
 
     def _take(self, request_id: str) -> _Queued | None:
         """Remove a request from the queue and return it; None if it isn't there."""
-        one = self._queued.pop(request_id, None)
-        if one is None:
+        queued = self._queued.pop(request_id, None)
+        if queued is None:
             return None
-        tenant = self._tenants[one.tenant]
+        tenant = self._tenants[queued.tenant]
         tenant.requests -= 1
-        tenant.tokens -= one.tokens
-        tenant.work -= one.work
+        tenant.tokens -= queued.tokens
+        tenant.work -= queued.work
         if not tenant.requests:
-            del self._tenants[one.tenant]
-        self.queued_tokens -= one.tokens
-        self._queued_work = self._queued_work - one.work if self._queued else 0.0
-        return one
+            del self._tenants[queued.tenant]
+        self.queued_tokens -= queued.tokens
+        self._queued_work = self._queued_work - queued.work if self._queued else 0.0
+        return queued
 
     def _waits_for_others(self, document: str) -> bool:
         """Whether a document's requests have only the short part of the queue."""
@@ -366,7 +366,7 @@ class Deadlines:
         whole = request.stream_interval == float("inf")
         heapq.heappush(self._heap, Deadline(request.deadline, request.request_id, whole))
         if len(self._heap) > self._max_entries:  # most requests end before their deadlines
-            self._heap = [one for one in self._heap if self._is_unfinished(one.request_id)]
+            self._heap = [entry for entry in self._heap if self._is_unfinished(entry.request_id)]
             heapq.heapify(self._heap)
             self._max_entries = max(2 * len(self._heap), _MIN_ENTRIES)
 
@@ -374,7 +374,7 @@ class Deadlines:
         """Return the deadlines that have passed, the earliest first, and forget them."""
         expired: list[Deadline] = []
         while self._heap and self._heap[0].time <= now:
-            one = heapq.heappop(self._heap)
-            if self._is_unfinished(one.request_id):
-                expired.append(one)
+            deadline = heapq.heappop(self._heap)
+            if self._is_unfinished(deadline.request_id):
+                expired.append(deadline)
         return expired

@@ -2,7 +2,7 @@
 
 Completions copy from the document: names, calls, whole lines. Prompt lookup decoding (Saxena, 2023)
 looks for earlier occurrences of the last tokens and drafts what followed there. Of all occurrences
-those with the longest common context count, as in SAM-Decoding (Hu et al., 2024).
+those with the longest match count, as in SAM-Decoding (Hu et al., 2024).
 
 There is no index. A pass over the tokens takes some microseconds; attention reads ten thousand
 times as many bytes per step. So nothing has to be built, updated and freed, as a suffix automaton
@@ -19,7 +19,7 @@ import numpy as np
 
 from midfill.arrays import Int32Array
 
-# Longer contexts are not distinguished: at this length nearly every draft is right.
+# Longer matches are not distinguished: at this length nearly every draft is right.
 MAX_MATCH_LENGTH = 16
 
 # How many places have their continuations compared: the latest ones.
@@ -32,7 +32,7 @@ SPELLED = 1
 
 _FIRST_MATCH = 2
 
-# Of the places with the same context: continuations differ, there is one place, all agree.
+# Of the places with a match of one length: continuations differ, there is one place, all agree.
 _DISPUTED, _SINGLE, _UNANIMOUS = range(3)
 _LENGTHS = (1, 2, 3, 4, 6, 10)
 
@@ -67,8 +67,8 @@ def match_evidence(length: int, places: int, agree: bool) -> int:
     """Return the kind of evidence for a token found by lookup.
 
     Args:
-        length: length of the common context; at least 1.
-        places: number of places with that context.
+        length: number of tokens that match before it; at least 1.
+        places: number of places with such a match.
         agree: whether all of them continue with this token.
     """
     kind = _SINGLE if places == 1 else _UNANIMOUS if agree else _DISPUTED
@@ -102,7 +102,7 @@ def longest_match(tokens: Int32Array) -> tuple[Int32Array, int]:
 
 
 def prompt_lookup(tokens: Int32Array, count: int) -> Draft:
-    """Draft what followed the latest place with the longest context.
+    """Draft what followed the latest place with the longest match.
 
     Args:
         tokens: [n] int32, prompt and answer so far.

@@ -343,7 +343,7 @@ def _shrink_others(folder: Path, own: Path, size: int) -> int:
             if path != own and _MODEL_NAME.fullmatch(path.name) and not path.is_symlink():
                 with suppress(OSError, filelock.Timeout), _locked(path):
                     remove_unfinished(path)
-                    used = sum(one.lstat().st_size for one in path.iterdir())
+                    used = sum(file.lstat().st_size for file in path.iterdir())
                     others.append((path.stat().st_mtime, used, path))
     total = sum(used for _, used, _ in others)
     for _, used, path in sorted(others):

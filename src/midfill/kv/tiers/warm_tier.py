@@ -153,7 +153,7 @@ class WarmTier:
         """
         self.counts = TierCounts()
         folders = {"memory": memory, "disk": disk}
-        self.folders = {name: one for name, one in folders.items() if one is not None}
+        self.folders = {name: folder for name, folder in folders.items() if folder is not None}
         self.rates = {name: MeasuredRate() for name in self.folders}
         self.changed = threading.Event()
         self.identity = identity
@@ -185,7 +185,7 @@ class WarmTier:
 
     def place(self, key: bytes) -> str | None:
         """Return the fastest folder that holds a chunk; None if none does."""
-        return next((name for name, one in self.folders.items() if key in one), None)
+        return next((name for name, folder in self.folders.items() if key in folder), None)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark the chunks of a text as just used."""

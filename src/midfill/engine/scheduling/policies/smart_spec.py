@@ -60,12 +60,12 @@ class SmartSpec:
                 that a row attends to, on average.
             max_tokens: the result of ``max_draft_tokens``.
         """
-        context = _mean_context(state, plan)
+        keys = _mean_keys(state, plan)
         lengths = draft_lengths(
             probabilities,
             rows=plan.rows,
             progress=len(plan.decodes) + len(plan.chunks) + len(plan.admit),
-            seconds=lambda rows: step_seconds(rows, context),
+            seconds=lambda rows: step_seconds(rows, keys),
             max_tokens=max_tokens,
             min_gain=self.min_gain,
         )
@@ -125,7 +125,7 @@ def _allocated_slots(state: ScheduleState, plan: StepPlan) -> int:
     return allocated
 
 
-def _mean_context(state: ScheduleState, plan: StepPlan) -> float:
+def _mean_keys(state: ScheduleState, plan: StepPlan) -> float:
     """Return how many tokens a row of ``plan`` attends to, on average."""
     running = {sequence.sequence_id: sequence for sequence in state.running}
     keys = sum(running[sequence_id].length for sequence_id in plan.decodes)
