@@ -20,9 +20,9 @@ from midfill.arrays import Float32Array
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.huggingface import SafetensorsFile
 from midfill.models.checkpoints.lora_merge import DEFAULT_ROUNDING, LoraUpdate, Rounding
 from midfill.models.checkpoints.model_record import RECORD_FILE, RECORD_FORMAT, read_needs
-from midfill.models.checkpoints.safetensors_file import SafetensorsFile
 from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.models.families import huggingface_names
 from midfill.models.tokens.huggingface_tokenizer import read_json
