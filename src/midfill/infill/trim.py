@@ -46,7 +46,7 @@ _CERTAIN_ENDING = 8  # symbols of a suffix that is repeated to its end
 _CERTAIN_CHARACTERS = 3  # beside brackets, of an overlap within a line
 _CERTAIN_IN_WORD = 8  # symbols of an overlap that begins inside a word of the completion
 _MAX_PREFIX = 2000  # characters before the caret in which open brackets are looked for
-_OPENERS = {")": "(", "]": "[", "}": "{"}
+_OPENERS = {closer: opener for opener, closer in _CLOSERS.items()}
 _BRACKETS = "()[]{}"
 _QUOTES = "\"'`"
 _SEPARATORS = ",;:"
@@ -541,12 +541,6 @@ class OverlapScanner:
     def _line_starts(self, length: int) -> int:
         """Return how many of the suffix's first symbols begin a line, not counting the first."""
         return sum(indent is not None for indent, _ in self._suffix[1:length])
-
-
-def without_overlap(completion: str, prefix: str, suffix: str, *, broken_off: bool = False) -> str:
-    """Return a completion up to where it begins to repeat the suffix; see ``OverlapScanner``."""
-    scanner = OverlapScanner(prefix, suffix)
-    return scanner.push(completion) + scanner.finish(broken_off=broken_off)
 
 
 def _symbols(text: str, indent: str | None) -> Iterator[tuple[Symbol, int]]:

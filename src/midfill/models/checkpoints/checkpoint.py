@@ -53,37 +53,20 @@ _TENSOR_SAMPLE_BYTES = 512
 
 
 class DescribedModel(Protocol):
-    """A model's tokenizer and statements; every ``Checkpoint`` is one."""
+    """What prompts need to know of a model, which may be served elsewhere."""
 
     @property
     def path(self) -> Path:
-        """File or folder of its description, for errors."""
+        """File or folder that it, or its description, was opened from."""
         ...
 
     @property
     def metadata(self) -> Mapping[str, object]:
-        """See ``Checkpoint``."""
+        """What it states beside its architecture, key to plain value.
+
+        FIM token ids, chat template, name, licence, ...
+        """
         ...
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
-        ...
-
-
-class Checkpoint(Protocol):
-    """An opened model: its configuration, tokenizer and tensors.
-
-    Attributes:
-        path: file or folder it was opened from.
-        config: the architecture.
-        metadata: what else the checkpoint states (FIM token ids, chat template, name, licence),
-            key to plain value.
-    """
-
-    path: Path
-    config: ModelConfig
-    metadata: Mapping[str, object]
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -93,6 +76,16 @@ class Checkpoint(Protocol):
             CheckpointError: it is missing, broken or of an unsupported kind.
         """
         ...
+
+
+class Checkpoint(DescribedModel, Protocol):
+    """An opened model: its configuration, tokenizer and tensors.
+
+    Attributes:
+        config: the architecture.
+    """
+
+    config: ModelConfig
 
     @property
     def fingerprint(self) -> str:
