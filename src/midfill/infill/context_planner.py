@@ -123,8 +123,7 @@ class ContextPlanner:
         """
         if document.context != self._segments(document.snippets.standing, document.heading):
             return None
-        prefix = prompt.head + prompt.increment
-        cached = cached_characters(document.cuts.prompts, prefix, prompt.suffix)
+        cached = cached_characters(document.cuts.prompts, prompt.prefix, prompt.suffix)
         files = document.snippets.prepare(self._account(document.tenant), cached)
         return None if files is None else self._segments(files, document.heading)
 

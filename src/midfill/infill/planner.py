@@ -22,7 +22,6 @@ from midfill.infill.prefix_cut import (
     CachedPrompt,
     CutHistory,
     CutRule,
-    extend_fragments,
     first_cut,
 )
 from midfill.infill.request import InfillRequest
@@ -155,19 +154,18 @@ class Planner:
                 cut = first_cut(prefix, options.cut_rule, options.keeps_tokens)
         elif self._cuts_matter and (better := found.cuts.better_cut()) is not None:
             last = found.cuts.prompts[-1]
-            prefix, suffix, cut = last.head + last.increment, last.suffix, better
+            prefix, suffix, cut = last.prefix, last.suffix, better
         else:
             return None
-        return CachedPrompt(prefix[:cut], suffix, extend_fragments((), prefix[cut:]))
+        return CachedPrompt.cut_at(cut, prefix, suffix)
 
     def _cut_anew(self, found: Document) -> CachedPrompt | None:
         """Return a document's last prompt, cut as if it were the first; None if there is none."""
         if not found.cuts.prompts:
             return None
         last, options = found.cuts.prompts[-1], self._options
-        prefix = last.head + last.increment
-        cut = first_cut(prefix, options.cut_rule, options.keeps_tokens)
-        return CachedPrompt(prefix[:cut], last.suffix, extend_fragments((), prefix[cut:]))
+        cut = first_cut(last.prefix, options.cut_rule, options.keeps_tokens)
+        return CachedPrompt.cut_at(cut, last.prefix, last.suffix)
 
     def expected_with_snippets(self, request: InfillRequest) -> PromptLayout | None:
         """Return the layout that a tenant will probably need next, now that other snippets come.
@@ -230,13 +228,12 @@ class Planner:
             prefix, suffix = request.prefix, request.suffix
             if rule is not None:
                 text, caret = prefix + suffix, len(prefix)
-                start, end = _limited(rule, window_limit).place(text, caret)
+                rule = rule if window_limit is None else rule.limited(window_limit)
+                start, end = rule.place(text, caret)
                 prefix, suffix = text[start:caret], text[caret:end]
             context = self._contexts.order_and_record(request)
-            if request.layout == "psm":
-                return self._laid_out(CachedPrompt(prefix, suffix), None, context)
-            prompt = CachedPrompt("", suffix, extend_fragments((), prefix))
-            return self._laid_out(prompt, None, context)
+            cut = len(prefix) if request.layout == "psm" else 0
+            return self._laid_out(CachedPrompt.cut_at(cut, prefix, suffix), None, context)
         document = self._record_text(request)
         shown = self._show(document, rule, window_limit)
         prefix, suffix = shown.prefix, shown.suffix
@@ -246,7 +243,7 @@ class Planner:
             head = document.fixed_head
             if head is None or not prefix.startswith(head):
                 head = document.fixed_head = prefix
-            prompt = CachedPrompt(head, suffix, extend_fragments((), prefix[len(head) :]))
+            prompt = CachedPrompt.cut_at(len(head), prefix, suffix)
         elif self._cuts_matter:
             prompt = document.cuts.choose_and_record(prefix, suffix)
         else:
@@ -298,7 +295,7 @@ class Planner:
     def _laid_out(
         self, prompt: CachedPrompt, document: str | None, context: tuple[Segment, ...]
     ) -> PromptLayout:
-        prefix, cut = prompt.head + prompt.increment, len(prompt.head)
+        prefix, cut = prompt.prefix, len(prompt.head)
         if self._format is None:
             only = (TextSegment(prefix, "prefix"),) if prefix else ()
             return PromptLayout(
@@ -347,10 +344,6 @@ class Planner:
                     f"holds half a surrogate pair at character {error.start}; "
                     "send whole Unicode characters",
                 ) from None
-
-
-def _limited(rule: WindowRule, limit: int | None) -> WindowRule:
-    return rule if limit is None else rule.limited(limit)
 
 
 def opened_line_break(prefix: str, suffix: str) -> str:

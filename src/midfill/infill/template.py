@@ -27,6 +27,7 @@ happens to begin with such a token stays text.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -181,7 +182,7 @@ def _parse(prompt: str, spelling: Spelling, order: Order) -> FilledTemplate | No
     if parts is None or (order == "psm" and parts[0] == "spm"):
         return None
     found, (lead, prefix, suffix, tail) = parts
-    files = parse_lead(lead, spelling.separators, spelling.repositories, spelling.suffix)
+    files = _parse_lead(lead, spelling)
     if files is None:
         return None
     if files.is_chat:
@@ -190,13 +191,7 @@ def _parse(prompt: str, spelling: Spelling, order: Order) -> FilledTemplate | No
         return None  # suffix-first families never continue a text after MID
     if _NEXT_EDIT.search(prompt):
         return None
-    inside, prefix = split_prefix(
-        prefix,
-        spelling.separators,
-        spelling.repositories,
-        spelling.suffix,
-        path_follows=files.ends_open,
-    )
+    inside, prefix = _split_prefix(prefix, spelling, path_follows=files.ends_open)
     return FilledTemplate(
         spelling.prefix if found == "psm" else spelling.suffix,
         files.bos,
@@ -342,71 +337,58 @@ class LeadingFiles:
     is_chat: bool = False
 
 
-def parse_lead(
-    lead: str, separators: tuple[str, ...], repositories: tuple[str, ...], suffix: str
-) -> LeadingFiles | None:
-    """Return what the text before the first sentinel says; None if it is something else.
-
-    Args:
-        lead: the text.
-        separators, repositories, suffix: see ``template.Spelling``.
-    """
+def _parse_lead(lead: str, spelling: Spelling) -> LeadingFiles | None:
+    """Return what the text before the first sentinel says; None if it is something else."""
     begins = _BOS.match(lead)
     assert begins is not None
     bos, rest = begins.group(), lead[begins.end() :]
     if not rest.strip():
         return LeadingFiles(bos)
-    if suffix == _CODEGEEX:
+    if spelling.suffix == _CODEGEEX:
         return _parse_chat(bos, rest)
-    if suffix == _CODESTRAL:
+    if spelling.suffix == _CODESTRAL:
         return _parse_twinny(bos, rest)
-    rest, repository = _take_repository(rest, separators, repositories)
+    separators = spelling.separators
+    rest, repository = _take_repository(rest, separators, spelling.repositories)
     if not rest:
         return LeadingFiles(bos, repository=repository)
     if not separators or not rest.startswith(separators):
         return None
     *others, last = re.split("|".join(map(re.escape, separators)), rest)[1:]
     path, text = _take_path(last)
-    files = [_context_file(*_take_path(section)) for section in others]
+    sections = [_take_path(section) for section in others]
     if text.strip():
-        files.append(_context_file(path, text))
+        sections.append((path, text))
         path = ""
-    present = tuple(file for file in files if file is not None)
-    return LeadingFiles(bos, present, path, repository, ends_open=not last)
+    return LeadingFiles(bos, _context_files(sections), path, repository, ends_open=not last)
 
 
-def split_prefix(
-    prefix: str,
-    separators: tuple[str, ...],
-    repositories: tuple[str, ...],
-    suffix: str,
-    *,
-    path_follows: bool,
+def _split_prefix(
+    prefix: str, spelling: Spelling, *, path_follows: bool
 ) -> tuple[LeadingFiles, str]:
     """Return what the text after PRE says of files, and the document's text after that.
 
     Args:
         prefix: the text.
-        separators, repositories, suffix: see ``template.Spelling``.
+        spelling: of the template's sentinels.
         path_follows: whether the text may begin with the document's path and nothing before it, as
             StarCoder2's does after an open separator.
     """
     plain = LeadingFiles(), prefix
     if commented := _split_comments(prefix):
         return commented
-    if suffix == _CODESTRAL:
+    separators = spelling.separators
+    if spelling.suffix == _CODESTRAL:
         separators = (_CODESTRAL_FILE,)
-    rest, repository = _take_repository(prefix, separators, repositories)
+    rest, repository = _take_repository(prefix, separators, spelling.repositories)
     if separators and rest.startswith(separators):
         pattern = "|".join(map(re.escape, separators))
         *others, last = re.split(f"^(?:{pattern})", rest, flags=re.MULTILINE)[1:]
         sections = [_take_path(section) for section in (*others, last)]
         if not sections[0][0]:
             return plain
-        files = [_context_file(*section) for section in sections[:-1]]
-        path, text = sections[-1]
-        present = tuple(file for file in files if file is not None)
-        return LeadingFiles("", present, path, repository), text
+        path, text = sections.pop()
+        return LeadingFiles("", _context_files(sections), path, repository), text
     if path_follows:
         first, newline, text = prefix.partition("\n")
         if newline and _FILE_NAME.fullmatch(first):
@@ -438,9 +420,11 @@ def _take_path(section: str) -> tuple[str, str]:
     return "", section
 
 
-def _context_file(path: str, text: str) -> ContextFile | None:
-    """Return a file; None if there is nothing in it."""
-    return ContextFile(f"{text.rstrip()}\n", path) if text.strip() else None
+def _context_files(sections: Iterable[tuple[str, str]]) -> tuple[ContextFile, ...]:
+    """Return the files of (path, text) each, without those that have nothing in them."""
+    return tuple(
+        ContextFile(f"{text.rstrip()}\n", path.strip()) for path, text in sections if text.strip()
+    )
 
 
 def _parse_chat(bos: str, lead: str) -> LeadingFiles | None:
@@ -453,23 +437,15 @@ def _parse_chat(bos: str, lead: str) -> LeadingFiles | None:
     before, *references = _REFERENCE.split(text[: document.start()])
     if before.strip():
         return None
-    files = [
-        _context_file(path.strip(), body)
-        for path, body in zip(references[::2], references[1::2], strict=True)
-    ]
-    present = tuple(file for file in files if file is not None)
-    return LeadingFiles(bos, present, document[1].strip(), is_chat=turn is not None)
+    files = _context_files(zip(references[::2], references[1::2], strict=True))
+    return LeadingFiles(bos, files, document[1].strip(), is_chat=turn is not None)
 
 
 def _parse_twinny(bos: str, lead: str) -> LeadingFiles | None:
     if not _TWINNY.match(lead):
         return None
     _, *found = _TWINNY.split(lead)
-    files = [
-        _context_file(path.strip(), body)
-        for path, body in zip(found[::2], found[1::2], strict=True)
-    ]
-    return LeadingFiles(bos, tuple(file for file in files if file is not None))
+    return LeadingFiles(bos, _context_files(zip(found[::2], found[1::2], strict=True)))
 
 
 def _split_comments(prefix: str) -> tuple[LeadingFiles, str] | None:
@@ -487,8 +463,7 @@ def _split_comments(prefix: str) -> tuple[LeadingFiles, str] | None:
         if line.startswith("Path: "):
             files.append((line.removeprefix("Path: ").strip(), []))
         elif _FILE_NAME.fullmatch(line) and _belongs(line, files):
-            shown = [_context_file(path, "\n".join(lines)) for path, lines in files]
-            context = tuple(file for file in shown if file is not None)
+            context = _context_files((path, "\n".join(lines)) for path, lines in files)
             return LeadingFiles("", context, line), prefix[at:]
         else:
             files[-1][1].append(line)
