@@ -26,12 +26,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from filelock import FileLock, Timeout
 
 from midfill.errors import ModelNotFoundError
 from midfill.models.checkpoints import huggingface_hub
+from midfill.models.checkpoints.huggingface_hub import ModelEntry, State
 from midfill.system.cache import cache_folder
 from midfill.system.files import rename_synced, replacing_file
 from midfill.system.packages import run_pip, summarise_failure
@@ -40,7 +40,6 @@ from midfill.system.progress import Progress, StageProgress, ignore_progress
 DEFAULT_MODEL = "smollm2-135m"
 NO_ADAPTER = "none"
 SHIPPED_ADAPTERS = Path(__file__).parent / "adapters"
-State = Literal["ready", "incomplete", "not pulled"]
 _UNPACKED_BYTES = 1 << 20
 _TRANSFER_BYTES = 1 << 18
 _TIMEOUT_SECONDS = 30.0
@@ -106,25 +105,6 @@ REGISTERED: Mapping[str, RegisteredModel] = {
 }
 
 
-@dataclass(frozen=True)
-class ModelEntry:
-    """A model that ``midfill models`` lists.
-
-    Attributes:
-        name: its name on the command line.
-        path: where it is or will be; None for an incomplete repository.
-        bytes: its size on disk, now or once it is downloaded.
-        format: "gguf" or "safetensors".
-        state: "incomplete" for an interrupted download.
-    """
-
-    name: str
-    path: Path | None
-    bytes: int
-    format: Literal["gguf", "safetensors"]
-    state: State
-
-
 def resolve(model: str, progress: Progress | None = None) -> Path:
     """Return the checkpoint that a name or path stands for; download it if needed.
 
@@ -187,21 +167,10 @@ def list_models() -> list[ModelEntry]:
     """Return all registered models, and the repositories of the hub that are on disk."""
     entries = []
     for model in REGISTERED.values():
-        state: State = "ready" if model.is_ready else "not pulled"
-        if state != "ready" and partial_path(model.folder, model.wheel_sha256).exists():
-            state = "incomplete"
+        is_partial = partial_path(model.folder, model.wheel_sha256).exists()
+        state: State = "ready" if model.is_ready else "incomplete" if is_partial else "not pulled"
         entries.append(ModelEntry(model.name, model.path, model.bytes, "gguf", state))
-    for found in huggingface_hub.list_local():
-        entries.append(
-            ModelEntry(
-                found.name,
-                found.path,
-                found.bytes,
-                found.format,
-                "ready" if found.path is not None else "incomplete",
-            )
-        )
-    return entries
+    return entries + huggingface_hub.list_local()
 
 
 def _unknown(model: str) -> ModelNotFoundError:
