@@ -1,6 +1,6 @@
 """The language of scheduling: what policies see (ScheduleState) and what they decide (StepPlan).
 
-A policy is a pure function; the engine applies plans. Policies live in ``engine/policies``, one
+A policy is a pure function; the engine applies plans. Policies live in ``policies``, one
 published method per file, and are put together in ``engine/loading.py``.
 """
 
