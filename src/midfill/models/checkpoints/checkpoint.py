@@ -10,6 +10,7 @@ Canonical names (weights are [out_features, in_features], rotary halves in NEOX 
 """
 
 import hashlib
+import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -115,15 +116,36 @@ class Checkpoint(DescribedModel, Protocol):
         ...
 
 
-def samples(start: int, stop: int) -> list[slice]:
-    """Return slices spread over a file's data, both ends included, for fingerprints of big files.
+class MappedFile:
+    """An opened file of tensors. Its data is memory-mapped, not read.
 
-    Args:
-        start, stop: offsets in bytes where the data begins and ends.
+    Attributes:
+        path: the file.
+        header_bytes: bytes before the first tensor's data; the format's reader sets it.
     """
-    last = max(stop - _SAMPLE_BYTES, start)
-    starts = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
-    return [slice(at, min(at + _SAMPLE_BYTES, stop)) for at in starts]
+
+    header_bytes: int
+
+    def __init__(self, path: Path, content: mmap.mmap) -> None:
+        self.path = path
+        self._map = content
+
+    def bytes_at(self, where: slice) -> bytes:
+        """Return a copy of a range of the file."""
+        return self._map[where]
+
+    def __len__(self) -> int:
+        """Return the file's size in bytes."""
+        return len(self._map)
+
+    def fingerprint(self) -> bytes:
+        """Return size and modification time, the header, and samples spread over the data."""
+        start, stop = self.header_bytes, len(self)
+        last = max(stop - _SAMPLE_BYTES, start)
+        starts = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+        samples = [self._map[at : min(at + _SAMPLE_BYTES, stop)] for at in starts]
+        written = f"{stop} {self.path.stat().st_mtime_ns}".encode()
+        return b"".join([written, self._map[:start], *samples])
 
 
 def digest_tensors(tensors: Iterable[StoredTensor]) -> str:

@@ -22,7 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
 from midfill.errors import CheckpointError
-from midfill.models.checkpoints.checkpoint import check_tensors, digest_tensors, samples
+from midfill.models.checkpoints.checkpoint import MappedFile, check_tensors, digest_tensors
 from midfill.models.config import ModelConfig
 from midfill.models.families import FAMILIES, config_from_gguf
 from midfill.models.tokens.gguf_tokenizer import build_tokenizer
@@ -129,12 +129,7 @@ class GgufCheckpoint:
     @cached_property
     def fingerprint(self) -> str:
         """Digest of size, modification time, header and samples spread over the data."""
-        file, digest = self._file, hashlib.sha256()
-        digest.update(f"{len(file)} {self.path.stat().st_mtime_ns}".encode())
-        digest.update(file.bytes_at(slice(0, file.header_bytes)))
-        for sample in samples(file.header_bytes, len(file)):
-            digest.update(file.bytes_at(sample))
-        return digest.hexdigest()
+        return hashlib.sha256(self._file.fingerprint()).hexdigest()
 
     @cached_property
     def content_digest(self) -> str:
@@ -250,14 +245,12 @@ class GgufTensor:
     size: int
 
 
-class GgufFile:
-    """An opened GGUF file. Its data is memory-mapped, not read.
+class GgufFile(MappedFile):
+    """An opened GGUF file.
 
     Attributes:
-        path: the file.
         metadata: key -> plain Python value (arrays as lists).
         tensors: name -> description; all of them are known to lie inside the file.
-        header_bytes: bytes before the first tensor's data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -266,8 +259,7 @@ class GgufFile:
         Raises:
             CheckpointError: it can't be read, is no GGUF file, or is truncated or broken.
         """
-        self.path = path
-        self._map = _map_file(path)
+        super().__init__(path, _map_file(path))
         reader = _Reader(self._map, path)
         tensor_count, key_count = reader.preamble()
         self.metadata = reader.metadata(key_count)
@@ -298,14 +290,6 @@ class GgufFile:
         rows = math.prod(tensor.shape[:-1])
         raw = np.frombuffer(self._map, np.uint8, tensor.size, tensor.offset)
         return raw.reshape(rows, tensor.size // rows)
-
-    def bytes_at(self, where: slice) -> bytes:
-        """Return a copy of a range of the file."""
-        return self._map[where]
-
-    def __len__(self) -> int:
-        """Return the file's size in bytes."""
-        return len(self._map)
 
     def _locate(self, name: str, shape: tuple[int, ...], type_number: int, at: int) -> GgufTensor:
         where = f"{self.path}: tensor {name!r}"

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from midfill.errors import CheckpointError
 from midfill.models.checkpoints.checkpoint import (
+    MappedFile,
     check_layers,
     check_tensors,
     digest_tensors,
-    samples,
 )
 from midfill.models.checkpoints.model_record import folder_metadata
 from midfill.models.config import ModelConfig
@@ -58,13 +58,11 @@ class SafetensorsEntry:
     size: int
 
 
-class SafetensorsFile:
-    """An opened safetensors file. Its data is memory-mapped, not read.
+class SafetensorsFile(MappedFile):
+    """An opened safetensors file.
 
     Attributes:
-        path: the file.
         entries: name -> description; all of them are known to lie inside the file.
-        header_bytes: bytes before the first tensor's data.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,8 +71,7 @@ class SafetensorsFile:
         Raises:
             CheckpointError: it can't be read, is no safetensors file, or is truncated or broken.
         """
-        self.path = path
-        self._map = _map_file(path)
+        super().__init__(path, _map_file(path))
         self.header_bytes = 8 + int.from_bytes(self._map[:8], "little")
         self.entries: Mapping[str, SafetensorsEntry] = self._read_header()
 
@@ -89,14 +86,6 @@ class SafetensorsFile:
             self._map, dtype, math.prod(entry.shape), entry.offset
         )
         return flat.reshape(entry.shape)
-
-    def bytes_at(self, where: slice) -> bytes:
-        """Return a copy of a range of the file."""
-        return self._map[where]
-
-    def __len__(self) -> int:
-        """Return the file's size in bytes."""
-        return len(self._map)
 
     def _read_header(self) -> dict[str, SafetensorsEntry]:
         if len(self) < 8 or self.header_bytes > len(self):
@@ -206,10 +195,7 @@ class HuggingFaceCheckpoint:
         """Digest of config.json and of each shard's size, modification time, header and samples."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for shard, file in sorted(self._files.items()):
-            digest.update(f"{shard.name} {len(file)} {shard.stat().st_mtime_ns}".encode())
-            digest.update(file.bytes_at(slice(0, file.header_bytes)))
-            for sample in samples(file.header_bytes, len(file)):
-                digest.update(file.bytes_at(sample))
+            digest.update(f"{shard.name} ".encode() + file.fingerprint())
         return digest.hexdigest()
 
     @cached_property
