@@ -15,7 +15,7 @@ from midfill.arrays import Int32Array
 from midfill.config import ModelOptions
 from midfill.engine.kv_transfer.warm_cache import CHUNK_TOKENS
 from midfill.kv.ragged import cells_of_slots
-from midfill.kv.tiers.codec import ChunkCodec
+from midfill.kv.tiers.warm_tier import ChunkCodec
 from midfill.lab.bench.documents import unseen_documents
 from midfill.methods.needles import needle_text
 from midfill.methods.registry import make_options

@@ -21,7 +21,7 @@ from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy, step_limit
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.engine.scheduling.policies.idle_prefill import IdlePrefill
+from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.lab.bench.cpu_model import open_cpu_model
 from midfill.runners.cpu.runner import CpuRunner
@@ -186,7 +186,7 @@ class _Bench:
         policy = scheduler_policy(self.options, self.runner.config.layers)
         if self.case.plan == "first come, first served":
             budget = self.options.token_budget
-            policy = IdlePrefill(SarathiServe(budget, self.options.max_running))
+            policy = BackgroundPrefill(SarathiServe(budget, self.options.max_running))
         limited = self.case.plan != "steps of any length"
         self._engine = Engine(
             self.runner, (), EngineOptions(), policy=policy,

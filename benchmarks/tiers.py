@@ -15,8 +15,7 @@ from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.kv_transfer.kv_transfers import IdentitySource
 from midfill.engine.loading import kv_identity, scheduler_policy
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.kv.tiers.chunk_folder import ChunkFolder
-from midfill.kv.tiers.memory_folder import SHARED_MEMORY
+from midfill.kv.tiers.folders import SHARED_MEMORY, ChunkFolder
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.lab.bench.prompts import Prompts
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter

@@ -24,8 +24,7 @@ from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
-from midfill.models.tokens.token_boundary import keeps_tokens_of
-from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer, keeps_tokens_of
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner

@@ -54,7 +54,7 @@ class ServedModel:
             return response.status == 200
 
     async def remembered(self, kind: str) -> tuple[float, float]:
-        """Return the bytes that are remembered of a kind (``infill.memory``), and their maximum."""
+        """Return the bytes held of a kind of memory (``Planner.memory``), and their maximum."""
         text = await self._metrics_text()
         held, most = (
             re.search(rf'^midfill:{name}{{kind="{kind}"}} (\S+)$', text, re.MULTILINE)

@@ -24,7 +24,7 @@ from benchmarks.reuse.results import FILES, FULL, Asked, ReuseOptions, ReuseRepo
 from benchmarks.reuse.session import Measured, ReuseSession
 from midfill.errors import MidfillError
 from midfill.frontend.prompt import Prompt
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.lab.bench.documents import unseen_documents

@@ -11,14 +11,14 @@ from midfill.version import __version__
 if TYPE_CHECKING:
     from midfill.frontend.post_processing import PostProcessing
     from midfill.frontend.sampling import SamplingParams
-    from midfill.infill.context import ContextFile
+    from midfill.infill.context_files import ContextFile
     from midfill.infill.window import WindowRule
     from midfill.llm import LLM
 
 __all__ = ["LLM", "ContextFile", "PostProcessing", "SamplingParams", "WindowRule", "__version__"]
 
 _HOMES = {
-    "ContextFile": "midfill.infill.context",
+    "ContextFile": "midfill.infill.context_files",
     "LLM": "midfill.llm",
     "PostProcessing": "midfill.frontend.post_processing",
     "SamplingParams": "midfill.frontend.sampling",

@@ -24,7 +24,7 @@ from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.response import Response
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.frontend.token_stops import with_token_stops
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.window import WindowRule

@@ -23,7 +23,7 @@ from midfill.engine.kv_transfer import warm_cache
 from midfill.engine.kv_transfer.kv_copies import layout_name
 from midfill.engine.request import EngineSamplingParams
 from midfill.kv.blob import KvIdentity
-from midfill.kv.tiers.chunk_folder import ChunkFolder
+from midfill.kv.tiers.folders import ChunkFolder
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.evict.streaming_heads import HeadSplit, StreamingRule
 from midfill.methods.rows.lazyllm import LazyLLM

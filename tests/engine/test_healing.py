@@ -54,16 +54,16 @@ def text(answer: Answer) -> bytes:
 
 
 @cache
-def writable(required: bytes, barred: frozenset[int] = frozenset()) -> frozenset[int]:
+def writable(required: bytes, banned: frozenset[int] = frozenset()) -> frozenset[int]:
     """Return by exhaustive search the tokens that can start a text beginning with ``required``."""
     return frozenset(
         token
         for token, piece in enumerate(TOKENS)
         if piece
-        and token not in barred
+        and token not in banned
         and (
             piece.startswith(required)
-            or (required.startswith(piece) and writable(required[len(piece) :], barred))
+            or (required.startswith(piece) and writable(required[len(piece) :], banned))
         )
     )
 
@@ -73,7 +73,7 @@ def truth(
     required: bytes,
     count: int = 12,
     bias: dict[int, float] | None = None,
-    barred: frozenset[int] = frozenset(),
+    banned: frozenset[int] = frozenset(),
 ) -> list[int]:
     """Return the greedy answer by brute force: the likeliest allowed token, one by one."""
     runner, answer = ToyRunner(256), list[int]()
@@ -82,7 +82,7 @@ def truth(
         for token, value in (bias or {}).items():
             logits[token] += value
         if required:
-            ids = sorted(writable(required, barred))
+            ids = sorted(writable(required, banned))
             token = ids[int(logits[ids].argmax())]
             required = required[len(TOKENS[token]) :]
         else:
@@ -207,7 +207,7 @@ class TestTheEnd:
         params = sampling(stop_token_ids=tuple(stops), max_tokens=4)
         tokens = prompt(20)
         answer = serve(engine(), [healed("a", tokens, b"print", params)])["a", 0]
-        expected = truth(tokens, b"print", 4, barred=stops)
+        expected = truth(tokens, b"print", 4, banned=stops)
         assert TOKENS[expected[0]] == b"pr"
         assert answer.tokens == expected[: len(answer.tokens)]
         assert text(answer).startswith(b"print")

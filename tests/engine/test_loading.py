@@ -9,7 +9,7 @@ from tiny_checkpoints import VOCAB
 
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine, scheduler_policy, speculation
-from midfill.engine.scheduling.policies.idle_prefill import IdlePrefill
+from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -21,9 +21,9 @@ from serving import request, serve
 def test_the_options_reach_the_policies() -> None:
     chunked = SarathiServe(token_budget=7, max_running=3, short_share=0.5)
     options = ModelOptions(token_budget=7, max_running=3)
-    assert scheduler_policy(options, 30) == IdlePrefill(LayeredPrefill(chunked, 30, False))
+    assert scheduler_policy(options, 30) == BackgroundPrefill(LayeredPrefill(chunked, 30, False))
     layered = ModelOptions(token_budget=7, max_running=3, scheduler="layered-prefill")
-    assert scheduler_policy(layered, 30) == IdlePrefill(LayeredPrefill(chunked, 30, True))
+    assert scheduler_policy(layered, 30) == BackgroundPrefill(LayeredPrefill(chunked, 30, True))
     assert speculation(ModelOptions(speculation=False)) is None
 
 

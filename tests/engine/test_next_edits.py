@@ -7,7 +7,7 @@ import pytest
 from midfill import LLM, SamplingParams
 from midfill.config import ModelOptions
 from midfill.engine import loading
-from midfill.engine.scheduling.acceptance import AcceptanceRates
+from midfill.engine.scheduling.drafting import AcceptanceRates
 from midfill.engine.scheduling.policies.smart_spec import SmartSpec
 from midfill.engine.step.speculation import Speculation
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 
 from midfill.engine.request import EngineOutput, FinishReason, TokenLogprobs
-from midfill.frontend.answer import Answer, AnswerDelta, GenerationError
+from midfill.errors import GenerationError
+from midfill.frontend.answer import Answer, AnswerDelta
 from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopStrings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from midfill.frontend.context_bounds import context_bounds
 from midfill.frontend.prompts import PromptEncoder, fim_format
-from midfill.infill.context import ContextFile, context_segments
+from midfill.infill.context_files import ContextFile, context_segments
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, TextSegment, lay_out
 from midfill.infill.request import InfillRequest

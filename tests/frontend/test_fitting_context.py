@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midfill.frontend.fitting_context import FittingContext
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 
 
 def file(number: int) -> ContextFile:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from midfill import LLM, SamplingParams
+from midfill.frontend.generation import GenerationResult
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
-from midfill.llm import GenerationResult
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.tokens.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.models.checkpoints.checkpoint import EMPTY_THRESHOLD_KEY, Checkpoint

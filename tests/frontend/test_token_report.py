@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.token_report import PrefixHistory, TokenReport
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from midfill.system.amx import request_amx
+from midfill.runners.cpu.amx import request_amx
 
 SOURCE = Path(__file__).parent / "amx" / "emulator.c"
 FEATURES = "+amx-tile,+amx-int8,+amx-bf16"

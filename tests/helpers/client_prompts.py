@@ -10,7 +10,7 @@ the documentation of StarCoder2, Qwen2.5-Coder, Mellum and CodeGeeX.
 
 from dataclasses import dataclass
 
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 
 PREFIX = "def area(w, h):\n    return "
 SUFFIX = "\n\nprint(area(2, 3))\n"

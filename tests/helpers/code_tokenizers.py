@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from midfill.models.tokens.pre_tokenizers import PRE_TOKENIZERS
+from midfill.models.tokens.gguf_tokenizer import PRE_TOKENIZERS
 from midfill.models.tokens.tokenizer import Tokenizer
 
 SPLITS = ["gpt-2", "smollm", "qwen2", "llama3", "deepseek-coder", "seed-coder", "tekken"]

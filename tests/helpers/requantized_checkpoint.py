@@ -9,7 +9,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.quantized_update import BLOCK_LAYOUTS
+from midfill.models.checkpoints.lora_merge import BLOCK_LAYOUTS
 from midfill.models.config import ModelConfig
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.stored_tensor import StoredTensor

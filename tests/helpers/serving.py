@@ -11,8 +11,8 @@ import torch
 
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams, TokenLogprobs
-from midfill.engine.scheduling.acceptance import AcceptanceRates
-from midfill.engine.scheduling.policies.idle_prefill import IdlePrefill
+from midfill.engine.scheduling.drafting import AcceptanceRates
+from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.smart_spec import SmartSpec
@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class FixedCost:
+class FixedCost(StepCost):
     """A step cost that learns nothing: each further row costs ``row`` times the first."""
 
     row: float = 0.02
@@ -92,7 +92,7 @@ def build_engine(
         runner,
         eos_token_ids,
         EngineOptions(max_running=max_running, context=context),
-        policy=IdlePrefill(policy, background_chunk, max_background),
+        policy=BackgroundPrefill(policy, background_chunk, max_background),
         speculation=speculation,
         token_bytes=token_bytes,
         method=method,

@@ -3,7 +3,7 @@
 import gc
 import tracemalloc
 
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.infill.context_planner import ContextPlanner
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.planner import Planner

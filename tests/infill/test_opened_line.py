@@ -2,7 +2,7 @@
 
 import pytest
 
-from midfill.infill.opened_line import opened_line_break
+from midfill.infill.planner import opened_line_break
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.overlap import OverlapScanner, without_overlap
+from midfill.infill.trim import OverlapScanner
+
+
+def without_overlap(completion: str, prefix: str, suffix: str, *, broken_off: bool = False) -> str:
+    """Return a completion up to where it begins to repeat the suffix; see ``OverlapScanner``."""
+    scanner = OverlapScanner(prefix, suffix)
+    return scanner.push(completion) + scanner.finish(broken_off=broken_off)
+
 
 BODY = "def area(w, h):\n    "
 

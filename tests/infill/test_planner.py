@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from midfill.errors import InvalidRequestError
 from midfill.infill.common_affixes import common_prefix
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import SHARE, ContextFile
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, TextSegment
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
-from midfill.infill.snippets import SHARE
 from midfill.infill.window import WindowRule
 
 PRE, SUF, MID = Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3)

@@ -14,8 +14,7 @@ from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.models.tokens.token_boundary import keeps_tokens_of
-from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer, keeps_tokens_of
 
 FORMAT = FimFormat("test", Sentinel("<PRE>", 1), Sentinel("<SUF>", 2), Sentinel("<MID>", 3))
 RULES = st.sampled_from([CutRule(0), CutRule(30), CutRule(200)])

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.context import ContextFile
-from midfill.infill.snippets import (
+from midfill.infill.context_files import (
     SHARE,
+    ContextFile,
     DocumentSnippets,
     SnippetAccount,
     Snippets,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill import template
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.infill.formats import FAMILIES, FimFormat, Sentinel, find_format
 from midfill.infill.layout import PromptLayout, TextSegment
 from midfill.infill.planner import Planner

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.errors import InvalidRequestError
-from midfill.infill.character_boundaries import divides_character
+from midfill.infill.cut_places import divides_character
 from midfill.infill.window import WindowRule, place_end, place_start
 
 RULE = WindowRule(before=400, after=150)

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midfill.infill.view import View
-from midfill.infill.window import WindowRule
-from midfill.infill.window_history import ShownText, WindowHistory
+from midfill.infill.window import ShownText, WindowHistory, WindowRule
 
 RULE = WindowRule(before=400, after=150)
 BLOCKS = "".join(

@@ -10,14 +10,13 @@ from safetensors import safe_open
 from tiny_checkpoints import VARIANTS, write_variant
 
 from midfill.errors import CheckpointError
-from midfill.models.config import ModelConfig, RopeScaling
+from midfill.models.config import ModelConfig, RopeScaling, tensor_shapes
 from midfill.models.families import (
     FAMILIES,
     config_from_gguf,
     config_from_huggingface,
     huggingface_names,
 )
-from midfill.models.tensor_shapes import tensor_shapes
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -11,7 +11,7 @@ from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.loading import choose_slots, load_runner
 from midfill.runners.torch.runner import TorchRunner
-from midfill.system.memory import available_memory
+from midfill.system.machine import available_memory
 
 SLOT_BYTES = 3 * 2 * 32 * 2 * 4  # layers, KV heads, head_dim, K and V, float32
 KV_MEMORY = 100 * SLOT_BYTES

@@ -165,7 +165,7 @@ def up(
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
     from midfill.serving.cluster.require import require_ray
     from midfill.serving.cluster.spec import FrontSpec, ModelSpec
-    from midfill.system.cores import available_threads
+    from midfill.system.machine import available_threads
 
     require_ray()
     from midfill.serving.cluster.command import start

@@ -28,10 +28,10 @@ from midfill.engine.request import (
 )
 from midfill.engine.sampling.sampler import is_greedy
 from midfill.engine.sampling.vocabulary import Vocabulary
-from midfill.engine.scheduling.deadlines import Deadlines
+from midfill.engine.scheduling.admission import Deadlines
 from midfill.engine.scheduling.drafting import Draft
 from midfill.engine.scheduling.scheduler import SchedulerPolicy, StepPlan
-from midfill.engine.scheduling.step_limit import StepTimeLimit
+from midfill.engine.scheduling.step_cost import StepTimeLimit
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.sequences.tenant_stats import TenantCounters

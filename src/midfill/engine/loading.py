@@ -12,14 +12,13 @@ from midfill.engine.kv_transfer.kv_copies import layout_name
 from midfill.engine.kv_transfer.kv_transfers import IdentitySource
 from midfill.engine.kv_transfer.warm_cache import open_warm_tier
 from midfill.engine.messages import EngineInfo
-from midfill.engine.scheduling.acceptance import AcceptanceRates
-from midfill.engine.scheduling.policies.idle_prefill import IdlePrefill
+from midfill.engine.scheduling.drafting import AcceptanceRates
+from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.layered_prefill import LayeredPrefill
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.policies.smart_spec import SmartSpec
 from midfill.engine.scheduling.scheduler import SchedulerPolicy
-from midfill.engine.scheduling.step_cost import MeasuredStepCost
-from midfill.engine.scheduling.step_limit import StepTimeLimit
+from midfill.engine.scheduling.step_cost import StepCost, StepTimeLimit
 from midfill.engine.step.speculation import Speculation
 from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kv.blob import KvIdentity
@@ -113,19 +112,19 @@ def scheduler_policy(options: ModelOptions, layers: int) -> SchedulerPolicy:
     """
     chunked = SarathiServe(options.token_budget, options.max_running, short_share=_SHORT_SHARE)
     every_prompt = options.scheduler == "layered-prefill"
-    return IdlePrefill(LayeredPrefill(chunked, layers, every_prompt))
+    return BackgroundPrefill(LayeredPrefill(chunked, layers, every_prompt))
 
 
 def step_limit(options: ModelOptions) -> StepTimeLimit:
     """Return what keeps steps short, knowing nothing yet of what they cost."""
-    return StepTimeLimit(_STEP_SECONDS, MeasuredStepCost(), options.token_budget)
+    return StepTimeLimit(_STEP_SECONDS, StepCost(), options.token_budget)
 
 
 def speculation(options: ModelOptions) -> Speculation | None:
     """Return what proposes and chooses drafts; None if ``options`` turn them off."""
     if not options.speculation:
         return None
-    return Speculation(SmartSpec(options.token_budget), AcceptanceRates(), MeasuredStepCost())
+    return Speculation(SmartSpec(options.token_budget), AcceptanceRates(), StepCost())
 
 
 def _open_warm_tier(

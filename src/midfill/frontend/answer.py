@@ -15,8 +15,7 @@ from midfill.errors import DeadlineError, GenerationError
 from midfill.frontend.sampling import SamplingParams
 from midfill.frontend.stops import StopScanner, StopStrings
 from midfill.infill.trim import Trimmer
-from midfill.models.tokens.detokenizer import Detokenizer
-from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

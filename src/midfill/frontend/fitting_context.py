@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 
 _MOST, _LEAST = 9 / 16, 7 / 16  # of the context
 _MAX_TENANTS = 4096

@@ -12,16 +12,15 @@ from midfill.frontend.context_limit import ContextLimit, context_tokens
 from midfill.frontend.fitting_context import FittingContext
 from midfill.frontend.prompt import ExpectedPrompt, LayoutReport, Prompt
 from midfill.frontend.token_report import TokenReport, TokenReporter
-from midfill.infill.context import ContextFile, shown_text
+from midfill.infill.context_files import ContextFile, shown_text
+from midfill.infill.document_store import Memory
 from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import PromptLayout, TextSegment
-from midfill.infill.memory import Memory
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import read_template
 from midfill.infill.window import WindowRule
-from midfill.models.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint
-from midfill.models.checkpoints.described_model import DescribedModel
+from midfill.models.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint, DescribedModel
 from midfill.models.checkpoints.model_record import (
     cut_rule_of,
     empty_threshold_of,
@@ -31,7 +30,7 @@ from midfill.models.checkpoints.model_record import (
     window_rule_of,
 )
 from midfill.models.tokens.layout_encoder import LayoutEncoder
-from midfill.models.tokens.token_boundary import keeps_tokens_of
+from midfill.models.tokens.tokenizer import keeps_tokens_of
 
 # A low estimate, so that text remembered from earlier requests does not fill the context.
 _CHARACTERS_PER_TOKEN = 2

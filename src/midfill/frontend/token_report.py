@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout, Role, in_psm_order
-from midfill.models.tokens.detokenizer import Detokenizer
 from midfill.models.tokens.layout_encoder import LayoutEncoder
-from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Detokenizer, Tokenizer
 
 SegmentRole = Role | Literal["bos", "sentinel"]
 

@@ -1,8 +1,7 @@
 """ContextPlanner: what prompts begin with, before the document: other files, or snippets.
 
-Files that a user names are shown as they are, at once, in an order in which a change costs little
-(``context``). Snippets that a plugin sends by itself are shown where that costs little
-(``snippets``).
+Files that a user names are shown as they are, at once, in an order in which a change costs little.
+Snippets that a plugin sends by itself are shown where that costs little (``context_files``).
 """
 
 from collections import OrderedDict
@@ -10,18 +9,22 @@ from collections.abc import Callable
 from sys import getsizeof
 from typing import TypeVar
 
-from midfill.infill.context import ContextOrder, context_segments
-from midfill.infill.document_store import Document, Heading
+from midfill.infill.context_files import (
+    ContextOrder,
+    DocumentSnippets,
+    SnippetAccount,
+    Snippets,
+    context_segments,
+    newest,
+)
+from midfill.infill.document_store import Document, Heading, Memory
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, Segment, TextSegment
-from midfill.infill.memory import Memory
 from midfill.infill.prefix_cut import CachedPrompt, cached_characters
 from midfill.infill.request import InfillRequest
-from midfill.infill.snippets import DocumentSnippets, SnippetAccount, Snippets, newest
-from midfill.infill.window_history import ShownText
+from midfill.infill.window import ShownText
 
 T = TypeVar("T")
-
 _MAX_TENANTS = 4096  # whose files and snippets are remembered
 _TENANT_BYTES = 1500  # of a tenant's objects; a test measures that these suffice
 _ENTRY_BYTES = 320  # of a remembered file or path
@@ -120,8 +123,7 @@ class ContextPlanner:
         """
         if document.context != self._segments(document.snippets.standing, document.heading):
             return None
-        prefix = prompt.head + prompt.increment
-        cached = cached_characters(document.cuts.prompts, prefix, prompt.suffix)
+        cached = cached_characters(document.cuts.prompts, prompt.prefix, prompt.suffix)
         files = document.snippets.prepare(self._account(document.tenant), cached)
         return None if files is None else self._segments(files, document.heading)
 

@@ -17,13 +17,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from sys import getsizeof
+from typing import NamedTuple
 from zlib import crc32
 
+from midfill.infill.context_files import DocumentSnippets
 from midfill.infill.layout import Segment
 from midfill.infill.prefix_cut import CachedPrompt, CutHistory
-from midfill.infill.snippets import DocumentSnippets
 from midfill.infill.view import Overlap, View, find_overlap
-from midfill.infill.window_history import WindowHistory
+from midfill.infill.window import WindowHistory
 
 _EDGE = 64  # characters at the ends of a text that make a key
 _REACH = 4000  # lines within this many characters of the caret make keys
@@ -41,6 +42,18 @@ _SEGMENT_BYTES = 96
 _START_BYTES = 160
 _TEXT_BYTES = 16
 _KEY_BYTES = 400
+
+
+class Memory(NamedTuple):
+    """The memory of one kind of things.
+
+    Attributes:
+        held_bytes: what they take now, objects included.
+        max_bytes: what they may take.
+    """
+
+    held_bytes: int
+    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +103,9 @@ class Document:
         texts += self.windows.texts()
         texts += (segment.text for segment in self.context)
         files = self.snippets.files()
-        texts += (text for one in self.lost for text in (one.head, one.suffix, *one.fragments))
+        texts += (
+            text for prompt in self.lost for text in (prompt.head, prompt.suffix, *prompt.fragments)
+        )
         texts += (text for file in files for text in (file.text, file.path))
         distinct = {id(text): getsizeof(text) for text in texts}
         prompts = (*self.cuts.prompts, *self.lost)

@@ -45,7 +45,7 @@ class PromptLayout:
         template: the first sentinel of the template that the request had filled in; None if it was
             a prefix with a suffix, or a raw prompt.
         line_break: begins the suffix though the client didn't send it, and has to end every answer
-            that isn't blank, see ``opened_line``; often nothing.
+            that isn't blank, see ``opened_line_break``; often nothing.
         context: those of the segments that show other files.
     """
 
@@ -97,7 +97,7 @@ def lay_out(
         cut: characters of the prefix before the suffix, 0 to len(prefix).
         fragments: the increment prefix[cut:] in parts that are tokenised separately; None is one
             part.
-        context: segments of ``midfill.infill.context``.
+        context: segments of ``midfill.infill.context_files``.
     """
     before, inside = (context, ()) if format.file_separator is not None else ((), context)
     segments: list[Segment | None]
@@ -137,7 +137,9 @@ def in_psm_order(format: FimFormat, layout: PromptLayout) -> PromptLayout | None
     middle = layout.segments.index(format.suffix)
     increment = _text(layout.text_of("increment"), "prefix")
     before, after = layout.segments[:middle], layout.segments[middle:]
-    kept = [one for one in after if isinstance(one, Sentinel) or one.role != "increment"]
+    kept = [
+        segment for segment in after if isinstance(segment, Sentinel) or segment.role != "increment"
+    ]
     segments = _present([*before, increment, *kept])
     return replace(layout, segments=segments, layout="psm", cut=len(layout.planned_prefix))
 

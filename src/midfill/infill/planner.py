@@ -2,33 +2,32 @@
 
 Unlike scheduling policies, a planner has state. Methods that change it are named ``record_...`` or
 ``..._and_record``.
+
+Carets at the start of a line that has text are answered as on an empty line above it, see
+``opened_line_break``.
 """
 
 from dataclasses import dataclass, replace
 
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError
+from midfill.infill.context_files import DEFAULT_SNIPPET_CHARACTERS, Snippets
 from midfill.infill.context_planner import ContextPlanner
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
-from midfill.infill.document_store import Document, DocumentStore
+from midfill.infill.document_store import Document, DocumentStore, Memory
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, Segment, TextSegment, lay_out
-from midfill.infill.memory import Memory
-from midfill.infill.opened_line import opened_line_break
 from midfill.infill.prefix_cut import (
     DEFAULT_RULE,
     CachedPrompt,
     CutHistory,
     CutRule,
-    extend_fragments,
     first_cut,
 )
 from midfill.infill.request import InfillRequest
-from midfill.infill.snippets import DEFAULT_SNIPPET_CHARACTERS, Snippets
 from midfill.infill.template import read_template
 from midfill.infill.view import View, updated_view
-from midfill.infill.window import WindowRule
-from midfill.infill.window_history import ShownText
+from midfill.infill.window import ShownText, WindowRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class PlannerOptions:
         window: how much of a long text to show the model; None shows all that is sent.
         snippet_characters: how much to show of the snippets that plugins send by themselves.
         opens_lines: answer carets at the start of a line that has text as on an empty line above
-            it, see ``opened_line``.
+            it, see ``opened_line_break``.
     """
 
     max_characters: int = 4_000_000
@@ -155,19 +154,18 @@ class Planner:
                 cut = first_cut(prefix, options.cut_rule, options.keeps_tokens)
         elif self._cuts_matter and (better := found.cuts.better_cut()) is not None:
             last = found.cuts.prompts[-1]
-            prefix, suffix, cut = last.head + last.increment, last.suffix, better
+            prefix, suffix, cut = last.prefix, last.suffix, better
         else:
             return None
-        return CachedPrompt(prefix[:cut], suffix, extend_fragments((), prefix[cut:]))
+        return CachedPrompt.cut_at(cut, prefix, suffix)
 
     def _cut_anew(self, found: Document) -> CachedPrompt | None:
         """Return a document's last prompt, cut as if it were the first; None if there is none."""
         if not found.cuts.prompts:
             return None
         last, options = found.cuts.prompts[-1], self._options
-        prefix = last.head + last.increment
-        cut = first_cut(prefix, options.cut_rule, options.keeps_tokens)
-        return CachedPrompt(prefix[:cut], last.suffix, extend_fragments((), prefix[cut:]))
+        cut = first_cut(last.prefix, options.cut_rule, options.keeps_tokens)
+        return CachedPrompt.cut_at(cut, last.prefix, last.suffix)
 
     def expected_with_snippets(self, request: InfillRequest) -> PromptLayout | None:
         """Return the layout that a tenant will probably need next, now that other snippets come.
@@ -230,13 +228,12 @@ class Planner:
             prefix, suffix = request.prefix, request.suffix
             if rule is not None:
                 text, caret = prefix + suffix, len(prefix)
-                start, end = _limited(rule, window_limit).place(text, caret)
+                rule = rule if window_limit is None else rule.limited(window_limit)
+                start, end = rule.place(text, caret)
                 prefix, suffix = text[start:caret], text[caret:end]
             context = self._contexts.order_and_record(request)
-            if request.layout == "psm":
-                return self._laid_out(CachedPrompt(prefix, suffix), None, context)
-            prompt = CachedPrompt("", suffix, extend_fragments((), prefix))
-            return self._laid_out(prompt, None, context)
+            cut = len(prefix) if request.layout == "psm" else 0
+            return self._laid_out(CachedPrompt.cut_at(cut, prefix, suffix), None, context)
         document = self._record_text(request)
         shown = self._show(document, rule, window_limit)
         prefix, suffix = shown.prefix, shown.suffix
@@ -246,7 +243,7 @@ class Planner:
             head = document.fixed_head
             if head is None or not prefix.startswith(head):
                 head = document.fixed_head = prefix
-            prompt = CachedPrompt(head, suffix, extend_fragments((), prefix[len(head) :]))
+            prompt = CachedPrompt.cut_at(len(head), prefix, suffix)
         elif self._cuts_matter:
             prompt = document.cuts.choose_and_record(prefix, suffix)
         else:
@@ -298,7 +295,7 @@ class Planner:
     def _laid_out(
         self, prompt: CachedPrompt, document: str | None, context: tuple[Segment, ...]
     ) -> PromptLayout:
-        prefix, cut = prompt.head + prompt.increment, len(prompt.head)
+        prefix, cut = prompt.prefix, len(prompt.head)
         if self._format is None:
             only = (TextSegment(prefix, "prefix"),) if prefix else ()
             return PromptLayout(
@@ -349,5 +346,27 @@ class Planner:
                 ) from None
 
 
-def _limited(rule: WindowRule, limit: int | None) -> WindowRule:
-    return rule if limit is None else rule.limited(limit)
+def opened_line_break(prefix: str, suffix: str) -> str:
+    """Return the line break that the suffix gets, and the answer ends with; "" if none is needed.
+
+    What is missing at the start of a line that has text is whole lines, and the text that fills
+    them ends with a line break. A model does not end its answers there: many tokenizers join a line
+    break and the indentation that follows into one token, so after a line's last word the likely
+    token is one that goes on. Where the suffix begins with the line break, the answer simply ends
+    before it. So the model is shown a suffix with a line break in front, and the answer gets that
+    break at its end. An answer of nothing stays nothing.
+
+    Measured with the default model on 200 single-line holes of HumanEval-Infilling: the whole
+    answer passes in 29.0% instead of 15.5%, and 90% instead of 42% of answers end by themselves.
+
+    Args:
+        prefix, suffix: the text before and after the caret.
+
+    Returns:
+        The document's line break where the caret is at the start of a line that has text.
+    """
+    rest = suffix.partition("\n")[0]
+    if not rest.strip() or (prefix and prefix[-1] != "\n"):
+        return ""
+    before = prefix[-2:] if prefix else suffix[: suffix.find("\n") + 1][-2:]
+    return "\r\n" if before == "\r\n" else "\n"

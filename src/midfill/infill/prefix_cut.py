@@ -96,10 +96,20 @@ class CachedPrompt:
     fragments: tuple[str, ...] = ()
     rent: int = 0
 
+    @classmethod
+    def cut_at(cls, cut: int, prefix: str, suffix: str) -> "CachedPrompt":
+        """Return a prompt with so many characters of the prefix before SUF, the rest typed once."""
+        return cls(prefix[:cut], suffix, extend_fragments((), prefix[cut:]))
+
     @property
     def increment(self) -> str:
         """Text after MID."""
         return "".join(self.fragments)
+
+    @property
+    def prefix(self) -> str:
+        """All text before the caret."""
+        return self.head + self.increment
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +234,7 @@ class CutHistory:
             return None
         last = self.prompts[-1]
         cut, increment = len(last.head), len(last.increment)
-        prefix, least = last.head + last.increment, self._rule.least_increment
+        prefix, least = last.prefix, self._rule.least_increment
         better = cut
         if len(prefix) >= self._arrival:
             if increment > least + _LONG_INCREMENT:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.infill.window import WindowRule
 
 RequestedLayout = Literal["auto", "psm", "spm", "efim", "verbatim"]
@@ -32,11 +32,11 @@ class InfillRequest:
         context: other files to show the model; the planner orders them.
         snippets: whether the context is what the client's program has chosen by itself: hints, of
             which as much is shown as the model profits from, and which may be shown later or not
-            at all, see ``snippets``. Otherwise all of it is shown now, or the request refused.
+            at all, see ``context_files``. Otherwise all of it is shown now, or the request refused.
         context_characters: at most so many characters of the context are shown, the last ones;
             None leaves that to the planner if they are snippets.
         open_line: answer a caret at the start of a line that has text as on an empty line above it,
-            see ``opened_line``; None does what the model needs.
+            see ``opened_line_break``; None does what the model needs.
         path: the document's path, shown to the model in the family's own format if it has one.
         repository: its repository's name, shown likewise.
         template: the first sentinel that ``template.read_template`` has found in a raw prompt; None

@@ -5,7 +5,7 @@ text. Such a prompt is planned like any other request for infilling, in the serv
 format. It is recognised strictly, since texts about FIM mention sentinels, too:
 
 * It begins with the family's first sentinel. Only its BOS token, blanks, and files in the family's
-  own form may precede it, see ``template_files``.
+  own form may precede it.
 * Each sentinel occurs once, with PRE before SUF and MID after both, or SUF before PRE before MID.
   Text after MID is text before the caret (the SPM variant of prefix-first families).
 * Prompts for next-edit models are none: some use sentinels, but the answer is an edited region.
@@ -13,25 +13,61 @@ format. It is recognised strictly, since texts about FIM mention sentinels, too:
 A suffix-first prompt in the sentinels of the served model itself, if that is prefix-first by its
 vocabulary, is not taken for a template either: models exist that share a vocabulary and not its
 order. Other tokens inside the texts are text.
+
+Families trained on whole repositories have tokens for files that a client shows the model beside
+the document::
+
+    REPO name NL (SEP path NL text)* SEP path NL  PRE prefix SUF suffix MID
+
+Some clients put files after PRE instead, in front of the document's text, and Codestral's have
+``+++++ path`` there. CodeGeeX has ``###PATH:path`` lines in a chat. Where a family has no form for
+files, Continue puts them in comments after PRE: ``# Path: path``, the lines of the file, and in the
+end the document's own path. A name counts as a path only if it looks like one; a file's text that
+happens to begin with such a token stays text.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.infill.formats import FAMILIES, Family, FimFormat, Order
 from midfill.infill.request import InfillRequest
-from midfill.infill.template_files import parse_lead, split_prefix
 
 _SPACE_MARK = "▁"  # what SentencePiece writes for a blank
 _ASSISTANT = "<|assistant|>"  # what ends a template inside a chat turn
+
 # Cursors and editable regions, as Zed, Continue and others write them for Zeta, Zeta 2, Instinct
 # and Mercury. Sweep's prompts have no sentinels.
 _NEXT_EDIT = re.compile(
     r"<\|(?:user_cursor|editable_region_|marker_|code_to_edit)|^<{7} CURRENT$", re.MULTILINE
 )
+
+_BOS = re.compile(
+    r"(?:<s>|<bos>|<\|endoftext\|>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>"  # noqa: RUF001
+    r"|<\[begin▁of▁sentence\]>|\[gMASK\]<sop>)*"
+)
+
+# One word, or several with a folder and a name with an extension; nothing that code has.
+_PATH = re.compile(
+    r"(?!#|\*|//)(?:[^\s(){}\[\]<>=;,\"'`|]*[^\s(){}\[\]<>=;,\"'`|:]"
+    r"|[^(){}<>=;\"`|\n]*/[^(){}<>=;\"`|\n]*\.\w+)"
+)
+
+_FILE_NAME = re.compile(r"[\w./\\+-]+\.\w+")  # without any blank
+_MAX_PATH = 400  # characters
+_STARS = "<gh_stars>"  # StarCoder has a repository's stars after a path
+_CODESTRAL, _CODESTRAL_FILE = "[SUFFIX]", "+++++ "
+_CODEGEEX = "<|code_suffix|>"
+_CHAT = re.compile(r"\s*<\|user\|>\n")
+_REFERENCE = re.compile(r"^###REFERENCE:\n###PATH:(.*)\n", re.MULTILINE)
+_DOCUMENT = re.compile(r"^###PATH:(.*)\n###LANGUAGE:.*\n###MODE:.*\n\Z", re.MULTILINE)
+
+# What twinny puts before Codestral's template: a comment with the path of an open file, and it.
+_TWINNY = re.compile(r"\W{0,4}?\s*// File: (.*)\n\s*// Content: *\n ?")
+_COMMENTED = re.compile(r"([^\w\s]{1,3}) Path: ")  # with the comment's mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +182,7 @@ def _parse(prompt: str, spelling: Spelling, order: Order) -> FilledTemplate | No
     if parts is None or (order == "psm" and parts[0] == "spm"):
         return None
     found, (lead, prefix, suffix, tail) = parts
-    files = parse_lead(lead, spelling.separators, spelling.repositories, spelling.suffix)
+    files = _parse_lead(lead, spelling)
     if files is None:
         return None
     if files.is_chat:
@@ -155,13 +191,7 @@ def _parse(prompt: str, spelling: Spelling, order: Order) -> FilledTemplate | No
         return None  # suffix-first families never continue a text after MID
     if _NEXT_EDIT.search(prompt):
         return None
-    inside, prefix = split_prefix(
-        prefix,
-        spelling.separators,
-        spelling.repositories,
-        spelling.suffix,
-        path_follows=files.ends_open,
-    )
+    inside, prefix = _split_prefix(prefix, spelling, path_follows=files.ends_open)
     return FilledTemplate(
         spelling.prefix if found == "psm" else spelling.suffix,
         files.bos,
@@ -231,11 +261,11 @@ def _spelling(family: Family) -> Spelling:
 def _grouped(spellings: list[Spelling]) -> tuple[Spelling, ...]:
     """Return one spelling for all families with the same sentinels."""
     groups: dict[tuple[str, str, str | None], Spelling] = {}
-    for one in spellings:
-        first = groups.get(one.sentinels, one)
-        separators = dict.fromkeys((*first.separators, *one.separators))
-        repositories = dict.fromkeys((*first.repositories, *one.repositories))
-        groups[one.sentinels] = replace(
+    for spelling in spellings:
+        first = groups.get(spelling.sentinels, spelling)
+        separators = dict.fromkeys((*first.separators, *spelling.separators))
+        repositories = dict.fromkeys((*first.repositories, *spelling.repositories))
+        groups[spelling.sentinels] = replace(
             first, separators=tuple(separators), repositories=tuple(repositories)
         )
     return tuple(groups.values())
@@ -256,7 +286,7 @@ def _own_spelling(format: FimFormat) -> Spelling:
         repositories=(format.repository.text,) if format.repository else (),
         spaced=format.prefix.text.startswith(_SPACE_MARK),
     )
-    others = [one for one in SPELLINGS if one.sentinels == own.sentinels]
+    others = [spelling for spelling in SPELLINGS if spelling.sentinels == own.sentinels]
     return _grouped([own, *others])[0]
 
 
@@ -284,3 +314,164 @@ _SENTINEL_TEXTS = frozenset(
         *("<｜fim begin｜>", "<｜fim hole｜>", "<｜fim end｜>", "<｜end of sentence｜>"),  # noqa: RUF001
     ]
 )
+
+
+@dataclass(frozen=True, slots=True)
+class LeadingFiles:
+    """What precedes the document's text in a template.
+
+    Attributes:
+        bos: the BOS token at its beginning; "" if there is none.
+        context: other files.
+        path: the document's own path; "" if unknown.
+        repository: the repository's name; "" if unknown.
+        ends_open: whether it ends with a separator that no path follows.
+        is_chat: whether it opens a chat turn.
+    """
+
+    bos: str = ""
+    context: tuple[ContextFile, ...] = ()
+    path: str = ""
+    repository: str = ""
+    ends_open: bool = False
+    is_chat: bool = False
+
+
+def _parse_lead(lead: str, spelling: Spelling) -> LeadingFiles | None:
+    """Return what the text before the first sentinel says; None if it is something else."""
+    begins = _BOS.match(lead)
+    assert begins is not None
+    bos, rest = begins.group(), lead[begins.end() :]
+    if not rest.strip():
+        return LeadingFiles(bos)
+    if spelling.suffix == _CODEGEEX:
+        return _parse_chat(bos, rest)
+    if spelling.suffix == _CODESTRAL:
+        return _parse_twinny(bos, rest)
+    separators = spelling.separators
+    rest, repository = _take_repository(rest, separators, spelling.repositories)
+    if not rest:
+        return LeadingFiles(bos, repository=repository)
+    if not separators or not rest.startswith(separators):
+        return None
+    *others, last = re.split("|".join(map(re.escape, separators)), rest)[1:]
+    path, text = _take_path(last)
+    sections = [_take_path(section) for section in others]
+    if text.strip():
+        sections.append((path, text))
+        path = ""
+    return LeadingFiles(bos, _context_files(sections), path, repository, ends_open=not last)
+
+
+def _split_prefix(
+    prefix: str, spelling: Spelling, *, path_follows: bool
+) -> tuple[LeadingFiles, str]:
+    """Return what the text after PRE says of files, and the document's text after that.
+
+    Args:
+        prefix: the text.
+        spelling: of the template's sentinels.
+        path_follows: whether the text may begin with the document's path and nothing before it, as
+            StarCoder2's does after an open separator.
+    """
+    plain = LeadingFiles(), prefix
+    if commented := _split_comments(prefix):
+        return commented
+    separators = spelling.separators
+    if spelling.suffix == _CODESTRAL:
+        separators = (_CODESTRAL_FILE,)
+    rest, repository = _take_repository(prefix, separators, spelling.repositories)
+    if separators and rest.startswith(separators):
+        pattern = "|".join(map(re.escape, separators))
+        *others, last = re.split(f"^(?:{pattern})", rest, flags=re.MULTILINE)[1:]
+        sections = [_take_path(section) for section in (*others, last)]
+        if not sections[0][0]:
+            return plain
+        path, text = sections.pop()
+        return LeadingFiles("", _context_files(sections), path, repository), text
+    if path_follows:
+        first, newline, text = prefix.partition("\n")
+        if newline and _FILE_NAME.fullmatch(first):
+            return LeadingFiles(path=first), text
+    return plain
+
+
+def _take_repository(
+    text: str, separators: tuple[str, ...], repositories: tuple[str, ...]
+) -> tuple[str, str]:
+    """Return a text without the repository at its beginning, and the repository's name."""
+    token = next((token_text for token_text in repositories if text.startswith(token_text)), None)
+    if token is None:
+        return text, ""
+    pattern = "|".join(["\n", *map(re.escape, separators)])
+    end = re.compile(pattern).search(text, len(token))
+    if end is None:
+        return "", text[len(token) :].strip()
+    name = text[len(token) : end.start()].strip()
+    return text[end.start() :].lstrip("\n"), name
+
+
+def _take_path(section: str) -> tuple[str, str]:
+    """Return the path that a section begins with, "" if it begins with text, and the text."""
+    first, newline, text = section.partition("\n")
+    path = first.partition(_STARS)[0].strip()
+    if newline and 0 < len(path) <= _MAX_PATH and _PATH.fullmatch(path):
+        return path, text
+    return "", section
+
+
+def _context_files(sections: Iterable[tuple[str, str]]) -> tuple[ContextFile, ...]:
+    """Return the files of (path, text) each, without those that have nothing in them."""
+    return tuple(
+        ContextFile(f"{text.rstrip()}\n", path.strip()) for path, text in sections if text.strip()
+    )
+
+
+def _parse_chat(bos: str, lead: str) -> LeadingFiles | None:
+    """Return what CodeGeeX's header says, with or without the turn that it opens."""
+    turn = _CHAT.match(lead)
+    text = lead[turn.end() :] if turn else lead
+    document = _DOCUMENT.search(text)
+    if document is None:
+        return LeadingFiles(bos, is_chat=True) if turn and not text else None
+    before, *references = _REFERENCE.split(text[: document.start()])
+    if before.strip():
+        return None
+    files = _context_files(zip(references[::2], references[1::2], strict=True))
+    return LeadingFiles(bos, files, document[1].strip(), is_chat=turn is not None)
+
+
+def _parse_twinny(bos: str, lead: str) -> LeadingFiles | None:
+    if not _TWINNY.match(lead):
+        return None
+    _, *found = _TWINNY.split(lead)
+    return LeadingFiles(bos, _context_files(zip(found[::2], found[1::2], strict=True)))
+
+
+def _split_comments(prefix: str) -> tuple[LeadingFiles, str] | None:
+    """Return the files in the comments that a text begins with, and the document's text after."""
+    begins = _COMMENTED.match(prefix)
+    if begins is None:
+        return None
+    mark, at = f"{begins[1]} ", 0
+    files: list[tuple[str, list[str]]] = []
+    while prefix.startswith(mark, at):
+        end = prefix.find("\n", at)
+        if end < 0:
+            return None
+        line, at = prefix[at + len(mark) : end], end + 1
+        if line.startswith("Path: "):
+            files.append((line.removeprefix("Path: ").strip(), []))
+        elif _FILE_NAME.fullmatch(line) and _belongs(line, files):
+            context = _context_files((path, "\n".join(lines)) for path, lines in files)
+            return LeadingFiles("", context, line), prefix[at:]
+        else:
+            files[-1][1].append(line)
+    return None
+
+
+def _belongs(path: str, files: list[tuple[str, list[str]]]) -> bool:
+    """Return whether a name may be that of the document to which these files are shown."""
+    return "/" in path or any(
+        path.rpartition(".")[2] == name.rpartition(".")[2] for name, _ in files
+    )

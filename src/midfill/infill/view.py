@@ -64,11 +64,6 @@ class View:
         """The text after the caret that goes into the prompt."""
         return self.text[self.caret : self.right]
 
-    @property
-    def as_sent(self) -> bool:
-        """Whether the prompt holds what was sent, no more and no less."""
-        return (self.left, self.right) == (self.sent_left, self.sent_right)
-
     def behind_header(self, length: int) -> "View":
         """Return the view in which the first characters that were sent are known as a header.
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.methods.calibration import Calibration, CalibrationError, Tables
 from midfill.methods.served_model import ServedModel
-from midfill.system.atomic import write_file
 from midfill.system.cache import cache_folder
+from midfill.system.files import write_file
 
 SHIPPED = Path(__file__).parent / "calibrations"
 """Calibrations of models that midfill ships adapters for."""

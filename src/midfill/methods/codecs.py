@@ -6,7 +6,7 @@ A codec's module is imported when it is first asked for.
 from collections.abc import Callable
 
 from midfill.errors import InvalidRequestError
-from midfill.kv.tiers.codec import ChunkCodec
+from midfill.kv.tiers.warm_tier import ChunkCodec
 from midfill.methods.registry import OFF, make_options, nearest_name
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.forward.runner import Runner

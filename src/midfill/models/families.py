@@ -21,10 +21,8 @@ from midfill.models import (
     qwen3,
     starcoder2,
 )
-from midfill.models.config import ModelConfig
-from midfill.models.config_fields import ConfigFields
-from midfill.models.family import Family
-from midfill.models.tensor_shapes import tensor_shapes
+from midfill.models.config import ModelConfig, tensor_shapes
+from midfill.models.family import ConfigFields, Family
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY

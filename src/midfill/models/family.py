@@ -1,10 +1,140 @@
 """Family: how the descriptions of one model family are read and its tensors are named."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 
+from midfill.errors import CheckpointError
 from midfill.models.config import ModelConfig
-from midfill.models.config_fields import ConfigFields
+
+
+class ConfigFields:
+    """A mapping of keys to plain values (``config.json``, GGUF metadata), read key by key.
+
+    A key whose value is None counts as missing. Where a method takes a default and none is given, a
+    missing key is an error. All errors are ``CheckpointError`` and name the source and the key.
+
+    Args:
+        values: the mapping.
+        source: its name in error messages, such as "config.json".
+        prefix: prepended to every key, such as "llama." for GGUF's per-architecture keys.
+    """
+
+    def __init__(self, values: Mapping[str, object], source: str, prefix: str = "") -> None:
+        self._values = values
+        self.source = source
+        self._prefix = prefix
+
+    def get(self, key: str) -> object:
+        """Return the plain value, None if the key is missing."""
+        return self._values.get(self._prefix + key)
+
+    def states(self, key: str) -> bool:
+        """Return whether the key is present, even with the value None."""
+        return self._prefix + key in self._values
+
+    def error(self, message: str) -> CheckpointError:
+        """Return a CheckpointError that starts with the source, for the caller to raise."""
+        return CheckpointError(f"{self.source}: {message}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return an integer; a float without a fraction counts as one."""
+        value = self._value(key, default)
+        number = self._finite(value)
+        if number is None or not number.is_integer():
+            raise self._wrong(key, "a whole number", value)
+        return int(number)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return an integer of at least 1."""
+        value = self.integer(key, default)
+        if value < 1:
+            raise self._wrong(key, "at least 1", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number."""
+        value = self._value(key, default)
+        number = self._finite(value)
+        if number is None:
+            raise self._wrong(key, "a finite number", value)
+        return number
+
+    def optional_number(self, key: str) -> float | None:
+        """Return a finite number, None if the key is missing."""
+        return None if self.get(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """Return true or false."""
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """Return a string."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a string", value)
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """Return a list of strings; empty if the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise self._wrong(key, "a list of strings", value)
+        if not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, "a list of strings", value)
+        return tuple(value)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Return the token ids of a single id or a list; empty if the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        items = [value] if isinstance(value, Integral) else value
+        if isinstance(items, str) or not isinstance(items, Sequence):
+            raise self._wrong(key, "a token id or a list of them", value)
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, Integral) or item < 0:
+                raise self._wrong(key, "a token id or a list of them", value)
+        return tuple(int(item) for item in items)
+
+    def table(self, key: str) -> Mapping[str, object]:
+        """Return a nested mapping; empty if the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, "a mapping", value)
+        return value
+
+    def _value(self, key: str, default: object) -> object:
+        value = self.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise self.error(f"{self._prefix + key!r} is missing")
+        return default
+
+    @staticmethod
+    def _finite(value: object) -> float | None:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return None
+        try:
+            number = float(value)
+        except OverflowError:
+            return None
+        return number if math.isfinite(number) else None
+
+    def _wrong(self, key: str, expected: str, value: object) -> CheckpointError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 40 else shown[:37] + "..."
+        return self.error(f"{self._prefix + key!r} must be {expected}, not {shown}")
+
 
 Shapes = Mapping[str, tuple[int, ...]]
 

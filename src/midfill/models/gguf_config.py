@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping
 
 from midfill.models.config import ModelConfig, RopeScaling
-from midfill.models.config_fields import ConfigFields
-from midfill.models.family import Shapes
+from midfill.models.family import ConfigFields, Shapes
 
 SOURCE = "GGUF metadata"
 

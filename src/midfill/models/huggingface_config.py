@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from midfill.models.config import Activation, ModelConfig, RopeScaling, RopeScalingKind
-from midfill.models.config_fields import ConfigFields
+from midfill.models.family import ConfigFields
 
 SOURCE = "config.json"
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 from midfill.models import gguf_config, huggingface_config
 from midfill.models.config import ModelConfig
-from midfill.models.config_fields import ConfigFields
-from midfill.models.family import LLAMA_MODULES, Family, Shapes
+from midfill.models.family import LLAMA_MODULES, ConfigFields, Family, Shapes
 
 
 def _from_huggingface(fields: ConfigFields) -> ModelConfig:

@@ -1,5 +1,7 @@
 """load_runner: choose the implementation that runs a checkpoint, and its number of KV slots."""
 
+import math
+
 import torch
 
 from midfill.config import ModelOptions
@@ -10,7 +12,7 @@ from midfill.runners.cpu.packed_model import unsupported_reason
 from midfill.runners.cpu.runner import CpuRunner, choose_kv_format, slot_bytes
 from midfill.runners.forward.runner import Runner
 from midfill.runners.torch.runner import TorchRunner
-from midfill.system.memory import available_memory
+from midfill.system.machine import available_memory
 from midfill.system.progress import Progress
 
 _MAX_CONTEXTS = 16
@@ -107,8 +109,8 @@ def _load_torch(checkpoint: Checkpoint, options: ModelOptions, device: str) -> T
     if device.startswith("cuda"):
         dtype = torch.bfloat16
         free = _free_on_gpu(device)
-        weights = sum(_elements(checkpoint, name) for name in checkpoint.names()) * dtype.itemsize
-        budget = (free - weights) * _GPU_SHARE
+        weights = sum(math.prod(checkpoint.tensor(name).shape) for name in checkpoint.names())
+        budget = (free - weights * dtype.itemsize) * _GPU_SHARE
     else:
         dtype = torch.float32
         budget = available_memory() * _CPU_SHARE
@@ -124,10 +126,3 @@ def _free_on_gpu(device: str) -> int:
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise OptionError(f"--device {device!r} can't be used ({reason}); try 'cpu'") from error
-
-
-def _elements(checkpoint: Checkpoint, name: str) -> int:
-    count = 1
-    for size in checkpoint.tensor(name).shape:
-        count *= size
-    return count

@@ -1,1 +1,1 @@
-"""The machine and its files: cores, memory, control groups, the cache folder, atomic writes."""
+"""The machine and its files: memory, processes, packages, cache folder, atomic writes, logs."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import platformdirs
 
-from midfill.system.atomic import replacing_file
+from midfill.system.files import replacing_file
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
     return Path(override).expanduser() if override else Path(platformdirs.user_cache_dir("midfill"))
 
 
-def store_file(path: Path, write: Callable[[Path], None]) -> None:
+def store_file(path: Path, write: Callable[[Path], object]) -> None:
     """Put a file into the cache, complete or not at all; log the first failure as one line.
 
     Any number of processes may store the same file at once, see ``replacing_file``.

@@ -15,7 +15,8 @@ from midfill.engine.disaggregated.placement import (
     place_anywhere,
     place_within_nodes,
 )
-from midfill.engine.disaggregated.simulator import Deployment, Transfer, simulate
+from midfill.engine.disaggregated.simulated_workers import Transfer
+from midfill.engine.disaggregated.simulator import Deployment, simulate
 from midfill.engine.disaggregated.workers import DecodeWorker, Pool, PrefillWorker
 from midfill.engine.disaggregated.workload import Lengths, Targets, attainment, poisson_arrivals
 from midfill.errors import MidfillError

@@ -16,7 +16,7 @@ from midfill.engine.kv_transfer.kv_copies import layout_name
 from midfill.engine.kv_transfer.warm_cache import CHUNK_TOKENS
 from midfill.engine.request import EngineOutput, EngineSamplingParams, TierStats
 from midfill.kv.blob import KvIdentity
-from midfill.kv.tiers.chunk_folder import ChunkFolder
+from midfill.kv.tiers.folders import ChunkFolder
 from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.codecs import open_codec
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -102,7 +102,7 @@ def test_an_engine_that_ends_during_a_write_leaves_nothing_unfinished(
         writing.set()
         closed.wait(60)
 
-    monkeypatch.setattr("midfill.kv.tiers.chunk_folder._write_all", write_slowly)
+    monkeypatch.setattr("midfill.kv.tiers.folders._write_all", write_slowly)
     engine = build(open_tier)
     serve(engine, [request("a", PROMPT)])
     engine.step()

@@ -17,8 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from midfill.arrays import Float64Array
 from midfill.engine.request import EngineSamplingParams
-from midfill.engine.sampling.logprobs import MAX_ROWS_AT_ONCE
-from midfill.engine.sampling.sampler import SampledToken, SampleRow, sample
+from midfill.engine.sampling.sampler import (
+    MAX_ROWS_AT_ONCE,
+    RandomStream,
+    SampledToken,
+    SampleRow,
+    sample,
+)
 
 STRATA = 1000
 
@@ -522,3 +527,21 @@ def test_cuda_agrees_with_the_cpu() -> None:
     allowed = np.arange(0, 3000, 7, dtype=np.int32)
     rows += [one._replace(allowed=allowed) for one in rows[::3]]
     assert tokens(sample(logits.cuda(), rows)) == tokens(sample(logits, rows))
+
+
+def drawn(stream: RandomStream) -> list[float]:
+    return [stream.draw() for _ in range(3)]
+
+
+def test_a_seed_and_an_answer_have_their_own_numbers() -> None:
+    numbers = drawn(RandomStream(7))
+    assert drawn(RandomStream(7)) == numbers
+    assert all(0 <= number < 1 for number in numbers)
+    assert len({*numbers, *drawn(RandomStream(8)), *drawn(RandomStream(7, 1))}) == 9
+
+
+def test_another_answers_numbers_begin_anew() -> None:
+    stream = RandomStream(None)
+    before = drawn(stream)
+    assert drawn(stream.of_answer(0)) == before
+    assert drawn(stream.of_answer(1)) == drawn(stream.of_answer(1)) != before

@@ -9,7 +9,7 @@ from toy_engine import engine, prompt, sampling, truth
 from midfill.engine import engine as engine_module
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineRequest
-from midfill.engine.scheduling.deadlines import Deadlines
+from midfill.engine.scheduling.admission import Deadlines
 from serving import check_idle, request, serve
 
 

@@ -1,8 +1,13 @@
-"""MeasuredStepCost: the time of a step by its rows and context, learned from steps that ran."""
+"""StepCost: the time of a step by its rows and context, learned from steps that ran."""
+
+from collections.abc import Sequence
 
 import pytest
+from schedule_states import CacheFacts, decoding, prefilling
 
-from midfill.engine.scheduling.step_cost import MeasuredStepCost
+from midfill.engine.scheduling.scheduler import RunningSequence, ScheduleState, WaitingSequence
+from midfill.engine.scheduling.step_cost import MIN_ROWS, MIN_STEPS, StepCost, StepTimeLimit
+from midfill.kv.radix_cache import CachedPrefix
 
 
 def learned(
@@ -10,9 +15,9 @@ def learned(
     rounds: int = 60,
     *,
     context: float = 10,
-    cost: MeasuredStepCost | None = None,
-) -> MeasuredStepCost:
-    cost = cost or MeasuredStepCost()
+    cost: StepCost | None = None,
+) -> StepCost:
+    cost = cost or StepCost()
     for _ in range(rounds):
         for rows, seconds in times.items():
             cost.observe(rows, context, seconds)
@@ -20,7 +25,7 @@ def learned(
 
 
 def test_it_starts_from_a_guess_and_one_step_sets_the_scale() -> None:
-    cost = MeasuredStepCost()
+    cost = StepCost()
     shape = [cost.seconds(rows, 10) / cost.seconds(1, 10) for rows in range(1, 200)]
     assert shape == sorted(shape)
     cost.observe(1, 10, 0.012)
@@ -43,7 +48,7 @@ def test_times_between_and_beyond_them_are_linear() -> None:
 
 def test_unobserved_numbers_of_rows_follow_in_proportion() -> None:
     cost = learned({1: 0.5})
-    guess = MeasuredStepCost()
+    guess = StepCost()
     for rows in (2, 5, 8, 128):
         ratio = guess.seconds(rows, 10) / guess.seconds(1, 10)
         assert cost.seconds(rows, 10) == pytest.approx(0.5 * ratio)
@@ -91,3 +96,63 @@ def test_prefill_of_growing_contexts_does_not_change_the_cost_of_drafts() -> Non
     for rows in range(1, 40):
         assert cost.seconds(rows, 10) == pytest.approx(before[rows - 1], rel=0.1)
         assert cost.seconds(rows, 6000) < 5 * cost.seconds(1, 6000) + 0.2
+
+
+def limit(seconds_per_row: float, rows: Sequence[int] = (32, 64, 128)) -> StepTimeLimit:
+    """A limit of 0.1 s and 128 rows that has seen steps of this speed, whatever their context."""
+    made = StepTimeLimit(0.1, StepCost(), 128)
+    for count in list(rows) * MIN_STEPS:
+        for context in (10, 4000):
+            made.record_step(count, context, seconds_per_row * count * (1 + context / 4000))
+    return made
+
+
+def state(
+    running: Sequence[RunningSequence] = (),
+    waiting: Sequence[WaitingSequence] = (),
+    background: Sequence[WaitingSequence] = (),
+    cache: CacheFacts | None = None,
+) -> ScheduleState:
+    view = cache or CacheFacts()
+    return ScheduleState(tuple(running), tuple(waiting), 1000, view, tuple(background))
+
+
+PROMPT = state([prefilling(1, 500)])
+
+
+def test_fast_steps_are_not_limited() -> None:
+    assert limit(0.0005).max_rows(PROMPT) is None
+
+
+def test_slow_steps_have_as_many_rows_as_fit_the_time() -> None:
+    assert limit(0.002).max_rows(PROMPT) == pytest.approx(50, abs=3)
+
+
+def test_rows_never_fall_below_what_reading_the_weights_is_worth() -> None:
+    assert limit(0.02).max_rows(PROMPT) == MIN_ROWS
+
+
+def test_steps_alone_without_prompts_need_no_limit() -> None:
+    assert limit(0.002).max_rows(state([decoding(1)])) is None
+    assert limit(0.002).max_rows(state()) is None
+
+
+def test_the_context_of_the_prompt_that_runs_next_counts() -> None:
+    slow = limit(0.0007)
+    later = prefilling(1, 8000, computed=4000)
+    queued = WaitingSequence(2, 4100)
+    cached = CacheFacts({2: CachedPrefix(4000, 0)})
+    assert slow.max_rows(PROMPT) is None
+    assert slow.max_rows(state([later])) == pytest.approx(71, abs=4)
+    assert slow.max_rows(state(waiting=[queued], cache=cached)) == pytest.approx(71, abs=4)
+    assert slow.max_rows(state(background=[queued], cache=cached)) == pytest.approx(71, abs=4)
+    assert slow.max_rows(state(waiting=[queued])) is None
+
+
+def test_the_first_steps_are_not_judged() -> None:
+    made = StepTimeLimit(0.1, StepCost(), 128)
+    for _ in range(MIN_STEPS - 1):
+        made.record_step(128, 10, 3.0)
+        assert made.max_rows(PROMPT) is None
+    made.record_step(128, 10, 3.0)
+    assert made.max_rows(PROMPT) == MIN_ROWS

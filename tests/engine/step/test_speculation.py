@@ -16,7 +16,7 @@ from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.engine.scheduling.acceptance import AcceptanceRates
+from midfill.engine.scheduling.drafting import AcceptanceRates
 from midfill.engine.scheduling.policies.smart_spec import SmartSpec
 from midfill.engine.scheduling.scheduler import Chunk, RunningSequence, ScheduleState, StepPlan
 from midfill.engine.sequences.sequence import Sequence

@@ -17,15 +17,13 @@ from midfill.errors import MidfillError
 from midfill.frontend.chat import ChatTemplate
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
+from midfill.models.checkpoints.adapter import LoraConfig
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.gguf import GgufCheckpoint
-from midfill.models.checkpoints.gguf_file import GgufFile
-from midfill.models.checkpoints.huggingface import HuggingFaceCheckpoint
-from midfill.models.checkpoints.lora_config import LoraConfig
+from midfill.models.checkpoints.gguf import GgufCheckpoint, GgufFile
+from midfill.models.checkpoints.huggingface import HuggingFaceCheckpoint, SafetensorsFile
 from midfill.models.checkpoints.model_record import read_needs
-from midfill.models.checkpoints.safetensors_file import SafetensorsFile
+from midfill.models.config import tensor_shapes
 from midfill.models.families import config_from_huggingface, huggingface_names
-from midfill.models.tensor_shapes import tensor_shapes
 from midfill.models.tokens.gguf_tokenizer import build_tokenizer
 from midfill.models.tokens.huggingface_tokenizer import load_folder, read_json
 from midfill.models.tokens.tokenizer import Tokenizer

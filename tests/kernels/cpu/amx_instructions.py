@@ -13,7 +13,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from midfill.system.amx import request_amx
+from midfill.runners.cpu.amx import request_amx
 
 TEMPLATE = """
 declare void @llvm.x86.ldtilecfg(ptr)

@@ -23,7 +23,7 @@ from midfill.kernels.cpu.panel_products import MAX_QUANTIZED_ROWS
 from midfill.kernels.cpu.thread_pool import ThreadContext, ThreadPool
 from midfill.kernels.cpu.tiles import TileRows, even_tile_rows
 from midfill.kernels.cpu.weight_formats import PANEL, panel_count
-from midfill.system.amx import request_amx
+from midfill.runners.cpu.amx import request_amx
 
 CONFIGURE, RELEASE, PRODUCT = 0, 2, 6
 """Kinds of instructions that the emulator counts."""

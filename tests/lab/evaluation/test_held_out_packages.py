@@ -7,7 +7,7 @@ import pytest
 
 from midfill.lab.evaluation import held_out_packages
 from midfill.lab.evaluation.held_out_packages import JAVASCRIPT, PYTHON, fetch_held_out
-from midfill.system.package_sources import Package, read_requirements
+from midfill.system.packages import Package, read_requirements
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 

@@ -18,10 +18,9 @@ from midfill.lab.training.base_model import load_base_model
 from midfill.lab.training.export import adapter_record, model_card, write_adapter, write_model
 from midfill.lab.training.lora import make_trainable
 from midfill.lab.training.recipe import TrainingRecipe
-from midfill.models.checkpoints.adapted_checkpoint import AdaptedCheckpoint
 from midfill.models.checkpoints.adapter import load_adapter
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.models.checkpoints.opening import AdaptedCheckpoint, open_checkpoint
 
 FIM = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 SENTINELS = (1, 2, 3)

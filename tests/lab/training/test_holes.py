@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.infill.opened_line import opened_line_break
+from midfill.infill.planner import opened_line_break
 from midfill.infill.prefix_cut import CutHistory
 from midfill.lab.training.holes import Hole, draw_hole
 from midfill.lab.training.recipe import DataRecipe

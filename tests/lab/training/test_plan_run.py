@@ -19,7 +19,7 @@ from midfill.lab.training.plan_run import join_stages, prepare_stages, stage_fol
 from midfill.lab.training.recipe import TrainingRecipe
 from midfill.lab.training.run import finish_run
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.system.package_sources import RECORD_NAME, Package, PackageRecord
+from midfill.system.packages import RECORD_NAME, Package, PackageRecord
 
 
 def put_package(folder: Path, package: Package, texts: dict[str, str], suffix: str) -> None:

@@ -16,8 +16,8 @@ from midfill.lab.training.lora import make_trainable
 from midfill.lab.training.quantization_aware import QAT_ROUNDING, QuantizationAwareLora
 from midfill.lab.training.recipe import TrainingRecipe
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.lora_merge import add_to_quantized
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.models.checkpoints.quantized_update import add_to_quantized
 from midfill.stored_tensor import StoredTensor
 
 

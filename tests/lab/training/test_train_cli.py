@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from midfill.cli import main
-from midfill.llm import LLM, SamplingParams
+from midfill.frontend.sampling import SamplingParams
+from midfill.llm import LLM
 
 FIM = "<fim_prefix>,<fim_suffix>,<fim_middle>"
 RECIPE = """

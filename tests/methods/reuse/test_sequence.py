@@ -25,8 +25,7 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.key_rotation import shift_keys
-from midfill.runners.rope import layer_frequencies
+from midfill.runners.rope import layer_frequencies, shift_keys
 from midfill.runners.torch.runner import TorchRunner
 from serving import Answer, FixedCost, build_engine, next_logits, preempting_every, request, serve
 
@@ -336,14 +335,12 @@ def test_decodes_go_on_while_a_prompt_is_blended(runner: CpuRunner) -> None:
     engine.add(asked("decoding", [1, 5, 6], "none"))
     engine.step()
     engine.add(asked("r", JUMP))
-    steps = 0
-    while not any(
-        sequence.method._blend is None for sequence in engine._queues.sequences_of("r")
-    ) or (steps == 0):
+    steps, blends = 0, True
+    while blends:
         outputs = engine.step()
         steps += 1
-        assert [one.request_id for one in outputs if one.token_ids] == ["decoding"]
-        (sequence,) = engine._queues.sequences_of("r")
+        assert [output.request_id for output in outputs if output.token_ids] == ["decoding"]
+        sequence = engine._queues.sequences_of("r")[0]
         blends = sequence.method._blend is not None
     assert steps > 2
     serve(engine)

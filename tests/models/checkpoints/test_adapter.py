@@ -14,8 +14,7 @@ from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill.config import FimTokens
 from midfill.errors import CheckpointError, MidfillError, ModelNotFoundError
-from midfill.models.checkpoints.adapter import load_adapter
-from midfill.models.checkpoints.adapter_record import AdapterRecord
+from midfill.models.checkpoints.adapter import AdapterRecord, load_adapter
 from midfill.models.checkpoints.opening import open_checkpoint
 
 LAYERS, HIDDEN, FFN = 3, 64, 160

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from midfill.errors import CheckpointError, ModelNotFoundError
 from midfill.models.checkpoints.huggingface import HuggingFaceCheckpoint
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.models.tensor_shapes import tensor_shapes
+from midfill.models.config import tensor_shapes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -11,11 +11,11 @@ from midfill.errors import CheckpointError, MidfillError
 from midfill.frontend.fingerprint import fingerprint_of
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
+from midfill.infill.context_files import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
 from midfill.infill.request import InfillRequest
-from midfill.infill.snippets import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
-from midfill.models.checkpoints.adapter_record import read_record
+from midfill.models.checkpoints.adapter import read_record
 from midfill.models.checkpoints.checkpoint import (
     EMPTY_THRESHOLD_KEY,
     END_BIAS_KEY,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from amx_emulation import run_on_amx
 
-PROGRAM = Path(__file__).parent / "start_program.py"
+PROGRAM = Path(__file__).parents[1] / "start_program.py"
 CHOICE = """
 import logging
 from midfill.errors import MidfillError
@@ -83,3 +83,20 @@ def test_a_model_answers_the_same_on_amx(
         assert not other["compiled"]
     for other in (off, denied):
         assert other["description"] == "CPU kernels, 2 threads"
+
+
+ASK_TWICE = "from midfill.runners.cpu.amx import request_amx; print(request_amx(), request_amx())"
+
+
+@pytest.mark.parametrize(
+    ("permission", "answer"),
+    [
+        ("granted", "None"),
+        ("denied", "Operation not permitted"),
+        ("full", "a thread's signal stack has no room for the tiles"),
+        ("retracted", "the kernel has not granted what it agreed to"),
+    ],
+)
+def test_the_kernels_answer(amx_emulator: Path, permission: str, answer: str) -> None:
+    done = run_on_amx(amx_emulator, ASK_TWICE, permission=permission, features=None)
+    assert done.stdout == f"{answer} {answer}\n"

@@ -14,7 +14,7 @@ from midfill.kernels.cpu.attention_metadata import TILE_FIELDS, plan_attention
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
-from midfill.runners.cpu.step_memory import usual_size
+from midfill.runners.cpu.step_memory import GrowingArrays, usual_size
 
 ROWS, SLOTS = 24, 600
 
@@ -77,3 +77,31 @@ def test_logits_are_allocated_for_as_many_rows_as_fit_a_bound() -> None:
     shape = SimpleNamespace(kv_heads=2, context=2000, vocab=150_000)
     assert usual_size(cast(ModelConfig, shape), 128, 5000, 2).outputs == 128
     assert 128 < usual_size(cast(ModelConfig, shape), 100_000, 5000, 2).outputs < 1000
+
+
+def test_an_array_stays_while_it_is_large_enough() -> None:
+    arrays = GrowingArrays()
+    first = arrays.floats("logits", 100)
+    assert first.dtype == np.float32
+    assert first.size == 100
+    assert arrays.floats("logits", 60) is first
+    assert arrays.floats("other", 60) is not first
+    assert arrays.bytes("blocks", 7).dtype == np.uint8
+
+
+def test_one_that_grows_little_by_little_is_replaced_seldom() -> None:
+    arrays = GrowingArrays()
+    seen = {id(array): array for array in (arrays.floats("rows", n) for n in range(1, 1000))}
+    assert len(seen) < 40
+    assert max(array.size for array in seen.values()) < 1.25 * 1000
+
+
+def test_one_that_grows_much_has_the_size_that_is_needed() -> None:
+    arrays = GrowingArrays()
+    arrays.floats("rows", 10)
+    assert arrays.floats("rows", 1000).size == 1000
+
+
+def test_arrays_begin_on_a_cache_line() -> None:
+    arrays = GrowingArrays()
+    assert all(arrays.floats("rows", n).ctypes.data % 64 == 0 for n in (3, 50, 1000))

@@ -30,7 +30,7 @@ from midfill.engine.request import EngineRequest, EngineStats, TenantStats
 from midfill.engine.scheduling.admission import Admission
 from midfill.errors import EngineDeadError, KvTransferError
 from midfill.system.cache import cache_folder
-from midfill.system.cores import available_threads
+from midfill.system.machine import available_threads
 from midfill.system.progress import Progress
 
 Role = Literal["prefill", "decode"]

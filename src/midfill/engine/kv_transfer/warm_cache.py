@@ -26,11 +26,9 @@ from midfill.errors import OptionError
 from midfill.kv.blob import RAW, BlobError, KvBlob, bind_tenant, chain
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_node import CacheRoot, MethodRoot
-from midfill.kv.tiers.chunk_folder import ChunkFolder
-from midfill.kv.tiers.codec import ChunkCodec
-from midfill.kv.tiers.disk_folder import open_disk_folder
+from midfill.kv.tiers.folders import ChunkFolder, open_disk_folder
 from midfill.kv.tiers.load_policy import MeasuredRate, chunks_to_load, patience
-from midfill.kv.tiers.warm_tier import TierLoad, WantedChunk, WarmTier
+from midfill.kv.tiers.warm_tier import ChunkCodec, TierLoad, WantedChunk, WarmTier
 from midfill.runners.forward.runner import Runner
 from midfill.system.cache import cache_folder
 

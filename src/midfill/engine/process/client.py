@@ -49,13 +49,12 @@ from midfill.errors import (
     KvTransferError,
     MidfillError,
 )
-from midfill.kv.tiers.memory_folder import MemoryFolder
+from midfill.kv.tiers.folders import MemoryFolder
 from midfill.system.progress import Progress
 
 _log = logging.getLogger(__name__)
 
 EngineState = Literal["starting", "ready", "unresponsive", "restarting", "dead"]
-
 _MAX_LOAD_SILENCE = 900.0  # seconds between two reports of a restarting engine
 _MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, which find its caches
 

@@ -57,8 +57,8 @@ from midfill.engine.messages import (
 from midfill.engine.process.output_buffer import OutputBuffer
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError, MidfillError
-from midfill.system.garbage import freeze_objects
 from midfill.system.logs import configure_logs
+from midfill.system.process import freeze_objects
 from midfill.system.progress import Progress
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The sampler: from logits to tokens, for rows with different parameters.
+"""The sampler: logits to tokens and log probabilities, for rows with different parameters.
 
 The order of the steps: repetition penalty, presence and frequency penalty, logit bias; then the
 greedy choice, or temperature, top-k, top-p, min-p, typical-p, each on the renormalised
@@ -13,6 +13,7 @@ gathered after the penalties, and all later steps see nothing else.
 """
 
 import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,24 +21,25 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from midfill.arrays import Int32Array
+from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from midfill.engine.request import EngineSamplingParams, TokenLogprobs
-from midfill.engine.sampling.filters import filter_probabilities, sample_inverse
-from midfill.engine.sampling.logprobs import (
-    MAX_ROWS_AT_ONCE,
-    gather,
-    likeliest,
-    mask_nonfinite,
-    token_logprobs,
-)
 from midfill.runners.torch.threads import one_thread
 
 # A temperature below this means greedy: dividing by it would leave one token anyway.
 _GREEDY_TEMPERATURE = 1e-5
+
 # Without top-k, the filters are tried on so many of the likeliest tokens before all are.
 _FEW_CANDIDATES = 256
+
 # By how much the likeliest token's probability must exceed top-p, against rounding.
 _CERTAINTY_MARGIN = 1e-5
+FOLDS = 64
+"""``top_ids`` pays for rows that are at least this many times as long as the number of ids."""
+
+_BINS = 1024  # for sorting; see _smallest_set
+MAX_ROWS_AT_ONCE = 8
+"""Rows of logits that are processed together. Each takes up to 1 MB meanwhile, for a vocabulary of
+50,000; many at once also take longer, since their copies leave the caches."""
 
 
 class SampleRow(NamedTuple):
@@ -50,7 +52,7 @@ class SampleRow(NamedTuple):
         prompt_length: how many of them belong to the prompt.
         draw: uniformly random in [0, 1); greedy rows ignore it.
         allowed: [n] int32, ascending, ids of the tokens to choose among; None allows all.
-        barred: [n] int32, ids of tokens that are impossible; None bars none.
+        banned: [n] int32, ids of tokens that are impossible; None bans none.
     """
 
     row: int
@@ -59,7 +61,7 @@ class SampleRow(NamedTuple):
     prompt_length: int
     draw: float
     allowed: Int32Array | None = None
-    barred: Int32Array | None = None
+    banned: Int32Array | None = None
 
 
 class SampledToken(NamedTuple):
@@ -175,9 +177,9 @@ def _is_adjusted(params: EngineSamplingParams) -> bool:
 
 
 def adjust_logits(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
-    """Return [vocab] logits with penalties, bias and barred tokens; the tensor itself if none."""
+    """Return [vocab] logits with penalties, bias and banned tokens; the tensor itself if none."""
     params = spec.params
-    if not _is_adjusted(params) and spec.barred is None:
+    if not _is_adjusted(params) and spec.banned is None:
         return logits
     logits = logits.clone()
     if params.repetition_penalty != 1.0:
@@ -196,21 +198,21 @@ def adjust_logits(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
     if params.logit_bias:
         biased = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[biased] += torch.tensor(list(params.logit_bias.values())).to(logits)
-    if spec.barred is not None:
-        logits[torch.from_numpy(spec.barred).to(logits.device)] = -torch.inf
+    if spec.banned is not None:
+        logits[torch.from_numpy(spec.banned).to(logits.device)] = -torch.inf
     return logits
 
 
 def _start_rows(vectors: list[torch.Tensor], specs: Sequence[SampleRow]) -> list[_Row | None]:
     """Return each row with its likeliest token; None for rows without a finite logit."""
     rows: list[_Row | None] = []
-    for logits, spec, (peak, value) in zip(vectors, specs, _argmax(vectors), strict=True):
+    for logits, spec, (best, value) in zip(vectors, specs, _argmax(vectors), strict=True):
         # argmax returns a NaN or an infinity, if it sees all of the logits.
         clean = spec.allowed is None and math.isfinite(value)
         if not clean:
             logits = mask_nonfinite(logits)
-            peak, value = _argmax([logits])[0]
-        rows.append(_Row(spec, logits, clean, peak) if math.isfinite(value) else None)
+            best, value = _argmax([logits])[0]
+        rows.append(_Row(spec, logits, clean, best) if math.isfinite(value) else None)
     return rows
 
 
@@ -221,8 +223,8 @@ def _argmax(vectors: list[torch.Tensor]) -> list[tuple[int, float]]:
     if vectors[0].device.type == "cpu":
         # numpy's argmax is a dozen times faster than torch's on the CPU.
         arrays = [vector.numpy() for vector in vectors]
-        peaks = [int(array.argmax()) for array in arrays]
-        return [(peak, float(array[peak])) for array, peak in zip(arrays, peaks, strict=True)]
+        places = [int(array.argmax()) for array in arrays]
+        return [(best, float(array[best])) for array, best in zip(arrays, places, strict=True)]
     stacked = torch.stack(vectors)
     ids = stacked.argmax(-1)
     values = stacked.gather(-1, ids[:, None])[:, 0]
@@ -261,12 +263,12 @@ def _is_certain(row: _Row) -> bool:
     params = row.spec.params
     if params.top_p >= 1.0 or row.logits.device.type != "cpu":
         return False
-    values, peak = row.logits.numpy(), row.token_id
+    values, best = row.logits.numpy(), row.token_id
     others = min(params.top_k or len(values), len(values)) - 1
     if others < 1:
         return False
-    second = max(values[:peak].max(initial=-np.inf), values[peak + 1 :].max(initial=-np.inf))
-    distance = (float(values[peak]) - float(second)) / params.temperature
+    second = max(values[:best].max(initial=-np.inf), values[best + 1 :].max(initial=-np.inf))
+    distance = (float(values[best]) - float(second)) / params.temperature
     return 1.0 / (1.0 + others * math.exp(-distance)) >= params.top_p + _CERTAINTY_MARGIN
 
 
@@ -330,3 +332,173 @@ def _logprobs(logits: torch.Tensor, rows: list[_Row]) -> dict[int, TokenLogprobs
     wanted = [row.spec.params.logprobs or 0 for row in rows]
     reports = token_logprobs(raw, [row.token_id for row in rows], wanted)
     return {id(row): report for row, report in zip(rows, reports, strict=True)}
+
+
+def top_ids(row: Float32Array, count: int) -> Int64Array:
+    """Return the indices of the ``count`` largest values, ascending; much faster than torch.topk.
+
+    The row is folded into columns of FOLDS values. The ``count``-th largest of the columns' maxima
+    can't exceed the ``count``-th largest value, so smaller values need no further look.
+
+    Args:
+        row: [n] float32, n at least ``count * FOLDS``.
+        count: number of indices.
+    """
+    columns = len(row) // FOLDS
+    maxima = row[: columns * FOLDS].reshape(FOLDS, columns).max(0)
+    threshold = np.partition(maxima, columns - count)[columns - count]
+    candidates = np.flatnonzero(row >= threshold)
+    if len(candidates) > count:
+        order = np.argpartition(row[candidates], len(candidates) - count)
+        candidates = np.sort(candidates[order[len(candidates) - count :]])
+    return candidates
+
+
+def filter_probabilities(
+    weights: Float64Array, params: EngineSamplingParams, complete: bool
+) -> Float64Array | None:
+    """Apply top-p, min-p and typical-p.
+
+    Args:
+        weights: [n] float64, probabilities of the n likeliest tokens, in any order.
+        params: the filters' parameters.
+        complete: whether no other tokens are possible.
+
+    Returns:
+        [n] float64, zero for dropped tokens; None if tokens beyond these n may have to be kept.
+    """
+    lowest, highest = weights.min(), weights.max()
+    settled = complete or lowest == 0.0
+    if params.top_p < 1.0:
+        settled = settled or weights.sum() >= params.top_p
+        # The logarithm spreads the weights evenly over the bins. Only 0 is below the floor.
+        surprise = -np.log(np.maximum(weights, 1e-46))
+        weights = _smallest_set(surprise, weights, params.top_p)
+    if params.min_p > 0.0:
+        settled = settled or lowest < params.min_p * highest
+        weights = np.where(weights >= params.min_p * highest, weights, 0.0)
+    if not settled:
+        return None
+    return _typical(weights, params.typical_p) if params.typical_p < 1.0 else weights
+
+
+def _typical(weights: Float64Array, mass: float) -> Float64Array:
+    """Apply locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023).
+
+    Return the weights of the smallest set of tokens whose surprise is closest to the entropy and
+    whose probabilities add up to ``mass``, and zero for the others.
+    """
+    possible = np.flatnonzero(weights)
+    probabilities = weights[possible] / weights.sum()
+    surprise = -np.log(probabilities)
+    entropy = probabilities @ surprise
+    typical = np.zeros_like(weights)
+    typical[possible] = _smallest_set(np.abs(surprise - entropy), probabilities, mass)
+    return typical
+
+
+def _smallest_set(keys: Float64Array, weights: Float64Array, mass: float) -> Float64Array:
+    """Keep weights in ascending order of their keys until they add up to ``mass``; zero the rest.
+
+    Large arrays are distributed over bins, and only the bin in which the mass is reached is sorted.
+    """
+    lowest, highest = keys.min(), keys.max()
+    bins = 1 if len(keys) <= _BINS or lowest == highest else _BINS
+    place = ((keys - lowest) * ((bins - 1) / max(highest - lowest, 1e-300))).astype(np.int64)
+    filled = np.bincount(place, weights, minlength=bins).cumsum()
+    border = min(int(filled.searchsorted(mass)), bins - 1)
+    inside = float(filled[border - 1]) if border else 0.0
+    kept = np.where(place < border, weights, 0.0)
+    undecided = np.flatnonzero(place == border)
+    undecided = undecided[keys[undecided].argsort(kind="stable")]
+    count = int(weights[undecided].cumsum().searchsorted(mass - inside)) + 1
+    kept[undecided[:count]] = weights[undecided[:count]]
+    return kept
+
+
+def sample_inverse(weights: Float64Array, ids: Int64Array, draw: float) -> int:
+    """Return the token at which the cumulative distribution, in order of id, exceeds ``draw``.
+
+    In order of probability, a rounding error in the logits could swap two nearly equal tokens, and
+    the draw would select the other one. In float64 a draw below 1 times the total stays below the
+    total, so there always is such a token.
+
+    Args:
+        weights: [n] float64, not normalised.
+        ids: [n] token ids, ascending.
+        draw: in [0, 1).
+    """
+    cumulative = weights.cumsum()
+    return int(ids[cumulative.searchsorted(draw * cumulative[-1], side="right")])
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: Sequence[int], wanted: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Return the log probability of one token per row, and those of the likeliest tokens.
+
+    Args:
+        logits: [rows, vocab] float32, without NaN and +infinity.
+        token_ids: the token of each row.
+        wanted: how many of the likeliest tokens to report for each row.
+    """
+    logprobs = logits.log_softmax(-1)
+    chosen = torch.tensor([[token_id] for token_id in token_ids], device=logits.device)
+    own = logprobs.gather(-1, chosen)[:, 0].tolist()
+    ids = likeliest(logits, min(max(*wanted, 1), logits.shape[-1]))
+    reports = []
+    for logprob, count, row_ids, values in zip(
+        own, wanted, ids, gather(logprobs, ids), strict=True
+    ):
+        best = (-values).argsort(kind="stable")[:count]
+        top = [
+            (int(row_ids[place]), float(values[place]))
+            for place in best
+            if math.isfinite(values[place])
+        ]
+        reports.append(TokenLogprobs(logprob, top))
+    return reports
+
+
+def likeliest(logits: torch.Tensor, count: int) -> Int64Array:
+    """Return the [rows, count] ids of the largest values per row of [rows, vocab], ascending."""
+    if logits.device.type == "cpu" and count <= logits.shape[-1] // FOLDS:
+        return np.stack([top_ids(row, count) for row in logits.numpy()])
+    return logits.topk(count).indices.sort().values.cpu().numpy()
+
+
+def gather(source: torch.Tensor, ids: Int64Array) -> Float64Array:
+    """Return the [rows, count] values of [rows, vocab] ``source`` at [rows, count] ids."""
+    return source.gather(-1, torch.from_numpy(ids).to(source.device)).double().cpu().numpy()
+
+
+def mask_nonfinite(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits with -infinity for values that are not finite."""
+    return torch.where(torch.isfinite(logits), logits, -torch.inf)
+
+
+class RandomStream:
+    """Numbers that depend on a seed, the answer's index and how many were drawn before, alone.
+
+    Args:
+        seed: of the request; None takes one that nobody can know.
+        index: of the answer.
+    """
+
+    __slots__ = ("_generator", "_index", "_seed")
+
+    def __init__(self, seed: int | None, index: int = 0) -> None:
+        self._seed = secrets.randbits(64) if seed is None else seed
+        self._index = index
+        self._generator: np.random.Generator | None = None
+
+    def of_answer(self, index: int) -> "RandomStream":
+        """Return the stream of another answer to the same request, from its beginning."""
+        return RandomStream(self._seed, index)
+
+    def draw(self) -> float:
+        """Draw the next number in [0, 1)."""
+        if self._generator is None:
+            key = np.array([self._seed % 2**64, self._index], dtype=np.uint64)
+            self._generator = np.random.Generator(np.random.Philox(key=key))
+        return self._generator.random()

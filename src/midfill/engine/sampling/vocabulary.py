@@ -57,7 +57,7 @@ class Vocabulary:
 
     def advance(self, constraint: HealingConstraint, token_id: int) -> HealingConstraint | None:
         """Advance ``constraint`` in place by a sampled token; return None once it is satisfied."""
-        constraint.advance(self._token_bytes(token_id))
+        constraint.advance_by(token_id)
         return None if constraint.satisfied else constraint
 
 

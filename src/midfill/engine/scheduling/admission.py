@@ -3,20 +3,27 @@
 A request is refused where too many prompt tokens are queued, in all or by its tenant, and where it
 would probably not be answered by its deadline. A refusal that comes at once, and says when to try
 again, is worth more to a client than an answer that comes too late, and costs the others nothing.
+``Deadlines`` tells which accepted requests nobody waits for any more.
 
 Where a queue is long, most of it is for documents whose KV is probably cached. Otherwise, with more
 documents in use than the cache holds, each would find its KV evicted by the others: every request
 would cost a whole prompt, and far fewer would be answered. The others have a short part of the
 queue, and a part of the engine's time whatever its length, so each has its turn in the end.
+
+The server that admits requests doesn't see the engine's cache. It knows what earlier prompts of a
+document cost (``ExpectedWork``), and which documents came after it: the cache evicts what was used
+longest ago, so a document's KV is probably there as long as those that were used since leave room
+for it.
 """
 
+import heapq
 import math
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from midfill.engine.request import EngineOutput, EngineRequest
-from midfill.engine.scheduling.expected_work import ANSWER_TOKENS, ExpectedWork
 from midfill.errors import QueueFullError
 
 _MEMORY_SECONDS = 10.0  # how far back the queue's speed is measured
@@ -28,9 +35,16 @@ _NEW_TOKENS = 2048  # of that share that are kept for later, at most
 _ANSWER_RATE = 0.1  # share by which an answer's time moves the estimate
 _MAX_RETRY_SECONDS = 60
 _UNANSWERED = ("cancelled", "expired", "error")
-
 NEW_DOCUMENT = "new"
 """Stands for every document that no request was for yet; the planner gives no such id."""
+
+ANSWER_TOKENS = 16
+"""What an answer counts for beside its prompt. Its length isn't known, and most are short."""
+
+_MAX_DOCUMENTS = 8192
+_RATE = 0.5  # share by which a prompt's cost moves its document's estimate
+_HELD_SHARE = 0.75  # of the pool; answers and earlier states of documents take slots, too
+_MIN_ENTRIES = 64
 
 
 class _Queued(NamedTuple):
@@ -130,18 +144,18 @@ class Admission:
 
     def add(self, requests: Iterable[EngineRequest], now: float) -> None:
         """Queue requests."""
-        for one in requests:
-            if one.background:
+        for request in requests:
+            if request.background:
                 continue
             if not self._queued:
                 self._speed.resume(now)
-            tokens, whole = len(one.token_ids), math.isinf(one.stream_interval)
-            work = self.work.tokens(one.document, tokens)
-            if one.document and not self.work.is_cached(one.document):
+            tokens, whole = len(request.token_ids), math.isinf(request.stream_interval)
+            work = self.work.tokens(request.document, tokens)
+            if request.document and not self.work.is_cached(request.document):
                 self._left_to_new = max(self._left_to_new - work, -float(_NEW_TOKENS))
-            queued = _Queued(one.tenant, one.document, tokens, work, whole)
-            self._queued[one.request_id] = queued
-            tenant = self._tenants.setdefault(one.tenant, _TenantQueue())
+            queued = _Queued(request.tenant, request.document, tokens, work, whole)
+            self._queued[request.request_id] = queued
+            tenant = self._tenants.setdefault(request.tenant, _TenantQueue())
             tenant.requests += 1
             tenant.tokens += tokens
             tenant.work += work
@@ -151,14 +165,14 @@ class Admission:
     def record(self, output: EngineOutput, now: float) -> None:
         """Take note of an output: with the first one, its request is no longer queued."""
         ended = output.finish_reason is not None
-        one = self._take(output.request_id)
-        if one is not None and output.finish_reason not in _UNANSWERED:
-            self._speed.record(one.work, now)
-            computed = max(one.tokens - (output.cached_tokens or 0), 0)
-            self.work.record(one.document, one.tokens, computed)
+        queued = self._take(output.request_id)
+        if queued is not None and output.finish_reason not in _UNANSWERED:
+            self._speed.record(queued.work, now)
+            computed = max(queued.tokens - (output.cached_tokens or 0), 0)
+            self.work.record(queued.document, queued.tokens, computed)
             left = self._left_to_new + _NEW_SHARE * (computed + ANSWER_TOKENS)
             self._left_to_new = min(left, float(_NEW_TOKENS))
-            if one.whole:
+            if queued.whole:
                 self._answering[output.request_id] = now
         if ended:
             started = self._answering.pop(output.request_id, None)
@@ -189,18 +203,18 @@ class Admission:
 
     def _take(self, request_id: str) -> _Queued | None:
         """Remove a request from the queue and return it; None if it isn't there."""
-        one = self._queued.pop(request_id, None)
-        if one is None:
+        queued = self._queued.pop(request_id, None)
+        if queued is None:
             return None
-        tenant = self._tenants[one.tenant]
+        tenant = self._tenants[queued.tenant]
         tenant.requests -= 1
-        tenant.tokens -= one.tokens
-        tenant.work -= one.work
+        tenant.tokens -= queued.tokens
+        tenant.work -= queued.work
         if not tenant.requests:
-            del self._tenants[one.tenant]
-        self.queued_tokens -= one.tokens
-        self._queued_work = self._queued_work - one.work if self._queued else 0.0
-        return one
+            del self._tenants[queued.tenant]
+        self.queued_tokens -= queued.tokens
+        self._queued_work = self._queued_work - queued.work if self._queued else 0.0
+        return queued
 
     def _waits_for_others(self, document: str) -> bool:
         """Whether a document's requests have only the short part of the queue."""
@@ -255,3 +269,112 @@ class QueueSpeed:
 
 def _retry(seconds: float) -> int:
     return min(max(math.ceil(seconds), 1), _MAX_RETRY_SECONDS)
+
+
+class _Cost(NamedTuple):
+    """What a document's last prompts cost: tokens computed, on average, and the last one's size."""
+
+    computed: float
+    size: int
+
+
+class ExpectedWork:
+    """What prompts cost of the documents whose KV is probably cached.
+
+    Attributes:
+        slots: size of the KV pool in tokens; 0 while it isn't known.
+    """
+
+    def __init__(self) -> None:
+        self.slots = 0
+        self._costs: OrderedDict[str, _Cost] = OrderedDict()  # used longest ago first
+        self._size = 0
+
+    def is_cached(self, document: str) -> bool:
+        """Whether KV of an earlier prompt of a document is probably cached."""
+        return document in self._costs
+
+    def tokens(self, document: str, prompt_tokens: int) -> float:
+        """Return what a request counts for: its tokens that are probably not cached, its answer.
+
+        Args:
+            document: the planner's id of its document; "" where it has none.
+            prompt_tokens: of its prompt.
+        """
+        known = self._costs.get(document)
+        expected = prompt_tokens if known is None else min(known.computed, prompt_tokens)
+        return expected + ANSWER_TOKENS
+
+    def record(self, document: str, prompt_tokens: int, computed: int) -> None:
+        """Note that a document's prompt is cached now, and how many of its tokens were computed."""
+        if not document:
+            return
+        mean = float(computed)
+        before = self._costs.pop(document, None)
+        if before is not None:
+            mean = before.computed + _RATE * (mean - before.computed)
+            self._size -= before.size
+        self._costs[document] = _Cost(mean, prompt_tokens)
+        self._size += prompt_tokens
+        while len(self._costs) > 1 and self._is_too_large():
+            _, dropped = self._costs.popitem(last=False)
+            self._size -= dropped.size
+
+    def clear(self) -> None:
+        """Forget everything: the cache is empty."""
+        self._costs.clear()
+        self._size = 0
+
+    def _is_too_large(self) -> bool:
+        held = self.slots and self._size > _HELD_SHARE * self.slots
+        return bool(held) or len(self._costs) > _MAX_DOCUMENTS
+
+
+class Deadline(NamedTuple):
+    """When a request's client gives up.
+
+    Attributes:
+        time: by ``time.monotonic``.
+        request_id: the request.
+        whole: whether it waits for the whole answer then, and not only for the first token.
+    """
+
+    time: float
+    request_id: str
+    whole: bool
+
+
+class Deadlines:
+    """The deadlines of unfinished requests.
+
+    Args:
+        is_unfinished: whether a request is unfinished.
+    """
+
+    def __init__(self, is_unfinished: Callable[[str], bool]) -> None:
+        self._is_unfinished = is_unfinished
+        self._heap: list[Deadline] = []
+        self._max_entries = _MIN_ENTRIES
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: EngineRequest) -> None:
+        """Remember a request's deadline, if it has one."""
+        if request.deadline is None:
+            return
+        whole = request.stream_interval == float("inf")
+        heapq.heappush(self._heap, Deadline(request.deadline, request.request_id, whole))
+        if len(self._heap) > self._max_entries:  # most requests end before their deadlines
+            self._heap = [entry for entry in self._heap if self._is_unfinished(entry.request_id)]
+            heapq.heapify(self._heap)
+            self._max_entries = max(2 * len(self._heap), _MIN_ENTRIES)
+
+    def take_expired(self, now: float) -> list[Deadline]:
+        """Return the deadlines that have passed, the earliest first, and forget them."""
+        expired: list[Deadline] = []
+        while self._heap and self._heap[0].time <= now:
+            deadline = heapq.heappop(self._heap)
+            if self._is_unfinished(deadline.request_id):
+                expired.append(deadline)
+        return expired

@@ -1,10 +1,10 @@
 """The language of scheduling: what policies see (ScheduleState) and what they decide (StepPlan).
 
-A policy is a pure function; the engine applies plans. Policies live in ``engine/policies``, one
+A policy is a pure function; the engine applies plans. Policies live in ``policies``, one
 published method per file, and are put together in ``engine/loading.py``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -205,36 +205,4 @@ class SchedulerPolicy(Protocol):
 
     def plan(self, state: ScheduleState) -> StepPlan:
         """Return the plan of one step; a pure function."""
-        ...
-
-
-class SpeculationPolicy(Protocol):
-    """Decides how many drafted tokens run in a step."""
-
-    def max_draft_tokens(self, state: ScheduleState, plan: StepPlan) -> int:
-        """Return how many drafted tokens could run beside ``plan``; below 1, none are proposed.
-
-        A pure function.
-        """
-        ...
-
-    def add_drafts(
-        self,
-        state: ScheduleState,
-        plan: StepPlan,
-        probabilities: Mapping[int, Sequence[float]],
-        step_seconds: Callable[[int, float], float],
-        max_tokens: int,
-    ) -> StepPlan:
-        """Return ``plan`` with drafts; a pure function.
-
-        Args:
-            state: what ``plan`` was made from.
-            plan: a plan without drafts.
-            probabilities: by id of a sequence with a draft, the estimated probabilities that its
-                first, first two, ... tokens are all right.
-            step_seconds: estimates the time of a step from its rows (at least 1) and the tokens
-                that a row attends to, on average.
-            max_tokens: the result of ``max_draft_tokens``.
-        """
         ...

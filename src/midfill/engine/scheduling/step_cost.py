@@ -1,63 +1,67 @@
-"""StepCost: how long a step takes, by its rows and their context. Decides which drafts pay."""
+"""StepCost: how long a step takes, by its rows and the keys they read; how many rows are too slow.
+
+The cost decides which drafts pay. ``StepTimeLimit`` says how many rows a step may have, so that
+nobody waits long for its end: a request that arrives during a step waits for that to end, also
+where the step computes a prompt that nobody wants any more. With a large model, a step of the whole
+token budget takes longer than a keystroke should.
+"""
 
 from bisect import bisect_left, bisect_right
-from typing import Protocol
+
+from midfill.engine.scheduling.scheduler import ScheduleState, WaitingSequence
 
 _KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
 # Before anything is measured: on a CPU, each further row costs about a fifth of the first.
 _FURTHER_ROW_COST = 0.2
-# Contexts shorter than this are treated alike: attention is a small part of such steps.
-_SHORT_CONTEXT = 256
+
+# Fewer keys per row than this are treated alike: attention is a small part of such steps.
+_FEW_KEYS = 256
+
 # Share of its deviation by which an observation moves the estimate.
 _RATE = 0.2
+
 # Maximum factor by which an observation counts as off: a step that was interrupted by other work
 # on the machine says nothing about rows.
 _MAX_DEVIATION = 2.0
+MIN_ROWS = 16
+"""Fewer rows would spend most of a step on reading the weights."""
+
+MIN_STEPS = 8
+"""Steps to observe before any is limited: the first ones read and compile what is cached later."""
 
 _Times = dict[int, float]  # seconds by number of rows, for some of _KNOTS
 
 
-class StepCost(Protocol):
-    """Estimates the time of steps, and may learn from those that ran."""
+class StepCost:
+    """Estimates the time of steps, and learns from the engine's own.
 
-    def seconds(self, rows: int, context: float) -> float:
+    Steps are grouped by their keys per row, up to a factor of two. Each group keeps times for some
+    numbers of rows. Times between two known ones are interpolated, times beyond them are
+    extrapolated from the nearest. A group without observations uses the nearest group's times.
+    """
+
+    def __init__(self) -> None:
+        self._by_keys: dict[int, _Times] = {}
+
+    def seconds(self, rows: int, keys: float) -> float:
         """Return the estimated time of a step.
 
         Args:
             rows: tokens that go through the model; at least 1.
-            context: tokens that a row attends to, on average.
+            keys: tokens that a row attends to, on average.
         """
-        ...
+        return _estimate(self._nearest(_keys_group(keys)), rows)
 
-    def observe(self, rows: int, context: float, seconds: float) -> None:
-        """Record the time of a step; ``rows`` and ``context`` as in ``seconds``."""
-        ...
-
-
-class MeasuredStepCost:
-    """Learns from the engine's own steps.
-
-    Contexts are grouped by length, up to a factor of two. Each group keeps times for some numbers
-    of rows. Times between two known ones are interpolated, times beyond them are extrapolated from
-    the nearest. A group without observations uses the nearest group's times.
-    """
-
-    def __init__(self) -> None:
-        self._by_context: dict[int, _Times] = {}
-
-    def seconds(self, rows: int, context: float) -> float:
-        """See ``StepCost.seconds``."""
-        return _estimate(self._nearest(_context_group(context)), rows)
-
-    def observe(self, rows: int, context: float, seconds: float) -> None:
-        """See ``StepCost.observe``."""
-        group = _context_group(context)
+    def observe(self, rows: int, keys: float, seconds: float) -> None:
+        """Record the time of a step; ``rows`` and ``keys`` as in ``seconds``."""
+        group = _keys_group(keys)
         times = self._nearest(group)
         ratio = seconds / _estimate(times, rows)
-        if group not in self._by_context:
+        if group not in self._by_keys:
             # The first observation of a group sets its scale.
             times = {knot: time * ratio for knot, time in times.items()}
-            self._by_context[group] = times
+            self._by_keys[group] = times
             off = 0.0 if times else ratio - 1.0
         else:
             off = min(max(ratio, 1.0 / _MAX_DEVIATION), _MAX_DEVIATION) - 1.0
@@ -70,13 +74,13 @@ class MeasuredStepCost:
 
     def _nearest(self, group: int) -> _Times:
         """Return the times of the nearest group with observations; empty if there is none."""
-        known = min(self._by_context, key=lambda other: (abs(other - group), other), default=None)
-        return {} if known is None else self._by_context[known]
+        known = min(self._by_keys, key=lambda other: (abs(other - group), other), default=None)
+        return {} if known is None else self._by_keys[known]
 
 
-def _context_group(context: float) -> int:
-    """Return the group of a context: lengths in it differ by less than a factor of two."""
-    return max(0, (int(context) // _SHORT_CONTEXT).bit_length())
+def _keys_group(keys: float) -> int:
+    """Return the group of steps whose keys per row differ by less than a factor of two."""
+    return max(0, (int(keys) // _FEW_KEYS).bit_length())
 
 
 def _locate(rows: int) -> tuple[int, float]:
@@ -113,3 +117,52 @@ def _at(times: _Times, knot: int) -> float:
 
 def _guess(rows: int) -> float:
     return 1.0 + _FURTHER_ROW_COST * (rows - 1)
+
+
+class StepTimeLimit:
+    """Learns how long steps take and says which number of rows keeps them short."""
+
+    def __init__(self, seconds: float, cost: StepCost, max_rows: int) -> None:
+        """Create a limit.
+
+        Args:
+            seconds: that a step with prompts may take.
+            cost: how long steps take; updated after every step.
+            max_rows: that steps have anyway.
+        """
+        self._seconds = seconds
+        self._cost = cost
+        self._max_rows = max_rows
+        self._steps = 0
+
+    def max_rows(self, state: ScheduleState) -> int | None:
+        """Return how many rows a step may have; None: as many as the policy likes."""
+        keys = _next_prompt_keys(state)
+        if self._steps < MIN_STEPS or keys is None:
+            return None
+        if self._cost.seconds(self._max_rows, keys) <= self._seconds:
+            return None
+        few, many = 1, self._max_rows
+        while many - few > 1:
+            rows = (few + many) // 2
+            if self._cost.seconds(rows, keys) <= self._seconds:
+                few = rows
+            else:
+                many = rows
+        return max(few, MIN_ROWS)
+
+    def record_step(self, rows: int, keys: float, seconds: float) -> None:
+        """Learn from the time that a step took; see ``StepCost.observe``."""
+        self._steps += 1
+        self._cost.observe(rows, keys, seconds)
+
+
+def _next_prompt_keys(state: ScheduleState) -> float | None:
+    """Return how many tokens the next chunk of a prompt follows; None if no prompt is next."""
+    prefilling = [sequence.computed for sequence in state.running if not sequence.decoding]
+    if prefilling:
+        return max(prefilling)
+    queue: tuple[WaitingSequence, ...] = state.waiting
+    if not queue and not state.running:
+        queue = state.background
+    return state.cache.cached_prefix(queue[0].sequence_id).tokens if queue else None

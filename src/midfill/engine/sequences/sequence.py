@@ -15,9 +15,8 @@ from midfill.engine.request import (
     TokenLogprobs,
 )
 from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
-from midfill.engine.sampling.random_stream import RandomStream
-from midfill.engine.sampling.sampler import takes_likeliest
-from midfill.engine.scheduling.acceptance import Calibration
+from midfill.engine.sampling.sampler import RandomStream, takes_likeliest
+from midfill.engine.scheduling.drafting import Calibration
 from midfill.kv.radix_node import CacheRoot, MethodRoot
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.sequence_method import NO_METHOD, Prefill, SequenceMethod

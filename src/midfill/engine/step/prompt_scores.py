@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import torch
 
-from midfill.engine.sampling.logprobs import (
+from midfill.engine.sampling.sampler import (
     MAX_ROWS_AT_ONCE,
     mask_nonfinite,
     token_logprobs,

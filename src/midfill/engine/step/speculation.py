@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from midfill.engine.scheduling.acceptance import AcceptanceRates
-from midfill.engine.scheduling.drafting import CERTAIN, SPELLED, Draft, prompt_lookup
+from midfill.engine.scheduling.drafting import (
+    CERTAIN,
+    SPELLED,
+    AcceptanceRates,
+    Draft,
+    prompt_lookup,
+)
+from midfill.engine.scheduling.policies.smart_spec import SmartSpec
 from midfill.engine.scheduling.scheduler import (
     ScheduleState,
-    SpeculationPolicy,
     StepPlan,
     sampled_sequences,
 )
@@ -48,9 +53,7 @@ class Speculation:
         counts: how many drafts were verified and accepted.
     """
 
-    def __init__(
-        self, policy: SpeculationPolicy, rates: AcceptanceRates, step_cost: StepCost
-    ) -> None:
+    def __init__(self, policy: SmartSpec, rates: AcceptanceRates, step_cost: StepCost) -> None:
         """Speculate.
 
         Args:

@@ -1,6 +1,6 @@
 """WarmTier: chunks of KV in host memory and on disk, written and read beside the engine's steps.
 
-Both are folders of files (``chunk_folder``), in memory one of a file system without a disk: so both
+Both are folders of files (``folders``), in memory one of a file system without a disk: so both
 outlive an engine process that is killed. Every chunk goes to both. Files are written by one thread
 and read by another; the engine only hands chunks over and takes them back. What a file holds is
 believed only if its checksum is right and it is what was asked for.
@@ -13,24 +13,51 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from midfill.arrays import Int32Array
 from midfill.kv.blob import RAW, BlobError, KvBlob, KvIdentity, decode_blob
-from midfill.kv.tiers.chunk_folder import ChunkFolder
-from midfill.kv.tiers.codec import ChunkCodec
+from midfill.kv.tiers.folders import ChunkFolder
 from midfill.kv.tiers.load_policy import MeasuredRate
 
 _log = logging.getLogger(__name__)
-
 MAX_QUEUED_BYTES = 64 * 2**20
 """KV that waits to be written; beyond it the engine hands over no more."""
 
-
 MAX_ARRIVED = 16
 """Chunks that are read ahead of being taken."""
+
+
+class ChunkCodec(Protocol):
+    """Codes the KV of chunks; any thread may call it.
+
+    Attributes:
+        name: written into each blob; KV of another codec isn't read. It says what the codec does
+            and all that its codes depend on.
+    """
+
+    @property
+    def name(self) -> str:
+        """See the class."""
+        ...
+
+    def encode(self, data: bytes, tokens: int) -> bytes:
+        """Return the code of the KV of some tokens, laid out as ``kv.blob.RAW``.
+
+        Raises:
+            ValueError: it can't be coded.
+        """
+        ...
+
+    def decode(self, code: bytes | memoryview, tokens: int) -> bytes:
+        """Return KV like that of which ``code`` is.
+
+        Raises:
+            BlobError: the code makes no sense.
+        """
+        ...
 
 
 class WantedChunk(NamedTuple):
@@ -126,7 +153,7 @@ class WarmTier:
         """
         self.counts = TierCounts()
         folders = {"memory": memory, "disk": disk}
-        self.folders = {name: one for name, one in folders.items() if one is not None}
+        self.folders = {name: folder for name, folder in folders.items() if folder is not None}
         self.rates = {name: MeasuredRate() for name in self.folders}
         self.changed = threading.Event()
         self.identity = identity
@@ -158,7 +185,7 @@ class WarmTier:
 
     def place(self, key: bytes) -> str | None:
         """Return the fastest folder that holds a chunk; None if none does."""
-        return next((name for name, one in self.folders.items() if key in one), None)
+        return next((name for name, folder in self.folders.items() if key in folder), None)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Mark the chunks of a text as just used."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from midfill.errors import MidfillError, OptionError
-from midfill.infill.context import shown_text
+from midfill.infill.context_files import shown_text
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, TextSegment, lay_out

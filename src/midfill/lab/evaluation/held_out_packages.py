@@ -5,7 +5,7 @@ Versions are pinned, so that everybody cuts holes into the same texts.
 
 from pathlib import Path
 
-from midfill.system.package_sources import Package, fetch_packages
+from midfill.system.packages import Package, fetch_packages
 from midfill.system.progress import Progress
 
 PYTHON = (

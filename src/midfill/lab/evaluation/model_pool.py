@@ -11,7 +11,7 @@ from midfill.errors import MidfillError
 from midfill.infill.request import InfillRequest
 from midfill.lab.evaluation.model_choice import ModelChoice
 from midfill.lab.evaluation.models import Answer, LocalModel, Model, ModelPrompt
-from midfill.system.cores import available_threads
+from midfill.system.machine import available_threads
 from midfill.system.progress import Progress, StageProgress, ignore_progress
 
 _KV_BYTES = 1 << 30  # of each copy: they can't all size it from the free memory

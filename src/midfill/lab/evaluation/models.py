@@ -10,7 +10,7 @@ from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest
-from midfill.models.tokens.token_boundary import keeps_tokens_of
+from midfill.models.tokens.tokenizer import keeps_tokens_of
 from midfill.system.extras import require
 from midfill.system.progress import StageProgress
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import msgspec
 
 from midfill.errors import OptionError
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.lab.evaluation.sandbox.pool import Program
 
 PublicTask = Literal["single-line", "multi-line", "random-span"]

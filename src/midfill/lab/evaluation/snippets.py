@@ -18,8 +18,7 @@ from typing import Literal
 import msgspec
 
 from midfill.errors import OptionError
-from midfill.infill.context import ContextFile
-from midfill.infill.snippets import newest
+from midfill.infill.context_files import ContextFile, newest
 from midfill.lab.evaluation.problems import Problem
 from midfill.lab.evaluation.source_files import SourceFile
 
@@ -45,7 +44,7 @@ class ShownSnippets:
     """Which chunks a condition shows.
 
     Attributes:
-        characters: at most so many, see ``infill.snippets.newest``.
+        characters: at most so many, see ``infill.context_files.newest``.
         choice: which.
         behind: show them after the suffix instead of before everything else.
     """

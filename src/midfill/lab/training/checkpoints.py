@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from midfill.errors import MidfillError
-from midfill.system.atomic import write_file, write_folder
+from midfill.system.files import write_file, write_folder
 
 _KEPT = 2
 _STATE = "state.json"

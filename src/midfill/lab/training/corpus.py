@@ -10,7 +10,7 @@ from pathlib import Path
 
 from midfill.errors import MidfillError
 from midfill.lab.training.licences import LicenceFinder, spdx_of_all
-from midfill.system.package_sources import read_record
+from midfill.system.packages import read_record
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 """Suffixes of files that hold many documents."""
@@ -31,7 +31,7 @@ class Document:
         content: the file's bytes; text from JSONL and parquet is encoded as UTF-8.
         licence: SPDX identifier; None where it is unknown.
         package: name and version of the package it was fetched with, see
-            ``system.package_sources``; None otherwise.
+            ``system.packages``; None otherwise.
     """
 
     name: str

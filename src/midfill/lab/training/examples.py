@@ -15,8 +15,7 @@ from midfill.lab.training.alignment import aligned_tokens, token_starts
 from midfill.lab.training.fragments import broken_token_mask, draw_cuts, split_at
 from midfill.lab.training.holes import Hole
 from midfill.lab.training.recipe import DataRecipe
-from midfill.models.tokens.token_boundary import keeps_tokens_of
-from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import Tokenizer, keeps_tokens_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
-from midfill.infill.opened_line import opened_line_break
+from midfill.infill.planner import opened_line_break
 from midfill.infill.prefix_cut import CutRule, first_cut
 from midfill.lab.training.recipe import DataRecipe
 
@@ -32,7 +32,7 @@ class Hole:
         cut: characters of the prefix before the suffix in the prompt (EFIM's k).
         layout: how the cut was chosen: after the prefix ("psm"), before it ("spm"), at a random
             character ("efim"), or where the planner cuts a new document ("planned").
-        line_break: what the server would put before the suffix (``infill.opened_line``).
+        line_break: what the server would put before the suffix (``infill.planner``).
     """
 
     kind: HoleKind

@@ -12,7 +12,7 @@ import numpy as np
 
 from midfill.errors import MidfillError
 from midfill.lab.training.checkpoints import TrainingState
-from midfill.system.atomic import write_file
+from midfill.system.files import write_file
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from midfill.errors import MidfillError
 from midfill.lab.training.recipe import TrainingRecipe
-from midfill.system.package_sources import Package, parse_requirement, read_requirements
+from midfill.system.packages import Package, parse_requirement, read_requirements
 
 _FIELDS = frozenset(
     {"model", "fim_tokens", "packages", "held_out", "protect", "start", "recipe", "stages"}

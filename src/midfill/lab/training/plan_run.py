@@ -24,8 +24,8 @@ from midfill.lab.training.run import RunInputs, TrainingRun, prepare_run
 from midfill.lab.training.trainer import CHECKPOINTS
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_record import RECORD_FILE
-from midfill.system.atomic import write_folder
-from midfill.system.package_sources import fetch_packages
+from midfill.system.files import write_folder
+from midfill.system.packages import fetch_packages
 from midfill.system.progress import Progress, ignore_progress
 
 _PROTECTED_SUFFIXES = (".jsonl.gz", ".jsonl", ".parquet")

@@ -1,7 +1,7 @@
 """Quantization-aware training of LoRA updates over a quantised base.
 
 Serving merges a LoRA update into a quantised base by requantising the sum (see
-``models.checkpoints.quantized_update``), which adds rounding error that training in floats never
+``models.checkpoints.lora_merge``), which adds rounding error that training in floats never
 sees. In the last part of a run, the frozen weights W are therefore replaced by Q(W + update) -
 update, where Q rounds as serving does. The forward pass then computes with Q(W + update), the
 weights that are served, and the update learns to compensate the error. Q has no useful gradient. It
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.quantized_update import BLOCK_LAYOUTS, Rounding, add_to_quantized
+from midfill.models.checkpoints.lora_merge import BLOCK_LAYOUTS, Rounding, add_to_quantized
 from midfill.models.families import huggingface_names
 
 QAT_ROUNDING: Rounding = "stochastic"

@@ -45,7 +45,7 @@ class DataRecipe:
             included; half of them are single lines. The other blocks leave out the first line's
             indentation and the last line's break.
         opened_lines: whether carets at the start of a line that has text are shown as the server
-            shows them: on an empty line above it (``infill.opened_line``). Holes of whole lines
+            shows them: on an empty line above it (``infill.planner``). Holes of whole lines
             then leave out their last line break.
         span_characters: maximum length of a span.
         empty_suffix: share of examples without text after the hole.

@@ -24,9 +24,9 @@ from midfill.lab.training.run_file import check_folder, describe_run
 from midfill.lab.training.stream import TrainingStream
 from midfill.lab.training.trainer import LOSS_LOG, Trainer, resolve_precision
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.quantized_update import DEFAULT_ROUNDING, Rounding
-from midfill.system.atomic import write_file
+from midfill.models.checkpoints.lora_merge import DEFAULT_ROUNDING, Rounding
 from midfill.system.extras import require
+from midfill.system.files import write_file
 from midfill.version import __version__
 
 _LIBRARIES = ("transformers", "accelerate", "peft")

@@ -9,7 +9,7 @@ from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
 from midfill.lab.training.recipe import TrainingRecipe, with_current_names
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.system.atomic import write_file
+from midfill.system.files import write_file
 
 _RUN_FILE = "run.json"
 _MAY_CHANGE = ("precision", "gradient_checkpointing")  # settings that may differ on resuming

@@ -195,7 +195,7 @@ def count_symbols(symbols: UInt8Array, bins: int) -> NDArray[np.int64]:
 
 
 class CacheGenCodec:
-    """Codes chunks of one model; implements ``kv.tiers.codec.ChunkCodec``.
+    """Codes chunks of one model; implements ``kv.tiers.warm_tier.ChunkCodec``.
 
     Args:
         method: hyper-parameters.

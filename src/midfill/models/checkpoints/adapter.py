@@ -1,29 +1,31 @@
 """Adapter: a LoRA adapter's folder, read and checked against its base model.
 
 LoRA (Hu et al., 2021, "LoRA: Low-Rank Adaptation of Large Language Models") adds scale * B @ A to a
-weight. The PEFT library writes adapter_config.json (see ``lora_config``) and
-adapter_model.safetensors. midfill may add midfill.json (see ``adapter_record``).
+weight. The PEFT library writes adapter_config.json (``LoraConfig``, as far as it matters after
+training) and adapter_model.safetensors. midfill may add midfill.json (``AdapterRecord``): what
+PEFT's files don't say.
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast, get_args
 
 import numpy as np
 
 from midfill.arrays import Float32Array
+from midfill.config import FimTokens
 from midfill.errors import CheckpointError, ModelNotFoundError
-from midfill.models.checkpoints.adapter_record import AdapterRecord, read_record
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.lora_config import LoraConfig
-from midfill.models.checkpoints.lora_update import LoraUpdate
-from midfill.models.checkpoints.model_record import RECORD_FILE
-from midfill.models.checkpoints.safetensors_file import SafetensorsFile
-from midfill.models.config import ModelConfig
+from midfill.models.checkpoints.huggingface import SafetensorsFile
+from midfill.models.checkpoints.lora_merge import DEFAULT_ROUNDING, LoraUpdate, Rounding
+from midfill.models.checkpoints.model_record import RECORD_FILE, RECORD_FORMAT, read_needs
+from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.models.families import huggingface_names
-from midfill.models.tensor_shapes import tensor_shapes
+from midfill.models.tokens.huggingface_tokenizer import read_json
 from midfill.stored_tensor import StoredTensor
 
 CONFIG_FILE = "adapter_config.json"
@@ -33,6 +35,48 @@ _KEY = re.compile(
     r"base_model\.model\.(?P<module>.+?)\."
     r"(?:lora_(?P<side>[AB])\.weight|(?:token_adapter\.)?trainable_tokens_delta)"
 )
+
+# PEFT's options beyond plain LoRA; each of them changes what is computed.
+_UNSUPPORTED = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "fan_in_fan_out",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "monteclora_config",
+    "target_parameters",
+    "use_bdlora",
+    "use_dora",
+    "use_qalora",
+    "velora_config",
+)
+
+# Initialisations that leave the base unchanged. Others (PiSSA, OLoRA, ...) change its weights, too.
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+@dataclass(frozen=True)
+class AdapterRecord:
+    """The content of midfill.json; the defaults hold where the file or a field is missing.
+
+    Attributes:
+        fim_tokens: the sentinels that the adapter taught its model; None where it doesn't say.
+        stop_tokens: special tokens that end an infilled answer.
+        fragments: whether it was trained on text tokenised in fragments (EFIM).
+        base_digest: ``Checkpoint.content_digest`` of the base; None where it doesn't say.
+        rounding: how a merge into quantised weights is rounded. An adapter that was trained through
+            that rounding depends on it.
+        needs: what it says about prompts and answers, as the adapted model's metadata.
+    """
+
+    fim_tokens: FimTokens | None = None
+    stop_tokens: tuple[str, ...] = ()
+    fragments: bool = False
+    base_digest: str | None = None
+    rounding: Rounding = DEFAULT_ROUNDING
+    needs: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,6 +140,187 @@ def load_adapter(path: Path, base: Checkpoint) -> Adapter:
     digest = hashlib.sha256(config.path.read_bytes())
     digest.update(weights.bytes_at(slice(0, len(weights))))
     return Adapter(path, updates, rows, record, digest.hexdigest())
+
+
+def read_record(path: Path, base: Checkpoint) -> AdapterRecord:
+    """Read midfill.json, and check it against the base.
+
+    Args:
+        path: the file; it may be missing.
+        base: only its tokenizer and digest are looked at.
+
+    Raises:
+        CheckpointError: the file is malformed, or the adapter is for another base.
+    """
+    record = read_json(path, optional=True)
+    if not record:
+        return AdapterRecord()
+    if record.get("format") != RECORD_FORMAT:
+        raise CheckpointError(
+            f"{path}: format {record.get('format')!r} is not known; this midfill reads "
+            f"{RECORD_FORMAT}"
+        )
+    digest = _checked_digest(path, record.get("base"), base)
+    fragments = record.get("fragments", False)
+    if not isinstance(fragments, bool):
+        raise CheckpointError(f"{path}: 'fragments' must be true or false")
+    rounding = record.get("rounding", DEFAULT_ROUNDING)
+    if rounding not in get_args(Rounding):
+        raise CheckpointError(
+            f"{path}: 'rounding' must be one of {', '.join(get_args(Rounding))}, not {rounding!r}"
+        )
+    fim_tokens, stop_tokens = _read_fim(path, record.get("fim"), base)
+    return AdapterRecord(
+        fim_tokens,
+        stop_tokens,
+        fragments,
+        digest,
+        cast(Rounding, rounding),
+        read_needs(path, record),
+    )
+
+
+def _checked_digest(path: Path, trained_on: object, base: Checkpoint) -> str | None:
+    """Return the digest of the base the adapter was trained on, which must be this one."""
+    if trained_on is None:
+        return None
+    if not isinstance(trained_on, Mapping) or not isinstance(trained_on.get("digest"), str):
+        raise CheckpointError(f"{path}: 'base' must be an object with a 'digest'")
+    digest = str(trained_on["digest"])
+    if digest != base.content_digest:
+        named = trained_on.get("name") or "another model"
+        raise CheckpointError(
+            f"{path.parent}: was trained on {named} (digest {digest[:12]}), not on {base.path} "
+            f"(digest {base.content_digest[:12]}); serve that model, or this one with "
+            "--adapter none"
+        )
+    return digest
+
+
+def _read_fim(
+    path: Path, fim: object, base: Checkpoint
+) -> tuple[FimTokens | None, tuple[str, ...]]:
+    """Return the sentinels and the stop tokens."""
+    if fim is None:
+        return None, ()
+    fields = dict(fim) if isinstance(fim, Mapping) else {}
+    stop = fields.get("stop", [])
+    texts = [fields.get("prefix"), fields.get("suffix"), fields.get("middle")]
+    texts += stop if isinstance(stop, list) else [stop]
+    known = base.tokenizer.special_tokens
+    for text in texts:
+        if not isinstance(text, str):
+            raise CheckpointError(
+                f"{path}: 'fim' must name the tokens 'prefix', 'suffix', 'middle' and a list 'stop'"
+            )
+        if text not in known:
+            raise CheckpointError(
+                f"{path}: the FIM token {text!r} is not a special token of {base.path}"
+            )
+    if len(set(texts[:3])) < 3:
+        raise CheckpointError(f"{path}: the FIM tokens prefix, suffix and middle must differ")
+    prefix, suffix, middle, *stops = (str(text) for text in texts)
+    return FimTokens(prefix, suffix, middle), tuple(stops)
+
+
+class LoraConfig:
+    """Ranks, scales and trained tokens of a plain LoRA adapter.
+
+    Attributes:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read and check a file.
+
+        Raises:
+            CheckpointError: it is missing, malformed or not of a plain LoRA.
+        """
+        self.path = path
+        self._fields = read_json(path)
+        self._check_kind()
+        self._rank_pattern = self._patterns("rank_pattern")
+        self._alpha_pattern = self._patterns("alpha_pattern")
+        self._rank = self._number(self._fields.get("r"), "r")
+        self._alpha = self._number(self._fields.get("lora_alpha"), "lora_alpha")
+
+    def rank(self, module: str) -> int:
+        """Return the rank for a module, given its name in transformers."""
+        rank = self._number(self._for_module(self._rank_pattern, module, self._rank), "r")
+        if not rank.is_integer() or rank < 1:
+            raise CheckpointError(f"{self.path}: a rank r of {rank:g} is not possible")
+        return int(rank)
+
+    def scale(self, module: str) -> float:
+        """Return the factor that B @ A is multiplied by."""
+        alpha = self._number(self._for_module(self._alpha_pattern, module, self._alpha), "alpha")
+        rank = self.rank(module)
+        return float(alpha / rank**0.5 if self._fields.get("use_rslora") else alpha / rank)
+
+    def token_ids(self, module: str) -> tuple[int, ...]:
+        """Return trainable_token_indices for an embedding or LM head."""
+        value = self._fields.get("trainable_token_indices")
+        if isinstance(value, Mapping):
+            matching = [key for key in value if module == key or module.endswith(f".{key}")]
+            value = value[matching[0]] if matching else None
+        elif module.rsplit(".", 1)[-1] != "embed_tokens":
+            value = None
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise CheckpointError(
+                f"{self.path}: trainable_token_indices does not list the tokens of {module!r}"
+            )
+        return tuple(value)
+
+    def _check_kind(self) -> None:
+        kind = self._fields.get("peft_type")
+        if kind != "LORA":
+            raise CheckpointError(f"{self.path}: peft_type is {kind!r}; midfill merges LORA only")
+        if (bias := self._fields.get("bias", "none")) != "none":
+            raise CheckpointError(
+                f"{self.path}: bias {bias!r} is not supported; train with bias 'none'"
+            )
+        for option in _UNSUPPORTED:
+            if self._fields.get(option):
+                raise CheckpointError(
+                    f"{self.path}: {option} is not supported; midfill merges plain LoRA only"
+                )
+        start = self._fields.get("init_lora_weights")
+        if start not in _PLAIN_STARTS:
+            raise CheckpointError(
+                f"{self.path}: init_lora_weights {start!r} changes the base's own weights; save "
+                "the adapter converted to plain LoRA (PEFT: path_initial_model_for_weight_"
+                "conversion)"
+            )
+
+    def _patterns(self, field: str) -> Mapping[str, object]:
+        patterns = self._fields.get(field) or {}
+        if not isinstance(patterns, Mapping):
+            raise CheckpointError(f"{self.path}: {field} must be an object")
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise CheckpointError(
+                    f"{self.path}: {field} has the pattern {pattern!r}: {error}"
+                ) from None
+        return patterns
+
+    def _for_module(self, patterns: Mapping[str, object], module: str, default: object) -> object:
+        """Return the value of the first pattern that matches a module name's end, as in PEFT."""
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        return default
+
+    def _number(self, value: object, field: str) -> float:
+        try:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                number = float(value)
+                if math.isfinite(number):
+                    return number
+        except OverflowError:
+            pass
+        raise CheckpointError(f"{self.path}: {field} must be a number, not {value!r:.40}")
 
 
 class _TensorReader:

@@ -10,6 +10,7 @@ Canonical names (weights are [out_features, in_features], rotary halves in NEOX 
 """
 
 import hashlib
+import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -17,8 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from midfill.errors import CheckpointError
-from midfill.models.config import ModelConfig
-from midfill.models.tensor_shapes import tensor_shapes
+from midfill.models.config import ModelConfig, tensor_shapes
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.stored_tensor import StoredTensor
 
@@ -36,7 +36,7 @@ EMPTY_THRESHOLD_KEY = "midfill.empty_threshold"
 
 OPENS_LINES_KEY = "midfill.opens_lines"
 """Metadata key: true where a caret at the start of a line that has text is to be answered as on an
-empty line above it, see ``infill/opened_line.py``."""
+empty line above it, see ``infill/planner.py``."""
 
 LEAST_INCREMENT_KEY = "midfill.least_increment"
 """Metadata key: characters before the caret that a model needs after the suffix, at least."""
@@ -53,19 +53,21 @@ _TENSOR_SAMPLES = 16
 _TENSOR_SAMPLE_BYTES = 512
 
 
-class Checkpoint(Protocol):
-    """An opened model: its configuration, tokenizer and tensors.
+class DescribedModel(Protocol):
+    """What prompts need to know of a model, which may be served elsewhere."""
 
-    Attributes:
-        path: file or folder it was opened from.
-        config: the architecture.
-        metadata: what else the checkpoint states (FIM token ids, chat template, name, licence),
-            key to plain value.
-    """
+    @property
+    def path(self) -> Path:
+        """File or folder that it, or its description, was opened from."""
+        ...
 
-    path: Path
-    config: ModelConfig
-    metadata: Mapping[str, object]
+    @property
+    def metadata(self) -> Mapping[str, object]:
+        """What it states beside its architecture, key to plain value.
+
+        FIM token ids, chat template, name, licence, ...
+        """
+        ...
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -75,6 +77,16 @@ class Checkpoint(Protocol):
             CheckpointError: it is missing, broken or of an unsupported kind.
         """
         ...
+
+
+class Checkpoint(DescribedModel, Protocol):
+    """An opened model: its configuration, tokenizer and tensors.
+
+    Attributes:
+        config: the architecture.
+    """
+
+    config: ModelConfig
 
     @property
     def fingerprint(self) -> str:
@@ -104,15 +116,36 @@ class Checkpoint(Protocol):
         ...
 
 
-def samples(start: int, stop: int) -> list[slice]:
-    """Return slices spread over a file's data, both ends included, for fingerprints of big files.
+class MappedFile:
+    """An opened file of tensors. Its data is memory-mapped, not read.
 
-    Args:
-        start, stop: offsets in bytes where the data begins and ends.
+    Attributes:
+        path: the file.
+        header_bytes: bytes before the first tensor's data; the format's reader sets it.
     """
-    last = max(stop - _SAMPLE_BYTES, start)
-    starts = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
-    return [slice(at, min(at + _SAMPLE_BYTES, stop)) for at in starts]
+
+    header_bytes: int
+
+    def __init__(self, path: Path, content: mmap.mmap) -> None:
+        self.path = path
+        self._map = content
+
+    def bytes_at(self, where: slice) -> bytes:
+        """Return a copy of a range of the file."""
+        return self._map[where]
+
+    def __len__(self) -> int:
+        """Return the file's size in bytes."""
+        return len(self._map)
+
+    def fingerprint(self) -> bytes:
+        """Return size and modification time, the header, and samples spread over the data."""
+        start, stop = self.header_bytes, len(self)
+        last = max(stop - _SAMPLE_BYTES, start)
+        starts = [start + (last - start) * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
+        samples = [self._map[at : min(at + _SAMPLE_BYTES, stop)] for at in starts]
+        written = f"{stop} {self.path.stat().st_mtime_ns}".encode()
+        return b"".join([written, self._map[:start], *samples])
 
 
 def digest_tensors(tensors: Iterable[StoredTensor]) -> str:

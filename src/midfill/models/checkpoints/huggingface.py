@@ -1,27 +1,138 @@
-"""HuggingFaceCheckpoint: a folder with config.json and safetensors files as a Checkpoint."""
+"""Hugging Face folders: safetensors files, and a folder with config.json as a Checkpoint.
+
+The format of safetensors files (a length, a JSON header, then the data) is read here instead of
+with the library, so that tensors stay memory-mapped: the library's ``safe_open`` copies each one,
+and gives its place in the file to nobody. NumPy also has no bfloat16.
+"""
 
 import hashlib
+import json
+import math
+import mmap
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from midfill.errors import CheckpointError
 from midfill.models.checkpoints.checkpoint import (
+    MappedFile,
     check_layers,
     check_tensors,
     digest_tensors,
-    samples,
 )
 from midfill.models.checkpoints.model_record import folder_metadata
-from midfill.models.checkpoints.safetensors_file import SafetensorsEntry, SafetensorsFile
 from midfill.models.config import ModelConfig
 from midfill.models.families import FAMILIES, config_from_huggingface, huggingface_names
 from midfill.models.tokens.huggingface_tokenizer import load_folder, read_json
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.stored_tensor import StoredTensor
+
+_DTYPES: dict[str, tuple[str, np.dtype[np.generic]]] = {
+    "F32": ("f32", np.dtype("<f4")),
+    "F16": ("f16", np.dtype("<f2")),
+    "BF16": ("bf16", np.dtype("<u2")),
+}
+
+
+@dataclass(frozen=True)
+class SafetensorsEntry:
+    """Description of a tensor and its place in the file.
+
+    Attributes:
+        file: the file that holds it.
+        kind: "f32", "f16" or "bf16".
+        shape: its shape.
+        offset: first byte, counted from the file's start.
+        size: length in bytes.
+    """
+
+    file: Path
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+class SafetensorsFile(MappedFile):
+    """An opened safetensors file.
+
+    Attributes:
+        entries: name -> description; all of them are known to lie inside the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open and check a file.
+
+        Raises:
+            CheckpointError: it can't be read, is no safetensors file, or is truncated or broken.
+        """
+        super().__init__(path, _map_file(path))
+        self.header_bytes = 8 + int.from_bytes(self._map[:8], "little")
+        self.entries: Mapping[str, SafetensorsEntry] = self._read_header()
+
+    def data(self, name: str) -> npt.NDArray[np.generic]:
+        """Return a tensor's data in its shape, read-only and memory-mapped.
+
+        bfloat16 is returned as uint16 bit patterns.
+        """
+        entry = self.entries[name]
+        dtype = next(dtype for kind, dtype in _DTYPES.values() if kind == entry.kind)
+        flat: npt.NDArray[np.generic] = np.frombuffer(
+            self._map, dtype, math.prod(entry.shape), entry.offset
+        )
+        return flat.reshape(entry.shape)
+
+    def _read_header(self) -> dict[str, SafetensorsEntry]:
+        if len(self) < 8 or self.header_bytes > len(self):
+            raise CheckpointError(
+                f"{self.path}: the file ends inside its header: truncated or broken"
+            )
+        try:
+            header = json.loads(self._map[8 : self.header_bytes])
+            described = {name: value for name, value in header.items() if name != "__metadata__"}
+        except (ValueError, AttributeError, RecursionError):
+            raise CheckpointError(
+                f"{self.path}: not a safetensors file: its header is broken"
+            ) from None
+        return {name: self._entry(name, value) for name, value in described.items()}
+
+    def _entry(self, name: str, value: object) -> SafetensorsEntry:
+        where = f"{self.path}: tensor {name!r}"
+        try:
+            dtype, shape, (begin, end) = (value[key] for key in ("dtype", "shape", "data_offsets"))  # type: ignore[index]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
+        except (TypeError, KeyError, ValueError):
+            whole = False
+        if not whole or not isinstance(dtype, str):
+            raise CheckpointError(f"{where} is described wrongly in the file's header")
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{where} has type {dtype}; midfill reads {', '.join(_DTYPES)}")
+        kind, numbers = _DTYPES[dtype]
+        size = math.prod(shape) * numbers.itemsize
+        if end - begin != size:
+            raise CheckpointError(
+                f"{where} of shape {shape} takes {size:,} bytes, not {end - begin:,}"
+            )
+        if self.header_bytes + end > len(self):
+            raise CheckpointError(
+                f"{where} ends at byte {self.header_bytes + end:,} but the file has only "
+                f"{len(self):,}: it is truncated; download it again"
+            )
+        return SafetensorsEntry(self.path, kind, tuple(shape), self.header_bytes + begin, size)
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: the file is empty
+        raise CheckpointError(f"{path}: can't be read: {error}") from None
+
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -84,10 +195,7 @@ class HuggingFaceCheckpoint:
         """Digest of config.json and of each shard's size, modification time, header and samples."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
         for shard, file in sorted(self._files.items()):
-            digest.update(f"{shard.name} {len(file)} {shard.stat().st_mtime_ns}".encode())
-            digest.update(file.bytes_at(slice(0, file.header_bytes)))
-            for sample in samples(file.header_bytes, len(file)):
-                digest.update(file.bytes_at(sample))
+            digest.update(f"{shard.name} ".encode() + file.fingerprint())
         return digest.hexdigest()
 
     @cached_property

@@ -22,6 +22,7 @@ _UNWANTED = ("*/*", "consolidated*")  # other formats' copies of the same weight
 T = TypeVar("T")
 
 _INDEX = "model.safetensors.index.json"
+State = Literal["ready", "incomplete", "not pulled"]
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,22 @@ class RepositoryName:
 
 
 @dataclass(frozen=True)
-class LocalModel:
-    """A model of the hub that is on disk.
+class ModelEntry:
+    """A model that ``midfill models`` lists.
 
     Attributes:
-        name: ``ORG/NAME`` or ``ORG/NAME:FILE.gguf``.
-        path: folder or file; None where parts are missing.
-        bytes: its size on disk.
+        name: its name on the command line.
+        path: folder or file where it is or will be; None for an incomplete repository.
+        bytes: its size on disk, now or once it is downloaded.
         format: the weights' format.
+        state: "incomplete" for an interrupted download.
     """
 
     name: str
     path: Path | None
     bytes: int
     format: Literal["gguf", "safetensors"]
+    state: State
 
 
 def parse_name(text: str) -> RepositoryName | None:
@@ -114,7 +117,7 @@ def pull(name: RepositoryName, progress: Progress) -> Path:
     return path
 
 
-def list_local() -> list[LocalModel]:
+def list_local() -> list[ModelEntry]:
     """Return all models of the hub on disk: GGUF files, and folders of a supported family."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -134,14 +137,16 @@ def list_local() -> list[LocalModel]:
     return models
 
 
-def _models_in(repository: str, folder: Path) -> list[LocalModel]:
+def _models_in(repository: str, folder: Path) -> list[ModelEntry]:
     models = []
     if _is_supported(folder):
         weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         path = _model_in(folder, RepositoryName(repository, None))
-        models.append(LocalModel(repository, path, weights, "safetensors"))
+        state: State = "incomplete" if path is None else "ready"
+        models.append(ModelEntry(repository, path, weights, "safetensors", state))
     for file in sorted(folder.glob("*.gguf")):
-        models.append(LocalModel(f"{repository}:{file.name}", file, file.stat().st_size, "gguf"))
+        name = f"{repository}:{file.name}"
+        models.append(ModelEntry(name, file, file.stat().st_size, "gguf", "ready"))
     return models
 
 

@@ -11,18 +11,19 @@ It may be an adapter's midfill.json, or one in a Hugging Face folder. A GGUF fil
 ``midfill.least_increment``, ``midfill.window.before``, ``midfill.window.after``,
 ``midfill.snippets.characters``, ``midfill.end_logit_bias``, ``midfill.empty_threshold`` and
 ``midfill.opens_lines`` instead. ``infill/prefix_cut.py``, ``infill/window.py``,
-``infill/snippets.py``, ``engine/sampling/empty_answer.py`` and ``infill/opened_line.py`` explain
+``infill/context_files.py``, ``engine/sampling/empty_answer.py`` and ``infill/planner.py`` explain
 them.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from midfill.errors import CheckpointError, MidfillError
+from midfill.infill.context_files import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule
-from midfill.infill.snippets import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.window import DEFAULT_WINDOW, WindowRule
 from midfill.models.checkpoints.checkpoint import (
     EMPTY_THRESHOLD_KEY,
@@ -32,173 +33,111 @@ from midfill.models.checkpoints.checkpoint import (
     SNIPPETS_KEY,
     WINDOW_AFTER_KEY,
     WINDOW_BEFORE_KEY,
+    DescribedModel,
 )
-from midfill.models.checkpoints.described_model import DescribedModel
 from midfill.models.tokens.huggingface_tokenizer import read_json
-from midfill.system.atomic import write_file
+from midfill.system.files import write_file
+
+T = TypeVar("T")
 
 RECORD_FILE = "midfill.json"
 RECORD_FORMAT = 1
-
 MAX_LEAST_INCREMENT = 100_000
 """Characters. A model that asks for so many always gets the whole prefix after the suffix."""
 
 _MAX_WINDOW = 4_000_000  # characters, on either side; more are never accepted
 _MAX_SNIPPETS = 4_000_000  # characters
-_BIASES = -100.0, 100.0
-
 _FOLDERS = ("adapter_config.json", "config.json")
 
 
-def read_least_increment(path: Path, record: Mapping[str, object]) -> int | None:
-    """Return the least increment of a midfill.json, None where it says nothing.
+@dataclass(frozen=True)
+class _Need(Generic[T]):
+    """Something that a model may state about its prompts or answers.
 
-    Raises:
-        CheckpointError: it is no sensible number.
+    Attributes:
+        key: its metadata key.
+        default: what holds where a model doesn't state it.
+        check: takes a stated value, the file's path and the value's name there; returns it, or
+            raises a CheckpointError.
     """
-    if "cut" not in record:
-        return None
-    cut = record["cut"]
-    if not isinstance(cut, Mapping):
-        raise CheckpointError(f"{path}: 'cut' must be an object with 'least_increment'")
-    if "least_increment" not in cut:
-        return None
-    return _checked(cut["least_increment"], path, "cut.least_increment")
+
+    key: str
+    default: T
+    check: Callable[[object, Path, str], T]
+
+    def of(self, model: DescribedModel) -> T:
+        """Return what a model's metadata states.
+
+        Raises:
+            CheckpointError: that is nonsense.
+        """
+        if self.key not in model.metadata:
+            return self.default
+        return self.check(model.metadata[self.key], model.path, self.key)
 
 
-def read_window(path: Path, record: Mapping[str, object]) -> WindowRule | None:
-    """Return the window of a midfill.json, None where it says nothing.
+def _characters(least: int, most: int) -> Callable[[object, Path, str], int]:
+    """Return the check of a number of characters."""
 
-    Raises:
-        CheckpointError: it is no sensible window.
-    """
-    if "window" not in record:
-        return None
-    window = record["window"]
-    if not isinstance(window, Mapping) or not {"before", "after"} <= set(window):
-        raise CheckpointError(f"{path}: 'window' must be an object with 'before' and 'after'")
-    return WindowRule(
-        _checked(window["before"], path, "window.before", 1, _MAX_WINDOW),
-        _checked(window["after"], path, "window.after", 0, _MAX_WINDOW),
-    )
+    def check(value: object, path: Path, field: str) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise CheckpointError(
+                f"{path}: {field!r} must be a whole number of characters from {least} to {most}, "
+                f"not {_short(value)}"
+            )
+        return value
+
+    return check
 
 
-def read_snippets(path: Path, record: Mapping[str, object]) -> int | None:
-    """Return how many characters of snippets a midfill.json asks for, None where it says nothing.
+def _number(least: float, most: float) -> Callable[[object, Path, str], float]:
+    """Return the check of a number."""
 
-    Raises:
-        CheckpointError: it is no sensible number.
-    """
-    if "snippets" not in record:
-        return None
-    section = record["snippets"]
-    if not isinstance(section, Mapping) or "characters" not in section:
-        raise CheckpointError(f"{path}: 'snippets' must be an object with 'characters'")
-    return _checked(section["characters"], path, "snippets.characters", 0, _MAX_SNIPPETS)
+    def check(value: object, path: Path, field: str) -> float:
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if number is None or not least <= number <= most:
+            raise CheckpointError(
+                f"{path}: {field!r} must be a number from {least:g} to {most:g}, "
+                f"not {_short(value)}"
+            )
+        return float(number)
 
-
-def snippet_characters_of(checkpoint: DescribedModel) -> int:
-    """Return how many characters of snippets to show; the default where a model doesn't say.
-
-    Raises:
-        CheckpointError: its metadata holds nonsense.
-    """
-    if SNIPPETS_KEY not in checkpoint.metadata:
-        return DEFAULT_SNIPPET_CHARACTERS
-    found = checkpoint.metadata[SNIPPETS_KEY]
-    return _checked(found, checkpoint.path, SNIPPETS_KEY, 0, _MAX_SNIPPETS)
+    return check
 
 
-def read_end_bias(path: Path, record: Mapping[str, object]) -> float | None:
-    """Return the end tokens' logit bias of a midfill.json, None where it says nothing.
-
-    A model that learned to infill from few tokens is too sure, or not sure enough, that an answer
-    is complete. The bias sets that right without touching what it writes.
-
-    Raises:
-        CheckpointError: it is no sensible number.
-    """
-    if "end" not in record:
-        return None
-    end = record["end"]
-    if not isinstance(end, Mapping) or "logit_bias" not in end:
-        raise CheckpointError(f"{path}: 'end' must be an object with 'logit_bias'")
-    return _checked_number(end["logit_bias"], path, "end.logit_bias", *_BIASES)
+def _flag(value: object, path: Path, field: str) -> bool:
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{path}: {field!r} must be true or false, not {_short(value)}")
+    return value
 
 
-def end_bias_of(checkpoint: DescribedModel) -> float:
-    """Return what is added to a model's end tokens' logits; 0 where its metadata says nothing.
-
-    Raises:
-        CheckpointError: its metadata holds nonsense.
-    """
-    if END_BIAS_KEY not in checkpoint.metadata:
-        return 0.0
-    found = checkpoint.metadata[END_BIAS_KEY]
-    return _checked_number(found, checkpoint.path, END_BIAS_KEY, *_BIASES)
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def read_empty_threshold(path: Path, record: Mapping[str, object]) -> float | None:
-    """Return the threshold of empty answers of a midfill.json, None where it says nothing.
+_LEAST_INCREMENT = _Need(
+    LEAST_INCREMENT_KEY, DEFAULT_RULE.least_increment, _characters(0, MAX_LEAST_INCREMENT)
+)
+_WINDOW_BEFORE = _Need(WINDOW_BEFORE_KEY, DEFAULT_WINDOW.before, _characters(1, _MAX_WINDOW))
+_WINDOW_AFTER = _Need(WINDOW_AFTER_KEY, DEFAULT_WINDOW.after, _characters(0, _MAX_WINDOW))
+_SNIPPETS = _Need(SNIPPETS_KEY, DEFAULT_SNIPPET_CHARACTERS, _characters(0, _MAX_SNIPPETS))
+_END_BIAS = _Need(END_BIAS_KEY, 0.0, _number(-100.0, 100.0))
+_EMPTY_THRESHOLD = _Need(EMPTY_THRESHOLD_KEY, 0.0, _number(0.0, 1.0))
+_OPENS_LINES = _Need(OPENS_LINES_KEY, False, _flag)
 
-    Raises:
-        CheckpointError: it is no probability.
-    """
-    if "empty" not in record:
-        return None
-    empty = record["empty"]
-    if not isinstance(empty, Mapping) or "threshold" not in empty:
-        raise CheckpointError(f"{path}: 'empty' must be an object with 'threshold'")
-    return _checked_number(empty["threshold"], path, "empty.threshold", 0.0, 1.0)
+_SECTIONS: Mapping[str, Mapping[str, _Need[Any]]] = {
+    "cut": {"least_increment": _LEAST_INCREMENT},
+    "snippets": {"characters": _SNIPPETS},
+    "end": {"logit_bias": _END_BIAS},
+    "empty": {"threshold": _EMPTY_THRESHOLD},
+    "line_start": {"opens_line": _OPENS_LINES},
+    "window": {"before": _WINDOW_BEFORE, "after": _WINDOW_AFTER},
+}
+"""What the sections of a midfill.json state. "cut" may hold nothing but how it was measured."""
 
-
-def empty_threshold_of(checkpoint: DescribedModel) -> float:
-    """Return how probable a model's empty answer must be; 0 where its metadata says nothing.
-
-    Raises:
-        CheckpointError: its metadata holds nonsense.
-    """
-    if EMPTY_THRESHOLD_KEY not in checkpoint.metadata:
-        return 0.0
-    found = checkpoint.metadata[EMPTY_THRESHOLD_KEY]
-    return _checked_number(found, checkpoint.path, EMPTY_THRESHOLD_KEY, 0.0, 1.0)
-
-
-def read_opens_lines(path: Path, record: Mapping[str, object]) -> bool | None:
-    """Return whether a midfill.json asks for opened lines, None where it says nothing.
-
-    ``infill/opened_line.py`` explains what that is.
-
-    Raises:
-        CheckpointError: it is neither true nor false.
-    """
-    if "line_start" not in record:
-        return None
-    section = record["line_start"]
-    if not isinstance(section, Mapping) or "opens_line" not in section:
-        raise CheckpointError(f"{path}: 'line_start' must be an object with 'opens_line'")
-    return _checked_bool(section["opens_line"], path, "line_start.opens_line")
-
-
-def opens_lines_of(checkpoint: DescribedModel) -> bool:
-    """Return whether carets at line starts are answered as on an empty line; false by default.
-
-    Raises:
-        CheckpointError: its metadata holds nonsense.
-    """
-    if OPENS_LINES_KEY not in checkpoint.metadata:
-        return False
-    return _checked_bool(checkpoint.metadata[OPENS_LINES_KEY], checkpoint.path, OPENS_LINES_KEY)
-
-
-def folder_metadata(folder: Path) -> dict[str, object]:
-    """Return what a model folder's midfill.json adds to the checkpoint's metadata.
-
-    Raises:
-        CheckpointError: it is malformed.
-    """
-    path = folder / RECORD_FILE
-    return read_needs(path, read_json(path, optional=True))
+NEED_KEYS = frozenset(need.key for fields in _SECTIONS.values() for need in fields.values())
+"""The metadata keys of all that a midfill.json states here."""
 
 
 def read_needs(path: Path, record: Mapping[str, object]) -> dict[str, object]:
@@ -211,45 +150,69 @@ def read_needs(path: Path, record: Mapping[str, object]) -> dict[str, object]:
     Raises:
         CheckpointError: a section is malformed.
     """
-    needs: dict[str, object | None] = {
-        LEAST_INCREMENT_KEY: read_least_increment(path, record),
-        SNIPPETS_KEY: read_snippets(path, record),
-        END_BIAS_KEY: read_end_bias(path, record),
-        EMPTY_THRESHOLD_KEY: read_empty_threshold(path, record),
-        OPENS_LINES_KEY: read_opens_lines(path, record),
-    }
-    if (window := read_window(path, record)) is not None:
-        needs |= {WINDOW_BEFORE_KEY: window.before, WINDOW_AFTER_KEY: window.after}
-    return {key: value for key, value in needs.items() if value is not None}
+    needs: dict[str, object] = {}
+    for name, fields in _SECTIONS.items():
+        if name not in record:
+            continue
+        section = record[name]
+        if not isinstance(section, Mapping) or (name != "cut" and not set(fields) <= set(section)):
+            expected = " and ".join(map(repr, fields))
+            raise CheckpointError(f"{path}: {name!r} must be an object with {expected}")
+        for field, need in fields.items():
+            if field in section:
+                needs[need.key] = need.check(section[field], path, f"{name}.{field}")
+    return needs
+
+
+def folder_metadata(folder: Path) -> dict[str, object]:
+    """Return what a model folder's midfill.json adds to the checkpoint's metadata.
+
+    Raises:
+        CheckpointError: it is malformed.
+    """
+    path = folder / RECORD_FILE
+    return read_needs(path, read_json(path, optional=True))
 
 
 def cut_rule_of(checkpoint: DescribedModel) -> CutRule:
     """Return the cut rule of a model; the default where its metadata says nothing.
 
     Raises:
-        CheckpointError: its metadata holds nonsense.
+        CheckpointError: its metadata holds nonsense, here as below.
     """
-    if LEAST_INCREMENT_KEY not in checkpoint.metadata:
-        return DEFAULT_RULE
-    found = checkpoint.metadata[LEAST_INCREMENT_KEY]
-    return CutRule(_checked(found, checkpoint.path, LEAST_INCREMENT_KEY))
+    return CutRule(_LEAST_INCREMENT.of(checkpoint))
 
 
 def window_rule_of(checkpoint: DescribedModel) -> WindowRule:
-    """Return how much of a long document a model should see; the default where it doesn't say.
+    """Return how much of a long document a model should see; the default where it doesn't say."""
+    return WindowRule(_WINDOW_BEFORE.of(checkpoint), _WINDOW_AFTER.of(checkpoint))
 
-    Raises:
-        CheckpointError: its metadata holds nonsense.
+
+def snippet_characters_of(checkpoint: DescribedModel) -> int:
+    """Return how many characters of snippets to show; the default where a model doesn't say."""
+    return _SNIPPETS.of(checkpoint)
+
+
+def end_bias_of(checkpoint: DescribedModel) -> float:
+    """Return what is added to a model's end tokens' logits; 0 where its metadata says nothing.
+
+    A model that learned to infill from few tokens is too sure, or not sure enough, that an answer
+    is complete. The bias sets that right without touching what it writes.
     """
-    numbers = {}
-    for field, key, least in (
-        ("before", WINDOW_BEFORE_KEY, 1),
-        ("after", WINDOW_AFTER_KEY, 0),
-    ):
-        if key in checkpoint.metadata:
-            found = checkpoint.metadata[key]
-            numbers[field] = _checked(found, checkpoint.path, key, least, _MAX_WINDOW)
-    return replace(DEFAULT_WINDOW, **numbers)
+    return _END_BIAS.of(checkpoint)
+
+
+def empty_threshold_of(checkpoint: DescribedModel) -> float:
+    """Return how probable a model's empty answer must be; 0 where its metadata says nothing."""
+    return _EMPTY_THRESHOLD.of(checkpoint)
+
+
+def opens_lines_of(checkpoint: DescribedModel) -> bool:
+    """Return whether carets at line starts are answered as on an empty line; false by default.
+
+    See ``planner.opened_line_break``.
+    """
+    return _OPENS_LINES.of(checkpoint)
 
 
 def check_folder(folder: Path, keys: str) -> None:
@@ -312,33 +275,3 @@ def _write_section(folder: Path, name: str, section: Mapping[str, object], keys:
     record = {"format": RECORD_FORMAT, **read_json(path, optional=True), name: section}
     write_file(path, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     return path
-
-
-def _checked(
-    value: object, path: Path, field: str, least: int = 0, most: int = MAX_LEAST_INCREMENT
-) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise CheckpointError(
-            f"{path}: {field!r} must be a whole number of characters from {least} to {most}, "
-            f"not {_short(value)}"
-        )
-    return value
-
-
-def _checked_number(value: object, path: Path, field: str, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise CheckpointError(
-            f"{path}: {field!r} must be a number from {least:g} to {most:g}, not {_short(value)}"
-        )
-    return float(value)
-
-
-def _checked_bool(value: object, path: Path, field: str) -> bool:
-    if not isinstance(value, bool):
-        raise CheckpointError(f"{path}: {field!r} must be true or false, not {_short(value)}")
-    return value
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 40 else f"{text[:40]}..."

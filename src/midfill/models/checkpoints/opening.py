@@ -1,14 +1,43 @@
-"""Open a model: the checkpoint at a path, and the adapter that is merged into it."""
+"""Open a model: the checkpoint at a path, and the adapter that is merged into it.
 
+Each tensor of an ``AdaptedCheckpoint`` is merged when it is requested. The served model keeps the
+base's size and speed.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 
 from midfill.config import WeightsOption
 from midfill.errors import CheckpointError, ModelNotFoundError
-from midfill.models.checkpoints.adapted_checkpoint import AdaptedCheckpoint
-from midfill.models.checkpoints.adapter import load_adapter
-from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.adapter import Adapter, AdapterRecord, ReplacedRows, load_adapter
+from midfill.models.checkpoints.checkpoint import (
+    ADAPTER_KEY,
+    FRAGMENTS_KEY,
+    Checkpoint,
+)
 from midfill.models.checkpoints.gguf import GgufCheckpoint
 from midfill.models.checkpoints.huggingface import HuggingFaceCheckpoint
+from midfill.models.checkpoints.lora_merge import (
+    BLOCK_LAYOUTS,
+    VERSION,
+    LoraUpdate,
+    Rounding,
+    add_to_quantized,
+)
+from midfill.models.checkpoints.model_record import NEED_KEYS
+from midfill.models.config import ModelConfig
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.stored_tensor import StoredTensor
+
+_FLOATS = ("f32", "f16", "bf16")
+_FALLBACK = "q8_0"  # for kinds that can't be written; eight bits lose next to nothing
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -65,3 +94,125 @@ def model_digest(checkpoint: Checkpoint) -> str:
     if isinstance(checkpoint, AdaptedCheckpoint):
         return AdaptedCheckpoint(checkpoint.base, checkpoint.adapter).content_digest
     return checkpoint.content_digest
+
+
+class AdaptedCheckpoint:
+    """A base and an adapter. Implements ``Checkpoint``.
+
+    A merged tensor keeps its base's kind where that is one of ``BLOCK_LAYOUTS``. It is "q8_0" where
+    the base has another quantised kind, and "f32" where the base stores floats.
+
+    Attributes:
+        path, config: the base's.
+        metadata: the base's, with the adapter's FIM tokens and its rules of prompts and ends in
+            place of its own, and with ``midfill.fragments`` where the model was trained on text
+            tokenised in fragments.
+        base, adapter: what is merged.
+        exact: whether merged tensors are float32, whatever the base stores.
+        rounding: how updates are added to quantised tensors; the adapter's own rule by default.
+    """
+
+    def __init__(
+        self,
+        base: Checkpoint,
+        adapter: Adapter,
+        *,
+        exact: bool = False,
+        rounding: Rounding | None = None,
+    ) -> None:
+        self.base = base
+        self.adapter = adapter
+        self.exact = exact
+        self.rounding: Rounding = rounding or adapter.record.rounding
+        self.path: Path = base.path
+        self.config: ModelConfig = base.config
+        self.metadata: Mapping[str, object] = {
+            **_without_needs(base.metadata),
+            **_fim_metadata(adapter.record, base),
+            **adapter.record.needs,
+            **({FRAGMENTS_KEY: True} if adapter.record.fragments else {}),
+            ADAPTER_KEY: adapter.name,
+        }
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The base's tokenizer."""
+        return self.base.tokenizer
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of base, adapter and the way they are merged."""
+        return self._digest(self.base.fingerprint)
+
+    @cached_property
+    def content_digest(self) -> str:
+        """See ``Checkpoint.content_digest``; nothing is merged for it."""
+        return self._digest(self.base.content_digest)
+
+    def names(self) -> list[str]:
+        """Return the canonical names of the tensors the base holds."""
+        return self.base.names()
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Return one tensor by canonical name, merged if the adapter changes it.
+
+        Raises:
+            CheckpointError: the base can't provide it.
+        """
+        tensor = self.base.tensor(name)
+        update, rows = self.adapter.updates.get(name), self.adapter.rows.get(name)
+        if update is not None:
+            tensor = self._updated(tensor, update)
+        if rows is not None:
+            tensor = self._with_rows(tensor, rows)
+        return tensor
+
+    def _updated(self, tensor: StoredTensor, update: LoraUpdate) -> StoredTensor:
+        if tensor.kind in BLOCK_LAYOUTS and not self.exact:
+            return add_to_quantized(tensor, update.matrix(), self.rounding)
+        merged = tensor.to_float32() + update.matrix()
+        if tensor.kind in _FLOATS or self.exact:
+            return StoredTensor(tensor.name, tensor.shape, "f32", merged)
+        return _quantised(tensor.name, merged, _FALLBACK)
+
+    def _with_rows(self, tensor: StoredTensor, rows: ReplacedRows) -> StoredTensor:
+        where = list(rows.token_ids)
+        if tensor.kind in _FLOATS or self.exact or tensor.kind not in BLOCK_LAYOUTS:
+            values = tensor.to_float32().copy()
+            values[where] = rows.values
+            if tensor.kind in _FLOATS or self.exact:
+                return StoredTensor(tensor.name, tensor.shape, "f32", values)
+            return _quantised(tensor.name, values, _FALLBACK)
+        data = np.array(tensor.data)
+        data[where] = _quantised(tensor.name, rows.values, tensor.kind).data
+        return StoredTensor(tensor.name, tensor.shape, tensor.kind, data)
+
+    def _digest(self, of_base: str) -> str:
+        how = "exact" if self.exact else f"{self.rounding} {VERSION}"
+        text = f"{of_base} {self.adapter.fingerprint} {how}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _quantised(name: str, values: npt.NDArray[np.float32], kind: str) -> StoredTensor:
+    """Return rows of floats rounded to the nearest quant of a GGML kind."""
+    blocks = quantize(values, GGMLQuantizationType[kind.upper()])
+    return StoredTensor(name, values.shape, kind, blocks.reshape(len(values), -1))
+
+
+def _without_needs(metadata: Mapping[str, object]) -> dict[str, object]:
+    """Return a base's metadata without its rules of prompts and ends: its adapter changed them."""
+    return {key: value for key, value in metadata.items() if key not in NEED_KEYS}
+
+
+def _fim_metadata(record: AdapterRecord, base: Checkpoint) -> dict[str, object]:
+    """Return the FIM tokens under the keys that GGUF files use for them."""
+    fim = record.fim_tokens
+    if fim is None:
+        return {}
+    ids = base.tokenizer.special_tokens
+    return {
+        "tokenizer.ggml.fim_pre_token_id": ids[fim.prefix],
+        "tokenizer.ggml.fim_suf_token_id": ids[fim.suffix],
+        "tokenizer.ggml.fim_mid_token_id": ids[fim.middle],
+        "eot_token": list(record.stop_tokens),
+    }

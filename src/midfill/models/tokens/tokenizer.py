@@ -1,13 +1,19 @@
 """Tokenizer: text to token ids and back, exactly as the model's own tokenizer does it.
 
 The ``tokenizers`` library does the work. This file adds special tokens that are parsed only on
-request, the exact bytes of every token, and errors that a client can act on.
+request, the exact bytes of every token, text that arrives token by token, and errors that a client
+can act on.
+
+Two spellings of a vocabulary's pieces are in use. *Byte-level* BPE (Radford et al., 2019, GPT-2)
+writes every byte as one printable character. *SentencePiece* (Kudo and Richardson, 2018) writes
+text as it is, a space as U+2581, and a byte that no piece covers as ``<0xNN>``.
 """
 
+import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -16,8 +22,8 @@ from typing import Any
 import tokenizers
 
 from midfill.errors import InvalidRequestError
+from midfill.infill.cut_places import KeepsTokens
 from midfill.models.tokens.healing import Healing, TokenTrie
-from midfill.models.tokens.token_bytes import piece_decoder
 
 END_TOKENS = (
     "<|endoftext|>",
@@ -37,6 +43,9 @@ too."""
 
 _FIM_TOKENS = ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>")
 _CONTROL = re.compile(r"<\|.*\|>|<｜.*｜>", re.DOTALL)  # noqa: RUF001
+_SPACE = "\u2581"
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_CACHED = 1024  # pairs of texts, a few hundred characters each
 
 
 def looks_like_control(text: str) -> bool:
@@ -233,6 +242,52 @@ class Tokenizer:
         return [text[start:end] for start, end in pairwise(cuts)]
 
 
+class Detokenizer:
+    """Turns one answer's tokens into text incrementally.
+
+    A token may end inside a UTF-8 character; its bytes are held back until the rest arrives. All
+    texts together are exactly ``Tokenizer.decode`` of all tokens: bytes that are not UTF-8 become
+    U+FFFD at the same places.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        skip: bytes to leave out at the start because the prompt already contains them.
+
+    Attributes:
+        skip: bytes that are still to be left out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip: int = 0) -> None:
+        self.skip = skip
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Add tokens, and return the text that they complete; it may be empty."""
+        return self.push_bytes(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+
+    def push_bytes(self, written: bytes) -> str:
+        """Add what tokens stand for, and return the text that it completes."""
+        shown = written[self.skip :]
+        self.skip -= len(written) - len(shown)
+        return self._decoder.decode(shown)
+
+    def flush(self) -> str:
+        """Return the rest at the answer's end: U+FFFD for an incomplete character."""
+        return self._decoder.decode(b"", final=True)
+
+
+def keeps_tokens_of(tokenizer: Tokenizer) -> KeepsTokens:
+    """Return a model's ``KeepsTokens``; it remembers recent answers and is thread-safe."""
+
+    @lru_cache(_CACHED)
+    def keeps_tokens(before: str, after: str) -> bool:
+        encode = tokenizer.encode_continuation
+        return encode(before) + encode(after) == encode(before + after)
+
+    return keeps_tokens
+
+
 def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
     ids: list[int] = backend.encode(text, add_special_tokens=False).ids
     return ids
@@ -289,3 +344,59 @@ def _without_leading_space(step: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "ByteLevel":
         return {**step, "add_prefix_space": False}
     return step
+
+
+def piece_decoder(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """Return the function from piece to bytes for a tokenizer's vocabulary."""
+    kinds = {step["type"] for part in _parts(backend) for step in _steps(part)}
+    if "ByteLevel" in kinds:
+        return byte_level_bytes
+    if kinds & {"Metaspace", "ByteFallback", "Replace"}:
+        return sentencepiece_bytes
+    return str.encode
+
+
+def byte_level_bytes(piece: str) -> bytes:
+    """Return the bytes of a byte-level piece; any other added token stands for its text."""
+    try:
+        return bytes([_BYTE_OF[character] for character in piece])
+    except KeyError:
+        return piece.encode()
+
+
+def sentencepiece_bytes(piece: str) -> bytes:
+    """Return the bytes of a SentencePiece piece."""
+    byte = _BYTE_PIECE.fullmatch(piece)
+    if byte is not None:
+        return bytes([int(byte[1], 16)])
+    return piece.replace(_SPACE, " ").encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return character -> byte. Printable Latin-1 stands for itself, the rest from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _parts(backend: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
+    # A decoder decides; a tokenizer without one is judged by how it splits.
+    for part in (backend.decoder, backend.pre_tokenizer, backend.normalizer):
+        if part is not None:
+            yield json.loads(part.__getstate__())
+            return
+
+
+def _steps(part: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a decoder, pre-tokenizer or normalizer, with sequences flattened."""
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for inner in ("decoders", "pretokenizers", "normalizers"):
+        for step in part.get(inner, ()):
+            yield from _steps(step)

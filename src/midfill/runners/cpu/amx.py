@@ -1,7 +1,16 @@
-"""Whether products may run on AMX, and where: choices that change no bit of any result."""
+"""Whether products may run on AMX, and where: choices that change no bit of any result.
 
+The state of AMX's tile registers is 8 KiB per thread, so Linux saves it only for a process that has
+asked. The permission holds for all threads, those that are running included, until the process ends
+or executes another program. Without it a tile instruction ends the program. (The kernel's
+documentation, "Using XSTATE features in user space applications".)
+"""
+
+import ctypes
+import errno
 import logging
 import os
+import platform
 from enum import Enum
 from functools import cache
 
@@ -10,7 +19,6 @@ from numba.core.registry import cpu_target
 from midfill.errors import MidfillError
 from midfill.kernels.cpu.amx_products import AMX_FEATURE
 from midfill.kernels.cpu.simd import has_feature
-from midfill.system.amx import request_amx
 
 _log = logging.getLogger(__name__)
 
@@ -60,3 +68,36 @@ def choose_amx() -> AmxUse:
 @cache
 def _warn_once(message: str) -> None:
     _log.warning("%s", message)
+
+
+_ARCH_PRCTL = 158
+_GET_PERMISSION, _REQUEST_PERMISSION = 0x1022, 0x1023
+_TILE_DATA = 18
+"""Number of the tiles' part of a thread's state."""
+
+
+@cache
+def request_amx() -> str | None:
+    """Ask for the permission, once per process.
+
+    Returns:
+        None if it is granted, else why not.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "only Linux on x86-64 is asked"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if _arch_prctl(libc, _REQUEST_PERMISSION, ctypes.c_long(_TILE_DATA)) != 0:
+        number = ctypes.get_errno()
+        if number == errno.ENOSPC:
+            return "a thread's signal stack has no room for the tiles"
+        return os.strerror(number)
+    granted = ctypes.c_uint64(0)
+    if _arch_prctl(libc, _GET_PERMISSION, ctypes.byref(granted)) != 0:
+        return os.strerror(ctypes.get_errno())
+    return (
+        None if granted.value >> _TILE_DATA & 1 else "the kernel has not granted what it agreed to"
+    )
+
+
+def _arch_prctl(libc: ctypes.CDLL, code: int, argument: object) -> int:
+    return int(libc.syscall(ctypes.c_long(_ARCH_PRCTL), ctypes.c_long(code), argument))

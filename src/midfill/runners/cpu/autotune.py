@@ -90,7 +90,7 @@ def autotune_tile_rows(
     if table is None:
         table = _measure_all(model, measure, with_amx)
         kept = msgspec.json.encode(_Kept(table.tolist()))
-        store_file(path, lambda partial: _write(partial, kept))
+        store_file(path, lambda partial: partial.write_bytes(kept))
     return table
 
 
@@ -187,7 +187,3 @@ def _read(path: Path, model: PackedModel, with_amx: bool) -> TileTable | None:
     ):
         return None
     return np.array(rows, np.uint8)
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

@@ -10,7 +10,7 @@ from midfill.kernels.cpu.kv_cache import KVArray, KVCache
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.runners.forward.cells import CellLayout, StoredCells, UInt8Array
-from midfill.runners.key_rotation import rotations
+from midfill.runners.rope import rotations
 
 _LARGEST_HALF = np.float32(65504.0)
 _LARGEST_BFLOAT = np.float32(LARGEST)

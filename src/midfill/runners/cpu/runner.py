@@ -42,7 +42,7 @@ from midfill.runners.cpu.packed_model import PackedModel, block_format, load_pac
 from midfill.runners.cpu.step_memory import StepMemory, StepSize, padded_vocab, usual_size
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import layer_frequencies
-from midfill.system.cores import available_threads
+from midfill.system.machine import available_threads
 from midfill.system.progress import Progress
 
 if TYPE_CHECKING:

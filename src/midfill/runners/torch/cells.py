@@ -4,7 +4,7 @@ import torch
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.runners.forward.cells import CellLayout, StoredCells, UInt8Array
-from midfill.runners.key_rotation import shift_keys
+from midfill.runners.rope import shift_keys
 from midfill.runners.torch.part_attention import cell_places
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.tensor_shapes import tensor_shapes
+from midfill.models.config import tensor_shapes
 
 
 @dataclass(frozen=True)

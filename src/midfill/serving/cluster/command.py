@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from midfill.errors import MidfillError
 from midfill.serving.cluster.local import LocalCluster, find_local, start_local, stop_local
 from midfill.serving.cluster.spec import EnginesSpec, FrontSpec
-from midfill.system.cores import available_threads
+from midfill.system.machine import available_threads
 
 if TYPE_CHECKING:
     from midfill.serving.cluster.deployment import Overview

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from midfill.errors import MidfillError
 from midfill.serving.server.limits import NO_LIMITS, TenantLimits
-from midfill.system.atomic import replacing_file
+from midfill.system.files import replacing_file
 
 EVERYONE = "*"
 """The name of limits for all names without their own."""

@@ -24,8 +24,7 @@ from midfill.serving.server.request_log import Traces
 from midfill.serving.server.service import ModelService
 from midfill.serving.server.tls import ServerTls
 from midfill.system.extras import require
-from midfill.system.garbage import freeze_objects
-from midfill.system.open_files import raise_open_file_limit
+from midfill.system.process import freeze_objects, raise_open_file_limit
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from midfill.infill.memory import Memory
+from midfill.infill.document_store import Memory
 
 
 class MemoryCollector(Collector):

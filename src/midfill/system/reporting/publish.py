@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console, RenderableType
 
-from midfill.system.atomic import write_file
+from midfill.system.files import write_file
 from midfill.system.reporting.document_sections import replace_section
 
 _WIDTH = 130

@@ -46,7 +46,7 @@ class TestProcess:
             "import time\n"
             "from pathlib import Path\n"
             "from midfill.lab.bench.peers.process import ServerProcess\n"
-            "from midfill.system.termination import ended_by_sigterm\n"
+            "from midfill.system.process import ended_by_sigterm\n"
             f"log = Path({str(tmp_path / 'log')!r})\n"
             "with ended_by_sigterm(), ServerProcess(['sleep', '60'], {}, 1, log) as process:\n"
             "    print(process._process.pid, flush=True)\n"

@@ -11,7 +11,7 @@ from midfill.lab.bench.peers.compare import Programs, compare_peers
 from midfill.lab.bench.peers.compared_model import ComparedModel, open_compared
 from midfill.lab.bench.peers.results import PeersOptions
 from midfill.lab.bench.peers.shapes import Shape, random_model, write_random_model
-from midfill.models.checkpoints.gguf_file import GgufFile
+from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.opening import open_checkpoint
 
 OPTIONS = PeersOptions(

@@ -114,7 +114,7 @@ class TestEnding:
 from pathlib import Path
 from midfill.lab.bench.versions.copies import Version, VersionCopy
 from midfill.lab.bench.versions.speed_worker import SpeedWorker
-from midfill.system.termination import ended_by_sigterm
+from midfill.system.process import ended_by_sigterm
 copy = VersionCopy("old", Version(commit="a"), Path({str(stand_in.source)!r}))
 with ended_by_sigterm(), SpeedWorker(copy, Path({str(tmp_path)!r})) as worker:
     worker.load("model", None)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from running_server import RunningServer
 
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.serving.server.dialects.tabby import Segments, Snippet
 
 PREFIX, SUFFIX = "x = 1\ny = [2, 3]\nz = toke", ")\nprint(x)\n"

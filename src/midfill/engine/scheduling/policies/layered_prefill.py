@@ -65,10 +65,12 @@ class LayeredPrefill:
             return self.chunked.plan(state)
         decodes, victims, available = self.chunked.place_decodes(state)
         prefilling = [
-            one for one in state.running if not one.decoding and one.sequence_id not in victims
+            sequence
+            for sequence in state.running
+            if not sequence.decoding and sequence.sequence_id not in victims
         ]
         plan = StepPlan(tuple(victims), tuple(decodes))
-        in_flight = [one for one in prefilling if one.by_layers]
+        in_flight = [sequence for sequence in prefilling if sequence.by_layers]
         if in_flight:
             return self._continue(plan, in_flight)
         if prefilling or victims:
@@ -83,9 +85,9 @@ class LayeredPrefill:
 
     def _concerned(self, state: ScheduleState) -> bool:
         """Whether a sequence prefills by layers, or might."""
-        if any(one.by_layers and not one.decoding for one in state.running):
+        if any(sequence.by_layers and not sequence.decoding for sequence in state.running):
             return True
-        return any(self._by_layers(one) for one in state.waiting)
+        return any(self._by_layers(sequence) for sequence in state.waiting)
 
     def _by_layers(self, sequence: WaitingSequence) -> bool:
         allowed = self.every_prompt and sequence.prefill == "any"
@@ -93,13 +95,17 @@ class LayeredPrefill:
 
     def _continue(self, plan: StepPlan, in_flight: list[RunningSequence]) -> StepPlan:
         """Run the prompts in flight through their next group, or begin their next pass."""
-        started = [one for one in in_flight if one.layer_tokens]
+        started = [sequence for sequence in in_flight if sequence.layer_tokens]
         if not started:
             head = in_flight[0]
             tokens = head.remaining if head.whole else min(head.remaining, self.max_tokens)
             return self._with_group(plan, [(head.sequence_id, tokens)], 0)
         first = started[0].next_layer
-        batch = [(one.sequence_id, one.layer_tokens) for one in started if one.next_layer == first]
+        batch = [
+            (sequence.sequence_id, sequence.layer_tokens)
+            for sequence in started
+            if sequence.next_layer == first
+        ]
         return self._with_group(plan, batch, first)
 
     def _with_group(self, plan: StepPlan, prompts: list[tuple[int, int]], first: int) -> StepPlan:
@@ -112,7 +118,9 @@ class LayeredPrefill:
         """
         groups = self.groups(sum(tokens for _, tokens in prompts))
         end = next(end for _, end in groups if end > first)
-        chunks = tuple(LayerChunk(one, tokens, first, end) for one, tokens in prompts)
+        chunks = tuple(
+            LayerChunk(sequence_id, tokens, first, end) for sequence_id, tokens in prompts
+        )
         return replace(plan, layer_chunks=chunks)
 
     def _admit(self, state: ScheduleState, plan: StepPlan, available: int) -> StepPlan:

@@ -97,11 +97,13 @@ class SarathiServe:
         rows = len(decodes)
         chunks: list[Chunk] = []
         started = [
-            one for one in state.running if not one.decoding and one.sequence_id not in victims
+            sequence
+            for sequence in state.running
+            if not sequence.decoding and sequence.sequence_id not in victims
         ]
-        prefilling = [one.sequence_id for one in started]
+        prefilling = [sequence.sequence_id for sequence in started]
         queue = [] if victims else self._queued(state, prefilling)
-        later = [one.remaining for one in started] + queue
+        later = [sequence.remaining for sequence in started] + queue
         for place, sequence in enumerate(started):
             left = self._left_to_short(state, sequence.remaining, later[place + 1 :], len(decodes))
             tokens = self._chunk(state, sequence.remaining, sequence.computed, rows + left)

@@ -31,7 +31,10 @@ class SmartSpec:
     min_gain: float = 0.05
 
     def max_draft_tokens(self, state: ScheduleState, plan: StepPlan) -> int:
-        """Return what ``plan`` leaves of the token budget and of the slots."""
+        """Return how many drafted tokens could run beside ``plan``; below 1, none are proposed.
+
+        It is what ``plan`` leaves of the token budget and of the slots. A pure function.
+        """
         if plan.preempt:
             return 0
         return min(
@@ -46,13 +49,23 @@ class SmartSpec:
         step_seconds: Callable[[int, float], float],
         max_tokens: int,
     ) -> StepPlan:
-        """Return ``plan`` with the drafts that maximise goodput."""
-        context = _mean_context(state, plan)
+        """Return ``plan`` with the drafts that maximise goodput; a pure function.
+
+        Args:
+            state: what ``plan`` was made from.
+            plan: a plan without drafts.
+            probabilities: by id of a sequence with a draft, the estimated probabilities that its
+                first, first two, ... tokens are all right.
+            step_seconds: estimates the time of a step from its rows (at least 1) and the tokens
+                that a row attends to, on average.
+            max_tokens: the result of ``max_draft_tokens``.
+        """
+        keys = _mean_keys(state, plan)
         lengths = draft_lengths(
             probabilities,
             rows=plan.rows,
             progress=len(plan.decodes) + len(plan.chunks) + len(plan.admit),
-            seconds=lambda rows: step_seconds(rows, context),
+            seconds=lambda rows: step_seconds(rows, keys),
             max_tokens=max_tokens,
             min_gain=self.min_gain,
         )
@@ -112,7 +125,7 @@ def _allocated_slots(state: ScheduleState, plan: StepPlan) -> int:
     return allocated
 
 
-def _mean_context(state: ScheduleState, plan: StepPlan) -> float:
+def _mean_keys(state: ScheduleState, plan: StepPlan) -> float:
     """Return how many tokens a row of ``plan`` attends to, on average."""
     running = {sequence.sequence_id: sequence for sequence in state.running}
     keys = sum(running[sequence_id].length for sequence_id in plan.decodes)

@@ -38,7 +38,7 @@ from midfill.lab.bench.peers.servers import Launch, Missing, Room, launch_midfil
 from midfill.lab.bench.peers.vllm import launch_vllm
 from midfill.lab.bench.prompts import Prompts
 from midfill.system.machine import describe_machine
-from midfill.system.termination import ended_by_sigterm
+from midfill.system.process import ended_by_sigterm
 
 SERVERS = (MIDFILL, LLAMA_CPP, VLLM)
 QUICK = PeersOptions(

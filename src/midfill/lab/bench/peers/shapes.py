@@ -22,10 +22,10 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from midfill.errors import MidfillError, OptionError
-from midfill.models.checkpoints.gguf_file import GgufFile
+from midfill.models.checkpoints.gguf import GgufFile
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
-from midfill.system.atomic import replacing_file
 from midfill.system.cache import cache_folder
+from midfill.system.files import replacing_file
 from midfill.system.reporting.sizes import format_size
 
 _MAX_ROWS = 16_384  # of a tensor drawn at a time

@@ -14,8 +14,8 @@ from midfill.lab.bench.peers.compared_model import ComparedModel
 from midfill.lab.bench.peers.loads import LAID_OUT
 from midfill.lab.bench.peers.results import VLLM
 from midfill.lab.bench.peers.servers import PORT, Launch, Missing, ReadBytes, Room
-from midfill.system.atomic import write_folder
 from midfill.system.cache import cache_folder
+from midfill.system.files import write_folder
 
 INSTALL = (
     "install it as docs/peers.md says (python -m venv vllm && vllm/bin/pip install torch==2.13.0 &&"

@@ -13,7 +13,7 @@ from midfill.errors import MidfillError
 from midfill.lab.bench.versions.copies import Copies, VersionCopy, last_lines, version_copies
 from midfill.lab.bench.versions.report import RatioFigure, VersionsReport, check_pairs, ratio_figure
 from midfill.system.machine import describe_machine
-from midfill.system.termination import ended_by_sigterm
+from midfill.system.process import ended_by_sigterm
 
 
 class Reading(NamedTuple):

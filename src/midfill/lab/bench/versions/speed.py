@@ -27,7 +27,7 @@ from midfill.lab.bench.versions.speed_worker import SpeedWorker, Timing
 from midfill.models.checkpoints.model_store import resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.system.machine import describe_machine
-from midfill.system.termination import ended_by_sigterm
+from midfill.system.process import ended_by_sigterm
 
 _PREFILLED = 5120
 """Prompt tokens per version and restart, about; short prompts are repeated more often."""

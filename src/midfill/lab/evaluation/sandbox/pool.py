@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 import midfill
 from midfill.errors import MidfillError
 from midfill.lab.evaluation.sandbox.values import FrameError, read_frame, write_frame
-from midfill.system.cores import available_threads
+from midfill.system.machine import available_threads
 from midfill.system.progress import StageProgress
 
 Isolation = Literal["namespaces", "audit-hook"]

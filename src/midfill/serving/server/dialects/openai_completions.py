@@ -13,7 +13,7 @@ from midfill.frontend.prompt import Prompt
 from midfill.frontend.prompts import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.frontend.token_report import TokenReport
-from midfill.infill.context import ContextFile
+from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
 from midfill.infill.trim import Brackets, Lines
 from midfill.infill.window import WindowRule

@@ -1,0 +1,177 @@
+"""Files and folders that appear complete or not at all, and pages of memory-mapped files.
+
+Content is written under a temporary name beside the target, flushed to the disk and then renamed:
+so nothing is half written, even if the process is killed.
+"""
+
+import mmap
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+from midfill.errors import MidfillError
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
+_ABANDONED_SECONDS = 3600.0
+
+
+@contextmanager
+def replacing_file(target: Path) -> Iterator[Path]:
+    """Yield a temporary path; the file written there replaces ``target`` when the block ends.
+
+    If the block raises, the temporary file is removed and ``target`` stays as it was. The folder is
+    created if needed. Any number of processes may replace the same file at once: each writes a
+    temporary file of its own and the last one wins. Files left behind by killed processes are
+    removed after an hour.
+
+    Raises:
+        OSError: the folder or the file can't be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target.parent)
+    temporary = target.with_name(f".{target.name}.{uuid4().hex}.partial")
+    try:
+        yield temporary
+        rename_synced(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def rename_synced(path: Path, target: Path) -> None:
+    """Flush a complete file to the disk, then rename it, replacing ``target``.
+
+    Without the flush, a power cut could leave the name without the bytes.
+
+    Raises:
+        OSError: one of them can't be done.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    os.replace(path, target)
+
+
+def write_file(target: Path, content: str) -> None:
+    """Write a UTF-8 text file; its folder is created if needed.
+
+    Raises:
+        MidfillError: it can't be written; the previous file stays.
+    """
+    with _reporting_failures(target, ()), replacing_file(target) as temporary:
+        temporary.write_text(content, encoding="utf-8", newline="")
+
+
+def write_folder(
+    target: Path, write: Callable[[Path], None], *, errors: tuple[type[Exception], ...] = ()
+) -> None:
+    """Let ``write`` fill a folder that gets its name once it is complete.
+
+    One process at a time may write the same folder.
+
+    Args:
+        target: the folder; replaced if it exists.
+        write: fills the empty folder it is given.
+        errors: what ``write`` raises for a full disk beside OSError.
+
+    Raises:
+        MidfillError: something can't be written; nothing is left behind, the previous folder stays.
+    """
+    temporary = target.with_name(f".{target.name}.writing")
+    with _reporting_failures(target, errors):
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            write(temporary)
+            _apply_default_mode(temporary)
+            _replace_folder(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def _apply_default_mode(folder: Path) -> None:
+    """Give all files the mode of new ones; safetensors creates its files for the owner alone."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+
+
+def _replace_folder(temporary: Path, target: Path) -> None:
+    if not target.exists():
+        os.replace(temporary, target)
+        return
+    previous = target.with_name(f".{target.name}.old")
+    shutil.rmtree(previous, ignore_errors=True)
+    os.replace(target, previous)
+    os.replace(temporary, target)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote."""
+    for path in folder.glob(".*.partial"):
+        with suppress(OSError):
+            age = time.time() - path.stat().st_mtime
+            if age > _ABANDONED_SECONDS and _TEMPORARY.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _reporting_failures(target: Path, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Turn failures to write into a MidfillError of one line."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (OSError, *errors)):
+            raise
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        first_line = str(reason).partition("\n")[0]
+        raise MidfillError(
+            f"{target}: can't be written: {first_line}; what was there before stays"
+        ) from None
+
+
+def release_pages(array: npt.NDArray[Any]) -> None:
+    """Let the system have back what was read of the mapped file that an array views.
+
+    What is needed again is read again. Does nothing for other arrays.
+    """
+    owner = _map_of(array)
+    if owner is not None and hasattr(mmap, "MADV_DONTNEED"):
+        owner.madvise(mmap.MADV_DONTNEED)
+
+
+def read_ahead(array: npt.NDArray[Any]) -> None:
+    """Have the system read what a contiguous array views of a mapped file, without waiting.
+
+    Does nothing for other arrays.
+    """
+    owner = _map_of(array)
+    if owner is None or not hasattr(mmap, "MADV_WILLNEED"):
+        return
+    start = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    with suppress(OSError):  # a file system without it
+        owner.madvise(mmap.MADV_WILLNEED, first, start + array.nbytes - first)
+
+
+def _map_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
+    """Return the mapped file that an array views, None if it is in memory."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
+    return owner if isinstance(owner, mmap.mmap) else None

@@ -1,0 +1,79 @@
+"""This process: its threads' priority, its garbage, its open files, and how it ends."""
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does, with the processes it has started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+_NICENESS = 10
+
+
+def start_in_background(work: Callable[[], None], name: str) -> threading.Thread:
+    """Do work on a new thread of low priority; the interpreter waits for it when it ends.
+
+    Args:
+        work: logs its own errors.
+        name: of the thread.
+    """
+
+    def run() -> None:
+        if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        work()
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    return thread
+
+
+def freeze_objects() -> None:
+    """Have collections look no more at what is there now; call it once all is loaded.
+
+    A collection stops everything for as long as it takes to look at all objects, tens of
+    milliseconds for a few hundred thousand. And the old generation is collected only once it has
+    grown by a quarter, so with those objects in it, garbage would stay for long.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # counts the old generation, from which it must grow
+
+
+def raise_open_file_limit(wanted: int) -> int:
+    """Raise the limit to ``wanted``, as far as the system lets; return the limit.
+
+    A limit that is higher already stays. Without such limits (Windows), returns ``wanted``.
+    """
+    if sys.platform == "win32":
+        return wanted
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= wanted:
+        return wanted if soft == unlimited else soft
+    allowed = wanted if hard == unlimited else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (ValueError, OSError):  # macOS has a bound of its own
+        return soft
+    return allowed

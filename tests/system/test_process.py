@@ -1,0 +1,53 @@
+"""Work in the background has less priority; what was there before is not collected."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from midfill.system.process import start_in_background
+
+
+def test_the_work_is_done_on_a_thread_of_that_name() -> None:
+    done: list[str] = []
+    start_in_background(lambda: done.append(threading.current_thread().name), "store").join()
+    assert done == ["store"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
+def test_it_has_a_lower_priority_than_its_caller() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    found: list[int] = []
+    work = start_in_background(lambda: found.append(os.getpriority(os.PRIO_PROCESS, 0)), "store")
+    work.join()
+    assert found == [max(own, 10)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+PROGRAM = """
+import gc, weakref
+from midfill.system.process import freeze_objects
+
+class Node:
+    pass
+
+def cycles(count):
+    last = None
+    for _ in range(count):
+        last = Node()
+        last.itself = last
+    return weakref.ref(last)
+
+stays = [Node() for _ in range(400_000)]
+freeze_objects()
+assert len(gc.get_objects()) < 1000, len(gc.get_objects())
+old = gc.get_stats()[2]["collections"]
+gone = cycles(100_000)
+assert gc.get_stats()[2]["collections"] > old, "the old generation was never collected"
+"""
+
+
+def test_objects_of_the_start_are_not_looked_at_again() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
