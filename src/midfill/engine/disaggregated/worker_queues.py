@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from midfill.engine.disaggregated.workers import DecodeLimits, PrefillLimits, prefill_batch
-from midfill.engine.process.output_stream import OutputStream
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineRequest
 
 

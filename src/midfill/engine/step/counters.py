@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from midfill.engine.kv_transfer.kv_traffic import KvTraffic
+from midfill.engine.kv_transfer.warm_cache import KvTraffic
 from midfill.engine.request import EngineStats
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sparse_prefill import KeyPairs

@@ -13,9 +13,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from midfill.config import RouterName
 from midfill.serving.cluster.front import Front
-from midfill.serving.cluster.names import ENGINE, FRONT
 from midfill.serving.cluster.replica import EngineReplica
-from midfill.serving.cluster.spec import EnginesSpec, FrontSpec, read_spec
+from midfill.serving.cluster.spec import ENGINE, FRONT, EnginesSpec, FrontSpec, read_spec
 
 _ROUTERS: dict[RouterName, str] = {
     "document": "midfill.serving.cluster.router.DocumentRouter",

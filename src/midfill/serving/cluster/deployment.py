@@ -17,9 +17,15 @@ from ray import serve
 from ray.serve import Application
 
 from midfill.errors import MidfillError
-from midfill.serving.cluster.names import ENGINE, FRONT_APP, engines_app, generation_of
-from midfill.serving.cluster.numbers import ReplicaNumbers, read_numbers
-from midfill.serving.cluster.spec import EnginesSpec, FrontSpec
+from midfill.serving.cluster.messages import ReplicaNumbers, read_numbers
+from midfill.serving.cluster.spec import (
+    ENGINE,
+    FRONT_APP,
+    EnginesSpec,
+    FrontSpec,
+    engines_app,
+    generation_of,
+)
 
 _TICK_SECONDS = 0.5
 _CONNECT_SECONDS = 15.0

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from midfill.engine.routing import DEFAULT_SLOTS
-from midfill.serving.cluster.numbers import ReplicaNumbers, read_numbers
+from midfill.serving.cluster.messages import ReplicaNumbers, read_numbers
 
 _ROUTERS: "WeakValueDictionary[str, ObservedRouter]" = WeakValueDictionary()
 

@@ -10,31 +10,121 @@ The way of a request:
 A task that is cancelled closes the replica's stream, by which the engine ends the request.
 """
 
-import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
 
-from midfill.engine.messages import EngineInfo
-from midfill.engine.process.output_stream import OutputStream
-from midfill.engine.process.totals import total_stats, total_tenants
+from midfill.engine.messages import EngineInfo, Failed
+from midfill.engine.process.aggregate import RequestTasks, total_stats, total_tenants
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
 from midfill.engine.routing import request_key
 from midfill.errors import (
     EngineDeadError,
-    GenerationError,
-    MidfillError,
     QueueFullError,
 )
 from midfill.kv.tiers.load_policy import MeasuredRate
-from midfill.serving.cluster.holdings import Holdings
-from midfill.serving.cluster.kv_moves import KvMoveCounts
-from midfill.serving.cluster.messages import Accepted, Failed, FromReplica, KvHint, Output
-from midfill.serving.cluster.numbers import ReplicaNumbers, total_moves
-from midfill.serving.cluster.resumption import Resumption, with_seed
+from midfill.serving.cluster.kv_moves import Holdings
+from midfill.serving.cluster.messages import (
+    Accepted,
+    FromReplica,
+    KvHint,
+    KvMoveCounts,
+    Output,
+    ReplicaNumbers,
+    total_moves,
+)
+
+
+def with_seed(request: EngineRequest) -> EngineRequest:
+    """Return the request with a seed, so that it can be asked twice."""
+    sampling = request.sampling
+    if sampling.temperature == 0 or sampling.seed is not None or request.background:
+        return request
+    seeded = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+    return msgspec.structs.replace(request, sampling=seeded)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer: the tokens that were passed on, and how many of them the replica has repeated."""
+
+    tokens: list[int] = field(default_factory=list)
+    repeated: int = 0
+    begun: bool = False
+    ended: bool = False
+
+
+class Resumption:
+    """The answers to one request, over all replicas that it was sent to.
+
+    Args:
+        answers: how many there are.
+    """
+
+    def __init__(self, answers: int) -> None:
+        self._answers = [_Answer() for _ in range(answers)]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all answers have ended."""
+        return all(answer.ended for answer in self._answers)
+
+    def restart(self) -> None:
+        """Begin to read the same answers from another replica."""
+        for answer in self._answers:
+            answer.repeated = 0
+
+    def take(self, output: EngineOutput) -> EngineOutput | None:
+        """Return what is new in an output; None if it says nothing new.
+
+        Raises:
+            EngineDeadError: the answer differs from what was passed on before.
+        """
+        answer = self._answers[output.index]
+        if answer.ended:
+            return None
+        skipped = min(len(output.token_ids), len(answer.tokens) - answer.repeated)
+        seen = answer.tokens[answer.repeated : answer.repeated + skipped]
+        ends_early = output.finish_reason is not None and (
+            answer.repeated + len(output.token_ids) < len(answer.tokens)
+        )
+        if output.token_ids[:skipped] != seen or ends_early:
+            raise EngineDeadError(
+                "the replica that was answering is lost, and another one would go on differently;"
+                " send the request again",
+                retry_after=1,
+            )
+        answer.repeated += skipped
+        new = output.token_ids[skipped:]
+        if answer.begun and not new and output.finish_reason is None:
+            return None
+        taken = _without(output, skipped, first=not answer.begun)
+        answer.tokens += new
+        answer.repeated += len(new)
+        answer.begun = True
+        answer.ended = output.finish_reason is not None
+        return taken
+
+
+def _without(output: EngineOutput, skipped: int, *, first: bool) -> EngineOutput:
+    """Return an output without its first tokens, and without what only a first one tells."""
+    if not skipped and first:
+        return output
+    return msgspec.structs.replace(
+        output,
+        token_ids=output.token_ids[skipped:],
+        logprobs=None if output.logprobs is None else output.logprobs[skipped:],
+        token_bytes=None if output.token_bytes is None else output.token_bytes[skipped:],
+        prompt_logprobs=output.prompt_logprobs if first else None,
+        prefill_seconds=output.prefill_seconds if first else None,
+    )
+
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +167,7 @@ class RemoteEngine:
             computed there.
 
     Attributes:
+        info: the same.
         resumed: requests that went on at another replica after one was lost.
     """
 
@@ -87,19 +178,15 @@ class RemoteEngine:
         self._holdings = holdings
         self._prefill = MeasuredRate()
         self._replicas = replicas
-        self._info = info
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.info = info
+        failure = "the server failed on this request; its log says why"
+        self._tasks = RequestTasks(self._answer, failure)
         self._known: dict[str, ReplicaNumbers] = {}
 
     @property
     def state(self) -> Literal["ready", "restarting"]:
         """ "ready" while there is a replica."""
         return "ready" if self.numbers else "restarting"
-
-    @property
-    def info(self) -> EngineInfo:
-        """What one replica is."""
-        return self._info
 
     @property
     def numbers(self) -> Mapping[str, ReplicaNumbers]:
@@ -153,47 +240,22 @@ class RemoteEngine:
 
     def submit(self, *requests: EngineRequest) -> OutputStream:
         """Start requests; the stream yields their outputs."""
-        stream = OutputStream(self, requests)
         # Another machine's clock counts from another time.
-        requests = tuple(msgspec.structs.replace(one, deadline=None) for one in requests)
-        for request in requests:
-            task = asyncio.create_task(self._answer(request, stream), name="replica request")
-            self._tasks[request.request_id] = task
-        return stream
-
-    def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End a request. One of several answers is not ended, only ignored."""
-        if index is None and (task := self._tasks.get(request_id)) is not None:
-            task.cancel()
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing: a task that has told the last of its outputs ends by itself."""
+        return self._tasks.start(
+            tuple(msgspec.structs.replace(request, deadline=None) for request in requests)
+        )
 
     async def close(self) -> None:
         """End all requests."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _answer(self, request: EngineRequest, stream: OutputStream) -> None:
-        """Generate all answers to a prompt; errors go to the stream."""
-        try:
-            await self._ask_until_answered(with_seed(request), stream)
-        except MidfillError as error:
-            stream.put(error)
-        except Exception:
-            _log.exception("a request to the replicas failed")
-            stream.put(GenerationError("the server failed on this request; its log says why"))
-        finally:
-            del self._tasks[request.request_id]
-
-    async def _ask_until_answered(self, request: EngineRequest, stream: OutputStream) -> None:
-        """Ask one replica after another.
+        """Generate all answers to a prompt: ask one replica after another.
 
         Raises:
             MidfillError: the request can't be answered, or not now.
         """
+        request = with_seed(request)
         document = request_key(request.tenant, request.document, request.token_ids)
         answers, failed = Resumption(request.sampling.n), list[str]()
         while True:

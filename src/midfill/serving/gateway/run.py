@@ -16,19 +16,14 @@ from starlette.types import ASGIApp
 from midfill.errors import MidfillError
 from midfill.frontend.prompts import PromptEncoder
 from midfill.infill.window import WindowRule
-from midfill.serving.gateway.calls import UpstreamFailedError
-from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN
+from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN, SpelledTokens
 from midfill.serving.gateway.chat import chat_dialect
-from midfill.serving.gateway.described_upstream import DescribedUpstream, describe
-from midfill.serving.gateway.discovery import ServedModel, discover
-from midfill.serving.gateway.engine import GatewayEngine
-from midfill.serving.gateway.kept_connections import trace_connections
-from midfill.serving.gateway.metrics import UpstreamCollector
+from midfill.serving.gateway.discovery import DescribedUpstream, ServedModel, describe, discover
+from midfill.serving.gateway.engine import GatewayEngine, UpstreamCollector
 from midfill.serving.gateway.options import GatewayOptions
 from midfill.serving.gateway.pool import UpstreamPool
-from midfill.serving.gateway.prompt_text import UpstreamPrompts
-from midfill.serving.gateway.spelled_tokens import SpelledTokens
-from midfill.serving.gateway.upstream import Upstream
+from midfill.serving.gateway.upstream import Upstream, trace_connections
+from midfill.serving.gateway.upstream_api import UpstreamFailedError
 from midfill.serving.gateway.upstream_calls import UpstreamCalls
 from midfill.serving.server.app import DIALECTS, create_app
 from midfill.serving.server.dialects import openai_chat
@@ -195,9 +190,10 @@ def _service(
     if not model.has_tokenizer:
         room = int(context * CHARACTERS_PER_TOKEN)  # for what is counted in characters
     named = tuple(options.fim_tokens or served.fim_tokens or ())
-    prompts = UpstreamPrompts(model.tokenizer, SpelledTokens(named), model.tokenizes)
+    spelled = SpelledTokens(named)
     salts = secrets.token_bytes(32) if tuple(tenants) != ("",) else b""
-    engine = GatewayEngine(pool, UpstreamCalls(model.tokenizer, prompts, salts), room)
+    calls = UpstreamCalls(model.tokenizer, spelled, model.tokenizes, salts)
+    engine = GatewayEngine(pool, calls, room)
     window = None if options.window is None else WindowRule(*options.window)
     service = ModelService(
         options.served_name or served.name,
