@@ -185,26 +185,19 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
     tenants: dict[str, TenantStats] | None = None
 
 
-class KvExported(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the blob that an ExportKv asked for; how many tokens it holds."""
+class TransferDone(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the end of an ExportKv, ImportKv or FindKv.
 
-    transfer_id: str
-    blob: bytes
-    tokens: int
-
-
-class KvImported(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: how many of an ImportKv's tokens are cached now, from the first on."""
-
-    transfer_id: str
-    tokens: int
-
-
-class KvFound(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the answer to ``FindKv``."""
+    Attributes:
+        transfer_id: of the transfer.
+        tokens: how many tokens the blob of an export holds; otherwise how many are cached now, from
+            the first on.
+        blob: what an export asked for.
+    """
 
     transfer_id: str
     tokens: int
+    blob: bytes = b""
 
 
 class TransferRefused(msgspec.Struct, frozen=True, tag=True):
@@ -222,9 +215,7 @@ FromEngine = (
     | Rejected
     | RequestFailed
     | StepReport
-    | KvExported
-    | KvImported
-    | KvFound
+    | TransferDone
     | TransferRefused
     | Pong
 )

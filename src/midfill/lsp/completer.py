@@ -5,15 +5,20 @@ import contextlib
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from midfill.errors import MidfillError
 from midfill.lsp.documents import Change, Document
+from midfill.lsp.server_access import ServerAccess
 from midfill.lsp.settings import Settings
 from midfill.lsp.statistics import Statistics
-from midfill.lsp.suggestions import Caret, CompletionQuery, Completions, LastSuggestions, Suggestion
+from midfill.lsp.suggestions import Caret, CompletionQuery, LastSuggestions, Suggestion
 
 _MAX_TYPED = 200  # characters; longer insertions are formatting, or text from elsewhere
+
+Kind = Literal["inline", "menu"]
+T = TypeVar("T")
+_ALTERNATIVES_TEMPERATURE = 0.5
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,6 @@ def caret_after(before: Document, changes: list[Change]) -> int | None:
     if change.range is None or len(change.text) > _MAX_TYPED:
         return None
     return min(map(before.index_at, (change.range.start, change.range.end))) + len(change.text)
-
-
-Kind = Literal["inline", "menu"]
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,6 @@ class PendingRequests:
         return PendingRequests(tuple(each for each in self.requests if not obsolete(each)))
 
 
-T = TypeVar("T")
-
-_ALTERNATIVES_TEMPERATURE = 0.5
-
-
-class Access(Protocol):
-    """Somewhere to ask; ``ServerAccess`` is one."""
-
-    async def complete(self, query: CompletionQuery) -> Completions: ...
-
-
 class Completer:
     """Answers requests; obsolete ones at once, with nothing.
 
@@ -133,7 +124,7 @@ class Completer:
 
     def __init__(
         self,
-        access: Access,
+        access: ServerAccess,
         settings: Settings,
         statistics: Statistics,
         on_trouble: Callable[[MidfillError], None],
@@ -155,7 +146,7 @@ class Completer:
         """Begin to ask: the client's settings are known. Earlier requests have waited."""
         self._started.set()
 
-    def configure(self, access: Access, settings: Settings) -> None:
+    def configure(self, access: ServerAccess, settings: Settings) -> None:
         """Use other settings from now on; what another server was asked becomes obsolete."""
         if access is not self._access and self._started.is_set():
             self.end()

@@ -13,6 +13,10 @@ PositionEncoding = Literal["utf-8", "utf-16", "utf-32"]
 
 _ASTRAL = re.compile("[\U00010000-\U0010ffff]")  # two UTF-16 code units each
 
+# The line breaks of LSP. str.splitlines knows more, such as form feeds.
+_LINE_BREAK = re.compile(r"\r\n|\n|\r")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 def column_to_index(line: str, column: int, encoding: PositionEncoding) -> int:
     """Return the index of the character at a column.
@@ -63,11 +67,6 @@ def _byte_column_to_index(line: str, column: int) -> int:
     while 0 < end < len(encoded) and encoded[end] & 0xC0 == 0x80:  # a character goes on there
         end -= 1
     return len(encoded[:end].decode("utf-8", "surrogatepass"))
-
-
-# The line breaks of LSP. str.splitlines knows more, such as form feeds.
-_LINE_BREAK = re.compile(r"\r\n|\n|\r")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Position(msgspec.Struct, frozen=True):

@@ -23,6 +23,8 @@ DID_PARTIALLY_ACCEPT = "textDocument/didPartiallyAcceptCompletion"
 DID_SHOW = "textDocument/didShowCompletion"
 INLINE_COMPLETION = "textDocument/inlineCompletion"
 
+_log = logging.getLogger(__name__)
+
 
 class Message(msgspec.Struct, rename="camel"):
     """Base of what clients send, as far as this server reads it.
@@ -122,9 +124,6 @@ PARAMETERS: dict[str, type[Message]] = {
     DID_SHOW: DidShow,
     INLINE_COMPLETION: AskCompletion,
 }
-
-
-_log = logging.getLogger(__name__)
 
 
 class MidfillProtocol(LanguageServerProtocol):

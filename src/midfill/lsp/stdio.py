@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 _CHUNK = 1 << 16  # bytes
 _MAX_HEADER = 1 << 20  # bytes
 
+_LIBRARIES = ("pygls", "httpx", "httpcore", "asyncio")
+
 
 def serve_stdio(settings: Settings) -> int:
     """Serve the client that has started this process; return the exit status.
@@ -136,9 +138,6 @@ def _quiet() -> logging.Logger:
     logger = logging.getLogger(f"{__name__}.loop")
     logger.disabled = True
     return logger
-
-
-_LIBRARIES = ("pygls", "httpx", "httpcore", "asyncio")
 
 
 def log_to_stderr(level: str) -> None:

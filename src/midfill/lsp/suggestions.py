@@ -11,6 +11,11 @@ from lsprotocol import types
 from midfill.errors import MidfillError
 from midfill.lsp.documents import Document
 
+ACCEPTED_COMMAND = "midfill.accepted"
+_RUN = re.compile(r"\S*\Z")
+_WORD = re.compile(r"\w*\Z")
+_MAX_LABEL = 60  # characters
+
 
 @dataclass(frozen=True)
 class Caret:
@@ -136,13 +141,6 @@ class LastSuggestions:
         if not suggestion.text.startswith(typed) or not rest.strip():
             return None
         return Suggestion(suggestion.id, rest)
-
-
-ACCEPTED_COMMAND = "midfill.accepted"
-
-_RUN = re.compile(r"\S*\Z")
-_WORD = re.compile(r"\w*\Z")
-_MAX_LABEL = 60  # characters
 
 
 def inline_items(

@@ -29,7 +29,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -109,7 +108,7 @@ class RequestState:
 
     @property
     def deadline(self) -> float | None:
-        """When nobody waits for what comes next; None is never."""
+        """When the client gives up on what comes next; None is never."""
         whole = self.request.stream_interval == math.inf
         return self.request.deadline if whole or not self.begun else None
 
@@ -139,7 +138,7 @@ class RequestState:
         return goes_on
 
     def put(self, output: EngineOutput) -> None:
-        """Send an output on; what is told of the prompt is what its first engine says."""
+        """Send an output on; what it says of the prompt is what its first engine has found."""
         self._admission.record(output, time.monotonic())
         if hands_over(self.request):
             first = self._first = self._first or output
@@ -344,7 +343,10 @@ class DisaggregatedEngine:
     async def _hand_over(self, answer: RequestState, prefill: PrefillQueue) -> None:
         """Compute the prompt on one worker, and the answer on another."""
         request = answer.request
-        with prefill.holding(len(request.token_ids)) as prompt, self._asking(request) as known:
+        with (
+            prefill.holding(len(request.token_ids)) as prompt,
+            self._asking(request) as cached_tokens,
+        ):
             await self._wait(answer, prompt.turn())
             if not await self._first_tokens(answer, prefill):
                 return
@@ -358,7 +360,7 @@ class DisaggregatedEngine:
                 if not served.has_room():
                     prompt.computed()  # and the next one starts
                     await self._wait(answer, served.room)
-                start = await known.of(decode)
+                start = await cached_tokens(decode)
                 await self._pull(request, prefill, decode, start, prompt.computed)
                 prompt.release()
                 served.tokens += len(answer.tokens)
@@ -429,20 +431,32 @@ class DisaggregatedEngine:
             await self._pull(request, prefill, decode, 0, on_export)
 
     @contextlib.contextmanager
-    def _asking(self, request: EngineRequest) -> Iterator["_KnownTokens"]:
-        """Ask how much of a long prompt's KV its decode worker has, while it is computed."""
+    def _asking(self, request: EngineRequest) -> Iterator[Callable[[DecodeQueue], Awaitable[int]]]:
+        """Ask how much of a long prompt's KV its decode worker has, while it is computed.
+
+        Yields a function that returns how many tokens a worker has; 0 if it was not asked, or died.
+        """
         is_long = len(request.token_ids) >= _ASKED_TOKENS
         worker = self._choose(self._decode, request) if is_long else None
-        if worker is None:
-            yield _KnownTokens(None, None)
-            return
-        asked = worker.engine.cached_tokens(request.tenant, request.token_ids)
-        task = asyncio.create_task(asked, name="asking for cached tokens")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        task: asyncio.Task[int] | None = None
+        if worker is not None:
+            asked = worker.engine.cached_tokens(request.tenant, request.token_ids)
+            task = asyncio.create_task(asked, name="asking for cached tokens")
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+        async def cached_tokens(decode: DecodeQueue) -> int:
+            if task is None or decode is not worker:
+                return 0
+            try:
+                return await task
+            except EngineDeadError:
+                return 0
+
         try:
-            yield _KnownTokens(worker, task)
+            yield cached_tokens
         finally:
-            task.cancel()
+            if task is not None:
+                task.cancel()
 
     async def _wait(self, answer: RequestState, event: Awaitable[None]) -> None:
         """Wait for a turn or for room, as long as anybody waits for the answer.
@@ -459,25 +473,3 @@ class DisaggregatedEngine:
             raise _ExpiredError from None
         finally:
             self.waiting[tenant] -= 1
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownTokens:
-    """What a decode worker has cached of a prompt, asked for beside its prefill.
-
-    Attributes:
-        worker: who is asked; None for nobody.
-        asked: its answer.
-    """
-
-    worker: DecodeQueue | None
-    asked: asyncio.Task[int] | None
-
-    async def of(self, worker: DecodeQueue) -> int:
-        """Return how many tokens a worker has; 0 if it was not asked, or died."""
-        if self.asked is None or worker is not self.worker:
-            return 0
-        try:
-            return await self.asked
-        except EngineDeadError:
-            return 0

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from midfill.arrays import Int32Array
-from midfill.engine.messages import KvExported, KvFound, KvImported, TransferRefused
+from midfill.engine.messages import TransferDone, TransferRefused
 from midfill.kv.blob import (
     RAW,
     BlobError,
@@ -34,6 +34,8 @@ MAX_STEP_BYTES = 4 * 2**20
 """Copied at most at once: one to three milliseconds."""
 _COPY_BYTES = 4 * 2**20  # joined at once
 _NO_TOKENS = np.empty(0, np.int32)
+
+TransferResult = TransferDone | TransferRefused
 
 
 class NoRoomError(RuntimeError):
@@ -151,17 +153,6 @@ class KvCopies:
         self._runner.cells.restore(cells, tuple(arrays))
 
 
-TransferResult = KvExported | KvImported | KvFound | TransferRefused
-
-
-@dataclass(eq=False)
-class TransferCounts:
-    """What was transferred since the start, in bytes of KV."""
-
-    exported_bytes: int = 0
-    imported_bytes: int = 0
-
-
 @dataclass(frozen=True)
 class IdentitySource:
     """What blobs are bound to, found out when the first is needed.
@@ -214,10 +205,13 @@ class KvTransfers:
         copies: copies KV.
         pool: the engine's slots.
         source: what blobs are bound to.
+
+    Attributes:
+        exported_bytes, imported_bytes: KV that was transferred since the start.
     """
 
     def __init__(self, copies: KvCopies, pool: KVPool, source: IdentitySource) -> None:
-        self.counts = TransferCounts()
+        self.exported_bytes = self.imported_bytes = 0
         self._copies = copies
         self._pool = pool
         self._source = source
@@ -235,15 +229,15 @@ class KvTransfers:
         return ThreadPoolExecutor(1, thread_name_prefix="kv-transfer")
 
     def find(self, transfer_id: str, tenant: str, tokens: Int32Array) -> None:
-        """Tell how many of [n] int32 ``tokens`` are cached, with ``KvFound``."""
-        self._results.append(KvFound(transfer_id, self._copies.cached(tenant, tokens)))
+        """Tell how many of [n] int32 ``tokens`` are cached, with ``TransferDone``."""
+        self._results.append(TransferDone(transfer_id, self._copies.cached(tenant, tokens)))
 
     def start_export(
         self, transfer_id: str, tenant: str, tokens: Int32Array, start: int = 0
     ) -> None:
         """Export what is cached of [n] int32 ``tokens``; they stay cached meanwhile.
 
-        Ends with ``KvExported``, or with ``TransferRefused`` if nothing is cached.
+        Ends with ``TransferDone``, or with ``TransferRefused`` if nothing is cached.
 
         Args:
             transfer_id: is in the result.
@@ -258,8 +252,8 @@ class KvTransfers:
             return
         self._pool.cache.lock(found.node)
         held = tokens[: len(found)].copy()
-        one = _Export(transfer_id, tenant, held, found.slots, found.node, start, done=start)
-        self._exports.append(one)
+        export = _Export(transfer_id, tenant, held, found.slots, found.node, start, done=start)
+        self._exports.append(export)
 
     def start_import(
         self,
@@ -270,7 +264,7 @@ class KvTransfers:
     ) -> None:
         """Put an encoded blob's KV into a tenant's prefix cache.
 
-        Ends with ``KvImported``, also if room is found for a part of it only, or with
+        Ends with ``TransferDone``, also if room is found for a part of it only, or with
         ``TransferRefused`` if the blob can't be used.
 
         Args:
@@ -285,15 +279,19 @@ class KvTransfers:
 
     def end(self, transfer_id: str) -> None:
         """End a transfer without a result; what was imported stays cached."""
-        for each in [one for one in self._exports if one.transfer_id == transfer_id]:
+        for each in [transfer for transfer in self._exports if transfer.transfer_id == transfer_id]:
             if each.result is None:
                 self._pool.cache.unlock(each.node)
             self._exports.remove(each)
-        self._imports = [one for one in self._imports if one.transfer_id != transfer_id]
+        self._imports = [
+            transfer for transfer in self._imports if transfer.transfer_id != transfer_id
+        ]
 
     def awaits(self, tenant: str, tokens: Int32Array) -> bool:
         """Whether KV is being imported that a prompt of [n] int32 ``tokens`` would find cached."""
-        return any(one.tenant == tenant and _is_open(one, tokens) for one in self._imports)
+        return any(
+            incoming.tenant == tenant and _is_open(incoming, tokens) for incoming in self._imports
+        )
 
     def step(self, seconds: float = 0.0) -> None:
         """Continue the transfers, by MAX_STEP_BYTES, and by more if that takes less time.
@@ -310,16 +308,16 @@ class KvTransfers:
         """Copy at most MAX_STEP_BYTES; return whether there may be more to copy now."""
         left = max(MAX_STEP_BYTES // self._copies.token_bytes, 1)
         budget = left
-        for one in list(self._imports):
-            left -= self._continue_import(one, left)
-        for each in list(self._exports):
-            left -= self._continue_export(each, left)
+        for incoming in list(self._imports):
+            left -= self._continue_import(incoming, left)
+        for export in list(self._exports):
+            left -= self._continue_export(export, left)
         return left < budget
 
     def wait(self, seconds: float) -> None:
         """Sleep until a checksum is computed, at most for so long, if all waits for that."""
-        ready = any(one.decoded.done() for one in self._imports)
-        ready |= any(one.result is None or one.result.done() for one in self._exports)
+        ready = any(incoming.decoded.done() for incoming in self._imports)
+        ready |= any(export.result is None or export.result.done() for export in self._exports)
         if not self._results and not ready:
             self._changed.wait(seconds)
         self._changed.clear()
@@ -329,61 +327,65 @@ class KvTransfers:
         taken, self._results = self._results, []
         return taken
 
-    def _continue_export(self, one: _Export, budget: int) -> int:
+    def _continue_export(self, export: _Export, budget: int) -> int:
         """Copy at most ``budget`` tokens; return how many were."""
-        if one.result is not None:
-            if one.result.done():
-                self._exports.remove(one)
-                self._results.append(_exported(one))
+        if export.result is not None:
+            if export.result.done():
+                self._exports.remove(export)
+                self._results.append(_exported(export))
             return 0
-        count = min(budget, len(one.tokens) - one.done)
+        count = min(budget, len(export.tokens) - export.done)
         if count <= 0:
             return 0
-        one.parts.append((count, self._copies.dump(one.slots[one.done : one.done + count])))
-        one.done += count
-        self.counts.exported_bytes += count * self._copies.token_bytes
-        if one.done == len(one.tokens):
-            self._pool.cache.unlock(one.node)
-            one.result = self._worker.submit(self._encode, one)
-            one.result.add_done_callback(lambda _: self._changed.set())
+        export.parts.append(
+            (count, self._copies.dump(export.slots[export.done : export.done + count]))
+        )
+        export.done += count
+        self.exported_bytes += count * self._copies.token_bytes
+        if export.done == len(export.tokens):
+            self._pool.cache.unlock(export.node)
+            export.result = self._worker.submit(self._encode, export)
+            export.result.add_done_callback(lambda _: self._changed.set())
         return count
 
-    def _continue_import(self, one: _Import, budget: int) -> int:
+    def _continue_import(self, incoming: _Import, budget: int) -> int:
         """Copy at most ``budget`` tokens; return how many were."""
-        if not one.decoded.done() or budget <= 0:
+        if not incoming.decoded.done() or budget <= 0:
             return 0
         try:
-            blob = one.decoded.result()
+            blob = incoming.decoded.result()
         except Exception as error:
-            return self._end_import(one, TransferRefused(one.transfer_id, str(error)))
-        tokens, start = one.tokens, blob.start
-        one.done = max(one.done, start, self._copies.cached(one.tenant, tokens))
-        count = min(budget, len(tokens) - one.done)
+            return self._end_import(incoming, TransferRefused(incoming.transfer_id, str(error)))
+        tokens, start = incoming.tokens, blob.start
+        incoming.done = max(incoming.done, start, self._copies.cached(incoming.tenant, tokens))
+        count = min(budget, len(tokens) - incoming.done)
         try:
             if count:
-                end = one.done + count
-                self._copies.insert(one.tenant, tokens[:end], one.done, blob, one.done - start)
-                self.counts.imported_bytes += count * self._copies.token_bytes
-                one.done = end
+                end = incoming.done + count
+                self._copies.insert(
+                    incoming.tenant, tokens[:end], incoming.done, blob, incoming.done - start
+                )
+                self.imported_bytes += count * self._copies.token_bytes
+                incoming.done = end
         except NoRoomError:
-            cached = self._copies.cached(one.tenant, tokens)
-            return self._end_import(one, KvImported(one.transfer_id, cached))
-        if one.done == len(tokens):
-            self._end_import(one, KvImported(one.transfer_id, one.done))
+            cached = self._copies.cached(incoming.tenant, tokens)
+            return self._end_import(incoming, TransferDone(incoming.transfer_id, cached))
+        if incoming.done == len(tokens):
+            self._end_import(incoming, TransferDone(incoming.transfer_id, incoming.done))
         return count
 
-    def _end_import(self, one: _Import, result: TransferResult) -> int:
-        self._imports.remove(one)
+    def _end_import(self, incoming: _Import, result: TransferResult) -> int:
+        self._imports.remove(incoming)
         self._results.append(result)
         return 0
 
-    def _encode(self, one: _Export) -> bytes:
-        identity, tenant = self._source.identity, bind_tenant(one.tenant, self._source.scope)
-        data = self._copies.join(one.parts)
-        parent, start = identity.root(tenant), one.start
+    def _encode(self, export: _Export) -> bytes:
+        identity, tenant = self._source.identity, bind_tenant(export.tenant, self._source.scope)
+        data = self._copies.join(export.parts)
+        parent, start = identity.root(tenant), export.start
         if start:
-            parent = chain(parent, one.tokens[:start])
-        return KvBlob(identity, tenant, parent, start, one.tokens[start:], RAW, data).encode()
+            parent = chain(parent, export.tokens[:start])
+        return KvBlob(identity, tenant, parent, start, export.tokens[start:], RAW, data).encode()
 
     def _decode(self, tenant: str, content: bytes | memoryview, before: Int32Array) -> KvBlob:
         blob = decode_blob(content)
@@ -397,21 +399,23 @@ class KvTransfers:
         return blob
 
 
-def _is_open(one: _Import, tokens: Int32Array) -> bool:
+def _is_open(incoming: _Import, tokens: Int32Array) -> bool:
     """Whether an import may still bring something for ``tokens``."""
-    if not one.decoded.done():
+    if not incoming.decoded.done():
         return True
-    if one.decoded.exception() is not None:
+    if incoming.decoded.exception() is not None:
         return False
-    imported = one.tokens
+    imported = incoming.tokens
     span = min(len(imported), len(tokens))
     differs = np.flatnonzero(imported[:span] != tokens[:span])
-    return (int(differs[0]) if len(differs) else span) > one.done
+    return (int(differs[0]) if len(differs) else span) > incoming.done
 
 
-def _exported(one: _Export) -> TransferResult:
-    assert one.result is not None
+def _exported(export: _Export) -> TransferResult:
+    assert export.result is not None
     try:
-        return KvExported(one.transfer_id, one.result.result(), len(one.tokens) - one.start)
+        return TransferDone(
+            export.transfer_id, len(export.tokens) - export.start, export.result.result()
+        )
     except Exception as error:
-        return TransferRefused(one.transfer_id, str(error))
+        return TransferRefused(export.transfer_id, str(error))

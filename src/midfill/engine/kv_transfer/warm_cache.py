@@ -50,6 +50,9 @@ _MAX_CREDIT = 0.05  # seconds that may add up
 _MIN_PREFILL_ROWS = 32  # of steps that tell how fast prompts are computed
 _UNKNOWN_SECONDS = 1.0  # to compute a chunk, before the first measurement
 
+_STEP_SHARE = 0.1  # of the last step's time, that copying may take between two steps
+_WAIT_SECONDS = 0.002  # messages wait so long while there is nothing to do but to wait for KV
+
 
 def open_warm_tier(
     options: WarmTierOptions,
@@ -261,7 +264,9 @@ class WarmCache:
         wanted = self._stored_chunks(tenant, tokens, cached)
         each = self._prefill.seconds(CHUNK_TOKENS)
         each = _UNKNOWN_SECONDS if each is None else each
-        missing = [min(max(one.start + CHUNK_TOKENS - exact, 0), CHUNK_TOKENS) for one in wanted]
+        missing = [
+            min(max(chunk.start + CHUNK_TOKENS - exact, 0), CHUNK_TOKENS) for chunk in wanted
+        ]
         compute = [each * tokens / CHUNK_TOKENS for tokens in missing]
         count = chunks_to_load([self._load_seconds(chunk.key) for chunk in wanted], compute)
         if not count:
@@ -287,27 +292,29 @@ class WarmCache:
     def load(self) -> None:
         """Put what has arrived into the cache, a bounded part of it."""
         budget = max(MAX_STEP_BYTES // self._copies.token_bytes, 1)
-        for sequence_id, one in list(self._loading.items()):
-            finished = one.load.finished  # before looking at what has arrived
+        for sequence_id, loading in list(self._loading.items()):
+            finished = loading.load.finished  # before looking at what has arrived
             try:
-                while one.load.arrived and budget > 0:
-                    budget -= self._take(one, one.load.take())
+                while loading.load.arrived and budget > 0:
+                    budget -= self._take(loading, loading.load.take())
             except (BlobError, NoRoomError):
-                one.load.arrived.clear()
+                loading.load.arrived.clear()
                 finished = True
-            if (finished and not one.load.arrived) or time.monotonic() > one.deadline:
-                one.load.cancel()
+            if (finished and not loading.load.arrived) or time.monotonic() > loading.deadline:
+                loading.load.cancel()
                 del self._loading[sequence_id]
-                self._end(one)
+                self._end(loading)
 
-    def _end(self, one: _Loading) -> None:
+    def _end(self, loading: _Loading) -> None:
         """Have a sequence use its tenant's own tree if that holds as much."""
-        if one.done <= self._copies.cached(one.sequence.tenant, one.tokens):
-            one.sequence.loaded_variant = ""
+        if loading.done <= self._copies.cached(loading.sequence.tenant, loading.tokens):
+            loading.sequence.loaded_variant = ""
 
     def wait(self, seconds: float) -> None:
         """Sleep until something arrives or is written, at most for so long."""
-        if not any(one.load.arrived or one.load.finished for one in self._loading.values()):
+        if not any(
+            loading.load.arrived or loading.load.finished for loading in self._loading.values()
+        ):
             self._tier.changed.wait(seconds)
         self._tier.changed.clear()
 
@@ -320,7 +327,7 @@ class WarmCache:
         self._tier.flush(seconds)
         self._tier.close()
 
-    def _take(self, one: _Loading, blob: KvBlob) -> int:
+    def _take(self, loading: _Loading, blob: KvBlob) -> int:
         """Put a chunk into the cache; return how many tokens were copied.
 
         Raises:
@@ -329,12 +336,14 @@ class WarmCache:
         started = time.perf_counter()
         self._copies.check(blob)
         end = blob.start + len(blob.tokens)
-        one.done = max(one.done, self._copies.cached(one.root, one.tokens[:end]))
-        if one.done >= end:
+        loading.done = max(loading.done, self._copies.cached(loading.root, loading.tokens[:end]))
+        if loading.done >= end:
             return 0
-        count = end - one.done
-        self._copies.insert(one.root, one.tokens[:end], one.done, blob, one.done - blob.start)
-        one.done = end
+        count = end - loading.done
+        self._copies.insert(
+            loading.root, loading.tokens[:end], loading.done, blob, loading.done - blob.start
+        )
+        loading.done = end
         self._loaded_tokens += count
         self._import.record(count, time.perf_counter() - started)
         return count
@@ -380,10 +389,6 @@ def _takes_any(sequence: Sequence) -> bool:
 def _begins_with(tokens: Int32Array, beginning: Int32Array) -> bool:
     count = len(beginning)
     return len(tokens) >= count and np.array_equal(tokens[:count], beginning)
-
-
-_STEP_SHARE = 0.1  # of the last step's time, that copying may take between two steps
-_WAIT_SECONDS = 0.002  # messages wait so long while there is nothing to do but to wait for KV
 
 
 class KvTraffic:

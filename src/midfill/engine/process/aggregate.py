@@ -81,7 +81,7 @@ class RequestTasks:
         except MidfillError as error:
             stream.put(error)
         except Exception:
-            _log.exception("%s", self._failure)
+            _log.exception("%s", self._failure.partition(";")[0])
             stream.put(GenerationError(self._failure))
 
     def _end(self, request_id: str, _: object) -> None:

@@ -27,9 +27,6 @@ from midfill.engine.messages import (
     FindKv,
     FromEngine,
     ImportKv,
-    KvExported,
-    KvFound,
-    KvImported,
     Loading,
     Ping,
     Pong,
@@ -40,6 +37,7 @@ from midfill.engine.messages import (
     StepReport,
     Submit,
     ToEngine,
+    TransferDone,
     TransferRefused,
 )
 from midfill.engine.process.outputs import OutputStream
@@ -59,8 +57,6 @@ from midfill.system.progress import Progress
 _log = logging.getLogger(__name__)
 
 EngineState = Literal["starting", "ready", "unresponsive", "restarting", "dead"]
-
-_TransferAnswer = KvExported | KvImported | KvFound
 
 _MAX_LOAD_SILENCE = 900.0  # seconds between two reports of a restarting engine
 _MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, which find its caches
@@ -125,7 +121,7 @@ class EngineClient:
         self._first_start: asyncio.Future[EngineInfo] | None = None
         self._memory_folder: MemoryFolder | None = None
         self._transfer_numbers = itertools.count()
-        self._transfers: dict[str, asyncio.Future[_TransferAnswer]] = {}
+        self._transfers: dict[str, asyncio.Future[TransferDone]] = {}
 
     @property
     def queued_tokens(self) -> int:
@@ -253,9 +249,7 @@ class EngineClient:
             EngineDeadError: the engine is not ready, or died.
         """
         tokens = list(token_ids)
-        found = await self._transfer(lambda number: FindKv(number, tenant, tokens))
-        assert isinstance(found, KvFound)
-        return found.tokens
+        return (await self._transfer(lambda number: FindKv(number, tenant, tokens))).tokens
 
     async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> bytes:
         """Return an encoded ``KvBlob`` of what is cached of a prompt's first tokens.
@@ -267,9 +261,7 @@ class EngineClient:
             KvTransferError: nothing of it is cached, or nothing after ``start``.
         """
         tokens = list(token_ids)
-        exported = await self._transfer(lambda number: ExportKv(number, tenant, tokens, start))
-        assert isinstance(exported, KvExported)
-        return exported.blob
+        return (await self._transfer(lambda number: ExportKv(number, tenant, tokens, start))).blob
 
     async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
         """Put an encoded ``KvBlob`` into a tenant's prefix cache.
@@ -285,15 +277,13 @@ class EngineClient:
             KvTransferError: the blob is damaged, or of another model or tenant.
         """
         tokens = list(before)
-        imported = await self._transfer(lambda number: ImportKv(number, tenant, blob, tokens))
-        assert isinstance(imported, KvImported)
-        return imported.tokens
+        return (await self._transfer(lambda number: ImportKv(number, tenant, blob, tokens))).tokens
 
-    async def _transfer(self, message: Callable[[str], ToEngine]) -> _TransferAnswer:
+    async def _transfer(self, message: Callable[[str], ToEngine]) -> TransferDone:
         """Send a message with a new transfer's id; return its answer. A cancelled one is ended."""
         process = self._running_process()
         transfer_id = f"kv-transfer-{next(self._transfer_numbers)}"
-        result: asyncio.Future[_TransferAnswer] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[TransferDone] = asyncio.get_running_loop().create_future()
         self._transfers[transfer_id] = result
         process.send(message(transfer_id))
         try:
@@ -304,7 +294,7 @@ class EngineClient:
                 process.send(EndTransfer(transfer_id))
             raise
 
-    def _end_transfer(self, transfer_id: str, answer: _TransferAnswer | MidfillError) -> None:
+    def _end_transfer(self, transfer_id: str, answer: TransferDone | MidfillError) -> None:
         """Give a transfer its answer, or the error it ends with; ignored if nobody awaits it."""
         future = self._transfers.pop(transfer_id, None)
         if future is None or future.done():
@@ -402,7 +392,7 @@ class EngineClient:
                     self._route(output)
             case Rejected(request_id, text, param, code):
                 self._fail(request_id, InvalidRequestError(text, param=param, code=code))
-            case KvExported() | KvImported() | KvFound():
+            case TransferDone():
                 self._end_transfer(message.transfer_id, message)
             case TransferRefused(transfer_id, text):
                 self._end_transfer(transfer_id, KvTransferError(text))

@@ -33,7 +33,6 @@ from midfill.engine.messages import (
     FindKv,
     FromEngine,
     ImportKv,
-    KvExported,
     Loading,
     Ping,
     Pong,
@@ -43,6 +42,7 @@ from midfill.engine.messages import (
     Start,
     StepReport,
     Submit,
+    TransferDone,
 )
 from midfill.engine.process.outputs import OutputBuffer
 from midfill.engine.request import EngineRequest
@@ -82,7 +82,7 @@ class _Channel:
     def send(self, message: FromEngine) -> None:
         """Queue a message; never blocks. KV is a frame of its own, which nobody copies."""
         kv = []
-        if isinstance(message, KvExported):
+        if isinstance(message, TransferDone) and message.blob:
             kv, message = [message.blob], msgspec.structs.replace(message, blob=b"")
         self._socket.send_multipart([msgspec.msgpack.encode(message), *kv], copy=False)
 

@@ -19,16 +19,22 @@ from midfill.engine.messages import (
     FindKv,
     FromEngine,
     ImportKv,
-    KvExported,
     Ping,
     Start,
     Submit,
     ToEngine,
+    TransferDone,
 )
 
 _ABORT_SECONDS = 1.0  # to write where it hangs
 _STOP_SECONDS = 5.0  # between being asked to stop and being killed
 _LAST_MESSAGES_SECONDS = 0.1  # for messages that a dead engine has left in the socket
+
+_MIN_TICKS = 4
+_MAX_TICK_SECONDS = 5.0
+_LATE_TICKS = 2
+_MIN_RESTART_SECONDS = 0.5
+_MAX_RESTART_SECONDS = 5.0
 
 
 class EngineProcess:
@@ -106,7 +112,7 @@ class EngineProcess:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 payload, *kv = received.result()
                 message = self._decoder.decode(payload)
-                if kv and isinstance(message, KvExported):
+                if kv and isinstance(message, TransferDone):
                     message = msgspec.structs.replace(message, blob=kv[0])
                 yield message
         finally:
@@ -160,11 +166,6 @@ def _encode(message: ToEngine) -> tuple[bytes, ...]:
     return (request_id.encode(), msgspec.msgpack.encode(message), *kv)
 
 
-_MIN_TICKS = 4
-_MAX_TICK_SECONDS = 5.0
-_LATE_TICKS = 2
-
-
 class Watchdog:
     """Decides when an engine has been silent for too long.
 
@@ -201,10 +202,6 @@ class Watchdog:
         """Note that a tick has passed; return whether the engine hangs."""
         self._silent_ticks += 1
         return self._silent_ticks >= self._max_ticks
-
-
-_MIN_RESTART_SECONDS = 0.5
-_MAX_RESTART_SECONDS = 5.0
 
 
 class RestartDelay:

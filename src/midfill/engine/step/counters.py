@@ -80,7 +80,7 @@ class EngineCounters:
             listed_pairs=listed,
             causal_pairs=causal,
             loading=len(queues.loading),
-            exported_bytes=traffic.transfers.counts.exported_bytes,
-            imported_bytes=traffic.transfers.counts.imported_bytes,
+            exported_bytes=traffic.transfers.exported_bytes,
+            imported_bytes=traffic.transfers.imported_bytes,
             warm_tier=traffic.tier_stats(),
         )

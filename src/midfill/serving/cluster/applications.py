@@ -98,5 +98,5 @@ def _autoscaling(spec: EnginesSpec) -> AutoscalingConfig:
         downscale_delay_s=_SCALE_DOWN_SECONDS,
         metrics_interval_s=_STATS_SECONDS,
         look_back_period_s=5 * _STATS_SECONDS,
-        policy=AutoscalingPolicy(policy_function="midfill.serving.cluster.scaling:by_queue"),
+        policy=AutoscalingPolicy(policy_function="midfill.serving.cluster.spec:by_queue"),
     )

@@ -28,6 +28,9 @@ _OVERHEAD_SECONDS = 0.01  # of a call to another replica
 _UNKNOWN_SECONDS = 1 / 64  # to compute a token, before the first measurement
 _FORGET_SECONDS = 60.0  # after which a bandwidth is measured anew: one that was bad may be good
 
+_PROMPTS = 2  # of a document at a replica: the last one asked, and one computed in idle time
+_MAX_TOKENS = 16_000_000  # remembered, 64 MB
+
 
 class KvPeers(Protocol):
     """The other replicas."""
@@ -164,10 +167,6 @@ class KvMoves:
         return len(blob), await self._engine.import_kv(tenant, blob, tokens[:start]) - start
 
 
-_PROMPTS = 2  # of a document at a replica: the last one asked, and one computed in idle time
-_MAX_TOKENS = 16_000_000  # remembered, 64 MB
-
-
 class Holdings:
     """The last prompts of each document at each replica; documents at rest are forgotten first.
 
@@ -190,7 +189,7 @@ class Holdings:
             self._tokens -= len(prompts.popleft())
         while self._tokens > self._max_tokens:
             _, forgotten = self._prompts.popitem(last=False)
-            self._tokens -= sum(len(one) for group in forgotten.values() for one in group)
+            self._tokens -= sum(len(prompt) for group in forgotten.values() for prompt in group)
 
     def forget(self, document: str, replica: str) -> None:
         """Forget what a replica has computed of a document."""
@@ -213,11 +212,13 @@ class Holdings:
         for name in [name for name in known if name not in replicas]:
             self.forget(document, name)
         tokens = np.array(token_ids, np.int32)
-        return {name: max(_shared(one, tokens) for one in group) for name, group in known.items()}
+        return {
+            name: max(_shared(prompt, tokens) for prompt in group) for name, group in known.items()
+        }
 
 
-def _shared(one: Int32Array, other: Int32Array) -> int:
+def _shared(first: Int32Array, other: Int32Array) -> int:
     """Return how many tokens two prompts begin with alike."""
-    span = min(len(one), len(other))
-    differs = np.flatnonzero(one[:span] != other[:span])
+    span = min(len(first), len(other))
+    differs = np.flatnonzero(first[:span] != other[:span])
     return int(differs[0]) if len(differs) else span

@@ -1,4 +1,4 @@
-"""What a replica tells: messages about requests, as msgpack, and every two seconds its numbers.
+"""What a replica reports: messages about requests, as msgpack, and every two seconds its numbers.
 
 The numbers are plain values, which Serve passes on.
 """
@@ -92,7 +92,7 @@ class ReplicaNumbers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_numbers(values: Mapping[str, Any]) -> ReplicaNumbers:
-    """Return a replica's numbers; all are 0 before it has told any."""
+    """Return a replica's numbers; all are 0 before it has reported any."""
     return msgspec.convert(values, ReplicaNumbers) if values else ReplicaNumbers()
 
 

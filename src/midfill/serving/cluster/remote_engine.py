@@ -40,6 +40,12 @@ from midfill.serving.cluster.messages import (
     total_moves,
 )
 
+_log = logging.getLogger(__name__)
+
+_MAX_ATTEMPTS = 4  # replicas that may fail on a request before it fails
+_RETRY_SECONDS = 2
+_MIN_PREFILL_TOKENS = 32  # of a prompt that tells how fast prompts are computed
+
 
 def with_seed(request: EngineRequest) -> EngineRequest:
     """Return the request with a seed, so that it can be asked twice."""
@@ -126,13 +132,6 @@ def _without(output: EngineOutput, skipped: int, *, first: bool) -> EngineOutput
     )
 
 
-_log = logging.getLogger(__name__)
-
-_MAX_ATTEMPTS = 4  # replicas that may fail on a request before it fails
-_RETRY_SECONDS = 2
-_MIN_PREFILL_TOKENS = 32  # of a prompt that tells how fast prompts are computed
-
-
 class Replicas(Protocol):
     """The replicas of one model, however they are reached."""
 
@@ -190,7 +189,7 @@ class RemoteEngine:
 
     @property
     def numbers(self) -> Mapping[str, ReplicaNumbers]:
-        """What each replica that is there has told last."""
+        """What each replica that is there has reported last."""
         present = self._replicas.numbers()
         self._known.update(present)
         return present
@@ -259,41 +258,40 @@ class RemoteEngine:
         document = request_key(request.tenant, request.document, request.token_ids)
         answers, failed = Resumption(request.sampling.n), list[str]()
         while True:
-            attempt = _Attempt()
+            attempt = _Attempt(request, document)
             try:
-                await self._read(request, document, failed, attempt, answers, stream)
+                async with contextlib.aclosing(self._outputs(attempt, failed)) as outputs:
+                    async for output in outputs:
+                        if (new := answers.take(output)) is not None:
+                            stream.put(new)
+                if not answers.finished:
+                    raise EngineDeadError("the replica's answer ended too early", retry_after=1)
                 return
             except (EngineDeadError, QueueFullError) as error:
                 if request.background:
                     stream.put(_cancelled(request))
                     return
-                known = attempt.replica is not None and attempt.replica not in failed
-                if not known or len(failed) + 1 >= _MAX_ATTEMPTS:
+                replica = attempt.replica
+                if replica is None or replica in failed or len(failed) + 1 >= _MAX_ATTEMPTS:
                     raise
-                assert attempt.replica is not None
-                failed.append(attempt.replica)
+                failed.append(replica)
                 if self._holdings is not None and isinstance(error, EngineDeadError):
-                    self._holdings.forget(document, attempt.replica)
+                    self._holdings.forget(document, replica)
                 if isinstance(error, QueueFullError) and len(failed) >= len(self.numbers):
                     raise
-                _log.warning("replica %s: %s; asking another one", attempt.replica, error)
+                _log.warning("replica %s: %s; asking another one", replica, error)
                 self.resumed += 1
                 answers.restart()
 
-    async def _read(
-        self,
-        request: EngineRequest,
-        document: str,
-        failed: list[str],
-        attempt: "_Attempt",
-        answers: Resumption,
-        stream: OutputStream,
-    ) -> None:
-        """Pass on what one replica answers.
+    async def _outputs(
+        self, attempt: "_Attempt", failed: list[str]
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield what one replica answers, none of those that have failed.
 
         Raises:
-            MidfillError: it refuses the request, or is lost before all answers have ended.
+            MidfillError: it refuses the request, or is lost.
         """
+        request, document = attempt.request, attempt.document
         hint = self._hint(request, document)
         asked = self._replicas.ask(request, document, failed, hint)
         async with contextlib.aclosing(asked) as messages:
@@ -302,13 +300,10 @@ class RemoteEngine:
                     case Accepted(replica):
                         attempt.replica = replica
                     case Output(output):
-                        self._record(request, document, attempt, output)
-                        if (new := answers.take(output)) is not None:
-                            stream.put(new)
+                        self._record(attempt, output)
+                        yield output
                     case Failed():
                         raise message.as_error()
-        if not answers.finished:
-            raise EngineDeadError("the replica's answer ended too early", retry_after=1)
 
     def _hint(self, request: EngineRequest, document: str) -> KvHint:
         """Return where a request's KV is."""
@@ -317,29 +312,33 @@ class RemoteEngine:
         held = self._holdings.held(document, request.token_ids, self.numbers)
         return KvHint(held, self._prefill.per_second)
 
-    def _record(
-        self, request: EngineRequest, document: str, attempt: "_Attempt", output: EngineOutput
-    ) -> None:
+    def _record(self, attempt: "_Attempt", output: EngineOutput) -> None:
         """Learn from a replica's first output that it has the prompt's KV, and how fast it was."""
         if self._holdings is None or attempt.answers or attempt.replica is None:
             return
         if output.finish_reason in ("cancelled", "expired", "error"):
             return
         attempt.answers = True
-        self._holdings.record(document, attempt.replica, request.token_ids)
-        computed = len(request.token_ids) - (output.cached_tokens or 0)
+        token_ids = attempt.request.token_ids
+        self._holdings.record(attempt.document, attempt.replica, token_ids)
+        computed = len(token_ids) - (output.cached_tokens or 0)
         if output.prefill_seconds is not None and computed >= _MIN_PREFILL_TOKENS:
             self._prefill.record(computed, output.prefill_seconds)
 
 
+@dataclass(slots=True)
 class _Attempt:
     """One replica's turn at a request.
 
     Attributes:
+        request: the request.
+        document: ``engine.routing.request_key``.
         replica: its name, once it has said it.
         answers: whether it has begun to answer.
     """
 
+    request: EngineRequest
+    document: str
     replica: str | None = None
     answers: bool = False
 

@@ -144,7 +144,7 @@ class EngineReplica:
         ).plain()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what ``scaling.by_queue`` goes by: without what the engine does when idle."""
+        """Return what ``spec.by_queue`` goes by: without what the engine does when idle."""
         stats = self._engine.stats
         return {"requests": float(stats.running + stats.waiting)}
 

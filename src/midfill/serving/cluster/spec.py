@@ -168,3 +168,17 @@ def generation_of(app: str) -> int | None:
     """Return which generation an application is; None if it is something else."""
     match = _ENGINES.fullmatch(app)
     return None if match is None else int(match[1])
+
+
+def by_queue(context: Any) -> tuple[float, dict[str, Any]]:
+    """Return how many replicas the requests in progress need, for Serve to approach.
+
+    Serve counts calls; it can't tell a client's request from a prompt that a replica computes only
+    while it is idle. So the requests are counted by the engines.
+
+    Args:
+        context: Serve's ``AutoscalingContext``.
+    """
+    requests = context.aggregated_metrics.get("requests", {})
+    in_progress = sum(requests.values()) + (context.total_queued_requests or 0.0)
+    return in_progress / context.config.target_ongoing_requests, {}

@@ -28,6 +28,32 @@ _MAX_HEALED = 32  # characters
 # A word joins the blank before it in nearly all vocabularies.
 _UNFINISHED = re.compile(r"(?:(?<!\s) )?[^\W_]\w*\Z|(?<!\s) \Z")
 
+WORD_JOINER = "\u2060"
+"""Shows as nothing and joins what it stands between."""
+_COMMON = (
+    "<s>", "</s>", "<unk>", "<pad>", "<bos>", "<eos>", "<mask>", "[INST]", "[/INST]", "<<SYS>>",
+    "<</SYS>>", "<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<tool_call>",
+    "</tool_call>", "[MIDDLE]", "<fim_pad>", "<fim-pad>", "<filename>", "<gh_stars>",
+    "<issue_start>", "<issue_comment>", "<issue_closed>", "<jupyter_start>", "<jupyter_text>",
+    "<jupyter_code>", "<jupyter_output>", "<jupyter_script>", "<empty_output>", "<commit_before>",
+    "<commit_msg>", "<commit_after>",
+)  # fmt: skip
+_CONTROL = r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001 (DeepSeek's own spelling)
+_FAMILIES = (
+    ("qwen2.5-coder", r"qwen[\d.-]*.*coder|qwen2\.5|qwen3"),
+    ("starcoder2", r"starcoder-?2"),
+    ("starcoder", r"starcoder|stable-?code|granite.*code|refact"),
+    ("santacoder", r"santacoder"),
+    ("codellama", r"code-?llama"),
+    ("granite", r"granite"),
+    ("codegemma", r"code-?gemma"),
+    ("deepseek-coder", r"deepseek"),
+    ("aixcoder", r"aixcoder"),
+    ("seed-coder", r"seed-?coder"),
+    ("codegeex", r"codegeex|glm-?4"),
+    ("codestral", r"codestral"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
@@ -160,20 +186,6 @@ def _text(ids: Sequence[int]) -> str:
     return array("I", ids).tobytes().decode(_CODEC)
 
 
-WORD_JOINER = "\u2060"
-"""Shows as nothing and joins what it stands between."""
-
-_COMMON = (
-    "<s>", "</s>", "<unk>", "<pad>", "<bos>", "<eos>", "<mask>", "[INST]", "[/INST]", "<<SYS>>",
-    "<</SYS>>", "<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<tool_call>",
-    "</tool_call>", "[MIDDLE]", "<fim_pad>", "<fim-pad>", "<filename>", "<gh_stars>",
-    "<issue_start>", "<issue_comment>", "<issue_closed>", "<jupyter_start>", "<jupyter_text>",
-    "<jupyter_code>", "<jupyter_output>", "<jupyter_script>", "<empty_output>", "<commit_before>",
-    "<commit_msg>", "<commit_after>",
-)  # fmt: skip
-_CONTROL = r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001 (DeepSeek's own spelling)
-
-
 def family_tokens() -> tuple[str, ...]:
     """Return the tokens of all FIM formats that are known, each once."""
     return tuple(dict.fromkeys(text for family in FAMILIES for text in _tokens_of(family)))
@@ -211,22 +223,6 @@ class SpelledTokens:
     def escape(self, text: str) -> str:
         """Return the text with a word joiner inside each special token that it spells."""
         return WORD_JOINER.join(self.split(text))
-
-
-_FAMILIES = (
-    ("qwen2.5-coder", r"qwen[\d.-]*.*coder|qwen2\.5|qwen3"),
-    ("starcoder2", r"starcoder-?2"),
-    ("starcoder", r"starcoder|stable-?code|granite.*code|refact"),
-    ("santacoder", r"santacoder"),
-    ("codellama", r"code-?llama"),
-    ("granite", r"granite"),
-    ("codegemma", r"code-?gemma"),
-    ("deepseek-coder", r"deepseek"),
-    ("aixcoder", r"aixcoder"),
-    ("seed-coder", r"seed-?coder"),
-    ("codegeex", r"codegeex|glm-?4"),
-    ("codestral", r"codestral"),
-)
 
 
 def tokens_by_name(model: str) -> tuple[str, ...]:

@@ -31,6 +31,10 @@ _OWNERS: Mapping[str, Kind] = {
 _AT_ONCE = 8  # requests to one upstream
 _BLOCK = "block_size="
 
+_log = logging.getLogger(__name__)
+
+_TOKENIZER_FILE = "tokenizer.json"
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -57,7 +61,7 @@ async def find_models(upstream: Upstream) -> list[ServedModel]:
     Raises:
         UpstreamFailedError: it can't be reached, or its list makes no sense.
     """
-    body = await upstream.get("/v1/models")
+    body = await upstream.ask("/v1/models")
     if body is None:
         raise UpstreamFailedError("has no /v1/models; is it an OpenAI-style server?")
     entries = body.get("data") if isinstance(body, Mapping) else None
@@ -124,7 +128,7 @@ async def token_ids(
         body: dict[str, Any] = {"content": text, "add_special": bos, "parse_special": special}
     else:
         body = {"model": upstream.model, "prompt": text, "add_special_tokens": bos}
-    answer = await upstream.post("/tokenize", body)
+    answer = await upstream.ask("/tokenize", body)
     ids = answer.get("tokens") if isinstance(answer, Mapping) else None
     if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
         raise UpstreamFailedError("can't tokenise")
@@ -151,7 +155,7 @@ async def special_tokens(upstream: Upstream, texts: Iterable[str]) -> dict[str, 
 
 async def _read_props(upstream: Upstream, model: ServedModel) -> ServedModel:
     """Return what llama.cpp says of its model; its slots are recorded."""
-    props = await upstream.get("/props")
+    props = await upstream.ask("/props")
     if not isinstance(props, Mapping):
         return model
     upstream.slots = _number(props.get("total_slots")) or upstream.slots
@@ -183,11 +187,6 @@ def _number(value: object) -> int | None:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
-
-
-_log = logging.getLogger(__name__)
-
-_TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True)

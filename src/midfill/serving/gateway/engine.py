@@ -24,6 +24,16 @@ from midfill.serving.gateway.upstream_calls import UpstreamCalls
 
 _MAX_RUNNING = 1024  # requests; beyond it they are refused
 
+_UPSTREAM = "upstream"
+_GAUGES: dict[str, tuple[str, Callable[[Upstream], float]]] = {
+    "upstream_up": ("Whether requests may be sent to it.", lambda each: each.usable),
+    "upstream_requests_running": ("Requests in progress there.", lambda each: each.running),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[Upstream], float]]] = {
+    "upstream_requests": ("Requests sent to it.", lambda each: each.requests),
+    "upstream_failures": ("Of these, failed ones.", lambda each: each.failures),
+}
+
 
 class GatewayEngine:
     """See ``serving.server.served_engine.ServedEngine``.
@@ -151,18 +161,6 @@ def _check(request: EngineRequest) -> None:
             "the gateway can't decide by the probability of an empty answer",
             param="midfill.empty_threshold",
         )
-
-
-_UPSTREAM = "upstream"
-
-_GAUGES: dict[str, tuple[str, Callable[[Upstream], float]]] = {
-    "upstream_up": ("Whether requests may be sent to it.", lambda each: each.usable),
-    "upstream_requests_running": ("Requests in progress there.", lambda each: each.running),
-}
-_COUNTERS: dict[str, tuple[str, Callable[[Upstream], float]]] = {
-    "upstream_requests": ("Requests sent to it.", lambda each: each.requests),
-    "upstream_failures": ("Of these, failed ones.", lambda each: each.failures),
-}
 
 
 class UpstreamCollector(Collector):

@@ -97,7 +97,8 @@ class _Ask:
         unfinished: those that have not ended.
         unwritten: those whose half word is in the prompt, and has to be put in front of them.
         again: those that begin otherwise.
-        last: the output that ends the last of them, held until the upstream has told what all cost.
+        last: the output that ends the last of them, held until the upstream has reported the cost
+            of all.
     """
 
     indices: tuple[int, ...]
@@ -121,7 +122,7 @@ class PromptAnswers:
 
     Attributes:
         prompt_tokens: tokens of the prompt, as an upstream counts them; None until it has.
-        cached_tokens: those that it has found in its cache; None until it has told.
+        cached_tokens: those that it has found in its cache; None until it has reported that.
         completion_tokens: tokens of all answers so far.
     """
 
@@ -168,9 +169,9 @@ class PromptAnswers:
         upstream = self._pool.choose(document_of(request))
         reason: Literal["stop", "cancelled"] = "cancelled"
         if upstream is not None and not upstream.running:
-            one = EngineSamplingParams(max_tokens=1, temperature=0.0)
+            one_token = EngineSamplingParams(max_tokens=1, temperature=0.0)
             call = await self._calls.of(request, request.token_ids, (0,), upstream)
-            call = dataclasses.replace(call, sampling=one)
+            call = dataclasses.replace(call, sampling=one_token)
             async with contextlib.aclosing(upstream.pieces(call)) as pieces:
                 async for _ in pieces:
                     reason = "stop"

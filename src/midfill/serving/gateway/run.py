@@ -161,7 +161,9 @@ async def open_gateway(
         trust_env=False,
         trace_configs=[trace_connections()],
     ) as session:
-        upstreams = _upstreams(options, session)
+        upstreams = [
+            Upstream(each, session, options.upstream_timeout) for each in options.addresses()
+        ]
         found = await _wait_for_models(upstreams, options)
         asked, served = next(iter(found.items()))
         model = await describe(asked, served, options)
@@ -239,10 +241,6 @@ async def _serve(
         await answer_until_stopped(app, listener, gateway.service, listening, reload, tls=tls)
 
 
-def _upstreams(options: GatewayOptions, session: aiohttp.ClientSession) -> list[Upstream]:
-    return [Upstream(each, session, options.upstream_timeout) for each in options.addresses()]
-
-
 async def _wait_for_models(
     upstreams: Sequence[Upstream], options: GatewayOptions
 ) -> dict[Upstream, ServedModel]:
@@ -251,15 +249,15 @@ async def _wait_for_models(
     Raises:
         MidfillError: none answers, or they serve different models.
     """
-    end, told = time.monotonic() + options.wait, False
+    end, warned = time.monotonic() + options.wait, False
     while True:
         found = await _find_models(upstreams, options)
         if found or time.monotonic() >= end:
             break
-        if not told:
+        if not warned:
             faults = "; ".join(f"{each.address} {each.fault}" for each in upstreams)
             _log.warning("waiting up to %g s for a server: %s", options.wait, faults)
-            told = True
+            warned = True
         await asyncio.sleep(_RETRY_SECONDS)
     if not found:
         faults = "; ".join(f"{each.address} {each.fault}" for each in upstreams)

@@ -32,6 +32,14 @@ _JSON = {"content-type": "application/json"}
 _HEALTH = dict.fromkeys(("vllm", "sglang", "llama.cpp", "midfill"), "/health")
 _TOO_LONG = ("context length", "context size", "maximum context", "context_length", "too long")
 
+BreakerState = Literal["closed", "open", "half-open"]
+_MAX_FAILURES = 3  # in a row
+_MIN_OPEN_SECONDS, _MAX_OPEN_SECONDS = 1.0, 30.0
+_MAX_LINE_BYTES = 4_000_000  # of one line
+_DONE = b"[DONE]"
+_DATA_FIELD = b"data:"
+_ERROR_FIELD = b"error:"  # some versions of llama.cpp
+
 
 class Upstream:
     """One server.
@@ -167,17 +175,32 @@ class Upstream:
             timeout=limits,
         )
 
-    async def get(self, path: str) -> Any:
-        """Return the JSON that it has at a path; None if there is nothing.
+    async def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Return the JSON that it has at a path, or its answer to a body; None if there is nothing.
 
         Raises:
             UpstreamFailedError: it can't be reached, refuses the key, or sends no JSON.
         """
-        return await self._json("GET", path, None)
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return its JSON answer; None if there is nothing. Raises what ``get`` does."""
-        return await self._json("POST", path, body)
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with self._session.request(
+                "GET" if body is None else "POST",
+                self.address + path,
+                data=data,
+                headers=_JSON,
+                timeout=self._limits,
+            ) as response:
+                if response.status in (401, 403):
+                    raise await _refusal(response, path)
+                if response.status >= 500:
+                    raise UpstreamFailedError(f"answers {path} with status {response.status}")
+                if response.status != 200:
+                    return None
+                return msgspec.json.decode(await response.content.read(16_000_000))
+        except msgspec.DecodeError:
+            raise UpstreamFailedError(f"answers {path} with what is no JSON") from None
+        except _BROKEN as error:
+            raise self._unanswered(error) from None
 
     async def text(self, path: str) -> str:
         """Return the text that it has at a path; "" if there is none."""
@@ -198,24 +221,6 @@ class Upstream:
             async with self._session.get(self.address + path, timeout=self._limits) as response:
                 if response.status >= 400:
                     raise UpstreamFailedError(f"answers {path} with status {response.status}")
-        except _BROKEN as error:
-            raise self._unanswered(error) from None
-
-    async def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        data = None if body is None else msgspec.json.encode(body)
-        try:
-            async with self._session.request(
-                method, self.address + path, data=data, headers=_JSON, timeout=self._limits
-            ) as response:
-                if response.status in (401, 403):
-                    raise await _refusal(response, path)
-                if response.status >= 500:
-                    raise UpstreamFailedError(f"answers {path} with status {response.status}")
-                if response.status != 200:
-                    return None
-                return msgspec.json.decode(await response.content.read(16_000_000))
-        except msgspec.DecodeError:
-            raise UpstreamFailedError(f"answers {path} with what is no JSON") from None
         except _BROKEN as error:
             raise self._unanswered(error) from None
 
@@ -273,12 +278,6 @@ async def _refusal(response: aiohttp.ClientResponse, path: str) -> Exception:
     if status in (429, 503):
         return UpstreamFailedError(f"is overloaded (status {status}): {said}", busy=True)
     return UpstreamFailedError(f"answers {path} with status {status}: {said}")
-
-
-BreakerState = Literal["closed", "open", "half-open"]
-
-_MAX_FAILURES = 3  # in a row
-_MIN_OPEN_SECONDS, _MAX_OPEN_SECONDS = 1.0, 30.0
 
 
 class Breaker:
@@ -384,12 +383,6 @@ async def post(session: aiohttp.ClientSession, url: str, **options: Any) -> aioh
         except aiohttp.ClientConnectionError as error:
             if not attempt.reused or isinstance(error, TimeoutError):
                 raise
-
-
-_MAX_LINE_BYTES = 4_000_000  # of one line
-_DONE = b"[DONE]"
-_DATA_FIELD = b"data:"
-_ERROR_FIELD = b"error:"  # some versions of llama.cpp
 
 
 async def read_events(chunks: AsyncIterable[bytes]) -> AsyncGenerator[dict[str, Any], None]:

@@ -11,6 +11,22 @@ from midfill.errors import MidfillError
 
 UpstreamPrompt = str | list[int]
 
+_REGEX_SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()/]")
+_CONTROL = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+OpenAIKind = Literal["vllm", "sglang", "midfill", "openai"]
+_OPENAI_FIELDS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+# Known to vLLM, SGLang and midfill only; with these values they change nothing.
+_EXTRA_FIELDS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
+_LLAMA_CPP_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_LLAMA_CPP_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
+
 
 class UpstreamFailedError(MidfillError):
     """An upstream can't be reached, or doesn't answer as it should; another one may.
@@ -100,10 +116,6 @@ class UpstreamApi(Protocol):
         ...
 
 
-_REGEX_SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()/]")
-_CONTROL = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
-
-
 def start_regex(text: str) -> str:
     """Return the regular expression of what begins with a text, for vLLM and SGLang."""
     escaped = _REGEX_SPECIAL.sub(lambda match: "\\" + match.group(), text)
@@ -120,13 +132,6 @@ def _without_control(text: str) -> str:
     for character, escape in _CONTROL.items():
         text = text.replace(character, escape)
     return text
-
-
-OpenAIKind = Literal["vllm", "sglang", "midfill", "openai"]
-
-_OPENAI_FIELDS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-# Known to vLLM, SGLang and midfill only; with these values they change nothing.
-_EXTRA_FIELDS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": False}
 
 
 class CompletionsApi:
@@ -242,17 +247,6 @@ def error_text(error: object) -> str:
     message = error.get("message", error) if isinstance(error, Mapping) else error
     text = " ".join(str(message).split())
     return text if len(text) <= 300 else f"{text[:300]}..."
-
-
-_LLAMA_CPP_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-)
-_LLAMA_CPP_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
 
 
 class LlamaCppApi:

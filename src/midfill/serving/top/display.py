@@ -1,4 +1,4 @@
-"""What ``midfill top`` shows of a history, as wide as the terminal is."""
+"""What ``midfill top`` shows of a history, as wide as the terminal is, and its loop."""
 
 import contextlib
 import os
@@ -20,6 +20,10 @@ _UNKNOWN = "-"
 _BAR = 24  # columns
 _LABEL_WIDTH = len("between tokens")
 _COLUMN_WIDTH = 9  # about, of the table of tenants
+
+Read = Callable[[], Snapshot]
+_SPAN = 10.0  # seconds that rates and percentiles are of
+_REDRAW_SECONDS = 0.5  # until a terminal that has another size is redrawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +182,6 @@ def _duration(seconds: float | None) -> str:
     if seconds is None:
         return _UNKNOWN
     return f"{_number(1000 * seconds)} ms" if seconds < 1 else f"{_number(seconds)} s"
-
-
-Read = Callable[[], Snapshot]
-
-_SPAN = 10.0  # seconds that rates and percentiles are of
-_REDRAW_SECONDS = 0.5  # until a terminal that has another size is redrawn
 
 
 def show_once(read: Read, url: str, interval: float, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""History: rates, ratios and percentiles of the last seconds, from snapshots of counters."""
+"""Snapshots of a server's metrics; rates, ratios and percentiles of the last seconds from them."""
 
 import re
 import time
@@ -116,34 +116,30 @@ def parse_snapshot(text: str, now: float) -> Snapshot:
     Raises:
         ServerGoneError: it is no such text.
     """
-    try:
-        return _parse_snapshot(text, now)
-    except (ValueError, KeyError):  # whatever the parser finds wrong, and a bucket without bound
-        raise ServerGoneError("the server's metrics are not in Prometheus' format") from None
-
-
-def _parse_snapshot(text: str, now: float) -> Snapshot:
     lines = [line for line in text.splitlines() if _WANTED.match(line)]
     values: dict[tuple[str, str], float] = {}
     buckets: dict[tuple[str, str], dict[float, float]] = {}
     responses: dict[str, float] = {}
     tenants: dict[str, None] = {}
     model = ""
-    for family in text_string_to_metric_families("\n".join([*lines, ""])):
-        for sample in family.samples:
-            name = sample.name.removeprefix("midfill:")
-            tenant = sample.labels.get("tenant", "")
-            model = sample.labels.get("model_name", model)
-            if name == "num_requests_running":
-                tenants[tenant] = None
-            if name == RESPONSES:
-                status = sample.labels.get("status", "")
-                responses[status] = responses.get(status, 0.0) + sample.value
-            elif name.endswith("_bucket"):
-                bounds = buckets.setdefault((name.removesuffix("_bucket"), tenant), {})
-                bounds[float(sample.labels["le"])] = sample.value
-            else:
-                values[name, tenant] = values.get((name, tenant), 0.0) + sample.value
+    try:
+        for family in text_string_to_metric_families("\n".join([*lines, ""])):
+            for sample in family.samples:
+                name = sample.name.removeprefix("midfill:")
+                tenant = sample.labels.get("tenant", "")
+                model = sample.labels.get("model_name", model)
+                if name == "num_requests_running":
+                    tenants[tenant] = None
+                if name == RESPONSES:
+                    status = sample.labels.get("status", "")
+                    responses[status] = responses.get(status, 0.0) + sample.value
+                elif name.endswith("_bucket"):
+                    bounds = buckets.setdefault((name.removesuffix("_bucket"), tenant), {})
+                    bounds[float(sample.labels["le"])] = sample.value
+                else:
+                    values[name, tenant] = values.get((name, tenant), 0.0) + sample.value
+    except (ValueError, KeyError):  # whatever the parser finds wrong, and a bucket without bound
+        raise ServerGoneError("the server's metrics are not in Prometheus' format") from None
     return Snapshot(now, model, tuple(tenants), values, buckets, responses)
 
 
