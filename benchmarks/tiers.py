@@ -12,7 +12,7 @@ import msgspec
 
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.kv_transfer.kv_transfers import IdentitySource
+from midfill.engine.kv_transfer.transfers import IdentitySource
 from midfill.engine.loading import kv_identity, scheduler_policy
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.kv.tiers.folders import SHARED_MEMORY, ChunkFolder

@@ -39,7 +39,7 @@ def replicas(
     docs: DocsOption = None,
 ) -> None:
     """Measure replicas on Ray: hit rates by document and in turn, and what a lost one costs."""
-    from midfill.serving.cluster.require import require_ray
+    from midfill.serving.cluster.spec import require_ray
 
     require("bench replicas", ["httpx"], extra="bench")
     require_ray()

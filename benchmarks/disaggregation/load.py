@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from midfill.engine.disaggregated.workload import Arrival, Lengths, Served
-from midfill.engine.process.output_stream import OutputStream
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 
 _FIRST_TOKEN_ID = 50  # beyond bytes and special tokens in most vocabularies

@@ -14,7 +14,7 @@ import numpy as np
 
 from midfill.config import ModelOptions
 from midfill.engine.process.client import EngineClient
-from midfill.engine.process.output_stream import OutputStream
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineOutput, EngineRequest
 from midfill.kv.radix_cache import RadixCache
 from midfill.models.tokens.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from toy_method import FailsAfter, HalfTheKeys, KeepLoudest
 from toy_runner import ToyRunner
 
 from midfill.engine.kv_transfer import warm_cache
-from midfill.engine.kv_transfer.kv_copies import layout_name
+from midfill.engine.kv_transfer.transfers import layout_name
 from midfill.engine.request import EngineSamplingParams
 from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.folders import ChunkFolder

@@ -1,7 +1,7 @@
 """Each kind of trouble is shown once until it is over."""
 
-from midfill.lsp.notices import Notices
-from midfill.lsp.queries import RequestRefusedError, ServerBusyError, ServerUnreachableError
+from midfill.lsp.language_server import Notices
+from midfill.lsp.suggestions import RequestRefusedError, ServerBusyError, ServerUnreachableError
 
 
 def test_a_trouble_is_shown_once_until_it_is_over() -> None:

@@ -1,8 +1,10 @@
 """The last suggestion of a document, while it is typed."""
 
 import pytest
+from lsprotocol import types
 
-from midfill.lsp.suggestions import Caret, LastSuggestions, Suggestion
+from midfill.lsp.documents import Document, PositionEncoding
+from midfill.lsp.suggestions import Caret, LastSuggestions, Suggestion, inline_items, menu_items
 
 URI = "file:///a.py"
 
@@ -61,3 +63,60 @@ def test_the_model_is_shown_plain_line_feeds() -> None:
     assert not caret.at_line_end
     assert Caret.in_text(URI, "a\r\nb", 1).at_line_end
     assert Caret.in_text(URI, "a", 1).at_line_end
+
+
+def span(line: int, start: int, end: int) -> types.Range:
+    return types.Range(types.Position(line, start), types.Position(line, end))
+
+
+def document(text: str, encoding: PositionEncoding = "utf-16") -> tuple[Document, int]:
+    """A document with the caret at the bar."""
+    return Document.opened("file:///a", text.replace("|", ""), encoding), text.index("|")
+
+
+@pytest.mark.parametrize(
+    ("text", "insert", "range"),
+    [
+        ("return |", "x", span(0, 7, 7)),
+        ("x\n\treturn a.b(c|", "a.b(cx", span(1, 8, 13)),
+        ("x\n    |\n", "x", span(1, 4, 4)),
+        ("x\r\n|", "x", span(1, 0, 0)),
+        ("𝄞 𝄞é|)", "𝄞éx", span(0, 3, 6)),
+    ],
+)
+def test_an_inline_item_continues_what_stands_before_the_caret(
+    text: str, insert: str, range: types.Range
+) -> None:
+    (item,) = inline_items(*document(text), [Suggestion("id", "x")])
+    assert item.insert_text == item.filter_text == insert
+    assert item.range == range
+    assert item.command is not None
+    assert item.command.arguments == ["id"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "columns"), [("utf-8", (5, 11)), ("utf-16", (3, 6)), ("utf-32", (2, 4))]
+)
+def test_ranges_are_in_the_agreed_encoding(
+    encoding: PositionEncoding, columns: tuple[int, int]
+) -> None:
+    (item,) = inline_items(*document("𝄞 𝄞é|", encoding), [Suggestion("id", "x")])
+    assert item.range == span(0, *columns)
+
+
+def test_a_menu_item_continues_the_word_before_the_caret() -> None:
+    suggestions = [Suggestion("1", "k(\n    a)"), Suggestion("2", " " + "long " * 30)]
+    first, second = menu_items(*document("a.wor|"), suggestions)
+    assert first.label == "work("
+    assert first.filter_text == "work(\n    a)"
+    assert first.text_edit == types.TextEdit(span(0, 2, 5), "work(\n    a)")
+    assert first.sort_text is not None
+    assert second.sort_text is not None
+    assert first.sort_text < second.sort_text < "a"
+    assert len(second.label) == 60
+    assert second.label.endswith("…")
+
+
+def test_a_menu_items_label_is_its_first_line_with_text() -> None:
+    (item,) = menu_items(*document("x:|"), [Suggestion("1", "\n    return 1\nb")])
+    assert item.label == "return 1"

@@ -163,8 +163,7 @@ def up(
     """Start replicas; if some run already, change their model, number or options."""
     from midfill.cli.progress import show_steps
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.serving.cluster.require import require_ray
-    from midfill.serving.cluster.spec import FrontSpec, ModelSpec
+    from midfill.serving.cluster.spec import FrontSpec, ModelSpec, require_ray
     from midfill.system.machine import available_threads
 
     require_ray()
@@ -200,7 +199,7 @@ def up(
 @app.command()
 def status(address: AddressOption = None, as_json: JsonOption = False) -> None:
     """Show the replicas: documents, requests, and how much of the prompts was cached."""
-    from midfill.serving.cluster.require import require_ray
+    from midfill.serving.cluster.spec import require_ray
 
     require_ray()
     from midfill.serving.cluster.command import look
@@ -213,7 +212,7 @@ def status(address: AddressOption = None, as_json: JsonOption = False) -> None:
 def down(address: AddressOption = None) -> None:
     """End the replicas once their requests have ended, and the cluster if midfill started it."""
     from midfill.cli.progress import show_steps
-    from midfill.serving.cluster.require import require_ray
+    from midfill.serving.cluster.spec import require_ray
 
     require_ray()
     from midfill.serving.cluster.command import stop
@@ -243,8 +242,7 @@ def manifest(
     """Write a RayService for KubeRay, to be applied with kubectl."""
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
     from midfill.serving.cluster.manifest import ManifestOptions, ray_service, to_yaml
-    from midfill.serving.cluster.require import installed_ray
-    from midfill.serving.cluster.spec import FrontSpec, ModelSpec
+    from midfill.serving.cluster.spec import FrontSpec, ModelSpec, installed_ray
 
     size.check()
     spec = ModelSpec(

@@ -68,9 +68,8 @@ def lsp(
     from midfill.system.extras import require
 
     require("midfill lsp", ["pygls", "httpx"], extra="lsp")
-    from midfill.lsp.logs import log_to_stderr
     from midfill.lsp.settings import Settings
-    from midfill.lsp.stdio import serve_stdio
+    from midfill.lsp.stdio import log_to_stderr, serve_stdio
 
     log_to_stderr(log_level)
     given = {

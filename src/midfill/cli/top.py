@@ -37,8 +37,8 @@ def top(
 
     from rich.console import Console
 
-    from midfill.serving.top.snapshot import read_snapshot
-    from midfill.serving.top.terminal import show_live, show_once
+    from midfill.serving.top.display import show_live, show_once
+    from midfill.serving.top.history import read_snapshot
 
     if "://" not in url:
         url = f"http://{url}"

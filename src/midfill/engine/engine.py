@@ -2,7 +2,7 @@
 
 A step goes through six stages:
 
-0. KV is copied from and to elsewhere, a bounded part of it (``kv_traffic.py``);
+0. KV is copied from and to elsewhere, a bounded part of it (``kv_transfer``);
 1. the policies plan it from the queues' state (``scheduler.py``, ``policies/``);
 2. drafts are proposed and chosen (``speculation.py``);
 3. the plan is applied: preemptions, admissions, slots (``plan_execution.py``);
@@ -18,8 +18,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from midfill.arrays import Float32Array
-from midfill.engine.kv_transfer.kv_traffic import KvTraffic
-from midfill.engine.kv_transfer.kv_transfers import IdentitySource
+from midfill.engine.kv_transfer.transfers import IdentitySource
+from midfill.engine.kv_transfer.warm_cache import KvTraffic
 from midfill.engine.request import (
     EngineOutput,
     EngineRequest,

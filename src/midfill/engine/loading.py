@@ -8,8 +8,7 @@ import torch
 
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
-from midfill.engine.kv_transfer.kv_copies import layout_name
-from midfill.engine.kv_transfer.kv_transfers import IdentitySource
+from midfill.engine.kv_transfer.transfers import IdentitySource, layout_name
 from midfill.engine.kv_transfer.warm_cache import open_warm_tier
 from midfill.engine.messages import EngineInfo
 from midfill.engine.scheduling.drafting import AcceptanceRates

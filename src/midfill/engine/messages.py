@@ -5,7 +5,7 @@ import msgspec
 from midfill import errors
 from midfill.config import LogOptions, ModelOptions
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
-from midfill.errors import EngineDeadError, MidfillError
+from midfill.errors import EngineDeadError, InvalidRequestError, MidfillError, UnavailableError
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,27 +118,44 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, its last message: it can't start.
+    """From the engine, its last message: it can't start. From a replica: a request failed.
 
     Attributes:
         error: name of the exception's class, if possible one of midfill.errors.
-        message: the exception's message.
+        message, param, code, retry_after: its attributes.
     """
 
     error: str
     message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
 
     @classmethod
-    def because_of(cls, error: Exception) -> "Failed":
-        """Return the message for an exception that loading has raised."""
-        return cls(type(error).__name__, str(error) or type(error).__name__)
+    def of(cls, error: Exception) -> "Failed":
+        """Return the message that stands for an exception."""
+        return cls(
+            error=type(error).__name__,
+            message=str(error) or type(error).__name__,
+            param=getattr(error, "param", None),
+            code=getattr(error, "code", None),
+            retry_after=getattr(error, "retry_after", None),
+        )
 
-    def as_error(self) -> MidfillError:
-        """Return the exception: that of loading, or EngineDeadError where loading has a bug."""
+    def as_error(self, what: str = "") -> MidfillError:
+        """Return the exception; an EngineDeadError where it is none of midfill.errors.
+
+        Args:
+            what: what that one says first.
+        """
         kind = getattr(errors, self.error, None)
-        if isinstance(kind, type) and issubclass(kind, MidfillError):
-            return kind(self.message)
-        return EngineDeadError(f"the engine can't start: {self.error}: {self.message}")
+        if not (isinstance(kind, type) and issubclass(kind, MidfillError)):
+            return EngineDeadError(f"{what}{self.error}: {self.message}")
+        if issubclass(kind, InvalidRequestError):
+            return kind(self.message, param=self.param, code=self.code)
+        if issubclass(kind, UnavailableError):
+            return kind(self.message, retry_after=self.retry_after)
+        return kind(self.message)
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
@@ -168,26 +185,19 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
     tenants: dict[str, TenantStats] | None = None
 
 
-class KvExported(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the blob that an ExportKv asked for; how many tokens it holds."""
+class TransferDone(msgspec.Struct, frozen=True, tag=True):
+    """From the engine: the end of an ExportKv, ImportKv or FindKv.
 
-    transfer_id: str
-    blob: bytes
-    tokens: int
-
-
-class KvImported(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: how many of an ImportKv's tokens are cached now, from the first on."""
-
-    transfer_id: str
-    tokens: int
-
-
-class KvFound(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the answer to ``FindKv``."""
+    Attributes:
+        transfer_id: of the transfer.
+        tokens: how many tokens the blob of an export holds; otherwise how many are cached now, from
+            the first on.
+        blob: what an export asked for.
+    """
 
     transfer_id: str
     tokens: int
+    blob: bytes = b""
 
 
 class TransferRefused(msgspec.Struct, frozen=True, tag=True):
@@ -205,9 +215,7 @@ FromEngine = (
     | Rejected
     | RequestFailed
     | StepReport
-    | KvExported
-    | KvImported
-    | KvFound
+    | TransferDone
     | TransferRefused
     | Pong
 )

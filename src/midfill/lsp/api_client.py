@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from midfill.lsp.queries import (
+from midfill.lsp.suggestions import (
     CompletionQuery,
     Completions,
     RequestRefusedError,

@@ -4,26 +4,111 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 from midfill.errors import MidfillError
-from midfill.lsp.documents import Document
-from midfill.lsp.pending import PendingRequests, Request
-from midfill.lsp.queries import CompletionQuery, Completions
+from midfill.lsp.documents import Change, Document
+from midfill.lsp.server_access import ServerAccess
 from midfill.lsp.settings import Settings
 from midfill.lsp.statistics import Statistics
-from midfill.lsp.suggestions import Caret, LastSuggestions, Suggestion
-from midfill.lsp.warming import CaretPlace
+from midfill.lsp.suggestions import Caret, CompletionQuery, LastSuggestions, Suggestion
 
+_MAX_TYPED = 200  # characters; longer insertions are formatting, or text from elsewhere
+
+Kind = Literal["inline", "menu"]
 T = TypeVar("T")
-
 _ALTERNATIVES_TEMPERATURE = 0.5
 
 
-class Access(Protocol):
-    """Somewhere to ask; ``ServerAccess`` is one."""
+@dataclass(frozen=True)
+class CaretPlace:
+    """Where a caret is: in a line of a document."""
 
-    async def complete(self, query: CompletionQuery) -> Completions: ...
+    uri: str
+    line: int
+
+    def near(self, other: "CaretPlace | None") -> bool:
+        """Whether the text around both is the same, but for what is typed."""
+        return other is not None and self.uri == other.uri and abs(self.line - other.line) <= 1
+
+
+def caret_after(before: Document, changes: list[Change]) -> int | None:
+    """Return the index that the caret probably has after changes; None if they tell nothing.
+
+    Args:
+        before: the document before them.
+        changes: from one message.
+    """
+    if len(changes) != 1:
+        return None
+    change = changes[0]
+    if change.range is None or len(change.text) > _MAX_TYPED:
+        return None
+    return min(map(before.index_at, (change.range.start, change.range.end))) + len(change.text)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for completions.
+
+    Attributes:
+        number: requests are numbered as they arrive.
+        uri: the document.
+        revision: how often the document had been changed.
+        index: the caret's, in the document's text.
+        kind: "inline" for ``textDocument/inlineCompletion``, "menu" for
+            ``textDocument/completion``.
+        invoked: whether the user asked for completions, rather than the editor by itself.
+    """
+
+    number: int
+    uri: str
+    revision: int
+    index: int
+    kind: Kind
+    invoked: bool
+
+    def same_place(self, other: "Request") -> bool:
+        """Whether both were made at one caret in one state of a document."""
+        return (self.uri, self.revision, self.index) == (other.uri, other.revision, other.index)
+
+    def supersedes(self, earlier: "Request") -> bool:
+        """Whether an earlier request needs no answer once this one has arrived.
+
+        An editor shows one answer per document. What the user asked for is not given up for a
+        request that the editor makes by itself at the same place.
+        """
+        if self.uri != earlier.uri or self.kind != earlier.kind:
+            return False
+        return self.invoked or not earlier.invoked or not self.same_place(earlier)
+
+    def delay(self, debounce: float) -> float:
+        """Return the seconds to wait for further changes before the model is asked."""
+        return 0.0 if self.invoked else debounce
+
+
+@dataclass(frozen=True)
+class PendingRequests:
+    """Requests that are not answered yet."""
+
+    requests: tuple[Request, ...] = ()
+
+    def arrived(self, request: Request) -> "PendingRequests":
+        """Return what is pending once a request has arrived."""
+        kept = self._without(request.supersedes)
+        return PendingRequests((*kept.requests, request))
+
+    def changed(self, uri: str) -> "PendingRequests":
+        """Return what is pending once a document was changed, opened or closed."""
+        return self._without(lambda request: request.uri == uri)
+
+    def answered(self, request: Request) -> "PendingRequests":
+        """Return what is pending once a request was answered or cancelled."""
+        return self._without(lambda pending: pending == request)
+
+    def _without(self, obsolete: Callable[[Request], bool]) -> "PendingRequests":
+        return PendingRequests(tuple(each for each in self.requests if not obsolete(each)))
 
 
 class Completer:
@@ -39,7 +124,7 @@ class Completer:
 
     def __init__(
         self,
-        access: Access,
+        access: ServerAccess,
         settings: Settings,
         statistics: Statistics,
         on_trouble: Callable[[MidfillError], None],
@@ -61,7 +146,7 @@ class Completer:
         """Begin to ask: the client's settings are known. Earlier requests have waited."""
         self._started.set()
 
-    def configure(self, access: Access, settings: Settings) -> None:
+    def configure(self, access: ServerAccess, settings: Settings) -> None:
         """Use other settings from now on; what another server was asked becomes obsolete."""
         if access is not self._access and self._started.is_set():
             self.end()

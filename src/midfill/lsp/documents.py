@@ -4,39 +4,100 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 
-from midfill.lsp.positions import PositionEncoding, column_to_index, index_to_column
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+PositionEncoding = Literal["utf-8", "utf-16", "utf-32"]
+
+_ASTRAL = re.compile("[\U00010000-\U0010ffff]")  # two UTF-16 code units each
 
 # The line breaks of LSP. str.splitlines knows more, such as form feeds.
 _LINE_BREAK = re.compile(r"\r\n|\n|\r")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-@dataclass(frozen=True)
-class Place:
+def column_to_index(line: str, column: int, encoding: PositionEncoding) -> int:
+    """Return the index of the character at a column.
+
+    A column beyond the line's end means its end, one inside a character the character's beginning.
+
+    Args:
+        line: the line without its line break.
+        column: code units before the place; not negative.
+        encoding: what a code unit is.
+    """
+    if line.isascii() or encoding == "utf-32":
+        return min(column, len(line))
+    if encoding == "utf-8":
+        return _byte_column_to_index(line, column)
+    index = column
+    for extra, match in enumerate(_ASTRAL.finditer(line)):
+        start = match.start() + extra
+        if start >= column:
+            break
+        index = match.start() if column == start + 1 else column - extra - 1
+    return min(index, len(line))
+
+
+def index_to_column(line: str, index: int, encoding: PositionEncoding) -> int:
+    """Return the number of code units before a character.
+
+    Args:
+        line: the line without its line break.
+        index: from 0 to the line's length.
+        encoding: what a code unit is.
+    """
+    if line.isascii() or encoding == "utf-32":
+        return index
+    if encoding == "utf-8":
+        return len(line[:index].encode("utf-8", "surrogatepass"))
+    return utf16_length(line[:index])
+
+
+def utf16_length(text: str) -> int:
+    """Return the number of UTF-16 code units of a text."""
+    return len(text) if text.isascii() else len(text) + len(_ASTRAL.findall(text))
+
+
+def _byte_column_to_index(line: str, column: int) -> int:
+    encoded = line.encode("utf-8", "surrogatepass")
+    end = min(column, len(encoded))
+    while 0 < end < len(encoded) and encoded[end] & 0xC0 == 0x80:  # a character goes on there
+        end -= 1
+    return len(encoded[:end].decode("utf-8", "surrogatepass"))
+
+
+class Position(msgspec.Struct, frozen=True):
     """A position in a document as clients write it.
 
     Attributes:
         line: the line's number, from 0.
-        column: number of code units before it in its line.
+        character: number of code units of the agreed encoding before it in its line.
     """
 
-    line: int
-    column: int
+    line: Count
+    character: Count
 
 
-@dataclass(frozen=True)
-class Change:
+class Range(msgspec.Struct, frozen=True):
+    """What is between two positions."""
+
+    start: Position
+    end: Position
+
+
+class Change(msgspec.Struct, frozen=True):
     """One change of a document.
 
     Attributes:
         text: what is there now.
-        start, end: what it replaces; None replaces the whole document.
+        range: what it replaces; None replaces the whole document.
     """
 
     text: str
-    start: Place | None = None
-    end: Place | None = None
+    range: Range | None = None
 
 
 @dataclass(frozen=True)
@@ -76,36 +137,36 @@ class Document:
         """Return the number of the line that an index is in."""
         return bisect_left(self.line_starts, index + 1) - 1
 
-    def index_at(self, place: Place) -> int:
-        """Return the index of the character at a place.
+    def index_at(self, position: Position) -> int:
+        """Return the index of the character at a position.
 
-        A place beyond its line's end means that end, one beyond the last line the document's end.
+        One beyond its line's end means that end, one beyond the last line the document's end.
         """
-        if place.line >= len(self.line_starts):
+        if position.line >= len(self.line_starts):
             return len(self.text)
-        start, end = self.line_bounds(place.line)
-        return start + column_to_index(self.text[start:end], place.column, self.encoding)
+        start, end = self.line_bounds(position.line)
+        return start + column_to_index(self.text[start:end], position.character, self.encoding)
 
-    def place_of(self, index: int) -> Place:
-        """Return the place of the character at an index, or of the document's end.
+    def position_of(self, index: int) -> Position:
+        """Return the position of the character at an index, or of the document's end.
 
         Inside a line break it is the end of the line before.
         """
         line = self.line_at(index)
         start, end = self.line_bounds(line)
         index = min(index, end)
-        return Place(line, index_to_column(self.text[start:end], index - start, self.encoding))
+        column = index_to_column(self.text[start:end], index - start, self.encoding)
+        return Position(line, column)
 
     def changed(self, changes: Iterable[Change]) -> "Document":
         """Return the document after changes, each of which refers to the state after the last."""
         document = self
         for change in changes:
-            if change.start is None or change.end is None:
+            if change.range is None:
                 document = Document.opened(self.uri, change.text, self.encoding)
             else:
-                start, end = sorted(
-                    (document.index_at(change.start), document.index_at(change.end))
-                )
+                ends = (change.range.start, change.range.end)
+                start, end = sorted(map(document.index_at, ends))
                 document = document._spliced(start, end, change.text)
         return replace(document, revision=self.revision + 1)
 

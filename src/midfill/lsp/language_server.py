@@ -14,20 +14,21 @@ from pygls.exceptions import JsonRpcException
 from pygls.lsp.server import LanguageServer
 
 from midfill.errors import MidfillError
-from midfill.lsp import messages
-from midfill.lsp.completer import Completer
-from midfill.lsp.documents import Document, OpenDocuments
-from midfill.lsp.items import ACCEPTED_COMMAND, inline_items, menu_items, replaced_text
-from midfill.lsp.notices import Notices
-from midfill.lsp.pending import Kind, Request
-from midfill.lsp.positions import PositionEncoding, utf16_length
-from midfill.lsp.protocol import MidfillProtocol
-from midfill.lsp.queries import ServerUnreachableError
+from midfill.lsp import protocol
+from midfill.lsp.completer import Completer, Kind, Request, caret_after
+from midfill.lsp.documents import Document, OpenDocuments, PositionEncoding, utf16_length
 from midfill.lsp.server_access import ServerAccess
 from midfill.lsp.settings import SECTION, Settings
 from midfill.lsp.statistics import Statistics
-from midfill.lsp.suggestions import Suggestion
-from midfill.lsp.warming import caret_after
+from midfill.lsp.suggestions import (
+    ACCEPTED_COMMAND,
+    ServerBusyError,
+    ServerUnreachableError,
+    Suggestion,
+    inline_items,
+    menu_items,
+    replaced_text,
+)
 from midfill.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -42,6 +43,29 @@ _CLIENT_SECONDS = 2.0  # to wait for a client's answer
 _ENCODINGS: tuple[PositionEncoding, ...] = ("utf-8", "utf-16", "utf-32")
 
 
+class Notices:
+    """Remembers which kinds of trouble the user was told of; each is told again once it is over."""
+
+    def __init__(self) -> None:
+        self._told: set[type[MidfillError]] = set()
+
+    def arises(self, trouble: MidfillError) -> bool:
+        """Note a trouble; return whether the user is to be told.
+
+        A server that is busy is none to tell of: it will soon be ready by itself.
+        """
+        if isinstance(trouble, ServerBusyError) or type(trouble) in self._told:
+            return False
+        self._told.add(type(trouble))
+        return True
+
+    def over(self) -> bool:
+        """Note that a server has answered; return whether the user was told of any trouble."""
+        told = bool(self._told)
+        self._told.clear()
+        return told
+
+
 class MidfillLanguageServer:
     """One client's language server. Make it, and call its methods, in the event loop.
 
@@ -53,7 +77,7 @@ class MidfillLanguageServer:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.pygls = LanguageServer("midfill", __version__, protocol_cls=MidfillProtocol)
+        self.pygls = LanguageServer("midfill", __version__, protocol_cls=protocol.MidfillProtocol)
         self._base = settings  # of the command line and the client's initializationOptions
         self._settings = settings
         self._documents = OpenDocuments()
@@ -78,9 +102,9 @@ class MidfillLanguageServer:
         """Register the features that do not depend on the client."""
         feature, command = self.pygls.feature, self.pygls.command
         builtin = self.pygls.protocol.fm.add_builtin_feature  # in place of pygls's documents
-        builtin(messages.DID_OPEN, self._did_open)
-        builtin(messages.DID_CHANGE, self._did_change)
-        builtin(messages.DID_CLOSE, self._did_close)
+        builtin(protocol.DID_OPEN, self._did_open)
+        builtin(protocol.DID_CHANGE, self._did_change)
+        builtin(protocol.DID_CLOSE, self._did_close)
 
         @feature(types.INITIALIZE)
         def initialize(params: types.InitializeParams) -> None:
@@ -94,16 +118,16 @@ class MidfillLanguageServer:
         async def configure(params: types.DidChangeConfigurationParams) -> None:
             await self._configure(params.settings)
 
-        @feature(messages.INLINE_COMPLETION, types.InlineCompletionOptions())
-        async def inline(params: messages.AskCompletion) -> types.InlineCompletionList | None:
+        @feature(protocol.INLINE_COMPLETION, types.InlineCompletionOptions())
+        async def inline(params: protocol.AskCompletion) -> types.InlineCompletionList | None:
             return await self._inline(params)
 
-        @feature(messages.DID_SHOW)
-        def did_show(params: messages.DidShow) -> None:
+        @feature(protocol.DID_SHOW)
+        def did_show(params: protocol.DidShow) -> None:
             self._statistics.record_shown(params.item.suggestion)
 
-        @feature(messages.DID_PARTIALLY_ACCEPT)
-        def did_partially_accept(params: messages.DidPartiallyAccept) -> None:
+        @feature(protocol.DID_PARTIALLY_ACCEPT)
+        def did_partially_accept(params: protocol.DidPartiallyAccept) -> None:
             self._statistics.record_partially_accepted(
                 params.item.suggestion, params.accepted_length
             )
@@ -119,14 +143,14 @@ class MidfillLanguageServer:
 
     # Documents
 
-    def _did_open(self, params: messages.DidOpen) -> None:
+    def _did_open(self, params: protocol.DidOpen) -> None:
         document = params.text_document
         self._documents.open(document.uri, document.text)
         self._completer.document_changed(document.uri)
 
-    def _did_change(self, params: messages.DidChange) -> None:
+    def _did_change(self, params: protocol.DidChange) -> None:
         uri = params.text_document.uri
-        changes = [change.change() for change in params.content_changes]
+        changes = params.content_changes
         before = self._documents.get(uri)
         if before is None:
             _log.warning("ignored: a change of %s, which is not open", uri)
@@ -137,13 +161,13 @@ class MidfillLanguageServer:
         if caret is not None:
             self._completer.caret_moved(after, caret)
 
-    def _did_close(self, params: messages.DidClose) -> None:
+    def _did_close(self, params: protocol.DidClose) -> None:
         self._documents.close(params.text_document.uri)
         self._completer.document_closed(params.text_document.uri)
 
     # Completions
 
-    async def _inline(self, params: messages.AskCompletion) -> types.InlineCompletionList | None:
+    async def _inline(self, params: protocol.AskCompletion) -> types.InlineCompletionList | None:
         asked = self._request(params, "inline", params.invoked)
         if asked is None:
             return None
@@ -154,7 +178,7 @@ class MidfillLanguageServer:
         self._record_sent(suggestions, replaced_text(document, request.index))
         return types.InlineCompletionList(inline_items(document, request.index, suggestions))
 
-    async def _menu(self, params: messages.AskCompletion) -> types.CompletionList:
+    async def _menu(self, params: protocol.AskCompletion) -> types.CompletionList:
         # Editors ask with the trigger kind "invoked" for each typed letter, too.
         asked = self._request(params, "menu", invoked=False)
         items: list[types.CompletionItem] = []
@@ -167,14 +191,14 @@ class MidfillLanguageServer:
         return types.CompletionList(is_incomplete=True, items=items)
 
     def _request(
-        self, params: messages.AskCompletion, kind: Kind, invoked: bool
+        self, params: protocol.AskCompletion, kind: Kind, invoked: bool
     ) -> tuple[Request, Document] | None:
         """Return a request and its document in the present state; None if that is not open."""
         document = self._documents.get(params.text_document.uri)
         if document is None:
             _log.warning("nothing to complete: %s is not open", params.text_document.uri)
             return None
-        index = document.index_at(params.position.place())
+        index = document.index_at(params.position)
         number = next(self._numbers)
         return Request(number, document.uri, document.revision, index, kind, invoked), document
 
@@ -199,10 +223,10 @@ class MidfillLanguageServer:
         if menu == "always" or (menu == "auto" and not knows_inline):
 
             @self.pygls.feature(
-                messages.COMPLETION,
+                protocol.COMPLETION,
                 types.CompletionOptions(trigger_characters=_MENU_TRIGGERS),
             )
-            async def complete(params: messages.AskCompletion) -> types.CompletionList:
+            async def complete(params: protocol.AskCompletion) -> types.CompletionList:
                 return await self._menu(params)
 
     async def _initialized(self) -> None:

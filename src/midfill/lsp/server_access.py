@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from midfill.errors import MidfillError
 from midfill.lsp.child_server import ChildServer
-from midfill.lsp.queries import (
+from midfill.lsp.settings import Settings
+from midfill.lsp.suggestions import (
     CompletionQuery,
     Completions,
     ServerBusyError,
     ServerStartError,
     ServerUnreachableError,
 )
-from midfill.lsp.settings import Settings
 
 if TYPE_CHECKING:
     from midfill.lsp.api_client import ApiClient

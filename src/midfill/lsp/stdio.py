@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 _CHUNK = 1 << 16  # bytes
 _MAX_HEADER = 1 << 20  # bytes
 
+_LIBRARIES = ("pygls", "httpx", "httpcore", "asyncio")
+
 
 def serve_stdio(settings: Settings) -> int:
     """Serve the client that has started this process; return the exit status.
@@ -136,3 +138,20 @@ def _quiet() -> logging.Logger:
     logger = logging.getLogger(f"{__name__}.loop")
     logger.disabled = True
     return logger
+
+
+def log_to_stderr(level: str) -> None:
+    """Log what midfill has to say from a level on, and the errors of libraries."""
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="midfill lsp: %(levelname)s %(message)s"
+    )
+    if level == "debug":
+        return
+    for name in _LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("pygls.protocol.json_rpc").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether pygls logs something other than the traceback of a fault that is one line already."""
+    return not record.getMessage().startswith("Unable to deserialize message")

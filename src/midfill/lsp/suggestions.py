@@ -1,6 +1,20 @@
-"""Suggestions: texts to insert at a caret, and the last of each document while it still fits."""
+"""Suggestions at a caret: what a server is asked, what it suggests, what editors are sent."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from lsprotocol import types
+
+from midfill.errors import MidfillError
+from midfill.lsp.documents import Document
+
+ACCEPTED_COMMAND = "midfill.accepted"
+_RUN = re.compile(r"\S*\Z")
+_WORD = re.compile(r"\w*\Z")
+_MAX_LABEL = 60  # characters
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,55 @@ class Suggestion:
     text: str
 
 
+class ServerUnreachableError(MidfillError):
+    """No server answers."""
+
+
+class ServerBusyError(MidfillError):
+    """The server can't answer now; the same request may succeed soon."""
+
+
+class RequestRefusedError(MidfillError):
+    """The server refuses the request, and would refuse it again."""
+
+
+class CompletionQuery(msgspec.Struct, frozen=True):
+    """What to ask for.
+
+    Attributes:
+        caret: where.
+        lines: "single" ends a completion at its first line break, "block" where the block around
+            the caret ends.
+        max_tokens: maximum tokens of a completion.
+        count: number of completions; more than one are sampled.
+        temperature: 0 takes the most likely tokens.
+    """
+
+    caret: Caret
+    lines: Literal["single", "block"]
+    max_tokens: int
+    count: int = 1
+    temperature: float = 0.0
+
+
+class Completions(msgspec.Struct, frozen=True):
+    """A server's answer.
+
+    Attributes:
+        texts: the completions, which may be empty.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: those of them that were not computed.
+    """
+
+    texts: tuple[str, ...]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class ServerStartError(MidfillError):
+    """A server is needed that can't be started."""
+
+
 class LastSuggestions:
     """The suggestion that each document was given last, for as long as the user types along it.
 
@@ -78,3 +141,78 @@ class LastSuggestions:
         if not suggestion.text.startswith(typed) or not rest.strip():
             return None
         return Suggestion(suggestion.id, rest)
+
+
+def inline_items(
+    document: Document, index: int, suggestions: Sequence[Suggestion]
+) -> list[types.InlineCompletionItem]:
+    """Return items of ``textDocument/inlineCompletion``.
+
+    An item replaces the characters before the caret up to a blank by themselves and the suggestion.
+    Clients then know what it continues when further characters are typed, and those that indent
+    lines anew see no indentation where there is none.
+    """
+    replaced = replaced_text(document, index)
+    range = _range(document, index, replaced)
+    return [
+        types.InlineCompletionItem(
+            insert_text=replaced + suggestion.text,
+            filter_text=replaced + suggestion.text,
+            range=range,
+            command=_accepted(suggestion),
+        )
+        for suggestion in suggestions
+    ]
+
+
+def menu_items(
+    document: Document, index: int, suggestions: Sequence[Suggestion]
+) -> list[types.CompletionItem]:
+    """Return items of ``textDocument/completion``, which menus filter by the word at the caret."""
+    word = _text_before(document, index, _WORD)
+    range = _range(document, index, word)
+    items = []
+    for place, suggestion in enumerate(suggestions):
+        text = word + suggestion.text
+        label = text.strip().partition("\n")[0].rstrip()
+        shown = label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 1]}…"
+        items.append(
+            types.CompletionItem(
+                label=shown,
+                label_details=types.CompletionItemLabelDetails(description="midfill"),
+                kind=types.CompletionItemKind.Text,
+                documentation=text,
+                sort_text=f" {place}",  # before what other servers offer
+                filter_text=text,
+                insert_text_format=types.InsertTextFormat.PlainText,
+                insert_text_mode=types.InsertTextMode.AsIs,
+                text_edit=types.TextEdit(range, text),
+                command=_accepted(suggestion),
+            )
+        )
+    return items
+
+
+def replaced_text(document: Document, index: int) -> str:
+    """Return the text before the caret that an inline item replaces."""
+    return _text_before(document, index, _RUN)
+
+
+def _text_before(document: Document, index: int, pattern: re.Pattern[str]) -> str:
+    start, _ = document.line_bounds(document.line_at(index))
+    match = pattern.search(document.text[start:index])
+    assert match is not None  # each pattern matches an empty text
+    return match.group()
+
+
+def _range(document: Document, index: int, replaced: str) -> types.Range:
+    start, end = document.position_of(index - len(replaced)), document.position_of(index)
+    return types.Range(
+        types.Position(start.line, start.character), types.Position(end.line, end.character)
+    )
+
+
+def _accepted(suggestion: Suggestion) -> types.Command:
+    return types.Command(
+        "Count an accepted completion", ACCEPTED_COMMAND, arguments=[suggestion.id]
+    )

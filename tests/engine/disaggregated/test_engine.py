@@ -12,7 +12,7 @@ from midfill.config import ModelOptions
 from midfill.engine.disaggregated.engine import DisaggregatedEngine
 from midfill.engine.disaggregated.workers import DecodeLimits, Pool, PrefillLimits
 from midfill.engine.process.client import EngineClient
-from midfill.engine.process.output_stream import OutputStream
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError, KvTransferError
 

@@ -12,7 +12,7 @@ from tiny_checkpoints import VOCAB, write_variant
 from toy_runner import ToyRunner
 
 from midfill.engine.engine import Engine
-from midfill.engine.kv_transfer.kv_copies import layout_name
+from midfill.engine.kv_transfer.transfers import layout_name
 from midfill.engine.kv_transfer.warm_cache import CHUNK_TOKENS
 from midfill.engine.request import EngineOutput, EngineSamplingParams, TierStats
 from midfill.kv.blob import KvIdentity

@@ -7,8 +7,7 @@ import pytest
 
 from midfill.config import ModelOptions, WindowSize
 from midfill.errors import MidfillError
-from midfill.serving.cluster.scaling import by_queue
-from midfill.serving.cluster.spec import EnginesSpec, FrontSpec, ModelSpec, read_spec
+from midfill.serving.cluster.spec import EnginesSpec, FrontSpec, ModelSpec, by_queue, read_spec
 
 
 def test_a_spec_survives_being_written_to_a_config_file() -> None:

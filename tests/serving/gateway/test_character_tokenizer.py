@@ -5,9 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midfill.errors import InvalidRequestError
-from midfill.serving.gateway.character_tokenizer import CharacterTokenizer, PromptText
-from midfill.serving.gateway.healed_start import HealedStart
-from midfill.serving.gateway.spelled_tokens import WORD_JOINER, SpelledTokens
+from midfill.serving.gateway.character_tokenizer import (
+    WORD_JOINER,
+    CharacterTokenizer,
+    PromptText,
+    SpelledTokens,
+)
 
 TOKENIZER = CharacterTokenizer({"<PRE>": 7, "<SUF>": None})
 PRE, SUF = TOKENIZER.special_tokens["<PRE>"], TOKENIZER.special_tokens["<SUF>"]
@@ -72,16 +75,3 @@ class TestSpelledTokens:
 
     def test_tokens_that_a_user_names_are_found(self) -> None:
         assert SpelledTokens(("<%mid%>",)).split("a<%mid%>b") == ["a<", "%mid%>b"]
-
-
-class TestHealedStart:
-    @given(st.text(max_size=6), st.lists(st.text(max_size=3), max_size=6))
-    def test_all_text_passes_once_it_begins_as_required(
-        self, required: str, pieces: list[str]
-    ) -> None:
-        start = HealedStart(required)
-        passed = "".join(start.push(piece) for piece in pieces)
-        start.finish()
-        text = "".join(pieces)
-        assert start.matches == text.startswith(required)
-        assert passed == (text if start.matches else "")

@@ -23,9 +23,9 @@ from midfill.config import (
 from midfill.engine.disaggregated.engine import DisaggregatedEngine
 from midfill.engine.disaggregated.workers import DecodeLimits, Pool, PrefillLimits
 from midfill.engine.messages import EngineInfo
+from midfill.engine.process.aggregate import total_stats, total_tenants
 from midfill.engine.process.client import EngineClient
-from midfill.engine.process.output_stream import OutputStream
-from midfill.engine.process.totals import total_stats, total_tenants
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineRequest, EngineStats, TenantStats
 from midfill.engine.scheduling.admission import Admission
 from midfill.errors import EngineDeadError, KvTransferError

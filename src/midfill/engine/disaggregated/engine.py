@@ -23,16 +23,17 @@ their work, too.
 """
 
 import asyncio
+import contextlib
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from midfill.config import DEFAULT_MAX_QUEUED_TOKENS
-from midfill.engine.disaggregated.known_tokens import KnownTokens
-from midfill.engine.disaggregated.shared_answer import SharedAnswer, hands_over
 from midfill.engine.disaggregated.worker_queues import (
     DecodeQueue,
     PrefillQueue,
@@ -40,16 +41,15 @@ from midfill.engine.disaggregated.worker_queues import (
     WorkerQueue,
 )
 from midfill.engine.disaggregated.workers import DecodeLimits, PrefillLimits
-from midfill.engine.process.output_stream import OutputStream
-from midfill.engine.request import EngineRequest
+from midfill.engine.process.aggregate import RequestTasks
+from midfill.engine.process.outputs import OutputStream
+from midfill.engine.request import EngineOutput, EngineRequest, FinishReason
 from midfill.engine.routing import choose, request_key
 from midfill.engine.scheduling.admission import Admission
 from midfill.errors import (
     EngineDeadError,
-    GenerationError,
     InvalidRequestError,
     KvTransferError,
-    MidfillError,
 )
 
 _log = logging.getLogger(__name__)
@@ -63,6 +63,107 @@ W = TypeVar("W", bound=WorkerQueue)
 
 class _ExpiredError(Exception):
     """Nobody waits for the request any more."""
+
+
+def hands_over(request: EngineRequest) -> bool:
+    """Whether another engine can go on with an answer after its first tokens.
+
+    Not with what more than tokens and KV belongs to: several answers, scores of the prompt, KV
+    under a method.
+    """
+    sampling = request.sampling
+    plain = not request.background and request.method in (None, "none")
+    return plain and sampling.n == 1 and sampling.prompt_logprobs is None
+
+
+class RequestState:
+    """A request that several engines have a part in, and what its client has of the answer.
+
+    Args:
+        request: the request.
+        stream: where outputs go.
+        admission: counts the request as queued until its first output.
+        context: maximum tokens of a prompt and its answer.
+
+    Attributes:
+        tokens: of the answer, as far as they were sent.
+        begun: whether anything was.
+    """
+
+    def __init__(
+        self, request: EngineRequest, stream: OutputStream, admission: Admission, context: int
+    ) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.begun = False
+        self._stream = stream
+        self._admission = admission
+        self._first: EngineOutput | None = None
+        self._room = min(request.sampling.max_tokens, context - len(request.token_ids))
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another engine can serve what is left."""
+        return not self.begun or hands_over(self.request)
+
+    @property
+    def deadline(self) -> float | None:
+        """When the client gives up on what comes next; None is never."""
+        whole = self.request.stream_interval == math.inf
+        return self.request.deadline if whole or not self.begun else None
+
+    def first_part(self) -> EngineRequest:
+        """Return the request to an engine that computes the prompt and hands over the answer.
+
+        The answer's first token; or, where it has to be found out first whether the answer is empty
+        after the bytes it has to begin with, as many as these bytes may be.
+        """
+        request = self.request
+        tokens = 1 + (len(request.begins_with) if request.empty_threshold > 0 else 0)
+        sampling = msgspec.structs.replace(
+            request.sampling, max_tokens=min(tokens, request.sampling.max_tokens)
+        )
+        return msgspec.structs.replace(request, sampling=sampling, stream_interval=0.0)
+
+    def rest(self) -> EngineRequest:
+        """Return the request to an engine that goes on where the answer stands."""
+        return msgspec.structs.replace(self.request, answered=self.tokens, deadline=self.deadline)
+
+    def put_first(self, output: EngineOutput) -> bool:
+        """Send on the first output to ``first_part``; return whether the answer goes on."""
+        goes_on = output.finish_reason is None or (
+            output.finish_reason == "length" and len(output.token_ids) < self._room
+        )
+        self.put(msgspec.structs.replace(output, finish_reason=None) if goes_on else output)
+        return goes_on
+
+    def put(self, output: EngineOutput) -> None:
+        """Send an output on; what it says of the prompt is what its first engine has found."""
+        self._admission.record(output, time.monotonic())
+        if hands_over(self.request):
+            first = self._first = self._first or output
+            if output is not first:
+                output = msgspec.structs.replace(
+                    output,
+                    cached_tokens=first.cached_tokens,
+                    reused_tokens=first.reused_tokens,
+                    prefill_seconds=None,
+                )
+            self.tokens += output.token_ids
+        self.begun = True
+        self._stream.put(output)
+
+    def end(self, reason: FinishReason) -> None:
+        """End all answers, whatever is missing of them."""
+        for index in range(self.request.sampling.n):
+            self._stream.put(
+                EngineOutput(
+                    request_id=self.request.request_id,
+                    index=index,
+                    token_ids=[],
+                    finish_reason=reason,
+                )
+            )
 
 
 class DisaggregatedEngine:
@@ -106,7 +207,8 @@ class DisaggregatedEngine:
         self._decode = [
             DecodeQueue(f"decode {number}", *worker) for number, worker in enumerate(decode)
         ]
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        failure = "the workers failed on this request; the log says why"
+        self._tasks = RequestTasks(self._answer, failure, self._admission.remove)
 
     @property
     def held_tokens(self) -> int:
@@ -137,28 +239,11 @@ class DisaggregatedEngine:
             first = asking[0]
             self._admission.check(first.tenant, tokens, first.deadline, now, first.document)
         self._admission.add(asking, now)
-        stream = OutputStream(self, requests)
-        for request in requests:
-            answer = SharedAnswer(request, stream, self._admission, self._context)
-            task = asyncio.create_task(self._answer(answer, stream), name="disaggregated request")
-            self._tasks[request.request_id] = task
-            # Not in the task itself: one that is cancelled before it starts would stay.
-            task.add_done_callback(partial(self._forget_task, request.request_id))
-        return stream
-
-    def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End a request, wherever it is. One of several answers is not ended, only ignored."""
-        if index is None and (task := self._tasks.get(request_id)) is not None:
-            task.cancel()
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing: a task that has told the last of its outputs ends by itself."""
+        return self._tasks.start(requests)
 
     async def close(self) -> None:
         """End all requests."""
-        for task in list(self._tasks.values()):
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._tasks.close()
 
     def _check(self, request: EngineRequest) -> None:
         """Refuse a request that no worker could ever serve.
@@ -202,28 +287,19 @@ class DisaggregatedEngine:
 
     # --- a request ---
 
-    async def _answer(self, answer: SharedAnswer, stream: OutputStream) -> None:
-        """Answer a request; errors go to the stream."""
+    async def _answer(self, request: EngineRequest, stream: OutputStream) -> None:
+        """Answer a request."""
+        answer = RequestState(request, stream, self._admission, self._context)
         try:
             await self._answer_somewhere(answer)
         except _ExpiredError:
             answer.end("expired")
-        except EngineDeadError as error:
-            if answer.request.background:
-                answer.end("cancelled")
-            else:
-                stream.put(error)
-        except MidfillError as error:
-            stream.put(error)
-        except Exception:
-            _log.exception("a request failed between workers")
-            stream.put(GenerationError("the workers failed on this request; the log says why"))
+        except EngineDeadError:
+            if not request.background:
+                raise
+            answer.end("cancelled")
 
-    def _forget_task(self, request_id: str, _: object) -> None:
-        del self._tasks[request_id]
-        self._admission.remove(request_id)
-
-    async def _answer_somewhere(self, answer: SharedAnswer) -> None:
+    async def _answer_somewhere(self, answer: RequestState) -> None:
         """Answer a request, with other workers where some die.
 
         Raises:
@@ -240,7 +316,7 @@ class DisaggregatedEngine:
                 _log.warning("%s; another worker goes on with it", error)
                 self.resumed += 1
 
-    async def _attempt(self, answer: SharedAnswer) -> None:
+    async def _attempt(self, answer: RequestState) -> None:
         """Answer what is left of a request with the workers of now.
 
         Raises:
@@ -264,10 +340,13 @@ class DisaggregatedEngine:
         with worker.whole():
             await self._forward(answer, worker)
 
-    async def _hand_over(self, answer: SharedAnswer, prefill: PrefillQueue) -> None:
+    async def _hand_over(self, answer: RequestState, prefill: PrefillQueue) -> None:
         """Compute the prompt on one worker, and the answer on another."""
         request = answer.request
-        with prefill.holding(len(request.token_ids)) as prompt, self._asking(request) as known:
+        with (
+            prefill.holding(len(request.token_ids)) as prompt,
+            self._asking(request) as cached_tokens,
+        ):
             await self._wait(answer, prompt.turn())
             if not await self._first_tokens(answer, prefill):
                 return
@@ -281,7 +360,7 @@ class DisaggregatedEngine:
                 if not served.has_room():
                     prompt.computed()  # and the next one starts
                     await self._wait(answer, served.room)
-                start = await known.of(decode)
+                start = await cached_tokens(decode)
                 await self._pull(request, prefill, decode, start, prompt.computed)
                 prompt.release()
                 served.tokens += len(answer.tokens)
@@ -290,13 +369,13 @@ class DisaggregatedEngine:
                         served.decoded(len(output.token_ids))
                         answer.put(output)
 
-    async def _forward(self, answer: SharedAnswer, worker: WorkerQueue) -> None:
+    async def _forward(self, answer: RequestState, worker: WorkerQueue) -> None:
         """Have one worker answer what is left."""
         with worker.engine.submit(answer.rest()) as outputs:
             async for output in outputs:
                 answer.put(output)
 
-    async def _first_tokens(self, answer: SharedAnswer, prefill: PrefillQueue) -> bool:
+    async def _first_tokens(self, answer: RequestState, prefill: PrefillQueue) -> bool:
         """Compute the prompt; send the first token on, or the first ones.
 
         Returns:
@@ -351,12 +430,35 @@ class DisaggregatedEngine:
         if tokens < start:  # what was there has been evicted meanwhile
             await self._pull(request, prefill, decode, 0, on_export)
 
-    def _asking(self, request: EngineRequest) -> KnownTokens:
-        """Ask how much of a long prompt's KV its decode worker has, while it is computed."""
-        is_long = len(request.token_ids) >= _ASKED_TOKENS
-        return KnownTokens(self._choose(self._decode, request) if is_long else None, request)
+    @contextlib.contextmanager
+    def _asking(self, request: EngineRequest) -> Iterator[Callable[[DecodeQueue], Awaitable[int]]]:
+        """Ask how much of a long prompt's KV its decode worker has, while it is computed.
 
-    async def _wait(self, answer: SharedAnswer, event: Awaitable[None]) -> None:
+        Yields a function that returns how many tokens a worker has; 0 if it was not asked, or died.
+        """
+        is_long = len(request.token_ids) >= _ASKED_TOKENS
+        worker = self._choose(self._decode, request) if is_long else None
+        task: asyncio.Task[int] | None = None
+        if worker is not None:
+            asked = worker.engine.cached_tokens(request.tenant, request.token_ids)
+            task = asyncio.create_task(asked, name="asking for cached tokens")
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+        async def cached_tokens(decode: DecodeQueue) -> int:
+            if task is None or decode is not worker:
+                return 0
+            try:
+                return await task
+            except EngineDeadError:
+                return 0
+
+        try:
+            yield cached_tokens
+        finally:
+            if task is not None:
+                task.cancel()
+
+    async def _wait(self, answer: RequestState, event: Awaitable[None]) -> None:
         """Wait for a turn or for room, as long as anybody waits for the answer.
 
         Raises:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from midfill.engine.disaggregated.workers import DecodeLimits, PrefillLimits, prefill_batch
-from midfill.engine.process.output_stream import OutputStream
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineRequest
 
 
@@ -187,7 +187,7 @@ class DecodeQueue(WorkerQueue):
         pages_of = self.limits.pool.pages_of
         while self.bridge:
             first = self.bridge[0]
-            used = sum(pages_of(one.tokens + 1) for one in self.decoding)
+            used = sum(pages_of(request.tokens + 1) for request in self.decoding)
             free = self.limits.pool.pages - used - self.pulled
             idle = not self.decoding and not self.pulled
             if not idle and not self.limits.pulls(first.prompt, self.pulled, free):

@@ -18,12 +18,19 @@ import numpy as np
 
 from midfill.arrays import Int32Array
 from midfill.config import WarmTierOptions
-from midfill.engine.kv_transfer.kv_copies import KvCopies, NoRoomError
-from midfill.engine.kv_transfer.kv_transfers import MAX_STEP_BYTES, IdentitySource
+from midfill.engine.kv_transfer.transfers import (
+    MAX_STEP_BYTES,
+    IdentitySource,
+    KvCopies,
+    KvTransfers,
+    NoRoomError,
+    layout_name,
+)
 from midfill.engine.request import TierStats
+from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.errors import OptionError
-from midfill.kv.blob import RAW, BlobError, KvBlob, bind_tenant, chain
+from midfill.kv.blob import RAW, BlobError, KvBlob, KvIdentity, bind_tenant, chain
 from midfill.kv.pool import KVPool
 from midfill.kv.radix_node import CacheRoot, MethodRoot
 from midfill.kv.tiers.folders import ChunkFolder, open_disk_folder
@@ -40,6 +47,9 @@ _BUSY_SECONDS = 0.5  # before texts are stored beside steps: most engines are id
 _MAX_CREDIT = 0.05  # seconds that may add up
 _MIN_PREFILL_ROWS = 32  # of steps that tell how fast prompts are computed
 _UNKNOWN_SECONDS = 1.0  # to compute a chunk, before the first measurement
+
+_STEP_SHARE = 0.1  # of the last step's time, that copying may take between two steps
+_WAIT_SECONDS = 0.002  # messages wait so long while there is nothing to do but to wait for KV
 
 
 def open_warm_tier(
@@ -252,7 +262,9 @@ class WarmCache:
         wanted = self._stored_chunks(tenant, tokens, cached)
         each = self._prefill.seconds(CHUNK_TOKENS)
         each = _UNKNOWN_SECONDS if each is None else each
-        missing = [min(max(one.start + CHUNK_TOKENS - exact, 0), CHUNK_TOKENS) for one in wanted]
+        missing = [
+            min(max(chunk.start + CHUNK_TOKENS - exact, 0), CHUNK_TOKENS) for chunk in wanted
+        ]
         compute = [each * tokens / CHUNK_TOKENS for tokens in missing]
         count = chunks_to_load([self._load_seconds(chunk.key) for chunk in wanted], compute)
         if not count:
@@ -278,27 +290,29 @@ class WarmCache:
     def load(self) -> None:
         """Put what has arrived into the cache, a bounded part of it."""
         budget = max(MAX_STEP_BYTES // self._copies.token_bytes, 1)
-        for sequence_id, one in list(self._loading.items()):
-            finished = one.load.finished  # before looking at what has arrived
+        for sequence_id, loading in list(self._loading.items()):
+            finished = loading.load.finished  # before looking at what has arrived
             try:
-                while one.load.arrived and budget > 0:
-                    budget -= self._take(one, one.load.take())
+                while loading.load.arrived and budget > 0:
+                    budget -= self._take(loading, loading.load.take())
             except (BlobError, NoRoomError):
-                one.load.arrived.clear()
+                loading.load.arrived.clear()
                 finished = True
-            if (finished and not one.load.arrived) or time.monotonic() > one.deadline:
-                one.load.cancel()
+            if (finished and not loading.load.arrived) or time.monotonic() > loading.deadline:
+                loading.load.cancel()
                 del self._loading[sequence_id]
-                self._end(one)
+                self._end(loading)
 
-    def _end(self, one: _Loading) -> None:
+    def _end(self, loading: _Loading) -> None:
         """Have a sequence use its tenant's own tree if that holds as much."""
-        if one.done <= self._copies.cached(one.sequence.tenant, one.tokens):
-            one.sequence.loaded_variant = ""
+        if loading.done <= self._copies.cached(loading.sequence.tenant, loading.tokens):
+            loading.sequence.loaded_variant = ""
 
     def wait(self, seconds: float) -> None:
         """Sleep until something arrives or is written, at most for so long."""
-        if not any(one.load.arrived or one.load.finished for one in self._loading.values()):
+        if not any(
+            loading.load.arrived or loading.load.finished for loading in self._loading.values()
+        ):
             self._tier.changed.wait(seconds)
         self._tier.changed.clear()
 
@@ -311,7 +325,7 @@ class WarmCache:
         self._tier.flush(seconds)
         self._tier.close()
 
-    def _take(self, one: _Loading, blob: KvBlob) -> int:
+    def _take(self, loading: _Loading, blob: KvBlob) -> int:
         """Put a chunk into the cache; return how many tokens were copied.
 
         Raises:
@@ -320,12 +334,14 @@ class WarmCache:
         started = time.perf_counter()
         self._copies.check(blob)
         end = blob.start + len(blob.tokens)
-        one.done = max(one.done, self._copies.cached(one.root, one.tokens[:end]))
-        if one.done >= end:
+        loading.done = max(loading.done, self._copies.cached(loading.root, loading.tokens[:end]))
+        if loading.done >= end:
             return 0
-        count = end - one.done
-        self._copies.insert(one.root, one.tokens[:end], one.done, blob, one.done - blob.start)
-        one.done = end
+        count = end - loading.done
+        self._copies.insert(
+            loading.root, loading.tokens[:end], loading.done, blob, loading.done - blob.start
+        )
+        loading.done = end
         self._loaded_tokens += count
         self._import.record(count, time.perf_counter() - started)
         return count
@@ -363,3 +379,107 @@ def _takes_any(sequence: Sequence) -> bool:
 def _begins_with(tokens: Int32Array, beginning: Int32Array) -> bool:
     count = len(beginning)
     return len(tokens) >= count and np.array_equal(tokens[:count], beginning)
+
+
+class KvTraffic:
+    """Transfers and the warm tier of one engine.
+
+    Attributes:
+        transfers: exports and imports.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        queues: RequestQueues,
+        source: IdentitySource | None,
+        tier: WarmTier | None,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            runner: holds the KV.
+            queues: the engine's sequences and slots.
+            source: what KV is bound to; None binds it to the runner's layout alone.
+            tier: keeps KV that may be evicted; None keeps none.
+        """
+        if source is None:
+            source = IdentitySource(lambda: KvIdentity("", layout_name(runner)))
+        copies = KvCopies(runner, queues.pool)
+        self.transfers = KvTransfers(copies, queues.pool, source)
+        self._queues = queues
+        self._warm = None if tier is None else WarmCache(tier, copies, queues.pool, source)
+        queues.on_release = self.note
+        self._step_seconds = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether ``step`` has anything to do."""
+        return bool(self.transfers or self._warm or self._queues.loading)
+
+    def tier_stats(self) -> TierStats | None:
+        """Return what the warm tier holds and did; None without one."""
+        return None if self._warm is None else self._warm.stats()
+
+    def starts_loading(self, sequence: Sequence) -> bool:
+        """Return whether a new sequence has to wait for KV; have it loaded, if it can be."""
+        if sequence.background or not isinstance(sequence.cache_root, str):
+            return False
+        if self.transfers.awaits(sequence.tenant, sequence.matchable_tokens):
+            return True
+        return self._warm is not None and self._warm.start_loading(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Load no more for a sequence that ends."""
+        if self._warm is not None:
+            self._warm.forget(sequence)
+
+    def note(self, sequence: Sequence) -> None:
+        """Have the warm tier store what a sequence has in the cache, or is about to leave there."""
+        kv = sequence.kv
+        if self._warm is None or kv is None or not kv.is_exact:
+            return
+        if kv.prefix is None and not kv.is_private:
+            self._warm.note(sequence.tenant, sequence.cache_keys(sequence.computed))
+
+    def record_step(self, rows: int, seconds: float) -> None:
+        """Learn how fast the engine computes."""
+        self._step_seconds = seconds
+        if self._warm is not None:
+            self._warm.record_step(rows, seconds)
+
+    def step(self, *, may_wait: bool) -> None:
+        """Copy a bounded part of the KV that is to be copied; queue sequences whose KV is there.
+
+        Args:
+            may_wait: sleep for a moment if there is nothing to copy yet, and nothing to run.
+        """
+        queues = self._queues
+        if may_wait and len(queues.sequences) == len(queues.loading):
+            self._wait()
+        self.transfers.step(_STEP_SHARE * self._step_seconds)
+        if self._warm is not None:
+            self._warm.load()
+            self._warm.store(idle=not queues.running and not queues.waiting)
+        if queues.loading:
+            queues.queue_loaded(self._is_loading)
+
+    def flush(self, seconds: float) -> None:
+        """Wait until what the warm tier was given is written, for at most so long."""
+        if self._warm is not None:
+            self._warm.flush(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Write what the warm tier was given, for at most so long, and close it."""
+        if self._warm is not None:
+            self._warm.close(seconds)
+
+    def _is_loading(self, sequence: Sequence) -> bool:
+        if self._warm is not None and self._warm.awaits(sequence):
+            return True
+        return self.transfers.awaits(sequence.tenant, sequence.matchable_tokens)
+
+    def _wait(self) -> None:
+        if self.transfers:
+            self.transfers.wait(_WAIT_SECONDS)
+        elif self._warm is not None and not self._warm.can_store:
+            self._warm.wait(_WAIT_SECONDS)

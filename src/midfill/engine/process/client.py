@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +20,13 @@ from midfill.config import (
 )
 from midfill.engine.messages import (
     Cancel,
+    EndTransfer,
     EngineInfo,
+    ExportKv,
     Failed,
+    FindKv,
     FromEngine,
-    KvExported,
-    KvFound,
-    KvImported,
+    ImportKv,
     Loading,
     Ping,
     Pong,
@@ -33,13 +36,12 @@ from midfill.engine.messages import (
     Start,
     StepReport,
     Submit,
+    ToEngine,
+    TransferDone,
     TransferRefused,
 )
-from midfill.engine.process.kv_client import KvClient
-from midfill.engine.process.output_stream import OutputStream
-from midfill.engine.process.process_handle import EngineProcess
-from midfill.engine.process.restart_delay import RestartDelay
-from midfill.engine.process.watchdog import Watchdog
+from midfill.engine.process.outputs import OutputStream
+from midfill.engine.process.supervision import EngineProcess, RestartDelay, Watchdog
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
 from midfill.engine.scheduling.admission import Admission
 from midfill.errors import (
@@ -59,7 +61,7 @@ _MAX_LOAD_SILENCE = 900.0  # seconds between two reports of a restarting engine
 _MAX_RETRY_SECONDS = 10  # the first load may take far longer than later ones, which find its caches
 
 
-class EngineClient(KvClient):
+class EngineClient:
     """The engine as the server sees it.
 
     An engine that dies is restarted for as long as the client is open, after a ``RestartDelay``.
@@ -103,7 +105,6 @@ class EngineClient(KvClient):
         self.stats = EngineStats()
         self.tenants: dict[str, TenantStats] = {}
         self.restarts = 0
-        super().__init__()
         self._start = Start(str(path), options, logs or LogOptions())
         self._on_progress = on_progress
         self._admission = Admission(max_queued_tokens, max_tenant_tokens)
@@ -118,6 +119,8 @@ class EngineClient(KvClient):
         self._streams: dict[str, OutputStream] = {}
         self._first_start: asyncio.Future[EngineInfo] | None = None
         self._memory_folder: MemoryFolder | None = None
+        self._transfer_numbers = itertools.count()
+        self._transfers: dict[str, asyncio.Future[TransferDone]] = {}
 
     @property
     def queued_tokens(self) -> int:
@@ -236,6 +239,70 @@ class EngineClient(KvClient):
         self._streams.pop(request_id, None)
         self._admission.remove(request_id)
 
+    # --- KV in the engine's cache ---
+
+    async def cached_tokens(self, tenant: str, token_ids: Sequence[int]) -> int:
+        """Return how many of a prompt's tokens are cached, from the first on.
+
+        Raises:
+            EngineDeadError: the engine is not ready, or died.
+        """
+        tokens = list(token_ids)
+        return (await self._transfer(lambda number: FindKv(number, tenant, tokens))).tokens
+
+    async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> bytes:
+        """Return an encoded ``KvBlob`` of what is cached of a prompt's first tokens.
+
+        Without the first ``start``, which the receiver has.
+
+        Raises:
+            EngineDeadError: the engine is not ready, or died.
+            KvTransferError: nothing of it is cached, or nothing after ``start``.
+        """
+        tokens = list(token_ids)
+        return (await self._transfer(lambda number: ExportKv(number, tenant, tokens, start))).blob
+
+    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
+        """Put an encoded ``KvBlob`` into a tenant's prefix cache.
+
+        A prompt that is submitted meanwhile and begins with its tokens waits for them. ``before``
+        are the tokens that an export has left out.
+
+        Returns:
+            How many tokens are cached then, from the first on, those before included.
+
+        Raises:
+            EngineDeadError: the engine is not ready, or died.
+            KvTransferError: the blob is damaged, or of another model or tenant.
+        """
+        tokens = list(before)
+        return (await self._transfer(lambda number: ImportKv(number, tenant, blob, tokens))).tokens
+
+    async def _transfer(self, message: Callable[[str], ToEngine]) -> TransferDone:
+        """Send a message with a new transfer's id; return its answer. A cancelled one is ended."""
+        process = self._running_process()
+        transfer_id = f"kv-transfer-{next(self._transfer_numbers)}"
+        result: asyncio.Future[TransferDone] = asyncio.get_running_loop().create_future()
+        self._transfers[transfer_id] = result
+        process.send(message(transfer_id))
+        try:
+            return await result
+        except asyncio.CancelledError:
+            self._transfers.pop(transfer_id, None)
+            if self._is_up and self._process is process:
+                process.send(EndTransfer(transfer_id))
+            raise
+
+    def _end_transfer(self, transfer_id: str, answer: TransferDone | MidfillError) -> None:
+        """Give a transfer its answer, or the error it ends with; ignored if nobody awaits it."""
+        future = self._transfers.pop(transfer_id, None)
+        if future is None or future.done():
+            return
+        if isinstance(answer, MidfillError):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
     # --- the process's life ---
 
     async def _supervise(self) -> None:
@@ -324,12 +391,12 @@ class EngineClient(KvClient):
                     self._route(output)
             case Rejected(request_id, text, param, code):
                 self._fail(request_id, InvalidRequestError(text, param=param, code=code))
-            case KvExported() | KvImported() | KvFound():
-                self._transfers.end(message.transfer_id, message)
+            case TransferDone():
+                self._end_transfer(message.transfer_id, message)
             case TransferRefused(transfer_id, text):
-                self._transfers.fail(transfer_id, KvTransferError(text))
+                self._end_transfer(transfer_id, KvTransferError(text))
             case RequestFailed(request_id, text):
-                self._transfers.fail(request_id, KvTransferError(text))
+                self._end_transfer(request_id, KvTransferError(text))
                 self._fail(request_id, GenerationError(text))
             case Pong():
                 pass
@@ -346,7 +413,7 @@ class EngineClient(KvClient):
             case Failed():
                 if self.info is not None:
                     _log.error("the engine can't restart: %s", message.message)
-                self._fail_first_start(message.as_error())
+                self._fail_first_start(message.as_error("the engine can't start: "))
 
     def _route(self, output: EngineOutput) -> None:
         self._answered = True
@@ -383,7 +450,8 @@ class EngineClient(KvClient):
                 f"{error}; it is being restarted, try again in a moment",
                 retry_after=self.retry_after,
             )
-        self._transfers.fail_all(error)
+        for transfer_id in list(self._transfers):
+            self._end_transfer(transfer_id, error)
         for stream in set(streams.values()):
             stream.put(error)
 

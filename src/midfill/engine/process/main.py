@@ -1,6 +1,6 @@
 """The engine's own process: loads the model, then steps the engine and exchanges messages.
 
-Started by ``engine.process.process_handle`` as ``python -m midfill.engine.process.main ADDRESS``.
+Started by ``engine.process.supervision`` as ``python -m midfill.engine.process.main ADDRESS``.
 Requests and cancellations are received between steps, so they take effect within one step. An idle
 engine sleeps in the socket. Standard input is a pipe that the server holds: when it closes, because
 the server ends or died, this process ends at once; only KV on its way to the warm tier is written
@@ -24,13 +24,6 @@ import msgspec
 import numpy as np
 import zmq
 
-from midfill.engine.kv_transfer.kv_transfers import (
-    Exported,
-    Found,
-    Imported,
-    TransferFailed,
-    TransferResult,
-)
 from midfill.engine.messages import (
     Cancel,
     EndTransfer,
@@ -40,9 +33,6 @@ from midfill.engine.messages import (
     FindKv,
     FromEngine,
     ImportKv,
-    KvExported,
-    KvFound,
-    KvImported,
     Loading,
     Ping,
     Pong,
@@ -52,9 +42,9 @@ from midfill.engine.messages import (
     Start,
     StepReport,
     Submit,
-    TransferRefused,
+    TransferDone,
 )
-from midfill.engine.process.output_buffer import OutputBuffer
+from midfill.engine.process.outputs import OutputBuffer
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError, MidfillError
 from midfill.system.logs import configure_logs
@@ -63,7 +53,7 @@ from midfill.system.progress import Progress
 
 if TYPE_CHECKING:
     from midfill.engine.engine import Engine
-    from midfill.engine.kv_transfer.kv_transfers import KvTransfers
+    from midfill.engine.kv_transfer.transfers import KvTransfers
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +82,7 @@ class _Channel:
     def send(self, message: FromEngine) -> None:
         """Queue a message; never blocks. KV is a frame of its own, which nobody copies."""
         kv = []
-        if isinstance(message, KvExported):
+        if isinstance(message, TransferDone) and message.blob:
             kv, message = [message.blob], msgspec.structs.replace(message, blob=b"")
         self._socket.send_multipart([msgspec.msgpack.encode(message), *kv], copy=False)
 
@@ -128,7 +118,7 @@ def main(address: str) -> NoReturn:
     except Exception as error:
         if not isinstance(error, MidfillError):
             traceback.print_exc()
-        channel.send(Failed.because_of(error))
+        channel.send(Failed.of(error))
         channel.close()
         sys.exit(1)
     end.before = lambda: engine.kv_traffic.close(_SAVE_SECONDS)
@@ -149,7 +139,7 @@ def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoRet
             received += 1
         produced = engine.step()
         for result in engine.kv_traffic.transfers.take_results():
-            channel.send(_transfer_message(result))
+            channel.send(result)
         now = time.monotonic()
         buffer.add(produced, now)
         outputs = buffer.take(now)
@@ -231,18 +221,6 @@ def _volunteer_for_memory_kill() -> None:
     with contextlib.suppress(OSError, ValueError):
         path = Path("/proc/self/oom_score_adj")
         path.write_text(str(max(int(path.read_text()), _MEMORY_KILL_SCORE)))
-
-
-def _transfer_message(result: TransferResult) -> FromEngine:
-    match result:
-        case Exported(transfer_id, blob, tokens):
-            return KvExported(transfer_id, blob, tokens)
-        case Imported(transfer_id, tokens):
-            return KvImported(transfer_id, tokens)
-        case Found(transfer_id, tokens):
-            return KvFound(transfer_id, tokens)
-        case TransferFailed(transfer_id, reason):
-            return TransferRefused(transfer_id, reason)
 
 
 def _load(start: Start, started: float, send: Send) -> tuple["Engine", OutputBuffer, EngineInfo]:

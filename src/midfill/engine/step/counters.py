@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from midfill.engine.kv_transfer.kv_traffic import KvTraffic
+from midfill.engine.kv_transfer.warm_cache import KvTraffic
 from midfill.engine.request import EngineStats
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.step.speculation import DraftCounts
@@ -80,7 +80,7 @@ class EngineCounters:
             listed_pairs=listed,
             causal_pairs=causal,
             loading=len(queues.loading),
-            exported_bytes=traffic.transfers.counts.exported_bytes,
-            imported_bytes=traffic.transfers.counts.imported_bytes,
+            exported_bytes=traffic.transfers.exported_bytes,
+            imported_bytes=traffic.transfers.imported_bytes,
             warm_tier=traffic.tier_stats(),
         )

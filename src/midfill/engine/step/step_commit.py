@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from midfill.engine.kv_transfer.kv_traffic import KvTraffic
+from midfill.engine.kv_transfer.warm_cache import KvTraffic
 from midfill.engine.request import EngineOutput
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence

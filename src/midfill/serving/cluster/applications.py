@@ -13,9 +13,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from midfill.config import RouterName
 from midfill.serving.cluster.front import Front
-from midfill.serving.cluster.names import ENGINE, FRONT
 from midfill.serving.cluster.replica import EngineReplica
-from midfill.serving.cluster.spec import EnginesSpec, FrontSpec, read_spec
+from midfill.serving.cluster.spec import ENGINE, FRONT, EnginesSpec, FrontSpec, read_spec
 
 _ROUTERS: dict[RouterName, str] = {
     "document": "midfill.serving.cluster.router.DocumentRouter",
@@ -99,5 +98,5 @@ def _autoscaling(spec: EnginesSpec) -> AutoscalingConfig:
         downscale_delay_s=_SCALE_DOWN_SECONDS,
         metrics_interval_s=_STATS_SECONDS,
         look_back_period_s=5 * _STATS_SECONDS,
-        policy=AutoscalingPolicy(policy_function="midfill.serving.cluster.scaling:by_queue"),
+        policy=AutoscalingPolicy(policy_function="midfill.serving.cluster.spec:by_queue"),
     )

@@ -8,7 +8,6 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,9 +16,15 @@ from ray import serve
 from ray.serve import Application
 
 from midfill.errors import MidfillError
-from midfill.serving.cluster.names import ENGINE, FRONT_APP, engines_app, generation_of
-from midfill.serving.cluster.numbers import ReplicaNumbers, read_numbers
-from midfill.serving.cluster.spec import EnginesSpec, FrontSpec
+from midfill.serving.cluster.messages import ReplicaNumbers
+from midfill.serving.cluster.spec import (
+    ENGINE,
+    FRONT_APP,
+    EnginesSpec,
+    FrontSpec,
+    engines_app,
+    generation_of,
+)
 
 _TICK_SECONDS = 0.5
 _CONNECT_SECONDS = 15.0
@@ -30,8 +35,7 @@ _LAST_ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+$", re.MULTILINE
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Overview:
+class Overview(msgspec.Struct, frozen=True):
     """What runs on a cluster.
 
     Attributes:
@@ -143,20 +147,12 @@ def overview() -> Overview:
     Raises:
         MidfillError: nothing of midfill does.
     """
-    told = _ask_front()
-    status = serve.status().applications.get(engines_app(told["generation"]))
+    front = _ask_front()
+    status = serve.status().applications.get(engines_app(front["generation"]))
     states: dict[str, int] = {}
     if status is not None:
         states = {str(k): v for k, v in status.deployments[ENGINE].replica_states.items()}
-    return Overview(
-        model=told["model"],
-        generation=told["generation"],
-        resumed=told["resumed"],
-        moved=told["moved"],
-        states=states,
-        replicas={name: read_numbers(each) for name, each in told["replicas"].items()},
-        url=_url(),
-    )
+    return msgspec.convert(front | {"states": states, "url": _url()}, Overview)
 
 
 def remove() -> None:
@@ -177,7 +173,7 @@ def _run(app: Application, name: str, route: str | None, report: Report) -> None
     Raises:
         MidfillError: it doesn't start; it is removed again, unless an older one runs by this name.
     """
-    is_new, told = name not in serve.status().applications, ""
+    is_new, reported = name not in serve.status().applications, ""
     try:
         serve.run_many(
             [serve.RunTarget(app, name=name, route_prefix=route)],
@@ -189,8 +185,8 @@ def _run(app: Application, name: str, route: str | None, report: Report) -> None
                 return
             if status.status == "DEPLOY_FAILED":
                 raise MidfillError(f"{name} can't start: {_reason(status)}")
-            if told != (told := f"starting {name}: {_progress(status)}"):
-                report(told)
+            if reported != (reported := f"starting {name}: {_progress(status)}"):
+                report(reported)
             time.sleep(_TICK_SECONDS)
     except BaseException:
         if is_new:

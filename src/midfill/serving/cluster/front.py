@@ -8,10 +8,13 @@ its engines by itself.
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 from ray import serve
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,12 +22,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from midfill.engine.messages import EngineInfo
 from midfill.frontend.prompts import fim_format
 from midfill.models.checkpoints.opening import open_model
-from midfill.serving.cluster.holdings import Holdings
-from midfill.serving.cluster.metrics import MoveCollector
-from midfill.serving.cluster.names import generation_of
+from midfill.serving.cluster.kv_moves import Holdings
 from midfill.serving.cluster.remote_engine import RemoteEngine
-from midfill.serving.cluster.serve_replicas import ServeReplicas
-from midfill.serving.cluster.spec import FrontSpec, ModelSpec, read_spec
+from midfill.serving.cluster.serve_handles import ServeReplicas
+from midfill.serving.cluster.spec import FrontSpec, ModelSpec, generation_of, read_spec
 from midfill.serving.server.app import create_app
 from midfill.serving.server.key_ring import KeyRing
 from midfill.serving.server.limits import RateLimits
@@ -188,3 +189,31 @@ async def _live(receive: Receive, send: Send) -> None:
         await send({"type": f"{message['type']}.complete"})
         if message["type"] == "lifespan.shutdown":
             return
+
+
+class MoveCollector(Collector):
+    """Counters of the prompts whose KV another replica had.
+
+    Args:
+        engine: the replicas.
+    """
+
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield the metrics as of now."""
+        counts = self._engine.moves
+        family = CounterMetricFamily(
+            "midfill:kv_moves",
+            "Prompts whose KV another replica had, by what became of it.",
+            labels=["result"],
+        )
+        for result in ("moved", "late", "failed", "declined"):
+            family.add_metric([result], getattr(counts, result))
+        yield family
+        yield CounterMetricFamily(
+            "midfill:kv_moved_tokens",
+            "Tokens whose KV came from another replica.",
+            value=counts.moved_tokens,
+        )

@@ -9,15 +9,18 @@ for it at most twice as long as computing would take. Whatever goes wrong, the p
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
-import msgspec
+import numpy as np
 
+from midfill.arrays import Int32Array
+from midfill.engine.process.client import EngineClient
 from midfill.engine.request import EngineRequest
 from midfill.errors import MidfillError
 from midfill.kv.tiers.load_policy import MeasuredRate, chunks_to_load, patience
-from midfill.serving.cluster.messages import KvHint
+from midfill.serving.cluster.messages import KvHint, KvMoveCounts
 
 _log = logging.getLogger(__name__)
 
@@ -25,23 +28,8 @@ _OVERHEAD_SECONDS = 0.01  # of a call to another replica
 _UNKNOWN_SECONDS = 1 / 64  # to compute a token, before the first measurement
 _FORGET_SECONDS = 60.0  # after which a bandwidth is measured anew: one that was bad may be good
 
-
-class KvMoveCounts(msgspec.Struct, kw_only=True):
-    """What a replica fetched from others since it started.
-
-    Attributes:
-        moved: prompts whose KV came.
-        moved_tokens: tokens that it was of.
-        late: prompts whose KV didn't come in time.
-        failed: prompts whose KV was not there any more, or was refused.
-        declined: prompts that were cheaper to compute.
-    """
-
-    moved: int = 0
-    moved_tokens: int = 0
-    late: int = 0
-    failed: int = 0
-    declined: int = 0
+_PROMPTS = 2  # of a document at a replica: the last one asked, and one computed in idle time
+_MAX_TOKENS = 16_000_000  # remembered, 64 MB
 
 
 class KvPeers(Protocol):
@@ -54,21 +42,6 @@ class KvPeers(Protocol):
 
         Raises:
             MidfillError: it has nothing, or it can't be reached.
-        """
-        ...
-
-
-class KvTarget(Protocol):
-    """The replica's own engine; see ``engine.process.client.EngineClient``."""
-
-    async def cached_tokens(self, tenant: str, token_ids: Sequence[int]) -> int:
-        """Return how many of a prompt's tokens are cached, from the first on."""
-        ...
-
-    async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
-        """Put an encoded ``KvBlob`` into a tenant's prefix cache; return the tokens cached.
-
-        ``before`` are the prompt's tokens that it leaves out, which have to be cached.
         """
         ...
 
@@ -86,7 +59,7 @@ class KvMoves:
         counts: what became of it.
     """
 
-    def __init__(self, name: str, engine: KvTarget, peers: KvPeers, token_bytes: float) -> None:
+    def __init__(self, name: str, engine: EngineClient, peers: KvPeers, token_bytes: float) -> None:
         self.counts = KvMoveCounts()
         self._name = name
         self._engine = engine
@@ -192,3 +165,60 @@ class KvMoves:
         tenant, tokens = request.tenant, request.token_ids
         blob = await self._peers.export_kv(source, tenant, tokens, start)
         return len(blob), await self._engine.import_kv(tenant, blob, tokens[:start]) - start
+
+
+class Holdings:
+    """The last prompts of each document at each replica; documents at rest are forgotten first.
+
+    Args:
+        max_tokens: how many tokens of prompts are remembered.
+    """
+
+    def __init__(self, max_tokens: int = _MAX_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._tokens = 0
+        self._prompts: OrderedDict[str, dict[str, deque[Int32Array]]] = OrderedDict()
+
+    def record(self, document: str, replica: str, token_ids: Sequence[int]) -> None:
+        """Remember that a replica has computed a prompt of a document."""
+        prompts = self._prompts.setdefault(document, {}).setdefault(replica, deque())
+        self._prompts.move_to_end(document)
+        prompts.append(np.array(token_ids, np.int32))
+        self._tokens += len(token_ids)
+        if len(prompts) > _PROMPTS:
+            self._tokens -= len(prompts.popleft())
+        while self._tokens > self._max_tokens:
+            _, forgotten = self._prompts.popitem(last=False)
+            self._tokens -= sum(len(prompt) for group in forgotten.values() for prompt in group)
+
+    def forget(self, document: str, replica: str) -> None:
+        """Forget what a replica has computed of a document."""
+        forgotten = self._prompts.get(document, {}).pop(replica, ())
+        self._tokens -= sum(map(len, forgotten))
+
+    def held(
+        self, document: str, token_ids: Sequence[int], replicas: Collection[str]
+    ) -> dict[str, int]:
+        """Return how many of a prompt's first tokens replicas have computed, by their names.
+
+        Args:
+            document: which it belongs to.
+            token_ids: the prompt.
+            replicas: those that are there; what others have computed is forgotten.
+        """
+        known = self._prompts.get(document)
+        if known is None:
+            return {}
+        for name in [name for name in known if name not in replicas]:
+            self.forget(document, name)
+        tokens = np.array(token_ids, np.int32)
+        return {
+            name: max(_shared(prompt, tokens) for prompt in group) for name, group in known.items()
+        }
+
+
+def _shared(first: Int32Array, other: Int32Array) -> int:
+    """Return how many tokens two prompts begin with alike."""
+    span = min(len(first), len(other))
+    differs = np.flatnonzero(first[:span] != other[:span])
+    return int(differs[0]) if len(differs) else span

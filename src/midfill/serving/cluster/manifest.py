@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from midfill.serving.cluster.names import FRONT_APP, engines_app
-from midfill.serving.cluster.spec import EnginesSpec, FrontSpec
+from midfill.serving.cluster.spec import FRONT_APP, EnginesSpec, FrontSpec, engines_app
 
 _SERVE_PORT = 8000  # where KubeRay looks for Serve
 _KEYS_FOLDER = "/etc/midfill"

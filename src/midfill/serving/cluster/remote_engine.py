@@ -10,37 +10,126 @@ The way of a request:
 A task that is cancelled closes the replica's stream, by which the engine ends the request.
 """
 
-import asyncio
 import contextlib
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import msgspec
 
-from midfill.engine.messages import EngineInfo
-from midfill.engine.process.output_stream import OutputStream
-from midfill.engine.process.totals import total_stats, total_tenants
+from midfill.engine.messages import EngineInfo, Failed
+from midfill.engine.process.aggregate import RequestTasks, total_stats, total_tenants
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
 from midfill.engine.routing import request_key
 from midfill.errors import (
     EngineDeadError,
-    GenerationError,
-    MidfillError,
     QueueFullError,
 )
 from midfill.kv.tiers.load_policy import MeasuredRate
-from midfill.serving.cluster.holdings import Holdings
-from midfill.serving.cluster.kv_moves import KvMoveCounts
-from midfill.serving.cluster.messages import Accepted, Failed, FromReplica, KvHint, Output
-from midfill.serving.cluster.numbers import ReplicaNumbers, total_moves
-from midfill.serving.cluster.resumption import Resumption, with_seed
+from midfill.serving.cluster.kv_moves import Holdings
+from midfill.serving.cluster.messages import (
+    Accepted,
+    FromReplica,
+    KvHint,
+    KvMoveCounts,
+    Output,
+    ReplicaNumbers,
+    total_moves,
+)
 
 _log = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 4  # replicas that may fail on a request before it fails
 _RETRY_SECONDS = 2
 _MIN_PREFILL_TOKENS = 32  # of a prompt that tells how fast prompts are computed
+
+
+def with_seed(request: EngineRequest) -> EngineRequest:
+    """Return the request with a seed, so that it can be asked twice."""
+    sampling = request.sampling
+    if sampling.temperature == 0 or sampling.seed is not None or request.background:
+        return request
+    seeded = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+    return msgspec.structs.replace(request, sampling=seeded)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer: the tokens that were passed on, and how many of them the replica has repeated."""
+
+    tokens: list[int] = field(default_factory=list)
+    repeated: int = 0
+    begun: bool = False
+    ended: bool = False
+
+
+class Resumption:
+    """The answers to one request, over all replicas that it was sent to.
+
+    Args:
+        answers: how many there are.
+    """
+
+    def __init__(self, answers: int) -> None:
+        self._answers = [_Answer() for _ in range(answers)]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all answers have ended."""
+        return all(answer.ended for answer in self._answers)
+
+    def restart(self) -> None:
+        """Begin to read the same answers from another replica."""
+        for answer in self._answers:
+            answer.repeated = 0
+
+    def take(self, output: EngineOutput) -> EngineOutput | None:
+        """Return what is new in an output; None if it says nothing new.
+
+        Raises:
+            EngineDeadError: the answer differs from what was passed on before.
+        """
+        answer = self._answers[output.index]
+        if answer.ended:
+            return None
+        skipped = min(len(output.token_ids), len(answer.tokens) - answer.repeated)
+        seen = answer.tokens[answer.repeated : answer.repeated + skipped]
+        ends_early = output.finish_reason is not None and (
+            answer.repeated + len(output.token_ids) < len(answer.tokens)
+        )
+        if output.token_ids[:skipped] != seen or ends_early:
+            raise EngineDeadError(
+                "the replica that was answering is lost, and another one would go on differently;"
+                " send the request again",
+                retry_after=1,
+            )
+        answer.repeated += skipped
+        new = output.token_ids[skipped:]
+        if answer.begun and not new and output.finish_reason is None:
+            return None
+        taken = _without(output, skipped, first=not answer.begun)
+        answer.tokens += new
+        answer.repeated += len(new)
+        answer.begun = True
+        answer.ended = output.finish_reason is not None
+        return taken
+
+
+def _without(output: EngineOutput, skipped: int, *, first: bool) -> EngineOutput:
+    """Return an output without its first tokens, and without what only a first one tells."""
+    if not skipped and first:
+        return output
+    return msgspec.structs.replace(
+        output,
+        token_ids=output.token_ids[skipped:],
+        logprobs=None if output.logprobs is None else output.logprobs[skipped:],
+        token_bytes=None if output.token_bytes is None else output.token_bytes[skipped:],
+        prompt_logprobs=output.prompt_logprobs if first else None,
+        prefill_seconds=output.prefill_seconds if first else None,
+    )
 
 
 class Replicas(Protocol):
@@ -77,6 +166,7 @@ class RemoteEngine:
             computed there.
 
     Attributes:
+        info: the same.
         resumed: requests that went on at another replica after one was lost.
     """
 
@@ -87,8 +177,9 @@ class RemoteEngine:
         self._holdings = holdings
         self._prefill = MeasuredRate()
         self._replicas = replicas
-        self._info = info
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.info = info
+        failure = "the server failed on this request; its log says why"
+        self._tasks = RequestTasks(self._answer, failure)
         self._known: dict[str, ReplicaNumbers] = {}
 
     @property
@@ -97,13 +188,8 @@ class RemoteEngine:
         return "ready" if self.numbers else "restarting"
 
     @property
-    def info(self) -> EngineInfo:
-        """What one replica is."""
-        return self._info
-
-    @property
     def numbers(self) -> Mapping[str, ReplicaNumbers]:
-        """What each replica that is there has told last."""
+        """What each replica that is there has reported last."""
         present = self._replicas.numbers()
         self._known.update(present)
         return present
@@ -153,85 +239,59 @@ class RemoteEngine:
 
     def submit(self, *requests: EngineRequest) -> OutputStream:
         """Start requests; the stream yields their outputs."""
-        stream = OutputStream(self, requests)
         # Another machine's clock counts from another time.
-        requests = tuple(msgspec.structs.replace(one, deadline=None) for one in requests)
-        for request in requests:
-            task = asyncio.create_task(self._answer(request, stream), name="replica request")
-            self._tasks[request.request_id] = task
-        return stream
-
-    def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End a request. One of several answers is not ended, only ignored."""
-        if index is None and (task := self._tasks.get(request_id)) is not None:
-            task.cancel()
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing: a task that has told the last of its outputs ends by itself."""
+        return self._tasks.start(
+            tuple(msgspec.structs.replace(request, deadline=None) for request in requests)
+        )
 
     async def close(self) -> None:
         """End all requests."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _answer(self, request: EngineRequest, stream: OutputStream) -> None:
-        """Generate all answers to a prompt; errors go to the stream."""
-        try:
-            await self._ask_until_answered(with_seed(request), stream)
-        except MidfillError as error:
-            stream.put(error)
-        except Exception:
-            _log.exception("a request to the replicas failed")
-            stream.put(GenerationError("the server failed on this request; its log says why"))
-        finally:
-            del self._tasks[request.request_id]
-
-    async def _ask_until_answered(self, request: EngineRequest, stream: OutputStream) -> None:
-        """Ask one replica after another.
+        """Generate all answers to a prompt: ask one replica after another.
 
         Raises:
             MidfillError: the request can't be answered, or not now.
         """
+        request = with_seed(request)
         document = request_key(request.tenant, request.document, request.token_ids)
         answers, failed = Resumption(request.sampling.n), list[str]()
         while True:
-            attempt = _Attempt()
+            attempt = _Attempt(request, document)
             try:
-                await self._read(request, document, failed, attempt, answers, stream)
+                async with contextlib.aclosing(self._outputs(attempt, failed)) as outputs:
+                    async for output in outputs:
+                        if (new := answers.take(output)) is not None:
+                            stream.put(new)
+                if not answers.finished:
+                    raise EngineDeadError("the replica's answer ended too early", retry_after=1)
                 return
             except (EngineDeadError, QueueFullError) as error:
                 if request.background:
                     stream.put(_cancelled(request))
                     return
-                known = attempt.replica is not None and attempt.replica not in failed
-                if not known or len(failed) + 1 >= _MAX_ATTEMPTS:
+                replica = attempt.replica
+                if replica is None or replica in failed or len(failed) + 1 >= _MAX_ATTEMPTS:
                     raise
-                assert attempt.replica is not None
-                failed.append(attempt.replica)
+                failed.append(replica)
                 if self._holdings is not None and isinstance(error, EngineDeadError):
-                    self._holdings.forget(document, attempt.replica)
+                    self._holdings.forget(document, replica)
                 if isinstance(error, QueueFullError) and len(failed) >= len(self.numbers):
                     raise
-                _log.warning("replica %s: %s; asking another one", attempt.replica, error)
+                _log.warning("replica %s: %s; asking another one", replica, error)
                 self.resumed += 1
                 answers.restart()
 
-    async def _read(
-        self,
-        request: EngineRequest,
-        document: str,
-        failed: list[str],
-        attempt: "_Attempt",
-        answers: Resumption,
-        stream: OutputStream,
-    ) -> None:
-        """Pass on what one replica answers.
+    async def _outputs(
+        self, attempt: "_Attempt", failed: list[str]
+    ) -> AsyncGenerator[EngineOutput, None]:
+        """Yield what one replica answers, none of those that have failed.
 
         Raises:
-            MidfillError: it refuses the request, or is lost before all answers have ended.
+            MidfillError: it refuses the request, or is lost.
         """
+        request, document = attempt.request, attempt.document
         hint = self._hint(request, document)
         asked = self._replicas.ask(request, document, failed, hint)
         async with contextlib.aclosing(asked) as messages:
@@ -240,13 +300,10 @@ class RemoteEngine:
                     case Accepted(replica):
                         attempt.replica = replica
                     case Output(output):
-                        self._record(request, document, attempt, output)
-                        if (new := answers.take(output)) is not None:
-                            stream.put(new)
+                        self._record(attempt, output)
+                        yield output
                     case Failed():
                         raise message.as_error()
-        if not answers.finished:
-            raise EngineDeadError("the replica's answer ended too early", retry_after=1)
 
     def _hint(self, request: EngineRequest, document: str) -> KvHint:
         """Return where a request's KV is."""
@@ -255,29 +312,33 @@ class RemoteEngine:
         held = self._holdings.held(document, request.token_ids, self.numbers)
         return KvHint(held, self._prefill.per_second)
 
-    def _record(
-        self, request: EngineRequest, document: str, attempt: "_Attempt", output: EngineOutput
-    ) -> None:
+    def _record(self, attempt: "_Attempt", output: EngineOutput) -> None:
         """Learn from a replica's first output that it has the prompt's KV, and how fast it was."""
         if self._holdings is None or attempt.answers or attempt.replica is None:
             return
         if output.finish_reason in ("cancelled", "expired", "error"):
             return
         attempt.answers = True
-        self._holdings.record(document, attempt.replica, request.token_ids)
-        computed = len(request.token_ids) - (output.cached_tokens or 0)
+        token_ids = attempt.request.token_ids
+        self._holdings.record(attempt.document, attempt.replica, token_ids)
+        computed = len(token_ids) - (output.cached_tokens or 0)
         if output.prefill_seconds is not None and computed >= _MIN_PREFILL_TOKENS:
             self._prefill.record(computed, output.prefill_seconds)
 
 
+@dataclass(slots=True)
 class _Attempt:
     """One replica's turn at a request.
 
     Attributes:
+        request: the request.
+        document: ``engine.routing.request_key``.
         replica: its name, once it has said it.
         answers: whether it has begun to answer.
     """
 
+    request: EngineRequest
+    document: str
     replica: str | None = None
     answers: bool = False
 

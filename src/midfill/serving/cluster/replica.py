@@ -10,13 +10,19 @@ from typing import Any
 import msgspec
 from ray import serve
 
+from midfill.engine.messages import Failed
 from midfill.engine.process.client import EngineClient
 from midfill.engine.request import EngineRequest
 from midfill.errors import MidfillError
 from midfill.serving.cluster.kv_moves import KvMoves
-from midfill.serving.cluster.messages import Accepted, Failed, FromReplica, KvHint, Output
-from midfill.serving.cluster.numbers import ReplicaNumbers
-from midfill.serving.cluster.serve_peers import ServePeers
+from midfill.serving.cluster.messages import (
+    Accepted,
+    FromReplica,
+    KvHint,
+    Output,
+    ReplicaNumbers,
+)
+from midfill.serving.cluster.serve_handles import ServePeers
 from midfill.serving.cluster.spec import ModelSpec, read_spec
 from midfill.system.logs import configure_logs
 
@@ -138,7 +144,7 @@ class EngineReplica:
         ).plain()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what ``scaling.by_queue`` goes by: without what the engine does when idle."""
+        """Return what ``spec.by_queue`` goes by: without what the engine does when idle."""
         stats = self._engine.stats
         return {"requests": float(stats.running + stats.waiting)}
 

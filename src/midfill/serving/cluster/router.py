@@ -4,13 +4,10 @@ Serve sends the classes of this module to its processes by value. What such a pr
 with its routers is therefore in another module.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from ray.serve.request_router import PendingRequest, RunningReplica
+from ray.serve.request_router import PendingRequest
 
 from midfill.engine.routing import order, preference
-from midfill.serving.cluster.observed_router import ObservedRouter
+from midfill.serving.cluster.observed_router import Candidate, ObservedRouter
 
 
 class DocumentRouter(ObservedRouter):
@@ -20,23 +17,12 @@ class DocumentRouter(ObservedRouter):
     replica or wait, since no other one needs what they compute.
     """
 
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
+    def ordered(self, candidates: list[Candidate], request: PendingRequest) -> list[Candidate]:
         """Return the replicas in the order in which the request tries them."""
-        if pending_request is None or not candidate_replicas:
-            return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True
-        if (named := self.named(candidate_replicas, pending_request)) is not None:
-            return named
-        kwargs: Mapping[str, Any] = pending_request.kwargs
-        document = str(kwargs.get("document", ""))
-        candidates = self.candidates(candidate_replicas, pending_request)
-        if kwargs.get("background"):
-            return [[preference(document, candidates)[0].replica]]
-        return [[each.replica] for each in order(document, candidates)]
+        document = str(request.kwargs.get("document", ""))
+        if request.kwargs.get("background"):
+            return preference(document, candidates)[:1]
+        return order(document, candidates)
 
 
 class RoundRobinRouter(ObservedRouter):
@@ -44,19 +30,9 @@ class RoundRobinRouter(ObservedRouter):
 
     _turn = 0
 
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
+    def ordered(self, candidates: list[Candidate], request: PendingRequest) -> list[Candidate]:
         """Return the replicas, beginning with the next one."""
-        if pending_request is None or not candidate_replicas:
-            return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True
-        if (named := self.named(candidate_replicas, pending_request)) is not None:
-            return named
-        candidates = self.candidates(candidate_replicas, pending_request)
         candidates.sort(key=lambda each: each.address)
         self._turn += 1
         first = self._turn % len(candidates)
-        return [[each.replica] for each in (*candidates[first:], *candidates[:first])]
+        return [*candidates[first:], *candidates[:first]]

@@ -1,5 +1,8 @@
 """What replicas run, and how many: plain values that fit into a Serve config file."""
 
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +20,13 @@ from midfill.config import (
 )
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
+from midfill.system.extras import require
+
+FRONT_APP = "midfill"
+FRONT = "Front"
+ENGINE = "Engine"
+
+_ENGINES = re.compile(r"midfill-engines-(\d+)")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -127,3 +137,48 @@ def read_spec(values: dict[str, Any], kind: type[T]) -> T:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise MidfillError(f"the arguments of a midfill application are wrong: {error}") from None
+
+
+def require_ray() -> None:
+    """Check that Ray is installed.
+
+    Raises:
+        MidfillError: it is not, or there is no Ray for this system.
+    """
+    if sys.platform == "win32":
+        raise MidfillError("midfill cluster needs Linux or macOS; on Windows, use WSL")
+    # gRPC comes with Serve. Looking for ray.serve itself would import Ray, too early.
+    require("midfill cluster", ["ray", "grpc"], extra="cluster")
+
+
+def installed_ray() -> str:
+    """Return the version of Ray that is installed; that which midfill is tested with if none is."""
+    try:
+        return version("ray")
+    except PackageNotFoundError:
+        return "2.60.0"
+
+
+def engines_app(generation: int) -> str:
+    """Return the name of the application of a generation of engines."""
+    return f"midfill-engines-{generation}"
+
+
+def generation_of(app: str) -> int | None:
+    """Return which generation an application is; None if it is something else."""
+    match = _ENGINES.fullmatch(app)
+    return None if match is None else int(match[1])
+
+
+def by_queue(context: Any) -> tuple[float, dict[str, Any]]:
+    """Return how many replicas the requests in progress need, for Serve to approach.
+
+    Serve counts calls; it can't tell a client's request from a prompt that a replica computes only
+    while it is idle. So the requests are counted by the engines.
+
+    Args:
+        context: Serve's ``AutoscalingContext``.
+    """
+    requests = context.aggregated_metrics.get("requests", {})
+    in_progress = sum(requests.values()) + (context.total_queued_requests or 0.0)
+    return in_progress / context.config.target_ongoing_requests, {}

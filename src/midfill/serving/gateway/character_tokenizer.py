@@ -9,11 +9,13 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 from midfill.errors import InvalidRequestError
+from midfill.infill.formats import FAMILIES, Family
 from midfill.models.tokens.healing import Healing
-from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.models.tokens.tokenizer import END_TOKENS, Tokenizer
 
 CHARACTERS_PER_TOKEN = 3.0
 """A low estimate for source code; models' own figures are 3 to 4."""
@@ -25,6 +27,32 @@ _BYTES = 4  # of a character in it
 _MAX_HEALED = 32  # characters
 # A word joins the blank before it in nearly all vocabularies.
 _UNFINISHED = re.compile(r"(?:(?<!\s) )?[^\W_]\w*\Z|(?<!\s) \Z")
+
+WORD_JOINER = "\u2060"
+"""Shows as nothing and joins what it stands between."""
+_COMMON = (
+    "<s>", "</s>", "<unk>", "<pad>", "<bos>", "<eos>", "<mask>", "[INST]", "[/INST]", "<<SYS>>",
+    "<</SYS>>", "<start_of_turn>", "<end_of_turn>", "<think>", "</think>", "<tool_call>",
+    "</tool_call>", "[MIDDLE]", "<fim_pad>", "<fim-pad>", "<filename>", "<gh_stars>",
+    "<issue_start>", "<issue_comment>", "<issue_closed>", "<jupyter_start>", "<jupyter_text>",
+    "<jupyter_code>", "<jupyter_output>", "<jupyter_script>", "<empty_output>", "<commit_before>",
+    "<commit_msg>", "<commit_after>",
+)  # fmt: skip
+_CONTROL = r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001 (DeepSeek's own spelling)
+_FAMILIES = (
+    ("qwen2.5-coder", r"qwen[\d.-]*.*coder|qwen2\.5|qwen3"),
+    ("starcoder2", r"starcoder-?2"),
+    ("starcoder", r"starcoder|stable-?code|granite.*code|refact"),
+    ("santacoder", r"santacoder"),
+    ("codellama", r"code-?llama"),
+    ("granite", r"granite"),
+    ("codegemma", r"code-?gemma"),
+    ("deepseek-coder", r"deepseek"),
+    ("aixcoder", r"aixcoder"),
+    ("seed-coder", r"seed-?coder"),
+    ("codegeex", r"codegeex|glm-?4"),
+    ("codestral", r"codestral"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +184,54 @@ class CharacterTokenizer(Tokenizer):
 
 def _text(ids: Sequence[int]) -> str:
     return array("I", ids).tobytes().decode(_CODEC)
+
+
+def family_tokens() -> tuple[str, ...]:
+    """Return the tokens of all FIM formats that are known, each once."""
+    return tuple(dict.fromkeys(text for family in FAMILIES for text in _tokens_of(family)))
+
+
+def _tokens_of(family: Family) -> list[str]:
+    """Return all tokens of a family's FIM format."""
+    tokens = (family.prefix, family.suffix, family.middle, *family.stop)
+    further = (family.repository, family.file_separator)
+    return [text for text in (*tokens, *further) if text is not None]
+
+
+class SpelledTokens:
+    """Finds special tokens that are spelled out in user text, where a server would parse them.
+
+    A server that is sent text looks for its special tokens in it, and can't know which of them a
+    user has written. Text that spells one is therefore cut inside it, and its parts are tokenised
+    apart; or, where the server can't do that, gets an invisible character there.
+
+    Args:
+        further: tokens to look for beside all that are known, such as those that a user names.
+    """
+
+    def __init__(self, further: tuple[str, ...] = ()) -> None:
+        texts = {*family_tokens(), *END_TOKENS, *_COMMON, *further}
+        texts |= {text.removeprefix("▁") for text in texts}
+        longest_first = sorted(texts, key=len, reverse=True)
+        self._pattern = re.compile("|".join([*map(re.escape, longest_first), _CONTROL]))
+
+    def split(self, text: str) -> list[str]:
+        """Return the text in parts, none of which spells a special token."""
+        cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
+        return [text[start:end] for start, end in pairwise(cuts) if start < end]
+
+    def escape(self, text: str) -> str:
+        """Return the text with a word joiner inside each special token that it spells."""
+        return WORD_JOINER.join(self.split(text))
+
+
+def tokens_by_name(model: str) -> tuple[str, ...]:
+    """Return the FIM tokens of the family that a model's name tells; none if it tells none.
+
+    For models whose server can't be asked for its vocabulary.
+    """
+    for name, pattern in _FAMILIES:
+        if re.search(pattern, model.lower()):
+            family = next(each for each in FAMILIES if each.name == name)
+            return tuple(dict.fromkeys(_tokens_of(family)))
+    return ()

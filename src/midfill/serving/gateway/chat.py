@@ -8,15 +8,16 @@ import hashlib
 from typing import Annotated, Any
 
 import msgspec
+from aiohttp import ClientResponse
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from midfill.engine.routing import document_key
 from midfill.errors import InvalidRequestError
-from midfill.serving.gateway.calls import UpstreamFailedError
 from midfill.serving.gateway.pool import UpstreamPool
-from midfill.serving.gateway.upstream import Relayed, Upstream
+from midfill.serving.gateway.upstream import Upstream
+from midfill.serving.gateway.upstream_api import UpstreamFailedError
 from midfill.serving.server.bodies import read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
 from midfill.serving.server.service import ModelService
@@ -78,9 +79,9 @@ class _Relay(Response):
                 failed.append((upstream, failure))
 
 
-async def _send(answer: Relayed, send: Send) -> None:
+async def _send(answer: ClientResponse, send: Send) -> None:
     head = [(b"content-type", answer.content_type.encode("latin-1"))]
     await send({"type": "http.response.start", "status": answer.status, "headers": head})
-    async for chunk in answer.chunks:
+    async for chunk in answer.content.iter_any():
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
     await send({"type": "http.response.body", "body": b""})

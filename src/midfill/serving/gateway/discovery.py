@@ -2,19 +2,38 @@
 
 import asyncio
 import dataclasses
+import ipaddress
+import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from midfill.config import FimTokens
-from midfill.serving.gateway.calls import UpstreamFailedError
+from midfill.errors import MidfillError
+from midfill.infill.formats import FimFormat, custom_format, find_format
+from midfill.models.checkpoints.model_record import folder_metadata
+from midfill.models.tokens.huggingface_tokenizer import load_folder, read_json
+from midfill.models.tokens.tokenizer import Tokenizer
+from midfill.serving.gateway.character_tokenizer import (
+    CharacterTokenizer,
+    family_tokens,
+    tokens_by_name,
+)
+from midfill.serving.gateway.options import GatewayOptions
 from midfill.serving.gateway.upstream import ApiName, Kind, Upstream
+from midfill.serving.gateway.upstream_api import UpstreamFailedError
 
 _OWNERS: Mapping[str, Kind] = {
     "vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "midfill": "midfill",
 }  # fmt: skip
 _AT_ONCE = 8  # requests to one upstream
 _BLOCK = "block_size="
+
+_log = logging.getLogger(__name__)
+
+_TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +61,7 @@ async def find_models(upstream: Upstream) -> list[ServedModel]:
     Raises:
         UpstreamFailedError: it can't be reached, or its list makes no sense.
     """
-    body = await upstream.get("/v1/models")
+    body = await upstream.ask("/v1/models")
     if body is None:
         raise UpstreamFailedError("has no /v1/models; is it an OpenAI-style server?")
     entries = body.get("data") if isinstance(body, Mapping) else None
@@ -109,7 +128,7 @@ async def token_ids(
         body: dict[str, Any] = {"content": text, "add_special": bos, "parse_special": special}
     else:
         body = {"model": upstream.model, "prompt": text, "add_special_tokens": bos}
-    answer = await upstream.post("/tokenize", body)
+    answer = await upstream.ask("/tokenize", body)
     ids = answer.get("tokens") if isinstance(answer, Mapping) else None
     if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
         raise UpstreamFailedError("can't tokenise")
@@ -136,7 +155,7 @@ async def special_tokens(upstream: Upstream, texts: Iterable[str]) -> dict[str, 
 
 async def _read_props(upstream: Upstream, model: ServedModel) -> ServedModel:
     """Return what llama.cpp says of its model; its slots are recorded."""
-    props = await upstream.get("/props")
+    props = await upstream.ask("/props")
     if not isinstance(props, Mapping):
         return model
     upstream.slots = _number(props.get("total_slots")) or upstream.slots
@@ -168,3 +187,103 @@ def _number(value: object) -> int | None:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
+
+
+@dataclass(frozen=True)
+class DescribedUpstream:
+    """A model for ``PromptEncoder``, and how its prompts are sent.
+
+    Attributes:
+        path: where its description comes from, for errors.
+        metadata: see ``Checkpoint``.
+        tokenizer: the model's own, or characters.
+        format: its FIM format; None if it has none that is known.
+        tokenizes: whether its servers can be asked for token ids.
+    """
+
+    path: Path
+    tokenizer: Tokenizer
+    format: FimFormat | None
+    tokenizes: bool = False
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def end_token(self) -> int | None:
+        """The model's id of a sentinel, which ends its answers; None if none is known."""
+        if self.format is None:
+            return None
+        found = (self.format.middle or self.format.suffix).token_id
+        if isinstance(self.tokenizer, CharacterTokenizer):
+            known, _ = self.tokenizer.model_ids([found])
+            return known[0] if known else None
+        return found
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether prompts are made of the model's own tokens."""
+        return not isinstance(self.tokenizer, CharacterTokenizer)
+
+
+async def describe(
+    upstream: Upstream, model: ServedModel, options: GatewayOptions
+) -> DescribedUpstream:
+    """Describe the model of an upstream.
+
+    Raises:
+        MidfillError: the tokenizer can't be loaded, or lacks the FIM tokens that are named.
+    """
+    folder = options.tokenizer or _local_folder(upstream, model)
+    if folder is not None:
+        if folder.name == _TOKENIZER_FILE:
+            folder = folder.parent
+        tokenizer = load_folder(folder)
+        settings = read_json(folder / "tokenizer_config.json", optional=True)
+        metadata = {**settings, **folder_metadata(folder)}
+        format = _find(tokenizer.special_tokens, metadata, options, model)
+        return DescribedUpstream(folder, tokenizer, format, metadata=metadata)
+    named = tuple(options.fim_tokens or model.fim_tokens or ())
+    known: Mapping[str, int | None]
+    try:
+        known = await special_tokens(upstream, (*named, *family_tokens()))
+        tokenizes = True
+    except UpstreamFailedError:
+        known, tokenizes = dict.fromkeys((*named, *tokens_by_name(model.name))), False
+    characters = CharacterTokenizer(known)
+    format = _find(characters.special_tokens, {}, options, model)
+    return DescribedUpstream(Path(model.name), characters, format, tokenizes)
+
+
+def _find(
+    tokens: Mapping[str, int],
+    metadata: Mapping[str, object],
+    options: GatewayOptions,
+    model: ServedModel,
+) -> FimFormat | None:
+    named = options.fim_tokens or model.fim_tokens
+    if named is not None:
+        return custom_format(*named, tokens)
+    by_name = {text: tokens[text] for text in tokens_by_name(model.name) if text in tokens}
+    return find_format("", by_name, metadata) or find_format("", tokens, metadata)
+
+
+def _local_folder(upstream: Upstream, model: ServedModel) -> Path | None:
+    """Return the model's folder, if the server is on this machine and names one."""
+    if not model.root or not _is_local(upstream.address):
+        return None
+    folder = Path(model.root)
+    try:
+        if not folder.is_absolute() or not (folder / _TOKENIZER_FILE).is_file():
+            return None
+        load_folder(folder)
+    except (OSError, MidfillError) as error:
+        _log.warning("the tokenizer of %s can't be used: %s", upstream.address, error)
+        return None
+    return folder
+
+
+def _is_local(address: str) -> bool:
+    host = urlsplit(address).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

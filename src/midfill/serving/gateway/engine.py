@@ -5,43 +5,34 @@ task does is ``PromptAnswers``'s. A task that is cancelled closes its connection
 know that nobody waits.
 """
 
-import asyncio
-import contextlib
-import logging
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Literal
 
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
 from midfill.engine.messages import EngineInfo
-from midfill.engine.process.output_stream import OutputStream
-from midfill.engine.request import EngineRequest, EngineStats
-from midfill.engine.request import TenantStats as Numbers
-from midfill.errors import GenerationError, InvalidRequestError, MidfillError, QueueFullError
+from midfill.engine.process.aggregate import RequestTasks
+from midfill.engine.process.outputs import OutputStream
+from midfill.engine.request import EngineRequest, EngineStats, TenantStats
+from midfill.errors import InvalidRequestError, QueueFullError
 from midfill.serving.gateway.pool import UpstreamPool
 from midfill.serving.gateway.prompt_answers import AnswerCounts, PromptAnswers
+from midfill.serving.gateway.upstream import Upstream
 from midfill.serving.gateway.upstream_calls import UpstreamCalls
-
-_log = logging.getLogger(__name__)
 
 _MAX_RUNNING = 1024  # requests; beyond it they are refused
 
-
-@dataclass(slots=True)
-class _Tenant:
-    """Counts one tenant's requests."""
-
-    running: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-
-    def numbers(self) -> Numbers:
-        return Numbers(
-            running=self.running,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            generated_tokens=self.generated_tokens,
-        )
+_UPSTREAM = "upstream"
+_GAUGES: dict[str, tuple[str, Callable[[Upstream], float]]] = {
+    "upstream_up": ("Whether requests may be sent to it.", lambda each: each.usable),
+    "upstream_requests_running": ("Requests in progress there.", lambda each: each.running),
+}
+_COUNTERS: dict[str, tuple[str, Callable[[Upstream], float]]] = {
+    "upstream_requests": ("Requests sent to it.", lambda each: each.requests),
+    "upstream_failures": ("Of these, failed ones.", lambda each: each.failures),
+}
 
 
 class GatewayEngine:
@@ -53,17 +44,20 @@ class GatewayEngine:
         context: maximum tokens of a prompt and its answer, in the tokenizer's tokens.
 
     Attributes:
+        info: what there is to say of the upstreams together.
+        tenants: the numbers by tenant.
         counts: what went otherwise than hoped.
     """
 
     def __init__(self, pool: UpstreamPool, calls: UpstreamCalls, context: int) -> None:
         self.restarts = 0
         self.counts = AnswerCounts()
+        self.tenants: dict[str, TenantStats] = {}
         self._pool = pool
         self._calls = calls
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._tenants: dict[str, _Tenant] = {}
-        self._info = EngineInfo(
+        failure = "the gateway failed on this request; its log says why"
+        self._tasks = RequestTasks(self._answer, failure)
+        self.info = EngineInfo(
             backend=f"gateway to {len(pool.upstreams)} servers",
             layers=0,
             weight_bytes=0,
@@ -80,21 +74,13 @@ class GatewayEngine:
         return "ready" if self._pool.ready else "restarting"
 
     @property
-    def info(self) -> EngineInfo:
-        """What there is to say of the upstreams together."""
-        return self._info
-
-    @property
-    def tenants(self) -> dict[str, Numbers]:
-        """The numbers by tenant."""
-        return {name: tenant.numbers() for name, tenant in self._tenants.items()}
-
-    @property
     def stats(self) -> EngineStats:
         """The sums over tenants."""
-        fields = ("running", "prompt_tokens", "cached_tokens", "generated_tokens")
-        each = self._tenants.values()
-        return EngineStats(**{name: sum(getattr(one, name) for one in each) for name in fields})
+        tenants = self.tenants.values()
+        fields = TenantStats.__struct_fields__
+        return EngineStats(
+            **{name: sum(getattr(each, name) for each in tenants) for name in fields}
+        )
 
     @property
     def queued_tokens(self) -> int:
@@ -126,49 +112,32 @@ class GatewayEngine:
             )
         if not self._pool.ready:
             raise self._pool.error(())
-        stream = OutputStream(self, requests)
-        for request in requests:
-            task = asyncio.create_task(self._answer(request, stream), name="upstream request")
-            self._tasks[request.request_id] = task
-            # Not in the task itself: one that is cancelled before it starts would stay.
-            task.add_done_callback(partial(self._forget_task, request.request_id))
-        return stream
-
-    def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End a request. One of several answers is not ended, only ignored."""
-        if index is None and (task := self._tasks.get(request_id)) is not None:
-            task.cancel()
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing: a task that has told the last of its outputs ends by itself."""
+        return self._tasks.start(requests)
 
     async def close(self) -> None:
         """End all requests."""
-        for task in list(self._tasks.values()):
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._tasks.close()
 
     async def _answer(self, request: EngineRequest, stream: OutputStream) -> None:
-        """Generate all answers to a prompt; errors go to the stream."""
-        tenant = self._tenants.setdefault(request.tenant, _Tenant())
-        tenant.running += 1
+        """Generate all answers to a prompt."""
+        self._count(request.tenant, running=1)
         work = PromptAnswers(request, stream, self._pool, self._calls, self.counts)
         try:
             await work.run()
-        except MidfillError as error:
-            stream.put(error)
-        except Exception:
-            _log.exception("the gateway failed on a request")
-            stream.put(GenerationError("the gateway failed on this request; its log says why"))
         finally:
-            tenant.running -= 1
-            tenant.prompt_tokens += work.prompt_tokens or 0
-            tenant.cached_tokens += work.cached_tokens or 0
-            tenant.generated_tokens += work.completion_tokens
+            self._count(
+                request.tenant,
+                running=-1,
+                prompt_tokens=work.prompt_tokens or 0,
+                cached_tokens=work.cached_tokens or 0,
+                generated_tokens=work.completion_tokens,
+            )
 
-    def _forget_task(self, request_id: str, _: object) -> None:
-        del self._tasks[request_id]
+    def _count(self, tenant: str, **more: int) -> None:
+        """Add to a tenant's numbers."""
+        stats = self.tenants.get(tenant, TenantStats())
+        sums = {name: getattr(stats, name) + number for name, number in more.items()}
+        self.tenants[tenant] = msgspec.structs.replace(stats, **sums)
 
 
 def _check(request: EngineRequest) -> None:
@@ -191,4 +160,36 @@ def _check(request: EngineRequest) -> None:
         raise InvalidRequestError(
             "the gateway can't decide by the probability of an empty answer",
             param="midfill.empty_threshold",
+        )
+
+
+class UpstreamCollector(Collector):
+    """Gauges and counters of the upstreams.
+
+    Args:
+        pool: the upstreams.
+        counts: of what went otherwise than hoped.
+    """
+
+    def __init__(self, pool: UpstreamPool, counts: AnswerCounts) -> None:
+        self._pool = pool
+        self._counts = counts
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yield the metrics as of now."""
+        for kind, families in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (help, value) in families.items():
+                family = kind(f"midfill:{name}", help, labels=[_UPSTREAM])
+                for upstream in self._pool.upstreams:
+                    family.add_metric([upstream.address], float(value(upstream)))
+                yield family
+        yield CounterMetricFamily(
+            "midfill:upstream_retries",
+            "Requests sent to another upstream after one had failed.",
+            value=self._counts.retries,
+        )
+        yield CounterMetricFamily(
+            "midfill:answers_asked_again",
+            "Answers that did not begin with the half word before the caret.",
+            value=self._counts.asked_again,
         )

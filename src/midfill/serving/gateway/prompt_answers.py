@@ -5,8 +5,8 @@ the next best ones. What arrives are ``Piece``s; each becomes an ``EngineOutput`
 given by what they stand for, since not all upstreams name tokens.
 
 Answers that have to begin with a half word are held until they do (``HealedStart``). Upstreams that
-can be made to begin with it are (``forced_start``); of others, answers that begin otherwise are
-asked for again, with the half word in the prompt.
+can be made to begin with it are (``pool.forces_start``); of others, answers that begin otherwise
+are asked for again, with the half word in the prompt.
 """
 
 import asyncio
@@ -20,17 +20,57 @@ from typing import Literal
 
 import msgspec
 
-from midfill.engine.process.output_stream import OutputStream
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
-from midfill.serving.gateway.calls import Call, Piece, UpstreamFailedError
-from midfill.serving.gateway.healed_start import HealedStart
 from midfill.serving.gateway.pool import UpstreamPool
 from midfill.serving.gateway.upstream import Upstream
+from midfill.serving.gateway.upstream_api import Call, Piece, UpstreamFailedError
 from midfill.serving.gateway.upstream_calls import UpstreamCalls, document_of
 
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = -1  # a token without an id, see EngineOutput.token_bytes
+
+
+class HealedStart:
+    """Whether an answer begins with the half word that was taken off its prompt.
+
+    A server that only continues text can't be told what its answer has to begin with. The prompt
+    ends before the half word, and in most cases the model writes it again. Where it doesn't, the
+    answer is useless, and has to be asked for with the half word in the prompt.
+
+    Args:
+        required: what it has to begin with.
+
+    Attributes:
+        matches: whether it does; None while that is open.
+        inside: whether the text that was added last is a part of it, and nothing more.
+    """
+
+    def __init__(self, required: str) -> None:
+        self._required = required
+        self._held = ""
+        self.matches: bool | None = None if required else True
+        self.inside = False
+
+    def push(self, text: str) -> str:
+        """Add text; return what is decided: everything so far, nothing, or the new text."""
+        if self.matches is not None:
+            self.inside = False
+            return text if self.matches else ""
+        self._held += text
+        self.inside = self._required.startswith(self._held)
+        if self._held.startswith(self._required):
+            self.matches = True
+            return self._held
+        if not self._required.startswith(self._held):
+            self.matches = False
+        return ""
+
+    def finish(self) -> None:
+        """Record that the answer has ended."""
+        if self.matches is None:
+            self.matches = False
 
 
 @dataclass(slots=True)
@@ -57,7 +97,8 @@ class _Ask:
         unfinished: those that have not ended.
         unwritten: those whose half word is in the prompt, and has to be put in front of them.
         again: those that begin otherwise.
-        last: the output that ends the last of them, held until the upstream has told what all cost.
+        last: the output that ends the last of them, held until the upstream has reported the cost
+            of all.
     """
 
     indices: tuple[int, ...]
@@ -81,7 +122,7 @@ class PromptAnswers:
 
     Attributes:
         prompt_tokens: tokens of the prompt, as an upstream counts them; None until it has.
-        cached_tokens: those that it has found in its cache; None until it has told.
+        cached_tokens: those that it has found in its cache; None until it has reported that.
         completion_tokens: tokens of all answers so far.
     """
 
@@ -128,9 +169,9 @@ class PromptAnswers:
         upstream = self._pool.choose(document_of(request))
         reason: Literal["stop", "cancelled"] = "cancelled"
         if upstream is not None and not upstream.running:
-            one = EngineSamplingParams(max_tokens=1, temperature=0.0)
+            one_token = EngineSamplingParams(max_tokens=1, temperature=0.0)
             call = await self._calls.of(request, request.token_ids, (0,), upstream)
-            call = dataclasses.replace(call, sampling=one)
+            call = dataclasses.replace(call, sampling=one_token)
             async with contextlib.aclosing(upstream.pieces(call)) as pieces:
                 async for _ in pieces:
                     reason = "stop"

@@ -16,19 +16,14 @@ from starlette.types import ASGIApp
 from midfill.errors import MidfillError
 from midfill.frontend.prompts import PromptEncoder
 from midfill.infill.window import WindowRule
-from midfill.serving.gateway.calls import UpstreamFailedError
-from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN
+from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN, SpelledTokens
 from midfill.serving.gateway.chat import chat_dialect
-from midfill.serving.gateway.described_upstream import DescribedUpstream, describe
-from midfill.serving.gateway.discovery import ServedModel, discover
-from midfill.serving.gateway.engine import GatewayEngine
-from midfill.serving.gateway.kept_connections import trace_connections
-from midfill.serving.gateway.metrics import UpstreamCollector
+from midfill.serving.gateway.discovery import DescribedUpstream, ServedModel, describe, discover
+from midfill.serving.gateway.engine import GatewayEngine, UpstreamCollector
 from midfill.serving.gateway.options import GatewayOptions
 from midfill.serving.gateway.pool import UpstreamPool
-from midfill.serving.gateway.prompt_text import UpstreamPrompts
-from midfill.serving.gateway.spelled_tokens import SpelledTokens
-from midfill.serving.gateway.upstream import Upstream
+from midfill.serving.gateway.upstream import Upstream, trace_connections
+from midfill.serving.gateway.upstream_api import UpstreamFailedError
 from midfill.serving.gateway.upstream_calls import UpstreamCalls
 from midfill.serving.server.app import DIALECTS, create_app
 from midfill.serving.server.dialects import openai_chat
@@ -166,7 +161,9 @@ async def open_gateway(
         trust_env=False,
         trace_configs=[trace_connections()],
     ) as session:
-        upstreams = _upstreams(options, session)
+        upstreams = [
+            Upstream(each, session, options.upstream_timeout) for each in options.addresses()
+        ]
         found = await _wait_for_models(upstreams, options)
         asked, served = next(iter(found.items()))
         model = await describe(asked, served, options)
@@ -195,9 +192,10 @@ def _service(
     if not model.has_tokenizer:
         room = int(context * CHARACTERS_PER_TOKEN)  # for what is counted in characters
     named = tuple(options.fim_tokens or served.fim_tokens or ())
-    prompts = UpstreamPrompts(model.tokenizer, SpelledTokens(named), model.tokenizes)
+    spelled = SpelledTokens(named)
     salts = secrets.token_bytes(32) if tuple(tenants) != ("",) else b""
-    engine = GatewayEngine(pool, UpstreamCalls(model.tokenizer, prompts, salts), room)
+    calls = UpstreamCalls(model.tokenizer, spelled, model.tokenizes, salts)
+    engine = GatewayEngine(pool, calls, room)
     window = None if options.window is None else WindowRule(*options.window)
     service = ModelService(
         options.served_name or served.name,
@@ -243,10 +241,6 @@ async def _serve(
         await answer_until_stopped(app, listener, gateway.service, listening, reload, tls=tls)
 
 
-def _upstreams(options: GatewayOptions, session: aiohttp.ClientSession) -> list[Upstream]:
-    return [Upstream(each, session, options.upstream_timeout) for each in options.addresses()]
-
-
 async def _wait_for_models(
     upstreams: Sequence[Upstream], options: GatewayOptions
 ) -> dict[Upstream, ServedModel]:
@@ -255,15 +249,15 @@ async def _wait_for_models(
     Raises:
         MidfillError: none answers, or they serve different models.
     """
-    end, told = time.monotonic() + options.wait, False
+    end, warned = time.monotonic() + options.wait, False
     while True:
         found = await _find_models(upstreams, options)
         if found or time.monotonic() >= end:
             break
-        if not told:
+        if not warned:
             faults = "; ".join(f"{each.address} {each.fault}" for each in upstreams)
             _log.warning("waiting up to %g s for a server: %s", options.wait, faults)
-            told = True
+            warned = True
         await asyncio.sleep(_RETRY_SECONDS)
     if not found:
         faults = "; ".join(f"{each.address} {each.fault}" for each in upstreams)

@@ -1,6 +1,8 @@
-"""UpstreamCalls: from the engine's requests to what upstreams are asked."""
+"""UpstreamCalls: from the engine's requests to what upstreams are asked, in the form they take."""
 
+import asyncio
 import hashlib
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import msgspec
@@ -8,10 +10,17 @@ import msgspec
 from midfill.engine.request import EngineRequest
 from midfill.engine.routing import request_key
 from midfill.models.tokens.tokenizer import Tokenizer
-from midfill.serving.gateway.calls import Call
-from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN, CharacterTokenizer
-from midfill.serving.gateway.prompt_text import UpstreamPrompts
+from midfill.serving.gateway.character_tokenizer import (
+    CHARACTERS_PER_TOKEN,
+    CharacterTokenizer,
+    PromptText,
+    SpelledTokens,
+)
+from midfill.serving.gateway.discovery import token_ids
 from midfill.serving.gateway.upstream import Upstream
+from midfill.serving.gateway.upstream_api import Call, UpstreamFailedError, UpstreamPrompt
+
+_MAX_REMEMBERED = 4_000_000  # characters of texts whose ids are remembered
 
 
 class UpstreamCalls:
@@ -19,14 +28,24 @@ class UpstreamCalls:
 
     Args:
         tokenizer: the one that makes prompts.
-        prompts: turns their ids into what upstreams take.
+        spelled: finds special tokens in user text.
+        tokenizes: whether the upstreams can be asked for ids.
         salts: secret from which each tenant's cache salt is made; b"" makes none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompts: UpstreamPrompts, salts: bytes = b"") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        spelled: SpelledTokens,
+        tokenizes: bool,
+        salts: bytes = b"",
+    ) -> None:
         self._tokenizer = tokenizer
-        self._prompts = prompts
+        self._spelled = spelled
+        self._tokenizes = tokenizes
         self._salts = salts
+        self._ids: OrderedDict[tuple[str, str, bool], list[int]] = OrderedDict()
+        self._held = 0
 
     async def of(
         self,
@@ -61,7 +80,7 @@ class UpstreamCalls:
             salt = hashlib.blake2b(tenant, key=self._salts, digest_size=16).hexdigest()
         return Call(
             model=upstream.model,
-            prompt=await self._prompts.of(ids, upstream),
+            prompt=await self._prompt(ids, upstream),
             sampling=sampling,
             answers=len(indices),
             stop=tuple(stop),
@@ -78,6 +97,63 @@ class UpstreamCalls:
         if isinstance(self._tokenizer, CharacterTokenizer):
             return max(1, round(len(ids) / CHARACTERS_PER_TOKEN))
         return len(ids)
+
+    async def _prompt(self, ids: Sequence[int], upstream: Upstream) -> UpstreamPrompt:
+        """Return a prompt as an upstream takes it.
+
+        With the model's own tokenizer that is its ids. Otherwise it is text, in which the upstream
+        finds the sentinels; where user text spells a special token, it is the ids that the upstream
+        itself gives to parts that spell none. Where it can't do that either, the text is escaped.
+
+        Raises:
+            UpstreamFailedError: the upstream had to tokenise it, and can't.
+        """
+        if not isinstance(self._tokenizer, CharacterTokenizer):
+            return list(ids)
+        parts = self._tokenizer.parts(ids)
+        split = [[each.text] if each.special else self._spelled.split(each.text) for each in parts]
+        if all(len(texts) == 1 for texts in split):
+            return "".join(each.text for each in parts)
+        if not self._tokenizes:
+            return "".join(
+                each.text if each.special else self._spelled.escape(each.text) for each in parts
+            )
+        texts = [
+            PromptText(text, part.special)
+            for part, texts in zip(parts, split, strict=True)
+            for text in texts
+        ]
+        found = await asyncio.gather(
+            self._bos(upstream), *(self._ids_of(each, upstream) for each in texts)
+        )
+        return [token_id for ids in found for token_id in ids]
+
+    async def _bos(self, upstream: Upstream) -> list[int]:
+        """Return what the upstream begins every sequence with."""
+        key = (upstream.address, "", True)
+        if key not in self._ids:
+            with_bos = await token_ids(upstream, "a", special=False, bos=True)
+            plain = await token_ids(upstream, "a", special=False)
+            begins = with_bos[-len(plain) :] == plain  # SentencePiece may join a blank to it
+            self._ids[key] = with_bos[: -len(plain)] if begins else with_bos[:1]
+        return self._ids[key]
+
+    async def _ids_of(self, part: PromptText, upstream: Upstream) -> list[int]:
+        key = (upstream.address, part.text, part.special)
+        found = self._ids.get(key)
+        if found is not None:
+            self._ids.move_to_end(key)
+            return found
+        ids = await token_ids(upstream, part.text, special=part.special)
+        if part.special is False and not ids:
+            raise UpstreamFailedError("can't tokenise")
+        if key not in self._ids:
+            self._ids[key] = ids
+            self._held += len(part.text)
+            while self._held > _MAX_REMEMBERED:
+                (_, text, _), _ = self._ids.popitem(last=False)
+                self._held -= len(text)
+        return ids
 
 
 def document_of(request: EngineRequest) -> str:

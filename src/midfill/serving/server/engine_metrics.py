@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from midfill.engine.process.output_stream import undelivered_outputs
+from midfill.engine.process.outputs import undelivered_outputs
 from midfill.engine.request import EngineStats, TenantStats
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from midfill.engine.process.output_stream import OutputStream
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineOutput
 from midfill.errors import InvalidRequestError, UnavailableError
 from midfill.frontend.answer import AnswerDelta

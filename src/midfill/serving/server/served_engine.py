@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from midfill.engine.messages import EngineInfo
-from midfill.engine.process.output_stream import OutputStream
+from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineRequest, EngineStats, TenantStats
 
 

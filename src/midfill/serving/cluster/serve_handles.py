@@ -1,23 +1,24 @@
-"""ServeReplicas: the replicas behind a handle of Ray Serve."""
+"""Replicas behind handles of Ray Serve: for the server in front, and for the other replicas."""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from ray import exceptions as ray_errors
+from ray import serve
 from ray.serve import exceptions as serve_errors
 
 from midfill.engine.request import EngineRequest
-from midfill.errors import EngineDeadError
-from midfill.serving.cluster.messages import FromReplica, KvHint
-from midfill.serving.cluster.numbers import ReplicaNumbers
+from midfill.errors import EngineDeadError, KvTransferError
+from midfill.serving.cluster.messages import FromReplica, KvHint, ReplicaNumbers
 from midfill.serving.cluster.observed_router import numbers_of
+from midfill.serving.cluster.spec import ENGINE
 
 _ACCEPT_SECONDS = 10.0  # until a replica takes a request; they take hundreds at a time
-_LOST = (ray_errors.RayError, serve_errors.RayServeException, asyncio.CancelledError)
+_LOST = (ray_errors.RayError, serve_errors.RayServeException)
 
 _decoder: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
 
@@ -57,14 +58,15 @@ class ServeReplicas:
             async for message in messages:
                 yield _decoder.decode(message)
             ended = True
-        except _LOST as error:
+        except (*_LOST, asyncio.CancelledError) as error:
             if _cancels_this_task():
                 raise
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise EngineDeadError(f"the replica was lost: {reason}", retry_after=1) from error
+            raise EngineDeadError(
+                f"the replica was lost: {_reason(error)}", retry_after=1
+            ) from error
         finally:
             if not ended:
-                with contextlib.suppress(*_LOST):
+                with contextlib.suppress(*_LOST, asyncio.CancelledError):
                     messages.cancel()
 
     async def _first(self, messages: Any) -> bytes:
@@ -82,6 +84,44 @@ class ServeReplicas:
             ) from None
         except StopAsyncIteration:
             raise EngineDeadError("the replica was lost", retry_after=1) from None
+
+
+class ServePeers:
+    """See ``kv_moves.KvPeers``.
+
+    Args:
+        app: name of the replicas' application.
+    """
+
+    def __init__(self, app: str) -> None:
+        # Made known to Serve now, since the first request's patience is short.
+        handle = serve.get_deployment_handle(ENGINE, app)
+        self._export = handle.options(method_name="export_kv")
+
+    async def export_kv(
+        self, replica: str, tenant: str, token_ids: Sequence[int], start: int
+    ) -> bytes:
+        """Return what a replica has cached; see ``kv_moves.KvPeers``."""
+        response = self._export.remote(tenant, list(token_ids), start, replica=replica)
+        blob: bytes | None = None
+        try:
+            blob = await response
+        except _LOST as error:
+            if _cancels_this_task():  # Serve may say so in its own way
+                raise asyncio.CancelledError from error
+            raise KvTransferError(f"the replica was lost: {_reason(error)}") from error
+        finally:
+            if blob is None:
+                with contextlib.suppress(*_LOST):
+                    response.cancel()
+        if not blob:
+            raise KvTransferError("it has nothing of it any more, or has gone")
+        return bytes(blob)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of what went wrong."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _cancels_this_task() -> bool:

@@ -1,6 +1,7 @@
 """EngineProcess: one engine process and the socket pair to it, as the server holds them."""
 
 import asyncio
+import math
 import shutil
 import signal
 import sys
@@ -18,16 +19,22 @@ from midfill.engine.messages import (
     FindKv,
     FromEngine,
     ImportKv,
-    KvExported,
     Ping,
     Start,
     Submit,
     ToEngine,
+    TransferDone,
 )
 
 _ABORT_SECONDS = 1.0  # to write where it hangs
 _STOP_SECONDS = 5.0  # between being asked to stop and being killed
 _LAST_MESSAGES_SECONDS = 0.1  # for messages that a dead engine has left in the socket
+
+_MIN_TICKS = 4
+_MAX_TICK_SECONDS = 5.0
+_LATE_TICKS = 2
+_MIN_RESTART_SECONDS = 0.5
+_MAX_RESTART_SECONDS = 5.0
 
 
 class EngineProcess:
@@ -105,7 +112,7 @@ class EngineProcess:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 payload, *kv = received.result()
                 message = self._decoder.decode(payload)
-                if kv and isinstance(message, KvExported):
+                if kv and isinstance(message, TransferDone):
                     message = msgspec.structs.replace(message, blob=kv[0])
                 yield message
         finally:
@@ -157,3 +164,65 @@ def _encode(message: ToEngine) -> tuple[bytes, ...]:
     if isinstance(message, ImportKv):  # beside it: encoded, it would be copied
         kv, message = (message.blob,), msgspec.structs.replace(message, blob=b"")
     return (request_id.encode(), msgspec.msgpack.encode(message), *kv)
+
+
+class Watchdog:
+    """Decides when an engine has been silent for too long.
+
+    At each tick the engine is asked whether it is there, which it answers between two steps.
+
+    Time is counted in ticks and not read from a clock: after the machine slept, or after server and
+    engine were stopped together, one tick has passed and the engine still has the others.
+
+    Args:
+        seconds: see the attribute.
+        tick_seconds: see the attribute; None takes a quarter of ``seconds``, at most 5.
+
+    Attributes:
+        seconds: how long an engine may be silent, at least 3/4 of it; 0 is for ever.
+        tick_seconds: time between two calls of ``tick``.
+    """
+
+    def __init__(self, seconds: float, tick_seconds: float | None = None) -> None:
+        self.seconds = seconds
+        self.tick_seconds = tick_seconds or min(seconds / _MIN_TICKS, _MAX_TICK_SECONDS)
+        self._max_ticks = math.ceil(seconds / self.tick_seconds) if seconds else 0
+        self._silent_ticks = 0
+
+    @property
+    def late(self) -> bool:
+        """Whether the engine has been silent for longer than a step usually takes."""
+        return self._silent_ticks >= _LATE_TICKS
+
+    def hear(self) -> None:
+        """Note that the engine has sent something."""
+        self._silent_ticks = 0
+
+    def tick(self) -> bool:
+        """Note that a tick has passed; return whether the engine hangs."""
+        self._silent_ticks += 1
+        return self._silent_ticks >= self._max_ticks
+
+
+class RestartDelay:
+    """Exponential backoff between the processes of one engine.
+
+    One that had answered anything is restarted at once; after one that had not, 0.5 s pass, and
+    twice as long after each further one, up to 5 s.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def after_end(self, answered: bool) -> float:
+        """Return the seconds to wait, now that a process has ended.
+
+        Args:
+            answered: whether it had produced any output.
+        """
+        self._seconds = (
+            0.0
+            if answered
+            else min(max(2 * self._seconds, _MIN_RESTART_SECONDS), _MAX_RESTART_SECONDS)
+        )
+        return self._seconds

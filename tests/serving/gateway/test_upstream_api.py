@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.serving.gateway.start_grammars import start_grammar, start_regex
+from midfill.serving.gateway.upstream_api import start_grammar, start_regex
 
 TEXTS = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=20)
 

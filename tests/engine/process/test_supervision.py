@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.engine.process.watchdog import Watchdog
+from midfill.engine.process.supervision import Watchdog
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1, 4, 19.9, 20, 22, 120])

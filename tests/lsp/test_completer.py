@@ -1,9 +1,11 @@
 """Which requests are still worth an answer."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.lsp.pending import PendingRequests, Request
+from midfill.lsp.completer import CaretPlace, PendingRequests, Request, caret_after
+from midfill.lsp.documents import Change, Document, Position, Range
 
 
 def request(
@@ -76,3 +78,36 @@ def test_at_most_one_request_of_the_editor_and_one_of_the_user_wait_per_document
     keys = [(each.uri, each.kind, each.invoked) for each in left]
     assert len(keys) == len(set(keys))
     assert left[-1:] == tuple(requests[-1:])
+
+
+BEFORE = Document.opened("file:///a", "one\ntwo\n", "utf-16")
+
+
+@pytest.mark.parametrize(
+    ("change", "caret"),
+    [
+        (Change("x", Range(Position(1, 1), Position(1, 1))), 6),
+        (Change("", Range(Position(1, 1), Position(1, 3))), 5),
+        (Change("", Range(Position(1, 3), Position(1, 1))), 5),
+        (Change("a\n  ", Range(Position(0, 3), Position(1, 0))), 7),
+        (Change("x" * 201, Range(Position(0, 0), Position(0, 0))), None),
+        (Change("all of it"), None),
+    ],
+)
+def test_a_change_tells_where_the_caret_is(change: Change, caret: int | None) -> None:
+    assert caret_after(BEFORE, [change]) == caret
+
+
+def test_several_changes_tell_nothing() -> None:
+    change = Change("x", Range(Position(0, 0), Position(0, 0)))
+    assert caret_after(BEFORE, [change, change]) is None
+    assert caret_after(BEFORE, []) is None
+
+
+def test_carets_in_adjacent_lines_are_near() -> None:
+    place = CaretPlace("a", 5)
+    assert [place.near(CaretPlace("a", line)) for line in (3, 4, 5, 6, 7)] == [
+        False, True, True, True, False,
+    ]  # fmt: skip
+    assert not place.near(CaretPlace("b", 5))
+    assert not place.near(None)

@@ -11,16 +11,15 @@ import pytest
 from processes import wait_for
 
 from midfill.errors import MidfillError
-from midfill.serving.cluster import local
-from midfill.serving.cluster.command import start, stop
-from midfill.serving.cluster.local import find_local
+from midfill.serving.cluster import command
+from midfill.serving.cluster.command import find_local, start, stop
 from midfill.serving.cluster.spec import EnginesSpec, FrontSpec, ModelSpec
 
 _STARTS = """
 import sys
-from midfill.serving.cluster import local
+from midfill.serving.cluster import command
 sys.executable = sys.argv[1]
-local.start_local(1)
+command.start_local(1)
 """
 
 
@@ -41,7 +40,7 @@ def slow_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
             os.kill(starting.pid, signal.SIGKILL)
         starting.wait()
         if (cluster := find_local()) is not None:
-            local.stop_local(cluster)
+            command.stop_local(cluster)
 
 
 @pytest.mark.usefixtures("slow_start")

@@ -10,14 +10,9 @@ import toy_engine
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.engine import Engine
-from midfill.engine.kv_transfer import kv_transfers
-from midfill.engine.kv_transfer.kv_transfers import (
-    Exported,
-    Found,
-    Imported,
-    TransferFailed,
-    TransferResult,
-)
+from midfill.engine.kv_transfer import transfers
+from midfill.engine.kv_transfer.transfers import TransferResult
+from midfill.engine.messages import TransferDone, TransferRefused
 from midfill.engine.request import EngineRequest
 from midfill.kv.blob import decode_blob
 from midfill.models.checkpoints.opening import open_checkpoint
@@ -52,24 +47,24 @@ def serve_beside(
     return answers, results
 
 
-def exported(engine: Engine, tokens: list[int], tenant: str = "") -> Exported:
+def exported(engine: Engine, tokens: list[int], tenant: str = "") -> TransferDone:
     engine.kv_traffic.transfers.start_export("out", tenant, np.array(tokens, np.int32))
     (result,) = finish(engine)
-    assert isinstance(result, Exported)
+    assert isinstance(result, TransferDone)
     return result
 
 
 def imported(engine: Engine, blob: bytes, tenant: str = "") -> int:
     engine.kv_traffic.transfers.start_import("in", tenant, blob)
     (result,) = finish(engine)
-    assert isinstance(result, Imported)
+    assert isinstance(result, TransferDone)
     return result.tokens
 
 
 @pytest.fixture(autouse=True)
 def few_tokens_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that every transfer takes several steps."""
-    monkeypatch.setattr(kv_transfers, "MAX_STEP_BYTES", 16 * 384)
+    monkeypatch.setattr(transfers, "MAX_STEP_BYTES", 16 * 384)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +112,7 @@ def test_only_what_is_cached_is_exported() -> None:
     serve(source, [request("a", PROMPT)])
     assert exported(source, [*PROMPT[:50], PROMPT[50] ^ 1]).tokens == 50
     source.kv_traffic.transfers.start_export("none", "", np.array([PROMPT[0] ^ 1], np.int32))
-    assert finish(source) == [TransferFailed("none", "none of these tokens is cached")]
+    assert finish(source) == [TransferRefused("none", "none of these tokens is cached")]
 
 
 def test_a_prompt_that_begins_with_loading_kv_waits_for_it() -> None:
@@ -135,7 +130,7 @@ def test_a_prompt_that_begins_with_loading_kv_waits_for_it() -> None:
     assert answers["waits", 0].tokens == toy_engine.truth([*PROMPT, 3])
     assert answers["elsewhere", 0].cached_tokens == 0
     assert target.stats().imported_bytes == 90 * 384
-    assert results == [Imported("in", 90)]
+    assert results == [TransferDone("in", 90)]
 
 
 def test_a_prompt_that_waits_can_be_cancelled() -> None:
@@ -168,9 +163,9 @@ def test_beside_long_steps_more_is_copied_between_two_of_them() -> None:
     transfers = source.kv_traffic.transfers
     transfers.start_export("bounded", "", np.array(PROMPT, np.int32))
     transfers.step()
-    assert transfers.counts.exported_bytes == 16 * 384
+    assert transfers.exported_bytes == 16 * 384
     transfers.step(seconds=60)
-    assert transfers.counts.exported_bytes == len(PROMPT) * 384
+    assert transfers.exported_bytes == len(PROMPT) * 384
     finish(source)
 
 
@@ -191,7 +186,7 @@ def test_steps_go_on_beside_a_transfer() -> None:
     target.kv_traffic.transfers.start_import("in", "", exported(source, PROMPT).blob)
     answers, results = serve_beside(target)
     assert answers["decoding", 0].finish_reason == "length"
-    assert results == [Imported("in", 90)]
+    assert results == [TransferDone("in", 90)]
 
 
 def test_without_room_the_rest_is_computed() -> None:
@@ -203,7 +198,7 @@ def test_without_room_the_rest_is_computed() -> None:
     target.step()
     answers, (result,) = serve_beside(target)
     assert answers["holds", 0].finish_reason == "length"
-    assert isinstance(result, Imported)
+    assert isinstance(result, TransferDone)
     assert result.tokens < 90
 
 
@@ -215,7 +210,7 @@ def test_a_path_that_is_exported_is_not_evicted() -> None:
     other = toy_engine.prompt(60, seed=9)
     answers, (result,) = serve_beside(source, [request("b", other)])
     assert answers["b", 0].tokens == toy_engine.truth(other)
-    assert isinstance(result, Exported)
+    assert isinstance(result, TransferDone)
     assert result.blob == blob
 
 
@@ -227,7 +222,7 @@ def test_several_transfers_go_on_at_once() -> None:
         source.kv_traffic.transfers.start_export(f"{number}", "", np.array(prompt, np.int32))
     blobs = finish(source)
     for one in blobs:
-        assert isinstance(one, Exported)
+        assert isinstance(one, TransferDone)
         target.kv_traffic.transfers.start_import(one.transfer_id, "", one.blob)
     lengths = {f"{number}": len(prompt) for number, prompt in enumerate(prompts)}
     assert {one.transfer_id: one.tokens for one in finish(target)} == lengths  # type: ignore[union-attr]
@@ -237,9 +232,9 @@ def test_tenants_share_no_kv() -> None:
     source, target = toy_engine.engine(), toy_engine.engine()
     serve(source, [request("a", PROMPT, tenant="alice")])
     source.kv_traffic.transfers.start_export("theirs", "bob", np.array(PROMPT, np.int32))
-    assert finish(source) == [TransferFailed("theirs", "none of these tokens is cached")]
+    assert finish(source) == [TransferRefused("theirs", "none of these tokens is cached")]
     target.kv_traffic.transfers.start_import("in", "bob", exported(source, PROMPT, "alice").blob)
-    assert finish(target) == [TransferFailed("in", "the KV belongs to another tenant")]
+    assert finish(target) == [TransferRefused("in", "the KV belongs to another tenant")]
     assert target.stats().slots_cached == 0
 
 
@@ -249,7 +244,7 @@ def test_what_is_no_blob_is_refused_and_harms_nobody(damage: bytes) -> None:
     target.kv_traffic.transfers.start_import("in", "", damage)
     answers, (result,) = serve_beside(target, [request("a", PROMPT)])
     assert answers["a", 0].tokens == toy_engine.truth(PROMPT)
-    assert isinstance(result, TransferFailed)
+    assert isinstance(result, TransferRefused)
 
 
 def test_what_the_receiver_has_is_left_out() -> None:
@@ -260,18 +255,18 @@ def test_what_the_receiver_has_is_left_out() -> None:
     tokens = np.array(PROMPT, np.int32)
     source.kv_traffic.transfers.start_export("out", "", tokens, 40)
     (rest,) = finish(source)
-    assert isinstance(rest, Exported)
+    assert isinstance(rest, TransferDone)
     assert rest.tokens == whole.tokens - 40
     transfers = target.kv_traffic.transfers
     transfers.find("find", "", tokens)
-    assert finish(target) == [Found("find", 40)]
+    assert finish(target) == [TransferDone("find", 40)]
     for before, reason in ((40 * [1], "the KV follows other tokens"), ([], "not at 0")):
         transfers.start_import("in", "", rest.blob, np.array(before, np.int32))
         (refused,) = finish(target)
-        assert isinstance(refused, TransferFailed)
-        assert reason in refused.reason
+        assert isinstance(refused, TransferRefused)
+        assert reason in refused.message
     transfers.start_import("in", "", rest.blob, tokens[:40])
-    assert finish(target) == [Imported("in", whole.tokens)]
+    assert finish(target) == [TransferDone("in", whole.tokens)]
     assert exported(target, PROMPT).blob == whole.blob
 
 
@@ -281,6 +276,6 @@ def test_without_what_comes_before_nothing_is_imported() -> None:
     tokens = np.array(PROMPT, np.int32)
     source.kv_traffic.transfers.start_export("out", "", tokens, 40)
     (rest,) = finish(source)
-    assert isinstance(rest, Exported)
+    assert isinstance(rest, TransferDone)
     target.kv_traffic.transfers.start_import("in", "", rest.blob, tokens[:40])
-    assert finish(target) == [Imported("in", 0)]
+    assert finish(target) == [TransferDone("in", 0)]
