@@ -1,4 +1,4 @@
-"""The load of ``bench disaggregation``, and how it is sent to whatever serves it."""
+"""The load of ``python -m benchmarks disaggregation``, and how it is sent to whatever serves it."""
 
 import asyncio
 import random

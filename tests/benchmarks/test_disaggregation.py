@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.disaggregation.load import DisaggregationLoad
-from benchmarks.disaggregation.measure import measure_disaggregation
-from benchmarks.disaggregation.report import (
+from benchmarks.disaggregation.measure import (
     CHUNKED,
     MEASURED,
     SIMULATED,
     WHOLE,
     disaggregation_table,
+    measure_disaggregation,
 )
 
 
