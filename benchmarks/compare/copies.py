@@ -166,8 +166,8 @@ class _Repository:
             MidfillError: the folder is not part of one.
         """
         explained = (
-            f"a comparison needs midfill to run from a git checkout; it runs from {package} (install
-            " "it with pip install -e, or name a checkout's src folder in PYTHONPATH)"
+            f"two versions are compared from a git checkout, but midfill runs from {package} "
+            "(install it with pip install -e, or name a checkout's src folder in PYTHONPATH)"
         )
         inside = _git(package, "ls-files", "--error-unmatch", "__init__.py", error=explained)
         assert inside

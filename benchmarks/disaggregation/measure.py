@@ -17,22 +17,26 @@ import msgspec
 import typer
 
 from benchmarks.disaggregation.costs import Costs, MeasuredCosts, measure_costs
-from benchmarks.disaggregation.load import DisaggregationLoad, LoadResult, Submits, serve
+from benchmarks.disaggregation.latency import DecodeCost, DecodeLatency, PrefillLatency
+from benchmarks.disaggregation.simulated_workers import DecodeWorker, PrefillWorker
+from benchmarks.disaggregation.workload import (
+    Arrival,
+    DisaggregationLoad,
+    LoadResult,
+    Served,
+    Submits,
+    Targets,
+    attainment,
+    poisson_arrivals,
+    serve,
+)
 from benchmarks.report import publish
 from midfill.cli.bench.options import JsonOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.disaggregated.engine import DisaggregatedEngine
-from midfill.engine.disaggregated.latency import DecodeCost, DecodeLatency, PrefillLatency
-from midfill.engine.disaggregated.workers import DecodeWorker, Pool, PrefillWorker
-from midfill.engine.disaggregated.workload import (
-    Arrival,
-    Served,
-    Targets,
-    attainment,
-    poisson_arrivals,
-)
+from midfill.engine.disaggregated.workers import Pool
 from midfill.engine.process.client import EngineClient
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.system.machine import Machine, describe_machine

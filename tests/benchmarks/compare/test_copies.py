@@ -62,7 +62,7 @@ def test_a_commit_without_the_package(package: Path) -> None:
 def test_a_package_outside_a_git_checkout(package: Path, tmp_path: Path, folder: str) -> None:
     installed = tmp_path / folder / "midfill"
     shutil.copytree(package, installed)
-    needed = "needs midfill to run from a git checkout"
+    needed = "two versions are compared from a git checkout"
     with pytest.raises(MidfillError, match=needed), version_copies("first", installed):
         pass
 

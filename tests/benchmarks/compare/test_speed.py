@@ -125,7 +125,15 @@ def test_steps_are_reported(done: Done) -> None:
 def test_a_report_names_the_options(done: Done, model: str) -> None:
     stored = msgspec.json.decode(msgspec.json.encode(done.report), type=VersionsReport)
     several = ["--streams", "3", "--stream-contexts", "20"]
-    assert stored.arguments == [model, "--prefill", "300,128", "--contexts", "16", *several]
+    assert stored.arguments == [
+        "--model",
+        model,
+        "--prefill",
+        "300,128",
+        "--contexts",
+        "16",
+        *several,
+    ]
     options = CompareSpeedOptions(model="m", streams=1, repeats=3, threads=1)
     assert options.arguments()[-4:] == ["--repeats", "3", "--threads", "1"]
 

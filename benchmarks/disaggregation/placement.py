@@ -14,15 +14,14 @@ from functools import partial
 from math import ceil
 from typing import Protocol
 
-from midfill.engine.disaggregated.simulated_workers import Transfer
-from midfill.engine.disaggregated.simulator import (
+from benchmarks.disaggregation.simulated_workers import DecodeWorker, PrefillWorker, Transfer
+from benchmarks.disaggregation.simulator import (
     Deployment,
     simulate,
     simulate_decode,
     simulate_prefill,
 )
-from midfill.engine.disaggregated.workers import DecodeWorker, PrefillWorker
-from midfill.engine.disaggregated.workload import (
+from benchmarks.disaggregation.workload import (
     Arrival,
     Lengths,
     Served,

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.disaggregation.load import DisaggregationLoad
 from benchmarks.disaggregation.measure import (
     CHUNKED,
     MEASURED,
@@ -13,6 +12,7 @@ from benchmarks.disaggregation.measure import (
     disaggregation_table,
     measure_disaggregation,
 )
+from benchmarks.disaggregation.workload import DisaggregationLoad
 
 
 @pytest.mark.timeout(240)

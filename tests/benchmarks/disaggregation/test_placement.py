@@ -5,8 +5,8 @@ from math import ceil
 
 import pytest
 
-from midfill.engine.disaggregated.latency import DecodeCost, DecodeLatency, PrefillLatency
-from midfill.engine.disaggregated.placement import (
+from benchmarks.disaggregation.latency import DecodeCost, DecodeLatency, PrefillLatency
+from benchmarks.disaggregation.placement import (
     NodeGroup,
     Shape,
     Trial,
@@ -15,9 +15,10 @@ from midfill.engine.disaggregated.placement import (
     place_anywhere,
     place_within_nodes,
 )
-from midfill.engine.disaggregated.simulator import Deployment, Transfer, simulate
-from midfill.engine.disaggregated.workers import DecodeWorker, Pool, PrefillWorker
-from midfill.engine.disaggregated.workload import Lengths, Targets, attainment, poisson_arrivals
+from benchmarks.disaggregation.simulated_workers import DecodeWorker, PrefillWorker
+from benchmarks.disaggregation.simulator import Deployment, Transfer, simulate
+from benchmarks.disaggregation.workload import Lengths, Targets, attainment, poisson_arrivals
+from midfill.engine.disaggregated.workers import Pool
 from midfill.errors import MidfillError
 
 HISTORY = [Lengths(prompt, output) for prompt in (200, 400, 800) for output in (20, 60)]

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from midfill.engine.disaggregated.simulated_workers import (
+from benchmarks.disaggregation.simulated_workers import (
     Clock,
+    DecodeWorker,
     Job,
+    PrefillWorker,
     SimulatedDecode,
     SimulatedPrefill,
     Transfer,
 )
-from midfill.engine.disaggregated.workers import DecodeWorker, PrefillWorker
-from midfill.engine.disaggregated.workload import Arrival, Served
+from benchmarks.disaggregation.workload import Arrival, Served
 from midfill.errors import MidfillError
 
 AT_ONCE = Transfer()

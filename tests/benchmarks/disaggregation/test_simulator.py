@@ -4,16 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.engine.disaggregated.latency import DecodeCost, DecodeLatency, PrefillLatency
-from midfill.engine.disaggregated.simulated_workers import Transfer
-from midfill.engine.disaggregated.simulator import (
+from benchmarks.disaggregation.latency import DecodeCost, DecodeLatency, PrefillLatency
+from benchmarks.disaggregation.simulated_workers import DecodeWorker, PrefillWorker, Transfer
+from benchmarks.disaggregation.simulator import (
     Deployment,
     simulate,
     simulate_decode,
     simulate_workers,
 )
-from midfill.engine.disaggregated.workers import DecodeWorker, Pool, PrefillWorker
-from midfill.engine.disaggregated.workload import (
+from benchmarks.disaggregation.workload import (
     Arrival,
     Demand,
     Lengths,
@@ -22,6 +21,7 @@ from midfill.engine.disaggregated.workload import (
     attainment,
     poisson_arrivals,
 )
+from midfill.engine.disaggregated.workers import Pool
 from midfill.errors import MidfillError
 
 STEP = 0.01

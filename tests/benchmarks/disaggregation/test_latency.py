@@ -1,6 +1,6 @@
 import pytest
 
-from midfill.engine.disaggregated.latency import (
+from benchmarks.disaggregation.latency import (
     DecodeCost,
     DecodeLatency,
     DecodeSample,

@@ -12,13 +12,116 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from midfill.engine.disaggregated.workers import (
-    DecodeWorker,
-    PrefillWorker,
-    plan_decode_step,
-    prefill_batch,
-)
-from midfill.engine.disaggregated.workload import Arrival, Served
+from benchmarks.disaggregation.latency import DecodeLatency, PrefillLatency
+from benchmarks.disaggregation.workload import Arrival, Served
+from midfill.engine.disaggregated.workers import DecodeLimits, PrefillLimits, prefill_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillWorker(PrefillLimits):
+    """A prefill worker, with how long it takes.
+
+    Attributes:
+        latency: of a batch on all of its devices, if its layers are not in stages.
+        stages: of its pipeline.
+        stage_seconds: what each stage adds, if there are several.
+        devices: how many it occupies.
+    """
+
+    latency: PrefillLatency
+    stages: int = 1
+    stage_seconds: float = 0.001
+    devices: int = 1
+
+    def seconds_per_stage(self, prompts: Sequence[int]) -> float:
+        """Return how long a batch of prompts of these lengths occupies one stage."""
+        whole = self.latency.seconds(prompts)
+        return whole / self.stages + self.stage_seconds if self.stages > 1 else whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeWorker(DecodeLimits):
+    """A decode worker, with how long it takes.
+
+    Attributes:
+        latency: of a step on all of its devices, if its layers are not in stages.
+        stages: of its pipeline; it has as many batches, which take turns.
+        devices: how many it occupies.
+    """
+
+    latency: DecodeLatency
+    stages: int = 1
+    devices: int = 1
+
+    def seconds_per_stage(self, sequences: int, context_tokens: int) -> float:
+        """Return how long a step occupies one stage."""
+        return self.latency.seconds(sequences, context_tokens) / self.stages
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """The next step of one of a decode worker's batches, as numbers of sequences.
+
+    Attributes:
+        swapped_out: from the batch's end, to host memory.
+        swapped_in: from the head of those in host memory.
+        admitted: from the head of those that were pulled.
+    """
+
+    swapped_out: int
+    swapped_in: int
+    admitted: int
+
+
+def plan_decode_step(
+    worker: DecodeLimits,
+    batch: Sequence[int],
+    other_pages: int,
+    swapped: Sequence[int],
+    waiting: Sequence[int],
+    pulled_pages: int,
+) -> DecodeStep:
+    """Plan a step.
+
+    Args:
+        worker: which runs it.
+        batch: tokens of the contexts of the batch whose turn it is.
+        other_pages: held by the worker's other batches, one more token for each included.
+        swapped: tokens of the contexts in host memory, first those that come back first.
+        waiting: tokens of the prompts that were pulled.
+        pulled_pages: held by these, and by prompts on their way (``DecodeWorker.pulled_pages``).
+    """
+    pool = worker.pool
+    needed = [pool.pages_of(tokens + 1) for tokens in batch]
+    kept = len(batch)
+    while kept and sum(needed[:kept]) + other_pages + pulled_pages > pool.pages:
+        kept -= 1
+    if kept < len(batch):
+        return DecodeStep(len(batch) - kept, 0, 0)
+    pages = sum(needed) + other_pages + pulled_pages
+    count, context_tokens = len(batch), sum(batch)
+
+    def fits(tokens: int, further_pages: int) -> bool:
+        return (
+            count < worker.max_batch
+            and context_tokens + tokens <= worker.max_batch_tokens
+            and pages + further_pages <= pool.pages
+        )
+
+    swapped_in = admitted = 0
+    for tokens in swapped:
+        if not fits(tokens, further := pool.pages_of(tokens + 1)):
+            break
+        count, context_tokens, pages = count + 1, context_tokens + tokens, pages + further
+        swapped_in += 1
+    # Those in host memory come first, unless nothing would run before something else has.
+    if swapped_in == len(swapped) or not (count or other_pages):
+        for prompt in waiting:
+            if not fits(prompt + 1, 0):
+                break
+            count, context_tokens = count + 1, context_tokens + prompt + 1
+            admitted += 1
+    return DecodeStep(0, swapped_in, admitted)
 
 
 @dataclass(frozen=True, slots=True)

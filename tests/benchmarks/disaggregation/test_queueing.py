@@ -1,19 +1,51 @@
-"""The event simulation agrees with the closed forms of DistServe's section 3.1."""
+"""The event simulation agrees with the closed forms of DistServe's section 3.1.
+
+Prompts that are all alike arrive by a Poisson process and take the same time each (an M/D/1 queue).
+Tensor parallelism wins at low rates, where computing is what takes long, pipelining at high rates,
+where waiting is.
+"""
 
 from math import inf
 from statistics import mean
 
 import pytest
 
-from midfill.engine.disaggregated.latency import PrefillLatency
-from midfill.engine.disaggregated.queueing import (
-    one_device_ttft,
-    two_stage_ttft,
-    two_way_tensor_ttft,
-)
-from midfill.engine.disaggregated.simulator import simulate_prefill
-from midfill.engine.disaggregated.workers import Pool, PrefillWorker
-from midfill.engine.disaggregated.workload import Lengths, poisson_arrivals
+from benchmarks.disaggregation.latency import PrefillLatency
+from benchmarks.disaggregation.simulated_workers import PrefillWorker
+from benchmarks.disaggregation.simulator import simulate_prefill
+from benchmarks.disaggregation.workload import Lengths, poisson_arrivals
+from midfill.engine.disaggregated.workers import Pool
+
+
+def one_device_ttft(rate: float, seconds: float) -> float:
+    """Return the mean time to first token on one device (equation 1), in seconds.
+
+    Args:
+        rate: prompts per second.
+        seconds: of one prompt's prefill.
+    """
+    load = rate * seconds
+    return seconds + rate * seconds**2 / (2 * (1 - load)) if load < 1 else inf
+
+
+def two_stage_ttft(rate: float, seconds: float) -> float:
+    """Return the mean with the layers on two devices, one after the other (equation 2)."""
+    load = rate * seconds
+    return seconds + rate * seconds**2 / (4 * (2 - load)) if load < 2 else inf
+
+
+def two_way_tensor_ttft(rate: float, seconds: float, speed_up: float) -> float:
+    """Return the mean with each layer divided between two devices (equation 3).
+
+    Args:
+        rate, seconds: as for one device.
+        speed_up: how much faster a prefill is for it; between 1 and 2.
+    """
+    load = rate * seconds
+    if load >= speed_up:
+        return inf
+    return seconds / speed_up + rate * seconds**2 / (2 * speed_up * (speed_up - load))
+
 
 SECONDS = 0.5
 ALIKE = [Lengths(1000, 1)]
