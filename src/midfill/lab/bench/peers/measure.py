@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,7 +39,6 @@ from midfill.lab.bench.peers.servers import (
     ComparedModel,
     Launch,
     Missing,
-    ReadBytes,
     Room,
     launch_midfill,
 )
@@ -71,20 +70,6 @@ class Work:
     progress: LogLine
 
 
-@dataclass
-class _Findings:
-    """The results of a run so far, kept when it ends early."""
-
-    bytes_per_second: float
-    figures: list[Figure] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-    error: str = ""
-    more_tokens: int = 0
-    ready_seconds: float | None = None
-    peak_rss_bytes: int | None = None
-    read_bytes: ReadBytes = field(default_factory=lambda: ReadBytes(0, 0))
-
-
 class _RunOverError(MidfillError):
     """The server has ended or doesn't answer."""
 
@@ -96,26 +81,18 @@ def run_server(launch: Launch, work: Work, log: Path) -> ServerResult:
         log: a new file for its output.
     """
     work.progress(f"{launch.name}: memory bandwidth")
-    found = _Findings(measure_roofline(work.options.threads).bytes_per_second)
-    try:
-        _start_and_measure(launch, work, log, found)
-    except MidfillError as error:
-        found.error = str(error)
-    return ServerResult(
+    found = ServerResult(
         name=launch.name,
         version=launch.version,
         precision=launch.precision,
         settings=launch.settings,
-        ready_seconds=found.ready_seconds,
-        peak_rss_bytes=found.peak_rss_bytes,
-        weight_bytes=found.read_bytes.weights,
-        kv_bytes_per_token=found.read_bytes.kv_per_token,
-        bytes_per_second=found.bytes_per_second,
-        figures=found.figures,
-        skipped=found.skipped,
-        error=found.error,
-        more_tokens=found.more_tokens,
+        bytes_per_second=measure_roofline(work.options.threads).bytes_per_second,
     )
+    try:
+        _start_and_measure(launch, work, log, found)
+    except MidfillError as error:
+        found.error = str(error)
+    return found
 
 
 def _process(launch: Launch, log: Path) -> ServerProcess:
@@ -124,7 +101,7 @@ def _process(launch: Launch, log: Path) -> ServerProcess:
     return ServerProcess(command, launch.environment, port, log)
 
 
-def _start_and_measure(launch: Launch, work: Work, log: Path, found: _Findings) -> None:
+def _start_and_measure(launch: Launch, work: Work, log: Path, found: ServerResult) -> None:
     if launch.first_start:
         work.progress(f"{launch.name}: first start")
         with _process(launch, log) as process:
@@ -133,7 +110,8 @@ def _start_and_measure(launch: Launch, work: Work, log: Path, found: _Findings) 
         try:
             work.progress(f"{launch.name}: starting")
             found.ready_seconds = process.wait_until_ready(work.options.start_limit)
-            found.read_bytes = launch.read_bytes(process.log_text())
+            read = launch.read_bytes(process.log_text())
+            found.weight_bytes, found.kv_bytes_per_token = read.weights, read.kv_per_token
             asyncio.run(_measure(process, launch, work, found))
         except _RunOverError as error:
             raise MidfillError(f"{error}; {process.last_words()}") from None
@@ -141,10 +119,9 @@ def _start_and_measure(launch: Launch, work: Work, log: Path, found: _Findings) 
             found.peak_rss_bytes = process.peak_rss_bytes
 
 
-async def _measure(process: ServerProcess, launch: Launch, work: Work, found: _Findings) -> None:
+async def _measure(process: ServerProcess, launch: Launch, work: Work, found: ServerResult) -> None:
     def bound(context: float, streams: int) -> float:
-        read = found.read_bytes
-        step = read.weights + streams * context * read.kv_per_token
+        step = found.weight_bytes + streams * context * found.kv_bytes_per_token
         return found.bytes_per_second * streams / step
 
     limit = work.options.load_limit

@@ -130,8 +130,8 @@ def figure(
     )
 
 
-class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's run.
+class ServerResult(msgspec.Struct, kw_only=True):
+    """A server's run; it is filled in as the run goes on, and kept when that ends early.
 
     Attributes:
         name: as in ``PeersOptions.servers``, with the format or dtype where a peer is run in
@@ -156,13 +156,13 @@ class ServerResult(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     precision: str
     settings: str
-    ready_seconds: float | None
-    peak_rss_bytes: int | None
-    weight_bytes: int
-    kv_bytes_per_token: int
     bytes_per_second: float
-    figures: list[Figure]
-    skipped: dict[str, str]
+    ready_seconds: float | None = None
+    peak_rss_bytes: int | None = None
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    figures: list[Figure] = []
+    skipped: dict[str, str] = {}
     error: str = ""
     more_tokens: int = 0
 
