@@ -1,4 +1,43 @@
-"""Plugins: what each sends of what happens in an editor, and when."""
+"""Plugins: what each sends of what happens in an editor, and when.
+
+Plugins that send a window around the caret and nothing else.
+
+The windows are those of minuet-ai.nvim 479487c (lua/minuet/utils.lua), twinny 193d14c
+(src/extension/utils.ts) and Zed (crates/edit_prediction/src/fim.rs: whole lines within 512 tokens,
+which it takes to have three bytes each, alternately above and below the caret's; that it extends
+the window to the ends of syntax nodes is left out). ``Whole`` is a client without a window.
+
+The ring of chunks that llama.vim and llama.vscode show the model beside the document.
+
+A chunk is about 32 lines of what the user has seen. It is queued when it is picked, and moves into
+the ring when the user pauses; the ring then holds at most 16, the oldest leaves.
+
+llama.vim and llama.vscode: 256 and 64 lines, a ring of chunks, and requests made in advance.
+
+From llama.vim a1c8e6e (autoload/llama.vim) and llama.vscode v0.0.63 (src/completion.ts,
+src/extra-context.ts). Once there is a hint, both ask for what would follow if it were accepted, so
+requests for two versions of the document alternate. Answers are remembered by the text around the
+caret.
+
+Sessions have no clock. Where the user goes elsewhere, a file has been saved, and there is time for
+two chunks to move into the ring; within typing there is a pause for one at every thirtieth request.
+Each change of the ring is announced by a request without text, for the idle server to prepare.
+
+Tabby's agent: 20 lines before and after the caret, with snippets of other files.
+
+Its window and its limits are those of tabby-agent (clients/tabby-agent/src/codeCompletion,
+config/default.ts) at 21b29048. It finds snippets with a full-text search over recently changed
+files, which counting common words stands in for here; declarations, which take a language server,
+are left out.
+
+Continue: 1024 tokens in a template of its own, other files first.
+
+From Continue d0a3c0b6 (core/autocomplete: templating, util/HelperVars.ts, snippets): up to 30% of
+the tokens before the caret and 20% after it, whole lines; what is left is for the files that were
+opened last, the beginning of each. Where they do not fit, they are shortened to what is left, to
+the token, so that their ends move with every keystroke. Symbols of imports, which take a language
+server, are left out.
+"""
 
 import json
 import math

@@ -42,5 +42,5 @@ def test_a_table_shows_medians_and_the_ratio_of_pairs() -> None:
     )
     text = versions_table(report).markdown()
     assert "| decode at 16 tokens | tokens/s | 200 | 200 | 1.500 | 0.500 to 2.000 |" in text
-    assert "Old: aaaaaaaaaa; new: bbbbbbbbbb with changes. midfill bench speed m --thr" in text
+    assert "Old: aaaaaaaaaa; new: bbbbbbbbbb with changes. compare speed m --thr" in text
     assert "6 restarts of both versions" in text

@@ -1,4 +1,4 @@
-"""Real source files to measure with, found where they are installed."""
+"""Real source files to measure with, found where they are installed, and prompts made of them."""
 
 import hashlib
 import importlib.metadata

@@ -1,4 +1,9 @@
-"""A simulated editor: files, a caret, undo, and the requests a completion plugin would send."""
+"""A simulated editor: files, a caret, undo, and the requests a completion plugin would send.
+
+A session starts from files with blocks of lines cut out. The user goes from gap to gap and writes
+the missing text again, with what comes in between: looking elsewhere, changes below the caret,
+rewriting the end of a line, other files, and the habits of ``Editor``.
+"""
 
 import random
 import re

@@ -3,6 +3,14 @@
 The known answers are in the text itself (teacher forcing), so one pass scores all of them: a
 greedy answer would be the known one exactly where each of its tokens is the likeliest. SCBench
 appends the known answers between turns in the same way.
+
+Needles are facts hidden in real source text, one alone or one among several like it. Shared
+contexts are several questions about one context, in SCBench's two modes.
+
+Source: Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods", ICLR 2025,
+arXiv 2412.10319. Kinds of its tasks, generated anew at the length that is asked for: string
+retrieval (pairs, tracing), semantic retrieval (functions, after RepoQA) and global information
+(labels, its many-shot task). Names are short words instead of UUIDs, which small models can't copy.
 """
 
 import random

@@ -1,4 +1,11 @@
-"""The model that servers are compared on."""
+"""``bench peers``: midfill's server, llama.cpp's and vLLM's, one after another on one machine.
+
+Same model, prompts, threads and room for KV; never two servers at once. Each is started afresh,
+answers two small prompts to warm up, then gets every load of ``loads``. midfill runs twice:
+as it is, and without speculation for decode, so that what is compared there is decoding alone.
+Peers run at their best: llama.cpp in every format of weights that is asked for, vLLM in every
+dtype, each as a server of its own.
+"""
 
 import asyncio
 import tempfile

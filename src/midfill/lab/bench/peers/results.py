@@ -1,4 +1,4 @@
-"""The results of a comparison of servers: figures by load, and the servers."""
+"""A comparison of servers: figures by load, the servers, and tables of both."""
 
 from collections.abc import Sequence
 from dataclasses import replace

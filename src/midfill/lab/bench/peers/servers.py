@@ -1,4 +1,7 @@
-"""How midfill's own server and its peers are started: a ``Launch`` each, or why it is missing."""
+"""The model that servers are compared on, and how midfill's own server is started on it.
+
+A server that can be started is a ``Launch``; one that can't is ``Missing``, with the reason.
+"""
 
 import re
 import sys
