@@ -1,70 +1,64 @@
 """``python -m benchmarks``: the measurements that docs/ quotes, one command each."""
 
 import sys
+from importlib import import_module
 
 import typer
 
-from benchmarks.commands.blocks import blocks
-from benchmarks.commands.cascade import cascade
-from benchmarks.commands.disaggregation import disaggregation
-from benchmarks.commands.gateway import gateway, gateway_rounds
-from benchmarks.commands.keystrokes import keystrokes
-from benchmarks.commands.kv_dtypes import kv_dtypes
-from benchmarks.commands.plugins import plugins
-from benchmarks.commands.precision import precision
-from benchmarks.commands.prefill import prefill
-from benchmarks.commands.pruning import pruning
-from benchmarks.commands.reliability import kills, overload, soak
-from benchmarks.commands.replicas import cluster_simulation, replicas
-from benchmarks.commands.reuse import reuse
-from benchmarks.commands.schedulers import schedulers
-from benchmarks.commands.stops import stops
-from benchmarks.commands.tenants import tenants
-from benchmarks.commands.tiers import codecs, tiers
 from midfill.cli import run
 from midfill.cli.usage import CommandLine
 
-app = typer.Typer(
-    name="python -m benchmarks",
-    cls=CommandLine,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Measure midfill for its documentation: tables on the terminal, figures as JSON, plots"
-    " and Markdown. What you run on your own machine and model is in midfill bench.",
-)
+COMMANDS = {
+    "cascade": "cascade",
+    "codecs": "codecs",
+    "compare": "compare.commands",
+    "disaggregation": "disaggregation.measure",
+    "gateway": "gateway",
+    "gateway-rounds": "gateway_rounds",
+    "keystrokes": "keystrokes",
+    "kills": "reliability.kills",
+    "kv-moves": "kv_moves",
+    "layouts": "layouts.measure",
+    "overload": "reliability.overload",
+    "plugins": "plugins.measure",
+    "precision": "precision",
+    "prefill": "prefill",
+    "pruning": "pruning",
+    "replicas": "replicas",
+    "reuse": "reuse",
+    "shape": "shapes",
+    "soak": "reliability.soak",
+    "tables": "tables",
+    "tenants": "tenants",
+    "tiers": "tiers",
+}
+"""Command -> module that has a function, or a group of commands, of its name."""
 
 
-@app.callback()
+def make_app(*names: str) -> typer.Typer:
+    """Return the command line with some of the commands; only their modules are imported."""
+    app = typer.Typer(
+        name="python -m benchmarks",
+        cls=CommandLine,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Measure midfill for its documentation: tables on the terminal, figures as JSON, plots"
+        " and Markdown. What you run on your own machine and model is in midfill bench.",
+    )
+    app.callback()(_benchmarks)
+    for name in names:
+        command = getattr(import_module(f"benchmarks.{COMMANDS[name]}"), name.replace("-", "_"))
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+    return app
+
+
 def _benchmarks() -> None:
     """Measure midfill for its documentation."""
 
 
-for _command in (
-    keystrokes,
-    schedulers,
-    stops,
-    cascade,
-    pruning,
-    precision,
-    kills,
-    overload,
-    soak,
-    prefill,
-    plugins,
-    gateway,
-    gateway_rounds,
-    disaggregation,
-    blocks,
-    replicas,
-    cluster_simulation,
-    reuse,
-    tenants,
-    tiers,
-    codecs,
-    kv_dtypes,
-):
-    app.command()(_command)
-
-
 if __name__ == "__main__":
-    sys.exit(run(app))
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    sys.exit(run(make_app(*([asked] if asked in COMMANDS else COMMANDS))))

@@ -9,15 +9,25 @@ import os
 from collections.abc import Callable, Sequence
 from itertools import product
 from statistics import fmean, median
+from typing import Annotated
 
 import msgspec
 import torch
+import typer
 
-from midfill.lab.bench.methods.haystacks import Haystacks
+from benchmarks.report import publish
+from midfill.cli.bench.options import (
+    JsonOption,
+)
+from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
+from midfill.lab.bench.methods.probes import Haystacks
 from midfill.lab.bench.methods.session import Holding, MethodSession
 from midfill.methods.registry import OFF
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 BUDGETS = (0.5, 0.25, 0.125)
 
@@ -210,3 +220,23 @@ def _cells(one: CascadeCase) -> dict[str, str]:
         "KL cascade": f"{one.divergence:.4f}",
         "KL between": f"{one.between:.5f}",
     }
+
+
+def cascade(
+    model: ModelArgument = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each, whose medians are shown.")] = 3,
+    files: Annotated[int, typer.Option(min=1, help="Prompts whose next tokens are scored.")] = 4,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure CAKE's cascade beside its one-shot form: slots, time, and what answers see."""
+    with show_steps("loading") as progress:
+        report = measure_cascade(
+            model or DEFAULT_MODEL,
+            repeats=repeats,
+            files=files,
+            threads=threads,
+            progress=progress,
+        )
+    publish(report, cascade_table(report), section="cascade", json=json, docs=docs)

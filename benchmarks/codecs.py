@@ -6,12 +6,19 @@ import os
 import time
 from collections.abc import Callable
 from statistics import fmean
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import torch
+import typer
 
+from benchmarks.report import publish
 from midfill.arrays import Int32Array
+from midfill.cli.bench.options import JsonOption
+from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.kv_transfer.warm_cache import CHUNK_TOKENS
 from midfill.kv.ragged import cells_of_slots
@@ -26,14 +33,14 @@ from midfill.methods.store.cachegen import (
     cumulative_tables,
 )
 from midfill.methods.store.cachegen_profile import measure_counts
-from midfill.models.checkpoints.model_store import resolve, resolve_adapter
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 DEFAULT_LEVELS = (
     "shallow=256,deep=256 shallow=128,deep=128 shallow=128,deep=64 shallow=64,deep=64"
@@ -351,3 +358,28 @@ def _cells(report: CodecReport, one: CodecOutcome) -> dict[str, str]:
         "encode ms": f"{one.encode_seconds * 1e3:,.0f}",
         "decode ms": f"{one.decode_seconds * 1e3:,.0f}",
     }
+
+
+def codecs(
+    model: ModelArgument = None,
+    levels: Annotated[
+        str | None,
+        typer.Option(help="Options of CacheGen, separated by blanks, as in 'deep=16 deep=8'."),
+    ] = None,
+    texts: Annotated[int, typer.Option(min=1, help="Files, and texts with a needle.")] = 12,
+    context: Annotated[int, typer.Option(min=64, help="Tokens whose KV is coded.")] = 1024,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure codecs of stored KV: bytes per token beside what they change in answers."""
+    with show_steps("loading") as progress:
+        report = measure_codecs(
+            model or DEFAULT_MODEL,
+            levels=tuple((levels or DEFAULT_LEVELS).split()),
+            texts=texts,
+            context=context,
+            threads=threads,
+            progress=progress,
+        )
+    publish(report, codec_table(report), section="codecs", json=json, docs=docs)

@@ -16,15 +16,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
+import typer
 
+from benchmarks.report import publish
+from midfill.cli.bench.options import JsonOption
+from midfill.cli.outputs import DocsOption
 from midfill.errors import MidfillError
 from midfill.lab.bench.documents import standard_library_documents
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 _SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 _KEYSTROKE = 5  # characters between two requests of a document
@@ -278,3 +282,26 @@ def _process(command: Sequence[str]) -> Iterator["subprocess.Popen[str]"]:
         finally:
             process.terminate()
             process.wait(_START_SECONDS)
+
+
+RateOption = Annotated[float, typer.Option(min=0.1, help="Requests per second.")]
+
+SecondsOption = Annotated[float, typer.Option(min=0.5, help="Duration of a run.")]
+
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Runs of each way, in turn.")]
+
+TokensOption = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
+
+
+def gateway(
+    rate: RateOption = 50,
+    seconds: SecondsOption = 10,
+    repeats: RepeatsOption = 3,
+    output_tokens: TokensOption = 16,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure what the gateway adds to a request, in front of a server without a model."""
+    load = GatewayLoad(rate=rate, seconds=seconds, repeats=repeats, output_tokens=output_tokens)
+    report = measure_gateway(load)
+    publish(report, gateway_table(report), section="gateway", json=json, docs=docs)

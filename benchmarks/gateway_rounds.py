@@ -10,18 +10,24 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import msgspec
+import typer
 
 from benchmarks.gateway import run_gateway_process
+from benchmarks.report import publish
+from midfill.cli.bench.options import ClientFimTokensOption, JsonOption, OutputTokensOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
-from midfill.lab.bench.clients import HttpClient, Measurement, Sentinels
+from midfill.lab.bench.clients import SPARE_TOKENS, HttpClient, Measurement, Sentinels
 from midfill.lab.bench.documents import standard_library_documents
 from midfill.lab.bench.rounds import Layout, RoundsOptions, payload
+from midfill.serving.gateway.options import address_of
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 PSM, EFIM = "PSM, laid out by the client", "EFIM, laid out by the client"
 GATEWAY, UNHEALED = "gateway", "gateway, half words not healed"
@@ -235,3 +241,35 @@ def _share(report: GatewayRoundsReport, way: str, figure: Callable[[WayResult], 
         return ""
     share = report.share_of_gain(way, figure)
     return "-" if share is None else f"{share:.0%}"
+
+
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Runs of each way, in turn.")]
+
+UpstreamArgument = Annotated[
+    str, typer.Argument(help="A server that runs, e.g. http://127.0.0.1:8000.")
+]
+
+
+def gateway_rounds(
+    upstream: UpstreamArgument,
+    fim_tokens: ClientFimTokensOption = None,
+    users: Annotated[int, typer.Option(min=1, help="Documents edited at once.")] = 4,
+    rounds: Annotated[int, typer.Option(min=2, max=7, help="Requests per user.")] = 4,
+    output_tokens: OutputTokensOption = 4,
+    repeats: RepeatsOption = 4,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure EFIM's load on a server, laid out by the client and through a gateway.
+
+    The gateway is started for it. --docs writes a section for each kind of server.
+    """
+    options = RoundsOptions(
+        users=users, rounds=rounds, output_tokens=output_tokens, repeats=repeats
+    )
+    with show_steps("starting the gateway") as progress:
+        report = measure_gateway_rounds(
+            address_of(upstream), fim_tokens or SPARE_TOKENS, options, progress
+        )
+    section = f"gateway-rounds-{report.kind}"
+    publish(report, gateway_rounds_table(report), section=section, json=json, docs=docs)

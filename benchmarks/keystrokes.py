@@ -12,23 +12,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
+import typer
 
+from benchmarks.cpu_model import open_cpu_model
+from benchmarks.report import publish
+from benchmarks.shapes import ShapeOption, model_or_shape
+from midfill.cli.bench.options import JsonOption
+from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy, step_limit
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.engine.scheduling.policies.background_prefill import BackgroundPrefill
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
-from midfill.lab.bench.cpu_model import open_cpu_model
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
-from midfill.system.reporting.sizes import format_size
+from midfill.system.reporting import ResultTable, format_size
 
 DRAFTS = (1, 2, 4, 8, 16)
 _TYPED = 6
@@ -262,11 +268,6 @@ class _Bench:
             pass
 
 
-def keystrokes_markdown(report: KeystrokesReport) -> str:
-    """Return both tables for docs/benchmarks.md."""
-    return "\n\n".join(table.markdown() for table in keystrokes_tables(report))
-
-
 def keystrokes_tables(report: KeystrokesReport) -> tuple[ResultTable, ResultTable]:
     """Return a table of keystrokes and one of drafts."""
     keystrokes = ResultTable(
@@ -339,3 +340,27 @@ def break_even(drafted: int, cost: float) -> float | None:
         else:
             high = share
     return high if high > 1e-3 else 0.0
+
+
+def keystrokes(
+    model: ModelArgument = None,
+    shape: ShapeOption = None,
+    prompt: Annotated[
+        int, typer.Option(min=256, help="Tokens of the long prompt beside which users type.")
+    ] = 2000,
+    keystrokes: Annotated[int, typer.Option(min=2, help="Of each kind.")] = 20,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure keystrokes beside long prompts and idle prefill, and what drafts cost.
+
+    With --shape, --docs replaces the section of that shape.
+    """
+    with show_steps("loading") as progress:
+        name = model_or_shape(model, shape, progress)
+        report = measure_keystrokes(
+            name, prompt=prompt, keystrokes=keystrokes, threads=threads, progress=progress
+        )
+    section = f"keystrokes-{shape}" if shape else "keystrokes"
+    publish(report, *keystrokes_tables(report), section=section, json=json, docs=docs)

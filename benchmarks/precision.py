@@ -7,23 +7,32 @@ training documents: an adapter would know its own training data, Python's standa
 import math
 from collections.abc import Callable, Iterator
 from statistics import fmean
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import typer
 
+from benchmarks.report import publish
+from midfill.cli.bench.options import (
+    JsonOption,
+)
+from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
 from midfill.config import KvDtype, WeightsOption
 from midfill.kernels.cpu.kv_cache import KVFormat
 from midfill.lab.bench.documents import unseen_documents
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.models.checkpoints.model_store import resolve
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.packed_model import block_format
 from midfill.runners.cpu.runner import CpuRunner, choose_kv_format
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 IdArray = npt.NDArray[np.int32]
 
@@ -272,3 +281,18 @@ def _cells(result: Divergence) -> dict[str, str]:
         "same top token": f"{result.agreement:.1%}",
         "perplexity": f"{result.perplexity:.3f}",
     }
+
+
+def precision(
+    model: ModelArgument = None,
+    tokens: Annotated[int, typer.Option(min=100, help="How many to compare, about.")] = 20_000,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure what rounding weights, activations and KV costs: divergence from float32 on code."""
+    with show_steps("loading") as progress:
+        report = measure_precision(
+            model or DEFAULT_MODEL, tokens=tokens, threads=threads, progress=progress
+        )
+    publish(report, precision_table(report), section="precision", json=json, docs=docs)

@@ -12,33 +12,42 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import cast
+from typing import Annotated, cast
 
 import msgspec
 import numpy as np
 import torch
+import typer
 
 from benchmarks.counting_runner import CountingRunner
+from benchmarks.cpu_model import open_cpu_model
+from benchmarks.report import publish
 from midfill.arrays import Float32Array, Int64Array
+from midfill.cli.bench.options import (
+    JsonOption,
+)
+from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
 from midfill.errors import GenerationError, InvalidRequestError
-from midfill.lab.bench.cpu_model import open_cpu_model
-from midfill.lab.bench.methods.haystacks import Haystacks, names
+from midfill.lab.bench.methods.probes import Haystacks, names
 from midfill.methods.method import Method
 from midfill.methods.rows.lazyllm import LazyLLM
 from midfill.methods.rows.uncomp_stage import UNCompStage
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.models.checkpoints.opening import model_digest
 from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 KEEP = (0.7, 0.5, 0.3)
 STAGES = (0.4, 0.2)
@@ -118,19 +127,6 @@ class VariantAnswers(msgspec.Struct, frozen=True, kw_only=True):
     answers: list[Answer]
 
 
-class PruningReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one call measured."""
-
-    model: str
-    machine: Machine
-    load: float
-    threads: int
-    text: str
-    tokens: int
-    tasks: list[str]
-    variants: list[VariantAnswers]
-
-
 def variants(served: ServedModel) -> dict[str, Method | None]:
     """Return what is measured, by name; the first keeps all rows.
 
@@ -146,6 +142,19 @@ def variants(served: ServedModel) -> dict[str, Method | None]:
         for least in STAGES:
             found[f"uncomp-stage:least={least:g}"] = UNCompStage(least=least).for_model(served)
     return found
+
+
+class PruningReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one call measured."""
+
+    model: str
+    machine: Machine
+    load: float
+    threads: int
+    text: str
+    tokens: int
+    tasks: list[str]
+    variants: list[VariantAnswers]
 
 
 def measure_pruning(
@@ -381,3 +390,23 @@ def _cells(found: VariantAnswers, dense: Sequence[Answer], tasks: Sequence[str])
         "code": f"{mean('code', lambda one: one.gold):.2f}",
         "per token ms": f"{median(one.token_seconds for one in found.answers) * 1e3:.1f}",
     }
+
+
+def pruning(
+    model: ModelArgument = None,
+    tokens: Annotated[int, typer.Option(min=128, help="Of each prompt, about.")] = 4000,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each kind and depth.")] = 2,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure methods that drop rows of a prompt between layers: time, work, and answers."""
+    with show_steps("loading") as progress:
+        report = measure_pruning(
+            model or DEFAULT_MODEL,
+            tokens=tokens,
+            repeats=repeats,
+            threads=threads,
+            progress=progress,
+        )
+    publish(report, pruning_table(report), section="pruning", json=json, docs=docs)

@@ -14,20 +14,27 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import httpx
 import msgspec
 import numpy as np
+import typer
 
+from benchmarks.report import publish
 from midfill.arrays import Float64Array
+from midfill.cli.bench.options import JsonOption, LoadedModelOption
+from midfill.cli.options import ThreadsOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions, ServeOptions
 from midfill.lab.bench.documents import standard_library_documents
-from midfill.models.checkpoints.model_store import resolve, resolve_adapter
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.serving.server.app import create_app
 from midfill.serving.server.key_ring import KeyRing
 from midfill.serving.server.run import open_service
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 _VICTIM, _ATTACKER = "victim", "attacker"
 _PERMUTATIONS = 10_000
@@ -260,3 +267,26 @@ def tenants_table(report: TenantsReport) -> ResultTable:
             f" {report.machine}; load {report.load:.1f}."
         ),
     )
+
+
+def tenants(
+    model: LoadedModelOption = None,
+    trials: Annotated[int, typer.Option(min=10, help="Guesses of each kind.")] = 200,
+    characters: Annotated[int, typer.Option(min=100, help="Of each document.")] = 1500,
+    seed: Annotated[int, typer.Option(help="All chance follows from it.")] = 0,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure whether one tenant can tell by the time of an answer what another one has sent."""
+
+    with show_steps("loading") as progress:
+        report = measure_tenants(
+            model or DEFAULT_MODEL,
+            trials=trials,
+            characters=characters,
+            threads=threads,
+            seed=seed,
+            progress=progress,
+        )
+    publish(report, tenants_table(report), section="tenants", json=json, docs=docs)

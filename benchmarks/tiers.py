@@ -7,9 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import msgspec
+import typer
 
+from benchmarks.report import publish
+from midfill.cli.bench.options import JsonOption
+from midfill.cli.options import ModelArgument, ThreadsOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
+from midfill.cli.values import parse_counts
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.kv_transfer.transfers import IdentitySource
@@ -17,15 +25,14 @@ from midfill.engine.loading import kv_identity, scheduler_policy
 from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.kv.tiers.folders import SHARED_MEMORY, ChunkFolder
 from midfill.kv.tiers.warm_tier import WarmTier
-from midfill.lab.bench.prompts import Prompts
-from midfill.models.checkpoints.model_store import resolve, resolve_adapter
+from midfill.lab.bench.documents import Prompts
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
 from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
 from midfill.system.cache import cache_folder
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
-from midfill.system.reporting.sizes import format_size
+from midfill.system.reporting import ResultTable, format_size
 
 _CAPACITY = 64 * 2**30
 _FLUSH_SECONDS = 120.0
@@ -270,3 +277,31 @@ def _cells(one: TierOutcome) -> dict[str, str]:
         "loaded tokens": f"{one.loaded_tokens:,}",
         "files": format_size(one.file_bytes),
     }
+
+
+def tiers(
+    model: ModelArgument = None,
+    prompts: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, separated by commas.")
+    ] = "512,1000,2000,4000,8000",
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 5,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where on disk to write; by default in midfill's cache folder."),
+    ] = None,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure the warm tier: time to the first token of KV computed, loaded, or in the pool."""
+    lengths = parse_counts(prompts)
+    with show_steps("loading") as progress:
+        report = measure_tiers(
+            model or DEFAULT_MODEL,
+            lengths=lengths,
+            repeats=repeats,
+            threads=threads,
+            folder=folder,
+            progress=progress,
+        )
+    publish(report, tier_table(report), section="tiers", json=json, docs=docs)

@@ -15,14 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import TypeVarTuple
 
-from benchmarks.disaggregation.load import (
-    DisaggregationLoad,
-    greedy,
-    output_times,
-    random_prompt,
-)
-from midfill.engine.disaggregated.engine import DisaggregatedEngine
-from midfill.engine.disaggregated.latency import (
+from benchmarks.disaggregation.latency import (
     DecodeLatency,
     DecodeSample,
     PrefillLatency,
@@ -31,10 +24,16 @@ from midfill.engine.disaggregated.latency import (
     fit_decode,
     fit_prefill,
 )
-from midfill.engine.disaggregated.simulated_workers import Transfer
-from midfill.engine.disaggregated.simulator import Deployment, Simulated, simulate_workers
-from midfill.engine.disaggregated.workers import DecodeWorker, PrefillWorker
-from midfill.engine.disaggregated.workload import Arrival
+from benchmarks.disaggregation.simulated_workers import DecodeWorker, PrefillWorker, Transfer
+from benchmarks.disaggregation.simulator import Deployment, Simulated, simulate_workers
+from benchmarks.disaggregation.workload import (
+    Arrival,
+    DisaggregationLoad,
+    greedy,
+    output_times,
+    random_prompt,
+)
+from midfill.engine.disaggregated.engine import DisaggregatedEngine
 from midfill.engine.process.client import EngineClient
 
 _DECODED = 24  # tokens of an answer whose steps are measured

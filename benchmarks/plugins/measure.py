@@ -1,4 +1,4 @@
-"""``bench plugins``: the tokens that one editing session computes as each plugin sends it.
+"""The tokens that one editing session computes as each plugin sends it.
 
 Every plugin replays the same sessions of the editing mix against the server's own application:
 requests are read by its dialects, planned, tokenised, and answered by an engine that is a prefix
@@ -12,27 +12,50 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
 import httpx
 import msgspec
+import typer
 
-from benchmarks.plugins.continue_dev import Continue
+from benchmarks.plugins.clients import (
+    Asking,
+    Continue,
+    LanguageServer,
+    LlamaVim,
+    LlamaVscode,
+    Minuet,
+    Plugin,
+    Sent,
+    Tabby,
+    Twinny,
+    Whole,
+    Zed,
+)
 from benchmarks.plugins.counting_engine import CountingEngine, Counts
-from benchmarks.plugins.llama_plugins import LlamaVim, LlamaVscode
-from benchmarks.plugins.plugin import Asking, Plugin, Sent
-from benchmarks.plugins.tabby import Tabby
-from benchmarks.plugins.windows import LanguageServer, Minuet, Twinny, Whole, Zed
+from benchmarks.report import publish
+from midfill.cli.bench.options import JsonOption
+from midfill.cli.options import (
+    AdapterOption,
+    FimTokensOption,
+    ModelArgument,
+    SnippetsOption,
+    WindowOption,
+)
+from midfill.cli.outputs import DocsOption, SectionOption
+from midfill.cli.progress import show_steps
 from midfill.config import FimTokens
-from midfill.errors import MidfillError
+from midfill.errors import MidfillError, OptionError
 from midfill.frontend.prompts import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
 from midfill.lab.bench.documents import standard_library_documents
-from midfill.lab.bench.edits.editor import Round
-from midfill.lab.bench.edits.sessions import SESSION_KINDS, edit_session
+from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session
 from midfill.models.checkpoints.checkpoint import Checkpoint
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+from midfill.models.checkpoints.opening import open_model
 from midfill.serving.server.app import create_app
 from midfill.serving.server.service import ModelService
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 WHOLE = "whole documents"
 _FILES = 3
@@ -256,3 +279,48 @@ def _cells(name: str, counts: Counts, whole: Counts | None) -> dict[str, str]:
         "in idle time": f"{counts.background_tokens:,}",
         "all / whole": "" if reference is None else f"{total / reference:.2f}",
     }
+
+
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="CLIENT", help="A client as the table names it; repeatable."),
+]
+SessionsOption = Annotated[int, typer.Option(min=1, help="How many sessions.")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="States of the editor in each session.")]
+SeedOption = Annotated[int, typer.Option(help="Of all random choices.")]
+
+
+def plugins(
+    model: ModelArgument = None,
+    adapter: AdapterOption = None,
+    fim_tokens: FimTokensOption = None,
+    window: WindowOption = None,
+    snippets: SnippetsOption = None,
+    only: OnlyOption = None,
+    sessions: SessionsOption = 3,
+    rounds: RoundsOption = 600,
+    seed: SeedOption = 0,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+    section: SectionOption = "plugins",
+) -> None:
+    """Count what editing sessions compute as each editor plugin sends them, without the model.
+
+    Every client replays the same sessions through the server's own endpoints: windows, templates,
+    snippets, requests made in advance and equal ones are as the plugin sends them. "all / whole"
+    compares with a client that sends whole documents and nothing else.
+    """
+    name = model or DEFAULT_MODEL
+    checkpoint = open_model(resolve(name), resolve_adapter(name, adapter))
+    known = plugins_of(checkpoint)
+    for one in only or ():
+        if one not in known:
+            raise OptionError(f"--only {one}: there are {', '.join(known)}")
+    options = PluginsOptions(
+        sessions=sessions, rounds=rounds, window=window, snippets=snippets, seed=seed
+    )
+    with show_steps("preparing") as progress:
+        report = measure_plugins(
+            checkpoint, name, options, names=only, fim_tokens=fim_tokens, progress=progress
+        )
+    publish(report, plugins_table(report), section=section, json=json, docs=docs)

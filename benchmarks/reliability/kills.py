@@ -12,16 +12,23 @@ import signal
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import typer
 
 from benchmarks.reliability.asking import Outcome, ask
 from benchmarks.reliability.served import ServedModel, serve_model
+from benchmarks.report import publish
+from midfill.cli.bench.options import JsonOption
+from midfill.cli.options import ModelArgument
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
 from midfill.lab.bench.documents import standard_library_documents
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 _SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSEGV": signal.SIGSEGV, "SIGSTOP": signal.SIGSTOP}
 _IDLE_SECONDS = 60
@@ -263,3 +270,33 @@ def kills_table(report: KillReport) -> ResultTable:
         f" {options.warm_tier_memory}). On {report.machine}."
     )
     return ResultTable(rows=rows, title="An engine that is killed under load", caption=caption)
+
+
+KillsOption = Annotated[int, typer.Option(min=1, help="How often the engine is killed.")]
+
+ClientsOption = Annotated[int, typer.Option(min=1, help="Clients that ask all the time.")]
+
+StepTimeoutOption = Annotated[
+    float, typer.Option(min=1, help="--step-timeout of the server, for engines that hang.")
+]
+
+
+def kills(
+    model: ModelArgument = None,
+    kills: KillsOption = 100,
+    clients: ClientsOption = 6,
+    step_timeout: StepTimeoutOption = 4,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Kill a server's engine again and again under load: no answer may be wrong or lost."""
+    options = KillOptions(
+        model=model or DEFAULT_MODEL, kills=kills, clients=clients, step_timeout=step_timeout
+    )
+    with show_steps("starting the server") as say:
+        report = asyncio.run(
+            measure_kills(options, lambda done, total: say(f"{done} of {total} kills"))
+        )
+    publish(report, kills_table(report), section="kills", json=json, docs=docs)
+    if report.faults:
+        raise typer.Exit(1)

@@ -21,18 +21,25 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+import typer
 
 from benchmarks.reliability.asking import Outcome, refusal, whole_answer
 from benchmarks.reliability.connections import Connections
 from benchmarks.reliability.served import ServedModel, serve_model
+from benchmarks.report import publish
+from midfill.cli.bench.options import JsonOption
+from midfill.cli.options import ModelArgument
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
 from midfill.errors import MidfillError
 from midfill.lab.bench.documents import standard_library_documents
-from midfill.lab.bench.edits.sessions import SESSION_KINDS, edit_session
+from midfill.lab.bench.editing import SESSION_KINDS, edit_session
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 _HUNG = 3  # deadlines after which a request counts as hung
 _IDLE_SECONDS = 60
@@ -382,3 +389,40 @@ def _row(name: str, phase: Phase) -> dict[str, str]:
         "p99": f"{phase.p99:.2f}",
         "refusal p50": f"{phase.refused_p50:.3f}",
     }
+
+
+DeadlineOption = Annotated[
+    float, typer.Option(min=0.1, help="Seconds for which clients wait for an answer.")
+]
+
+FactorOption = Annotated[
+    float, typer.Option(min=1, help="How many times as many requests as can be answered.")
+]
+
+LoadOption = Annotated[
+    Literal["carets", "editors"],
+    typer.Option(
+        help="Requests at random places of a few documents, or users who each write their own."
+    ),
+]
+
+SecondsOption = Annotated[float, typer.Option(min=1, help="Duration of the overload.")]
+
+
+def overload(
+    model: ModelArgument = None,
+    load: LoadOption = "carets",
+    deadline: DeadlineOption = 5,
+    factor: FactorOption = 10,
+    seconds: SecondsOption = 40,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Send a server far more requests than it can answer: as many as before must be in time."""
+    options = OverloadOptions(
+        model=model or DEFAULT_MODEL, load=load, deadline=deadline, factor=factor, seconds=seconds
+    )
+    with show_steps("starting the server") as say:
+        report = asyncio.run(measure_overload(options, say))
+    section = "overload" if load == "carets" else "overload-editors"
+    publish(report, overload_table(report), section=section, json=json, docs=docs)

@@ -13,11 +13,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 import numpy as np
+import typer
 
 from benchmarks.reliability.asking import ask
 from benchmarks.reliability.overload import Say
@@ -27,11 +28,17 @@ from benchmarks.reliability.served import (
     resident_bytes,
     serve_model,
 )
+from benchmarks.report import publish
+from midfill.cli.bench.options import JsonOption
+from midfill.cli.options import ModelArgument
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.errors import MidfillError
 from midfill.lab.bench.documents import standard_library_documents
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 _MB = 1e6
 _IDLE_SECONDS = 120
@@ -372,3 +379,46 @@ def soak_table(report: SoakReport) -> ResultTable:
 
 def _grown(megabytes: float, slope: float) -> str:
     return f"{megabytes:,.0f} MB, {slope:+.2f} MB/min"
+
+
+ClientsOption = Annotated[int, typer.Option(min=1, help="Clients that ask all the time.")]
+
+MinutesOption = Annotated[
+    float, typer.Option(min=0.01, help="Duration, once the memory of its server has been filled.")
+]
+
+KvMemoryOption = Annotated[str, typer.Option(help="--kv-memory of the server.")]
+
+DocumentMemoryOption = Annotated[
+    str, typer.Option(help="--document-memory of the server; small, so that it is soon full.")
+]
+
+StreamsOption = Annotated[int, typer.Option(min=1, help="Streams at the same time, at the end.")]
+
+IdleOption = Annotated[int, typer.Option(min=0, help="Idle connections meanwhile.")]
+
+
+def soak(
+    model: ModelArgument = None,
+    minutes: MinutesOption = 30,
+    kv_memory: KvMemoryOption = "256M",
+    document_memory: DocumentMemoryOption = "1M",
+    clients: ClientsOption = 6,
+    streams: StreamsOption = 200,
+    idle: IdleOption = 1000,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Run a server under a mixed load for long: memory, open files and slots must not grow."""
+    options = SoakOptions(
+        model=model or DEFAULT_MODEL,
+        minutes=minutes,
+        kv_memory=kv_memory,
+        document_memory=document_memory,
+        clients=clients,
+        streams=streams,
+        idle=idle,
+    )
+    with show_steps("starting the server") as say:
+        report = asyncio.run(measure_soak(options, say))
+    publish(report, soak_table(report), section="soak", json=json, docs=docs)

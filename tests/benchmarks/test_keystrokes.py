@@ -8,9 +8,10 @@ from benchmarks.keystrokes import (
     CASES,
     DRAFTS,
     break_even,
-    keystrokes_markdown,
+    keystrokes_tables,
     measure_keystrokes,
 )
+from benchmarks.report import markdown
 
 
 def test_all_cases_are_measured_and_shown(tiny_folder: Path) -> None:
@@ -20,7 +21,7 @@ def test_all_cases_are_measured_and_shown(tiny_folder: Path) -> None:
         assert min(outcome.ttft) > 0
         assert (outcome.step > 0) == (outcome.case.beside != "nothing")
     assert tuple(report.drafts) == DRAFTS
-    text = keystrokes_markdown(report)
+    text = markdown(keystrokes_tables(report))
     assert "| a long prompt | first come, first served | 6 |" in text
     assert "| 16 |" in text
 

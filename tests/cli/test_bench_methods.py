@@ -4,11 +4,9 @@ import pytest
 from typer.testing import CliRunner
 
 from midfill.cli.bench.app import app
-from midfill.cli.bench.methods import draw_lines
 from midfill.errors import MidfillError
-from midfill.lab.bench.methods import run
-from midfill.lab.bench.methods.results import QUICK, MethodsOptions
-from midfill.lab.bench.methods.variants import Variant
+from midfill.lab.bench.methods import measure as bench
+from midfill.lab.bench.methods.results import QUICK, MethodsOptions, Variant
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
 Call = tuple[list[str], list[Variant], MethodsOptions]
@@ -25,7 +23,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
         calls.append((models, variants, options))
         raise MidfillError("not run")
 
-    monkeypatch.setattr(run, "measure_methods", measure)
+    monkeypatch.setattr(bench, "measure_methods", measure)
     return calls
 
 
@@ -55,14 +53,3 @@ def test_bad_options_are_one_clear_line(calls: list[Call]) -> None:
     assert "did you mean 'snapkv'" in error("--methods", "snapvk")
     assert error("--budgets", "half").startswith("--budgets takes shares below 1")
     assert not calls
-
-
-def test_holes_are_rests_of_lines_in_the_files() -> None:
-    text = "".join(f"value_{i} = compute(first={i}, second={i + 1})\n" for i in range(40))
-    holes = draw_lines([text, text.replace("value", "result")], 3)
-    assert len({hole.name for hole in holes}) == 3
-    for hole in holes:
-        whole = hole.prefix + hole.text + hole.suffix
-        assert whole in (text, text.replace("value", "result"))
-        assert hole.suffix.startswith("\n")
-        assert hole.text

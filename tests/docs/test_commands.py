@@ -16,9 +16,11 @@ import pytest
 import typer.main
 from doc_blocks import PAGES, ROOT, ShellCommand, all_blocks, shell_commands
 
-from benchmarks.__main__ import app as benchmarks_app
+from benchmarks.__main__ import COMMANDS as BENCHMARKS
+from benchmarks.__main__ import make_app
 from midfill.cli.app import app
 
+BENCHMARKS_APP = make_app(*BENCHMARKS)
 COMMANDS = [command for block in all_blocks("sh") for command in shell_commands(block)]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 IN_A_SENTENCE = re.compile(r"`((?:midfill|(?:\.venv/bin/)?python -m benchmarks) [^`]*)`")
@@ -56,7 +58,7 @@ def leaf(words: Sequence[str]) -> tuple[object, str, list[str]]:
     """Return the command that words are, its name, and its arguments."""
     command, name, rest = typer.main.get_command(app), "midfill", list(words[1:])
     if words[1:3] == ("-m", "benchmarks"):
-        command, name = typer.main.get_command(benchmarks_app), "python -m benchmarks"
+        command, name = typer.main.get_command(BENCHMARKS_APP), "python -m benchmarks"
         rest = list(words[3:])
     while rest and rest[0] in getattr(command, "commands", {}):
         command, name = command.commands[rest[0]], f"{name} {rest[0]}"  # type: ignore[attr-defined]
@@ -107,7 +109,7 @@ def test_every_command_is_mentioned() -> None:
 
     every = [
         *leaves(typer.main.get_command(app), "midfill"),
-        *leaves(typer.main.get_command(benchmarks_app), "python -m benchmarks"),
+        *leaves(typer.main.get_command(BENCHMARKS_APP), "python -m benchmarks"),
     ]
     for command in every:
         assert command in text, f"no page says what '{command}' is for"

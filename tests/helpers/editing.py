@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import strategies as st
 
-from midfill.lab.bench.edits.editor import Round
-from midfill.lab.bench.edits.sessions import SESSION_KINDS, edit_session
+from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session
 
 SOURCE = "".join(
     f"def function_{n}(x, y):\n    total = x * {n} + y\n    return total\n\n\n" for n in range(60)

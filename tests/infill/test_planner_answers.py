@@ -12,8 +12,7 @@ from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.infill.formats import find_format
 from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
-from midfill.lab.bench.edits.editor import Round
-from midfill.lab.bench.edits.sessions import SESSION_KINDS, edit_session
+from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.tokens.layout_encoder import LayoutEncoder

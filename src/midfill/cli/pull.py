@@ -36,7 +36,7 @@ def models() -> None:
 
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL, list_models
     from midfill.models.families import FAMILIES
-    from midfill.system.reporting.sizes import format_size
+    from midfill.system.reporting import format_size
 
     table = Table(box=None, pad_edge=False)
     for title in ("NAME", "SIZE", "FORMAT", "STATE", "WHERE"):

@@ -298,7 +298,7 @@ def _run(options: "ServeOptions") -> None:
 
 def banner(url: str, info: "EngineInfo", service: "ModelService") -> str:
     """Return what is shown when the server is ready: what it serves and how to try it."""
-    from midfill.system.reporting.sizes import format_size
+    from midfill.system.reporting import format_size
     from midfill.version import __version__
 
     if (format := service.fim_format) is not None:

@@ -1,8 +1,12 @@
 """``bench plugins``: its counts, its table, and what it can't do."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import make_app
 from benchmarks.plugins.measure import (
     WHOLE,
     PluginsOptions,
@@ -50,3 +54,21 @@ def test_the_figures_are_the_same_again(checkpoint: Checkpoint, report: PluginsR
 def test_a_model_without_fim_tokens_is_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(MidfillError, match="not a special token"):
         measure_plugins(checkpoint, "tiny", OPTIONS, fim_tokens=("<a>", "<b>", "<c>"))
+
+
+def test_plugins_that_are_not_known_are_named(tiny_folder: Path) -> None:
+    arguments = ["plugins", str(tiny_folder), "--only", "llama.vim", "--only", "emacs"]
+    error = CliRunner().invoke(make_app("plugins"), arguments).exception
+    assert str(error).startswith(
+        "--only emacs: there are whole documents, midfill lsp, llama.vim, "
+    )
+
+
+def test_plugins_are_counted(tiny_folder: Path, tmp_path: Path) -> None:
+    docs = tmp_path / "docs.md"
+    options = "--only", "Zed", "--sessions", "1", "--rounds", "5", "--window", "600,200"
+    result = CliRunner().invoke(
+        make_app("plugins"), ["plugins", str(tiny_folder), *options, "--docs", str(docs)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "| Zed | 5 |" in docs.read_text()

@@ -5,7 +5,7 @@ import math
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.lab.bench.profile import Load, ProfileReport, measure_profile, profile_markdown
+from midfill.lab.bench.profile import Load, ProfileReport, measure_profile, profile_tables
 
 DECODE = Load(name="decode", streams=3, context=20, repeats=10)
 EXTEND = Load(name="extend", context=20, rows=40, repeats=2)
@@ -50,7 +50,8 @@ def test_ceilings_and_machine_are_stated(report: ProfileReport) -> None:
     ceilings = report.roofline
     assert ceilings.int8_per_second > 0
     assert ceilings.float32_per_second > 0
-    text = profile_markdown(report)
+    text = "".join(table.markdown() for table in profile_tables(report))
     assert "| layer weights |" in text
+    assert text.startswith("**decode: ")
     assert f"{ceilings.bytes_per_second / 1e9:.1f} GB/s" in text
     assert report.machine.processor in text

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from tiny_checkpoints import write_tiny
 
+from benchmarks.plots import plot_rounds
 from midfill.errors import MidfillError
 from midfill.lab.bench.clients import HttpClient, InProcessClient, Measurement
 from midfill.lab.bench.rounds import (
@@ -16,12 +17,11 @@ from midfill.lab.bench.rounds import (
     measure_rounds,
     parse_layouts,
     payload,
-    plot_rounds,
     round_texts,
     rounds_table,
     summarise,
 )
-from midfill.system.reporting.document_sections import replace_section
+from midfill.system.reporting import replace_section
 
 SENTINELS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
 OPTIONS = RoundsOptions(users=2, rounds=3, output_tokens=4, repeats=1, sentinels=SENTINELS)

@@ -2,7 +2,7 @@
 
 import typer
 
-from midfill.cli.bench.edits import edits, replay
+from midfill.cli.bench.edits import edits
 from midfill.cli.bench.methods import methods
 from midfill.cli.bench.peers import peers
 from midfill.cli.bench.profile import profile
@@ -11,7 +11,7 @@ from midfill.cli.bench.speed import speed
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure speed on this machine; tables on the terminal, figures as JSON, plots, Markdown.",
+    help="Measure speed on this machine; tables on the terminal, figures as JSON.",
 )
 
 
@@ -20,5 +20,5 @@ def _bench() -> None:
     """Measure speed."""
 
 
-for _command in (rounds, speed, profile, edits, replay, peers, methods):
+for _command in (rounds, speed, profile, edits, peers, methods):
     app.command()(_command)

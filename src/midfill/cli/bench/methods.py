@@ -1,17 +1,14 @@
 """midfill bench methods: what each method of KV compression costs in quality, and what it saves."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Group
 
 from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import ThreadsOption
-from midfill.cli.outputs import DocsOption, PlotOption
 from midfill.cli.progress import show_steps
-
-if TYPE_CHECKING:
-    from midfill.lab.bench.methods.results import Hole
+from midfill.system.reporting import publish, saver
 
 MethodsOption = Annotated[
     str | None,
@@ -53,8 +50,6 @@ def methods(
     threads: ThreadsOption = None,
     json: JsonOption = None,
     resume: ResumeOption = False,
-    plot: PlotOption = None,
-    docs: DocsOption = None,
 ) -> None:
     """Measure every method of KV compression beside full KV, on the same prompts.
 
@@ -62,14 +57,16 @@ def methods(
     held-out code, infilling. Costs: slots and bytes held, time to first token, decoding speed.
     """
     from midfill.errors import OptionError
-    from midfill.lab.bench.methods.plot import plot_methods
-    from midfill.lab.bench.methods.report import methods_markdown, methods_tables
-    from midfill.lab.bench.methods.results import QUICK, MethodsOptions, read_methods_report
-    from midfill.lab.bench.methods.run import measure_methods
-    from midfill.lab.bench.methods.variants import choose_variants, parse_budgets
-    from midfill.lab.evaluation.metrics import is_exact_first_line
+    from midfill.lab.bench.methods.measure import measure_methods
+    from midfill.lab.bench.methods.report import methods_tables
+    from midfill.lab.bench.methods.results import (
+        QUICK,
+        MethodsOptions,
+        choose_variants,
+        parse_budgets,
+        read_methods_report,
+    )
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
-    from midfill.system.reporting.publish import publish, saver
 
     if resume and json is None:
         raise OptionError("--resume continues what a file holds: name it with --json")
@@ -81,33 +78,9 @@ def methods(
             [name.strip() for name in (models or DEFAULT_MODEL).split(",")],
             variants,
             QUICK if quick else MethodsOptions(),
-            draw_holes=draw_lines,
-            is_exact=is_exact_first_line,
             threads=threads,
             progress=progress,
             save=saver(json),
             earlier=read_methods_report(json) if resume and json and json.exists() else None,
         )
-    publish(
-        report,
-        methods_tables(report),
-        methods_markdown(report),
-        section="methods",
-        json=json,
-        docs=docs,
-    )
-    if plot is not None:
-        plot_methods(report, plot)
-
-
-def draw_lines(texts: Sequence[str], count: int) -> "list[Hole]":
-    """Draw rests of lines out of source files, as the evaluation does."""
-    from midfill.lab.bench.methods.results import Hole
-    from midfill.lab.evaluation.holes import draw_holes
-    from midfill.lab.evaluation.source_files import SourceFile
-
-    files = [SourceFile(f"{number}.py", text) for number, text in enumerate(texts)]
-    return [
-        Hole(problem.id, problem.prefix, problem.hole, problem.suffix)
-        for problem in draw_holes(files, "line", count, seed=0)
-    ]
+    publish(report, Group(*(table.drawn() for table in methods_tables(report))), json)

@@ -1,6 +1,5 @@
 """The command ``midfill bench peers``."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,16 +9,15 @@ import typer
 
 from midfill.cli.option_groups import with_option_groups
 from midfill.cli.options import ThreadsOption
-from midfill.cli.outputs import DocsOption, PlotOption, SectionOption, writable
+from midfill.cli.outputs import writable
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts, parse_fim_tokens
 from midfill.config import FimTokens
 from midfill.errors import OptionError
 from midfill.system.extras import require
-from midfill.system.reporting.publish import publish, saver
+from midfill.system.reporting import publish, saver
 
 if TYPE_CHECKING:
-    from midfill.lab.bench.peers.compared_model import ComparedModel
     from midfill.lab.bench.peers.results import PeersOptions
 
 ModelOption = Annotated[
@@ -81,13 +79,12 @@ VllmDtypesOption = Annotated[
         " float32, and bfloat16 where the chip multiplies it.",
     ),
 ]
-ShapeOption = Annotated[
-    str | None,
+RandomWeightsOption = Annotated[
+    bool,
     typer.Option(
-        metavar="NAME",
-        help="Compare on a model of this shape with random weights instead, written into the"
-        " cache folder once: 1.5b (1 GB; with what is made of it for peers 5 GB), 7b (4 GB), and"
-        " both as 1.5b-q4_k_m and 7b-q4_k_m.",
+        "--random-weights",
+        help="The model's weights are random, so it repeats itself: midfill is measured without"
+        " speculation, and what is made of the model for vLLM is in bfloat16.",
     ),
 ]
 ResumeOption = Annotated[
@@ -133,9 +130,8 @@ class MeasuredFlags:
         Raises:
             MidfillError: there is no such server or load.
         """
-        from midfill.lab.bench.peers.compare import QUICK, SERVERS, parse_names
-        from midfill.lab.bench.peers.loads import LOADS
-        from midfill.lab.bench.peers.results import PeersOptions
+        from midfill.lab.bench.peers.measure import QUICK, SERVERS, parse_names
+        from midfill.lab.bench.peers.results import LOADS, PeersOptions
 
         chosen = QUICK if self.quick else PeersOptions()
         texts = {name: getattr(self, name) for name in ("prefill", "contexts", "streams", "users")}
@@ -159,15 +155,12 @@ def peers(
     vllm: VllmOption = None,
     llama_formats: LlamaFormatsOption = "stored,q4_0,q4_k_m",
     vllm_dtypes: VllmDtypesOption = None,
-    shape: ShapeOption = None,
+    random_weights: RandomWeightsOption = False,
     fim_tokens: FimTokensOption = None,
     threads: ThreadsOption = None,
     seed: SeedOption = 0,
     json: JsonOption = None,
     resume: ResumeOption = False,
-    plot: PlotOption = None,
-    docs: DocsOption = None,
-    section: SectionOption = "peers",
 ) -> None:
     """Compare midfill's server, llama.cpp's and vLLM's on this machine, one after another.
 
@@ -175,16 +168,14 @@ def peers(
     a line that says how to install them; see docs/peers.md.
     """
     require("bench peers", ["httpx"], extra="bench")
-    from midfill.lab.bench.peers.compare import Programs, compare_peers, parse_names
     from midfill.lab.bench.peers.llama_cpp import parse_formats
-    from midfill.lab.bench.peers.plot import plot_peers
-    from midfill.lab.bench.peers.report import peers_markdown, peers_tables
-    from midfill.lab.bench.peers.results import read_peers
+    from midfill.lab.bench.peers.measure import Programs, compare_peers, parse_names
+    from midfill.lab.bench.peers.results import peers_drawn, read_peers
+    from midfill.lab.bench.peers.servers import open_compared
     from midfill.lab.bench.peers.vllm import DTYPES, default_dtypes
+    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
     from midfill.system.machine import describe_machine
 
-    if shape is not None and model is not None:
-        raise OptionError("--shape makes a model of its own: it goes without --model")
     if resume and json is None:
         raise OptionError("--resume continues what a file holds: name it with --json")
     machine = describe_machine()
@@ -202,26 +193,7 @@ def peers(
 
     with show_steps("opening the model") as progress:
         earlier = read_peers(json) if resume and json is not None and json.exists() else None
-        compared = _open_compared(model, shape, fim_tokens, progress)
+        compared = open_compared(model or DEFAULT_MODEL, fim_tokens, random_weights=random_weights)
         programs = Programs(llama_server, vllm)
         report = compare_peers(compared, options, programs, progress, saver(json), earlier)
-    drawn, markdown = peers_tables(report), peers_markdown(report)
-    publish(report, drawn, markdown, section=section, json=json, docs=docs)
-    if plot is not None:
-        plot_peers(report, plot)
-
-
-def _open_compared(
-    model: str | None,
-    shape: str | None,
-    fim_tokens: FimTokens | None,
-    progress: Callable[[str], None],
-) -> "ComparedModel":
-    """Return the model that is named, one of a shape, or the default one."""
-    from midfill.lab.bench.peers.compared_model import open_compared
-    from midfill.lab.bench.peers.shapes import random_model
-    from midfill.models.checkpoints.model_store import DEFAULT_MODEL
-
-    if shape is None:
-        return open_compared(model or DEFAULT_MODEL, fim_tokens)
-    return open_compared(str(random_model(shape, progress)), fim_tokens, random_weights=True)
+    publish(report, peers_drawn(report), json)

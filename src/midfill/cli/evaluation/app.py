@@ -179,7 +179,7 @@ def compare(
     """Compare two runs over the holes they share."""
     from midfill.lab.evaluation.report import comparison_markdown, comparison_tables, read_report
     from midfill.lab.evaluation.summary import compare_reports
-    from midfill.system.reporting.document_sections import replace_section
+    from midfill.system.reporting import replace_section
 
     pairs = [_pair(text) for text in pair or ()]
     one, other = read_report(first), read_report(second)

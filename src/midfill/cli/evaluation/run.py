@@ -89,7 +89,7 @@ class Outputs:
         self, tables: "Iterable[Table]", draw: Callable[[Path], None], markdown: Callable[[], str]
     ) -> None:
         """Print tables, draw the plot, write the section."""
-        from midfill.system.reporting.document_sections import replace_section
+        from midfill.system.reporting import replace_section
 
         console = results_console()
         for table in tables:

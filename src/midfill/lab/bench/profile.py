@@ -3,14 +3,13 @@
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from rich.box import SIMPLE_HEAD
-from rich.console import Group
 
 from midfill.config import ModelOptions
 from midfill.engine.engine import Engine
@@ -37,7 +36,7 @@ from midfill.models.checkpoints.opening import open_model
 from midfill.runners.cpu.packed_model import PackedModel
 from midfill.runners.cpu.runner import CpuRunner, slot_bytes
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,24 +287,11 @@ def _attention(runner: CpuRunner, load: Load, roofline: Roofline) -> _Least:
     return _Least(size, operations, seconds)
 
 
-def profile_tables(report: ProfileReport) -> Group:
-    """Return the tables for the terminal."""
-    drawn = []
-    for results in map(_table, report.loads):
-        table = results.drawn(title_justify="left", box=SIMPLE_HEAD)
-        for column in table.columns:
-            column.no_wrap = True
-        table.rows[-2].end_section = True  # the last row sums up the others
-        drawn.append(table)
-    return Group(*drawn, _caption(report))
-
-
-def profile_markdown(report: ProfileReport) -> str:
-    """Return the tables for docs/benchmarks.md."""
-    parts = []
-    for results in map(_table, report.loads):
-        parts += [f"**{results.title}**", results.markdown(numbers="---:")]
-    return "\n\n".join([*parts, _caption(report)])
+def profile_tables(report: ProfileReport) -> list[ResultTable]:
+    """Return a table per load; the last one's caption says what was measured."""
+    tables = [_table(profile) for profile in report.loads]
+    tables[-1] = replace(tables[-1], caption=_caption(report))
+    return tables
 
 
 def _table(profile: LoadProfile) -> ResultTable:
@@ -319,6 +305,7 @@ def _table(profile: LoadProfile) -> ResultTable:
     )
     return ResultTable(
         title=f"{profile.load.name}: {tokens:,.0f} tokens/s",
+        titled=True,
         rows=[_cells(part, profile.seconds) for part in (*profile.parts, total)],
     )
 

@@ -17,7 +17,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from midfill.errors import MidfillError, OptionError
 from midfill.lab.bench.clients import Client, Measurement
 from midfill.lab.bench.documents import standard_library_documents
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 Layout = Literal["fim", "efim", "native"]
 LAYOUTS: tuple[Layout, ...] = ("fim", "efim", "native")
@@ -251,26 +250,3 @@ def _cells(name: str, result: LayoutResult, report: RoundsReport) -> dict[str, s
         "later computed": f"{result.later_computed:.0f}",
         "most over": f"{result.most_over_increment:+d}",
     }
-
-
-def plot_rounds(report: RoundsReport, path: Path) -> None:
-    """Plot time to first token by round, a line per layout; the file's ending is the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name, result in report.layouts.items():
-        rounds = range(1, len(result.ttft_by_round) + 1)
-        axes.plot(rounds, [t * 1000 for t in result.ttft_by_round], marker="o", label=name)
-    axes.set_xlabel("round")
-    axes.set_ylabel("time to first token, ms (median)")
-    axes.set_xticks(range(1, report.options.rounds + 1))
-    axes.set_ylim(bottom=0)
-    axes.set_title(f"EFIM rounds load, {report.options.users} users, {report.model}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)

@@ -11,7 +11,7 @@ from midfill.engine.messages import EngineInfo
 from midfill.frontend.sampling import SamplingParams
 from midfill.llm import LLM
 from midfill.system.machine import Machine, describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 
 class SpeedOptions(msgspec.Struct, frozen=True, kw_only=True):

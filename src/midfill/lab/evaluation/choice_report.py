@@ -14,7 +14,7 @@ from midfill.lab.evaluation.report import LEGEND, estimate_cell, score_rows
 from midfill.lab.evaluation.run import InfillingReport
 from midfill.lab.evaluation.summary import SCORES, summarise, tasks_of
 from midfill.system.machine import describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 from midfill.version import __version__
 
 

@@ -20,7 +20,7 @@ from midfill.lab.evaluation.report import LEGEND, estimate_cell, rich_table, tit
 from midfill.lab.evaluation.run import InfillingReport
 from midfill.lab.evaluation.summary import tasks_of
 from midfill.system.machine import describe_machine
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 from midfill.version import __version__
 
 _THRESHOLDS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)

@@ -64,7 +64,7 @@ from midfill.lab.evaluation.windows import (
 )
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.system.progress import Progress
-from midfill.system.reporting.document_sections import replace_section
+from midfill.system.reporting import replace_section
 
 _SUFFIXES = {"python": (".py",), "javascript": (".js",)}
 

@@ -21,8 +21,7 @@ from midfill.lab.evaluation.summary import (
     task_differences,
     tasks_of,
 )
-from midfill.system.reporting.publish import write_json
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable, write_json
 
 LEGEND = "Percent with 95% intervals (bootstrap over functions or files, paired for differences)."
 

@@ -17,7 +17,7 @@ from midfill.lab.evaluation.report import LEGEND, estimate_cell, rich_table, tit
 from midfill.lab.evaluation.run import InfillingReport
 from midfill.lab.evaluation.snippets import ShownSnippets, is_plain, parse_snippets
 from midfill.lab.evaluation.summary import SCORES
-from midfill.system.reporting.result_table import ResultTable
+from midfill.system.reporting import ResultTable
 
 _WORDS = ChoiceWords(
     one="characters",

@@ -6,19 +6,21 @@ import random
 import pytest
 
 from midfill.engine.request import EngineRequest, EngineSamplingParams
-from midfill.lab.bench.methods.haystacks import Haystacks
-from midfill.lab.bench.methods.needles import needle_probes
 from midfill.lab.bench.methods.probes import (
+    ContextMaker,
+    Haystacks,
     Probe,
     Question,
+    draw_lines,
+    needle_probes,
     read_probe,
     request_probes,
     score_probe,
     served_probe,
+    shared_context_probes,
     turns_probe,
 )
 from midfill.lab.bench.methods.session import MethodSession
-from midfill.lab.bench.methods.shared_contexts import ContextMaker, shared_context_probes
 
 CONTEXT = random.Random(0).choices(range(10, 300), k=120)
 HALF = "snapkv:budget=0.5,window=8"
@@ -139,3 +141,14 @@ def test_shared_contexts_hold_the_answers_to_their_questions(
 def test_a_method_that_does_not_exist_is_refused_with_a_reason(session: MethodSession) -> None:
     assert "there is no method 'snapvk'" in (session.refusal("snapvk") or "")
     assert session.refusal(HALF) is None
+
+
+def test_holes_are_rests_of_lines_in_the_files() -> None:
+    text = "".join(f"value_{i} = compute(first={i}, second={i + 1})\n" for i in range(40))
+    holes = draw_lines([text, text.replace("value", "result")], 3)
+    assert len({hole.id for hole in holes}) == 3
+    for hole in holes:
+        whole = hole.prefix + hole.hole + hole.suffix
+        assert whole in (text, text.replace("value", "result"))
+        assert hole.suffix.startswith("\n")
+        assert hole.hole

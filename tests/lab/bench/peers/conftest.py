@@ -7,7 +7,7 @@ from stand_in import Program, write_program
 from tiny_checkpoints import write_tiny
 from tiny_gguf import write_gguf
 
-from midfill.lab.bench.peers.compared_model import ComparedModel, open_compared
+from midfill.lab.bench.peers.servers import ComparedModel, open_compared
 
 
 @pytest.fixture(scope="session")

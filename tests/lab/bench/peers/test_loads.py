@@ -8,7 +8,7 @@ from peer_reports import SMALL_LOADS
 
 from midfill.errors import MidfillError
 from midfill.lab.bench.clients import Measurement
-from midfill.lab.bench.peers.compared_model import ComparedModel
+from midfill.lab.bench.documents import Prompts
 from midfill.lab.bench.peers.loads import (
     ALL_LAYOUTS,
     LAID_OUT,
@@ -16,7 +16,7 @@ from midfill.lab.bench.peers.loads import (
     loads_for,
     rate_together,
 )
-from midfill.lab.bench.prompts import Prompts
+from midfill.lab.bench.peers.servers import ComparedModel
 
 
 def test_the_three_ways_to_ask_after_typing() -> None:

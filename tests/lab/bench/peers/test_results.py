@@ -1,13 +1,27 @@
 """Figures of servers, their ratios, and files of them."""
 
+import io
+import re
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from peer_reports import peers_report
+from rich.console import Console
 
+from benchmarks.plots import plot_peers
+from benchmarks.report import markdown
+from benchmarks.tables import KINDS
 from midfill.errors import MidfillError
-from midfill.lab.bench.peers.results import figure, read_peers, times_faster
-from midfill.system.reporting.publish import write_json
+from midfill.lab.bench.peers.results import (
+    PeersReport,
+    figure,
+    peers_drawn,
+    read_peers,
+    times_faster,
+)
+from midfill.system.reporting import write_json
 
 
 def test_medians_with_their_spread() -> None:
@@ -37,3 +51,75 @@ def test_a_comparison_can_be_read_again(tmp_path: Path) -> None:
         read_peers(tmp_path / "peers.json")
     with pytest.raises(MidfillError, match=r"none\.json can't be read"):
         read_peers(tmp_path / "none.json")
+
+
+def tables_of(markdown: str) -> list[list[str]]:
+    """Rows of each table, heads first, without the rules."""
+    tables = []
+    for block in markdown.split("\n\n"):
+        if block.startswith("| "):
+            heads, _, *rows = block.splitlines()
+            tables.append([heads, *rows])
+    return tables
+
+
+def rendered(report: PeersReport) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(peers_drawn(report))
+    return console.export_text()
+
+
+def documented(report: PeersReport) -> str:
+    return markdown(KINDS["peers"].tables(report))
+
+
+@pytest.mark.parametrize("render", [documented, rendered])
+def test_figures_spread_ratios_bounds_and_reasons_are_shown(
+    render: Callable[[PeersReport], str],
+) -> None:
+    text = render(peers_report())
+    assert "200 (190\N{EN DASH}220)" in text
+    assert "4.00x" in text
+    assert "80%" in text
+    assert "2.00 GB" in text
+    assert "llama.cpp, prefill of 512: too slow" in text
+    assert "llama.cpp ended early: it died" in text
+    assert "vllm was left out: pip install it" in text
+
+
+def test_same_prompts_come_first_then_what_native_adds_then_the_figures() -> None:
+    same, native, figures, *_ = tables_of(documented(peers_report()))
+    assert same == [
+        "| load | prompts | measured | llama.cpp |",
+        "| decode at 16, 1 stream |  | tokens/s | 4.00x |",
+        "| rounds, 1 user | fim | wall s | 4.00x |",
+    ]
+    # Both runs of midfill are one column.
+    assert native == [
+        "| load | prompts | measured | midfill | llama.cpp |",
+        "| rounds, 1 user | fim | wall s | 2.50x | 10.0x |",
+        "| rounds, 1 user | efim | wall s | - | 2.50x |",
+    ]
+    assert figures[0] == "| load | prompts | measured | midfill | llama.cpp |"
+    assert "| rounds, 1 user | native | wall s | 4.00 | - |" in figures
+
+
+def test_a_report_is_plotted(tmp_path: Path) -> None:
+    plot_peers(peers_report(), tmp_path / "peers.png")
+    plot_peers(peers_report(), tmp_path / "peers.svg")
+    assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+    # matplotlib notes each text that it draws as a comment.
+    assert "times as fast as the peer" in (tmp_path / "peers.svg").read_text()
+
+
+def test_shares_are_of_the_fastest_bandwidth_of_the_run() -> None:
+    report = peers_report()
+    first = report.servers[0]
+    faster = msgspec.structs.replace(first, bytes_per_second=2 * first.bytes_per_second)
+    shares = [
+        next(row for row in tables_of(documented(one))[3] if "decode at 16" in row)
+        for one in (report, msgspec.structs.replace(report, servers=[*report.servers, faster]))
+    ]
+    before, after = ([float(n) for n in re.findall(r"(\d+)%", row)] for row in shares)
+    assert before
+    assert after == [pytest.approx(share / 2, abs=1) for share in before]

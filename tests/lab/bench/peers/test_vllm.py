@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from midfill.lab.bench.peers.compared_model import ComparedModel
 from midfill.lab.bench.peers.convert import convert
+from midfill.lab.bench.peers.servers import ComparedModel
 from midfill.lab.bench.peers.vllm import default_dtypes
 from midfill.models.checkpoints.opening import open_checkpoint
 

@@ -10,10 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midfill.errors import MidfillError, OptionError
-from midfill.lab.bench.peers.compared_model import ComparedModel, open_compared
 from midfill.lab.bench.peers.loads import LAID_OUT
 from midfill.lab.bench.peers.results import LLAMA_CPP, STORED
-from midfill.lab.bench.peers.servers import PORT, Launch, Missing, ReadBytes, Room
+from midfill.lab.bench.peers.servers import (
+    PORT,
+    ComparedModel,
+    Launch,
+    Missing,
+    ReadBytes,
+    Room,
+    open_compared,
+)
 from midfill.system.cache import cache_folder
 from midfill.system.files import replacing_file
 

@@ -6,7 +6,7 @@
     keystroke  ten characters typed into a document, nine tokens out: time to the first token, and
                to the eight after it
     rounds     EFIM's load, see ``midfill.lab.bench.rounds``
-    session    an editing session, see ``midfill.lab.bench.edits.replay``
+    session    an editing session, see ``midfill.lab.bench.edits``
 
 Prompts of the last three are laid out by the client: "fim" or "psm", PRE prefix SUF suffix MID as
 most clients send it, and "efim", PRE head SUF suffix MID rest, the cheapest that a client can do.
@@ -24,15 +24,16 @@ import numpy as np
 
 from midfill.errors import MidfillError
 from midfill.lab.bench.clients import HttpClient, Measurement
-from midfill.lab.bench.documents import standard_library_documents
-from midfill.lab.bench.edits.replay import replay_edits
-from midfill.lab.bench.peers.results import TOKENS_PER_SECOND, Figure, PeersOptions, figure
-from midfill.lab.bench.prompts import Prompts
+from midfill.lab.bench.documents import Prompts, standard_library_documents
+from midfill.lab.bench.edits import replay_edits
+from midfill.lab.bench.peers.results import (
+    SPECULATIVE,
+    TOKENS_PER_SECOND,
+    Figure,
+    PeersOptions,
+    figure,
+)
 from midfill.lab.bench.rounds import LAYOUTS, Layout, RoundsOptions, measure_rounds
-
-LOADS = ("prefill", "decode", "keystroke", "rounds", "session")
-SPECULATIVE = "decode-speculating"
-"""The decode load with one stream, on a server that drafts tokens."""
 
 LAID_OUT = ("fim", "efim", "psm")
 """Layouts that a client makes with the model's FIM tokens, for any server."""
@@ -334,7 +335,7 @@ def _session(options: PeersOptions, prompts: Prompts, layouts: Sequence[str]) ->
                 names=[names[layout]],
                 progress=lambda what: subject.progress(f"{name}: {what}"),
             )
-            (result,) = replayed.values()
+            (result,) = replayed.layouts.values()
             for measure, value in (
                 ("TTFT ms", result.ttft_seconds * 1000),
                 ("p90 TTFT ms", result.ttft_p90_seconds * 1000),

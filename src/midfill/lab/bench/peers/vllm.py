@@ -10,10 +10,9 @@ from math import ceil
 from pathlib import Path
 
 from midfill.errors import MidfillError
-from midfill.lab.bench.peers.compared_model import ComparedModel
 from midfill.lab.bench.peers.loads import LAID_OUT
 from midfill.lab.bench.peers.results import VLLM
-from midfill.lab.bench.peers.servers import PORT, Launch, Missing, ReadBytes, Room
+from midfill.lab.bench.peers.servers import PORT, ComparedModel, Launch, Missing, ReadBytes, Room
 from midfill.system.cache import cache_folder
 from midfill.system.files import write_folder
 

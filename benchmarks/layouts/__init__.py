@@ -1,0 +1,1 @@
+"""Prompt layouts of editing sessions, counted without a model."""

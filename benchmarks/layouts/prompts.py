@@ -1,0 +1,148 @@
+"""The layouts of a session's prompts, and what each of them computes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from benchmarks.layouts.clairvoyant import clairvoyant_cuts
+from benchmarks.layouts.cost import PromptEncoder, Tokenize, count_computed
+from midfill.infill.formats import FimFormat, Sentinel
+from midfill.infill.layout import Segment, TextSegment, lay_out
+from midfill.infill.planner import Planner, PlannerOptions
+from midfill.infill.request import InfillRequest
+from midfill.infill.window import WindowRule
+from midfill.lab.bench.editing import Round
+
+FORMAT = FimFormat("bench", Sentinel("<PRE>", 0), Sentinel("<SUF>", 1), Sentinel("<MID>", 2))
+
+Prompts = Sequence[Sequence[Segment]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSession:
+    """A session as midfill's planner lays it out.
+
+    Attributes:
+        prompts: segments of each request.
+        cuts: characters before the suffix in each request.
+        milliseconds: processor time of planning each request.
+    """
+
+    prompts: list[tuple[Segment, ...]]
+    cuts: list[int]
+    milliseconds: list[float]
+
+
+def plan(
+    rounds: Sequence[Round], tokenize: Tokenize, window: WindowRule | None = None
+) -> PlannedSession:
+    """Lay a session out by a new planner, which sees the texts alone.
+
+    Args:
+        rounds: the session.
+        tokenize: decides where the planner may cut.
+        window: how much of each document to show; None shows all that is sent.
+    """
+
+    @lru_cache(1024)
+    def keeps_tokens(before: str, after: str) -> bool:
+        return tokenize(before) + tokenize(after) == tokenize(before + after)
+
+    planner = Planner(FORMAT, PlannerOptions(keeps_tokens=keeps_tokens, window=window))
+    planned = PlannedSession([], [], [])
+    for one in rounds:
+        request = InfillRequest(prefix=one.prefix, suffix=one.suffix)
+        started = time.thread_time()
+        layout = planner.plan_and_record(request)
+        planned.milliseconds.append(1000 * (time.thread_time() - started))
+        planned.prompts.append(layout.segments)
+        planned.cuts.append(layout.cut)
+    return planned
+
+
+def best_cuts(rounds: Sequence[Round], starts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the clairvoyant's cuts, file by file; see ``clairvoyant_cuts``."""
+    places: dict[str, list[int]] = {}
+    for number, one in enumerate(rounds):
+        places.setdefault(one.document, []).append(number)
+    cuts = [0] * len(rounds)
+    for numbers in places.values():
+        own = [[start[number] for number in numbers] for start in starts]
+        best = clairvoyant_cuts([rounds[number] for number in numbers], own)
+        for number, cut in zip(numbers, best, strict=True):
+            cuts[number] = cut
+    return cuts
+
+
+def cut_prompts(rounds: Sequence[Round], cuts: Sequence[int]) -> Prompts:
+    """Lay the requests out with given cuts."""
+    return [
+        lay_out(FORMAT, one.prefix, one.suffix, cut)[0]
+        for one, cut in zip(rounds, cuts, strict=True)
+    ]
+
+
+def count(rounds: Sequence[Round], prompts: Prompts, encode: PromptEncoder) -> list[int]:
+    """Return the tokens that each request computes.
+
+    Completions that were shown have been generated, so they are cached too. They are tokenized
+    together with the increment, as by token healing.
+    """
+    generated = [
+        encode(with_answer(segments, one.shown))
+        for one, segments in zip(rounds, prompts, strict=True)
+    ]
+    return count_computed([encode(segments) for segments in prompts], generated)
+
+
+def most_over_typed(rounds: Sequence[Round], computed: Sequence[int], encode: PromptEncoder) -> int:
+    """Return the most tokens over those typed that a request after typing at the caret computes."""
+    worst = 0
+    for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False):
+        typed = one.prefix[len(before.prefix) :]
+        if one.kind == "type" and _follows(before, one):
+            worst = max(worst, cost - len(encode.text(typed)))
+    return worst
+
+
+def most_for_accepting(rounds: Sequence[Round], computed: Sequence[int]) -> int:
+    """Return the most tokens that a request after accepting a completion computes."""
+    return max(
+        (
+            cost
+            for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False)
+            if one.kind in ("accept", "partial") and _follows(before, one)
+        ),
+        default=0,
+    )
+
+
+def costs_of_moves(rounds: Sequence[Round], computed: Sequence[int]) -> list[int]:
+    """Return the tokens that each request after a move of the caret computes.
+
+    The text is that of the request before; files that are opened or returned to don't count.
+    """
+    return [
+        cost
+        for before, one, cost in zip(rounds, rounds[1:], computed[1:], strict=False)
+        if one.document == before.document
+        and one.prefix != before.prefix
+        and one.prefix + one.suffix == before.prefix + before.suffix
+    ]
+
+
+def _follows(before: Round, one: Round) -> bool:
+    """Whether text was inserted at the caret and nothing else changed."""
+    same_place = (before.document, before.suffix) == (one.document, one.suffix)
+    return same_place and one.prefix.startswith(before.prefix)
+
+
+def with_answer(segments: Sequence[Segment], answer: str) -> Sequence[Segment]:
+    """Return a prompt with the answer to it."""
+    if not answer:
+        return segments
+    last = segments[-1]
+    if isinstance(last, TextSegment):
+        return [*segments[:-1], TextSegment(last.text + answer, last.role)]
+    return [*segments, TextSegment(answer, "increment")]

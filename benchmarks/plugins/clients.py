@@ -1,0 +1,704 @@
+"""Plugins: what each sends of what happens in an editor, and when.
+
+Plugins that send a window around the caret and nothing else.
+
+The windows are those of minuet-ai.nvim 479487c (lua/minuet/utils.lua), twinny 193d14c
+(src/extension/utils.ts) and Zed (crates/edit_prediction/src/fim.rs: whole lines within 512 tokens,
+which it takes to have three bytes each, alternately above and below the caret's; that it extends
+the window to the ends of syntax nodes is left out). ``Whole`` is a client without a window.
+
+The ring of chunks that llama.vim and llama.vscode show the model beside the document.
+
+A chunk is about 32 lines of what the user has seen. It is queued when it is picked, and moves into
+the ring when the user pauses; the ring then holds at most 16, the oldest leaves.
+
+llama.vim and llama.vscode: 256 and 64 lines, a ring of chunks, and requests made in advance.
+
+From llama.vim a1c8e6e (autoload/llama.vim) and llama.vscode v0.0.63 (src/completion.ts,
+src/extra-context.ts). Once there is a hint, both ask for what would follow if it were accepted, so
+requests for two versions of the document alternate. Answers are remembered by the text around the
+caret.
+
+Sessions have no clock. Where the user goes elsewhere, a file has been saved, and there is time for
+two chunks to move into the ring; within typing there is a pause for one at every thirtieth request.
+Each change of the ring is announced by a request without text, for the idle server to prepare.
+
+Tabby's agent: 20 lines before and after the caret, with snippets of other files.
+
+Its window and its limits are those of tabby-agent (clients/tabby-agent/src/codeCompletion,
+config/default.ts) at 21b29048. It finds snippets with a full-text search over recently changed
+files, which counting common words stands in for here; declarations, which take a language server,
+are left out.
+
+Continue: 1024 tokens in a template of its own, other files first.
+
+From Continue d0a3c0b6 (core/autocomplete: templating, util/HelperVars.ts, snippets): up to 30% of
+the tokens before the caret and 20% after it, whole lines; what is left is for the files that were
+opened last, the beginning of each. Where they do not fit, they are shortened to what is left, to
+the token, so that their ends move with every keystroke. Symbols of imports, which take a language
+server, are left out.
+"""
+
+import json
+import math
+import random
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Protocol
+
+from benchmarks.layouts.cost import Tokenize
+from midfill.lab.bench.editing import Round
+
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request of a plugin.
+
+    Attributes:
+        path: where it is sent.
+        body: its JSON.
+        answer: what the model writes.
+        copies: how many equal requests are sent at once.
+    """
+
+    path: str
+    body: Mapping[str, object]
+    answer: str = ""
+    copies: int = 1
+
+
+Asking = Generator[Sent, str, None]
+"""Yields requests, and gets the body of each response."""
+
+
+class Plugin(Protocol):
+    """A plugin in one session of its user; it may remember what it has seen."""
+
+    def ask(self, one: Round, answer: str) -> Asking:
+        """Send what the plugin sends where the editor is in this state.
+
+        Args:
+            one: the state, and what the user has just done.
+            answer: what the model writes at the caret.
+        """
+        ...
+
+
+class OtherFiles:
+    """The files that were seen before, as they were then, the newest first."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Round] = {}
+
+    def besides(self, one: Round) -> list[Round]:
+        """Record a state; return the last states of all other files."""
+        self._last.pop(one.document, None)
+        others = list(reversed(self._last.values()))
+        self._last[one.document] = one
+        return others
+
+
+def last_lines(prefix: str, count: int) -> str:
+    """Return the caret's line up to the caret, and as many whole lines before it."""
+    return "\n".join(prefix.split("\n")[-count - 1 :])
+
+
+def first_lines(suffix: str, count: int) -> str:
+    """Return the rest of the caret's line, and as many whole lines after it."""
+    lines = suffix.split("\n")
+    return "\n".join(lines[: count + 1]) + ("\n" if count + 1 < len(lines) else "")
+
+
+_CHUNKS, _QUEUED = 16, 16
+CHUNK_LINES = 64  # half of them are taken
+_WORDS = re.compile(r"\W+")
+
+Similarity = Callable[[Sequence[str], Sequence[str]], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some lines of a file."""
+
+    lines: tuple[str, ...]
+    filename: str
+
+
+class Ring:
+    """The ring of one session.
+
+    Args:
+        generator: where in a text chunks are taken.
+        similarity: how similar two chunks are; from 0.9 on the older one leaves.
+    """
+
+    def __init__(self, generator: random.Random, similarity: Similarity) -> None:
+        self.chunks: list[Chunk] = []
+        self._queued: list[Chunk] = []
+        self._random = generator
+        self._similarity = similarity
+
+    def pick(self, lines: Sequence[str], filename: str, *, evict: bool) -> None:
+        """Queue a part of a text, unless there is one like it and ``evict`` is not set."""
+        if len(lines) < 3:
+            return
+        if len(lines) + 1 >= CHUNK_LINES:
+            half = CHUNK_LINES // 2
+            start = self._random.randint(0, max(0, len(lines) - half))
+            lines = lines[start : start + half]
+        chunk = Chunk(tuple(lines), filename)
+        if any(chunk.lines == one.lines for one in (*self.chunks, *self._queued)):
+            return
+        for held in (self._queued, self.chunks):
+            similar = [one for one in held if self._similarity(one.lines, chunk.lines) > 0.9]
+            if similar and not evict:
+                return
+            held[:] = [one for one in held if one not in similar]
+        self._queued = [*self._queued, chunk][-_QUEUED:]
+
+    def update(self) -> bool:
+        """Move a queued chunk into the ring; return whether there was one."""
+        if not self._queued:
+            return False
+        self.chunks = [*self.chunks, self._queued.pop(0)][-_CHUNKS:]
+        return True
+
+    def evict_similar(self, lines: Sequence[str]) -> None:
+        """Drop chunks that are much like what is around the caret."""
+        self.chunks = [one for one in self.chunks if self._similarity(one.lines, lines) <= 0.5]
+
+    def extra(self) -> list[dict[str, object]]:
+        """Return ``input_extra``."""
+        return [
+            {"text": "\n".join(one.lines) + "\n", "time": 0, "filename": one.filename}
+            for one in self.chunks
+        ]
+
+
+def common_words(one: Sequence[str], other: Sequence[str]) -> float:
+    """Return llama.vim's similarity: the share of words that both have."""
+    first, second = _WORDS.split("\n".join(one)), _WORDS.split("\n".join(other))
+    known = set(first)
+    return 2 * sum(word in known for word in second) / (len(first) + len(second))
+
+
+def common_lines(one: Sequence[str], other: Sequence[str]) -> float:
+    """Return llama.vscode's: the share of lines that both have, each counted once."""
+    first, second = Counter(set(one)), Counter(set(other))
+    return (first & second).total() / ((first | second).total() or 1)
+
+
+class Whole:
+    """Sends whole documents."""
+
+    def ask(self, one: Round, answer: str) -> Asking:
+        body = {"prompt": one.prefix, "suffix": one.suffix, "max_tokens": 64, "temperature": 0}
+        yield Sent(COMPLETIONS, body, answer)
+
+
+class LanguageServer:
+    """``midfill lsp``: whole documents, and a warm-up where the user starts to type elsewhere."""
+
+    def __init__(self) -> None:
+        self._text: dict[str, str] = {}
+        self._place: tuple[str, int] | None = None
+
+    def ask(self, one: Round, answer: str) -> Asking:
+        text, place = one.prefix + one.suffix, (one.document, one.prefix.count("\n"))
+        last = self._place
+        near = last is not None and last[0] == place[0] and abs(last[1] - place[1]) <= 1
+        changed = self._text.get(one.document, text) != text
+        body = {
+            "prompt": one.prefix,
+            "suffix": one.suffix,
+            "max_tokens": 64,
+            "temperature": 0,
+            "n": 1,
+            "midfill": {"document": f"file:///{one.document}", "lines": "block"},
+        }
+        if last is not None and changed and not near:
+            yield Sent(COMPLETIONS, {**body, "max_tokens": 1}, answer)
+        self._text[one.document], self._place = text, place
+        yield Sent(COMPLETIONS, body, answer)
+
+
+class Minuet:
+    """16,000 characters, 3:1, behind a header; three equal requests at once."""
+
+    window, before = 16_000, 12_000
+    header = "# language: python\n# indentation: use 4 spaces for a tab\n"
+
+    def ask(self, one: Round, answer: str) -> Asking:
+        prefix, suffix = one.prefix, one.suffix
+        if len(prefix) + len(suffix) > self.window:
+            after = self.window - self.before
+            if len(prefix) < self.before:
+                suffix = suffix[: self.window - len(prefix)]
+            elif len(suffix) < after:
+                prefix = prefix[len(prefix) + len(suffix) - self.window :]
+            else:
+                prefix, suffix = prefix[-self.before :], suffix[:after]
+        prompt = self.header + prefix
+        body = {"model": "", "stream": True, "prompt": prompt, "suffix": suffix}
+        yield Sent(COMPLETIONS, body, answer, copies=3)
+
+
+class Twinny:
+    """100 lines, 85% of them before the caret, behind a header, in CodeLlama's template."""
+
+    lines, before = 100, 85
+
+    def ask(self, one: Round, answer: str) -> Asking:
+        above, below = one.prefix.count("\n"), one.suffix.count("\n") + 1
+        before, after = self.before, self.lines - self.before
+        if before > above:
+            before, after = above, after + before - above
+        if after > below:
+            before, after = before + after - below, below
+        prefix = last_lines(one.prefix, before)
+        suffix = "".join(one.suffix.splitlines(keepends=True)[:after])
+        uri = f"file:///home/user/project/{one.document}"
+        header = f"\n# Language: Python (python) \n# File uri: {uri} (python) \n"
+        prompt = f"<PRE> \n{header}{prefix} <SUF> {suffix} <MID>"
+        body = {"prompt": prompt, "stream": True, "temperature": 0.2, "max_tokens": 512}
+        yield Sent("/completion", body, answer)
+
+
+class Zed:
+    """512 tokens of whole lines in a template that its user has chosen."""
+
+    tokens, bytes_per_token = 512, 3
+
+    def ask(self, one: Round, answer: str) -> Asking:
+        before, after = self._lines(one)
+        prefix, suffix = last_lines(one.prefix, before), first_lines(one.suffix, after)
+        stop = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"]
+        prompt = f"<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>"
+        body = {"model": "", "prompt": prompt, "max_tokens": 64, "stop": stop}
+        yield Sent(COMPLETIONS, body, answer)
+
+    def _lines(self, one: Round) -> tuple[int, int]:
+        """Return how many lines above and below the caret's are sent."""
+        above, below = one.prefix.split("\n"), one.suffix.split("\n")
+        left = self.tokens - self._cost(above.pop() + below[0])
+        waiting = [below[:0:-1], above]  # each with the next line at its end
+        counts, open_sides = [0, 0], [0, 1]
+        while open_sides:
+            for side in list(open_sides):
+                cost = self._cost(waiting[side].pop()) if waiting[side] else left + 1
+                if cost > left:
+                    open_sides.remove(side)
+                else:
+                    left -= cost
+                    counts[side] += 1
+        return counts[1], counts[0]
+
+    def _cost(self, line: str) -> int:
+        return max(1, -(-len(line.encode()) // self.bytes_per_token))
+
+
+_PREFIX_LINES, _SUFFIX_LINES, _SCOPE_LINES = 256, 64, 1024
+_PATH = "/infill"
+_MOST_AFTER = 8  # characters after the caret in its line, where the plugins ask by themselves
+_MOVED = 32  # lines after which chunks are picked anew
+_PAUSE = 1 / 30
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The text around a caret, as the plugins send it."""
+
+    prefix: str
+    middle: str
+    suffix: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """By what its answer is remembered."""
+        return self.prefix + self.middle, self.suffix
+
+
+class LlamaPlugin(ABC):
+    """What both have in common; without ``snippets`` the ring is turned off.
+
+    Attributes:
+        ring: its chunks.
+    """
+
+    fields: ClassVar[Mapping[str, object]]
+
+    def __init__(self, *, snippets: bool = True, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self.ring = Ring(self._random, self.similarity)
+        self._snippets = snippets
+        self._answers: dict[tuple[str, str], str] = {}
+        self._picked_at = -9999
+        self._last: Round | None = None
+
+    def ask(self, one: Round, answer: str) -> Asking:
+        if self._snippets:
+            yield from self._turn_ring(one)
+        self._last = one
+        after = one.suffix.partition("\n")[0]
+        if len(after) > _MOST_AFTER:
+            return
+        place = self.place(one)
+        hint = self._remembered(place)
+        if self._asks(place, hint):
+            if self._snippets:
+                self.before_asking(one)
+            hint = _content((yield self._request(place, one, answer)))
+            self._remember(place, hint)
+            self._pick_around(one)
+        if hint and not after.strip():
+            accepted = _accepted(place, hint)
+            if accepted.key not in self._answers:
+                body = yield self._request(accepted, one, "")
+                self._remember(accepted, _content(body))
+
+    @property
+    @abstractmethod
+    def similarity(self) -> Similarity:
+        """How similar it takes two chunks to be."""
+
+    @abstractmethod
+    def _asks(self, place: Place, hint: str | None) -> bool:
+        """Return whether the server is asked where this hint is known already."""
+
+    @abstractmethod
+    def place(self, one: Round) -> Place:
+        """Return the text around the caret, as it is sent."""
+
+    @abstractmethod
+    def before_asking(self, one: Round) -> None:
+        """Do with the ring what precedes a request."""
+
+    def _request(self, place: Place, one: Round, answer: str) -> Sent:
+        line = place.middle + one.suffix.partition("\n")[0]
+        indent = len(line) - len(line.lstrip()) if line.strip() else 0
+        body = {
+            "id_slot": 0,
+            "input_prefix": place.prefix,
+            "input_suffix": place.suffix,
+            "input_extra": self.ring.extra(),
+            "prompt": place.middle,
+            "n_predict": 128,
+            "n_indent": indent,
+            "stream": False,
+            "cache_prompt": True,
+            "samplers": ["top_k", "top_p", "infill"],
+            **self.fields,
+        }
+        return Sent(_PATH, body, answer)
+
+    def _remember(self, place: Place, hint: str) -> None:
+        """Remember an answer, also for windows that begin up to three lines later."""
+        prefix = place.prefix
+        for _ in range(4):
+            self._answers[prefix + place.middle, place.suffix] = hint
+            _, _, prefix = prefix.partition("\n")
+
+    def _remembered(self, place: Place) -> str | None:
+        """Return a hint that is known here, or the rest of one that was typed since."""
+        text, suffix = place.key
+        if (known := self._answers.get((text, suffix))) is not None:
+            return known
+        for count in range(1, min(len(place.middle), 128) + 1):
+            known = self._answers.get((text[:-count], suffix), "")
+            if known.startswith(text[-count:]) and len(known) > count:
+                return known[count:]
+        return None
+
+    # The ring
+
+    def _turn_ring(self, one: Round) -> Asking:
+        updates = int(self._random.random() < _PAUSE)
+        last = self._last
+        if one.kind in ("open", "switch", "jump"):
+            updates = 2
+            for seen in (last, one):
+                if seen is not None:
+                    self.ring.pick(_around(seen), seen.document, evict=True)
+        for _ in range(updates):
+            if self.ring.update():
+                yield Sent(_PATH, self._announcement())
+
+    def _announcement(self) -> dict[str, object]:
+        return {
+            "id_slot": 0,
+            "input_prefix": "",
+            "input_suffix": "",
+            "input_extra": self.ring.extra(),
+            "prompt": "",
+            "n_predict": 0,
+            "samplers": [],
+            "cache_prompt": True,
+        }
+
+    def _pick_around(self, one: Round) -> None:
+        """Pick chunks from beyond the window, if the caret is far from where it was done last."""
+        line = one.prefix.count("\n")
+        if not self._snippets or abs(line - self._picked_at) <= _MOVED:
+            return
+        lines = (one.prefix + one.suffix).split("\n")
+        before = lines[max(0, line - _SCOPE_LINES) : max(0, line - _PREFIX_LINES) + 1]
+        first = line + _SUFFIX_LINES
+        self.ring.pick(before, one.document, evict=False)
+        self.ring.pick(lines[first : first + CHUNK_LINES + 1], one.document, evict=False)
+        self._picked_at = line
+
+
+class LlamaVim(LlamaPlugin):
+    """llama.vim: asks wherever it has no answer for exactly this text."""
+
+    fields: ClassVar[Mapping[str, object]] = {
+        "top_k": 40,
+        "top_p": 0.9,
+        "response_fields": ["content"],
+        "model": "",
+    }
+
+    def _asks(self, place: Place, hint: str | None) -> bool:
+        return place.key not in self._answers
+
+    @property
+    def similarity(self) -> Similarity:
+        return common_words
+
+    def place(self, one: Round) -> Place:
+        before, after = one.prefix.rpartition("\n")[2], one.suffix.partition("\n")[0]
+        blank = not (before + after).strip()
+        return _place(one, "" if blank else before, "" if blank else after)
+
+    def before_asking(self, one: Round) -> None:
+        around = _around(one)
+        half = CHUNK_LINES // 2
+        start = self._random.randint(0, max(0, len(around) - half))
+        self.ring.evict_similar(around[start : start + half])
+
+
+class LlamaVscode(LlamaPlugin):
+    """llama.vscode: three completions; does not ask while a hint is typed."""
+
+    fields: ClassVar[Mapping[str, object]] = {"n_cmpl": 3, "top_k": 40, "top_p": 0.99}
+
+    def _asks(self, place: Place, hint: str | None) -> bool:
+        return hint is None
+
+    @property
+    def similarity(self) -> Similarity:
+        return common_lines
+
+    def place(self, one: Round) -> Place:
+        before, after = one.prefix.rpartition("\n")[2], one.suffix.partition("\n")[0]
+        return _place(one, before if before.strip() else "", after)
+
+    def before_asking(self, one: Round) -> None:
+        pass
+
+
+def _place(one: Round, before: str, after: str) -> Place:
+    """Return the lines around the caret's own, which is given."""
+    above = last_lines(one.prefix, _PREFIX_LINES).split("\n")[:-1]
+    below = one.suffix.split("\n")[1 : _SUFFIX_LINES + 1]
+    return Place("\n".join(above) + "\n", before, f"{after}\n" + "\n".join(below) + "\n")
+
+
+def _accepted(place: Place, hint: str) -> Place:
+    """Return the place after a hint is accepted at a line's end."""
+    *above, last = (place.prefix + place.middle + hint).split("\n")
+    suffix = "\n" + place.suffix.partition("\n")[2]
+    return Place("\n".join(above[-_PREFIX_LINES:]) + "\n", last, suffix)
+
+
+def _around(one: Round) -> list[str]:
+    """Return the lines around the caret, half a chunk's on each side."""
+    lines, line = (one.prefix + one.suffix).split("\n"), one.prefix.count("\n")
+    half = CHUNK_LINES // 2
+    return lines[max(0, line - half) : line + half + 1]
+
+
+def _content(body: str) -> str:
+    """Return the first completion of a response, without line breaks at its end."""
+    found = json.loads(body)
+    first = found[0] if isinstance(found, list) else found
+    return str(first["content"]).rstrip("\n")
+
+
+_LINES = 20
+_CHUNK, _MAX_CHUNKS = 500, 3  # characters of a snippet, snippets from changed files
+_OPENED = 5  # files
+_WORD = re.compile(r"\w+")
+
+
+class Tabby:
+    """The agent; without ``snippets`` other files are closed."""
+
+    def __init__(self, *, snippets: bool = True) -> None:
+        self._snippets = snippets
+        self._files = OtherFiles()
+
+    def ask(self, one: Round, answer: str) -> Asking:
+        prefix = last_lines(one.prefix, _LINES - 1)
+        segments: dict[str, object] = {
+            "prefix": prefix,
+            "suffix": first_lines(one.suffix, _LINES - 1),
+            "filepath": f"src/{one.document}",
+            "git_url": "https://example.org/demo/project.git",
+        }
+        others = self._files.besides(one) if self._snippets else []
+        if found := _search(others, prefix):
+            segments["relevant_snippets_from_changed_files"] = found
+        if others:
+            viewed = [_viewed(other) for other in others[:_OPENED]]
+            segments["relevant_snippets_from_recently_opened_files"] = viewed
+        body = {"language": "python", "segments": segments, "user": "u", "temperature": None}
+        yield Sent(COMPLETIONS, body, answer)
+
+
+def _viewed(other: Round) -> dict[str, object]:
+    """Return the part of a file that was seen last."""
+    text, caret = other.prefix + other.suffix, len(other.prefix)
+    start = max(0, caret - _CHUNK // 2)
+    return {"filepath": f"src/{other.document}", "body": text[start : start + _CHUNK], "score": 1}
+
+
+def _search(others: list[Round], prefix: str) -> list[dict[str, object]]:
+    """Return the parts of other files that have most words in common with the text."""
+    wanted = set(_WORD.findall(prefix))
+    scored = []
+    for other in others:
+        text = other.prefix + other.suffix
+        for start in range(0, len(text), _CHUNK):
+            body = text[start : start + _CHUNK]
+            words = _WORD.findall(body)
+            share = sum(word in wanted for word in words) / (len(words) or 1)
+            scored.append((share, f"src/{other.document}", body))
+    scored.sort(key=lambda found: -found[0])
+    return [
+        {"filepath": path, "body": body, "score": share}
+        for share, path, body in scored[:_MAX_CHUNKS]
+    ]
+
+
+_TOKENS, _PREFIX, _SUFFIX = 1024, 0.3, 0.2
+_BUFFER = 10  # tokens for what is written around a snippet
+_LEAST = 125  # tokens of a shortened file
+_FILES = 5
+_STOP = ["<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "/src/", "```"]
+
+
+class Continue:
+    """Continue, with a model whose name says that it is Qwen2.5-Coder, or with an unknown one.
+
+    Args:
+        tokenize: counts tokens.
+        decode: ids to text.
+        qwen: whether it takes the model for Qwen2.5-Coder; otherwise it uses StarCoder's template,
+            with other files as comments before the document.
+        snippets: whether other files are open.
+    """
+
+    def __init__(
+        self,
+        tokenize: Tokenize,
+        decode: Callable[[list[int]], str],
+        *,
+        qwen: bool,
+        snippets: bool = True,
+    ) -> None:
+        self._tokenize, self._decode = lru_cache(64)(tokenize), decode
+        self._count = lru_cache(65_536)(lambda line: len(tokenize(line)))
+        self._qwen, self._snippets = qwen, snippets
+        self._files = OtherFiles()
+
+    def ask(self, one: Round, answer: str) -> Asking:
+        prefix = self._pruned(one.prefix, _TOKENS * _PREFIX, from_top=True)
+        before = len(self._tokenize(prefix))
+        suffix = self._pruned(one.suffix, min(_TOKENS - before, _TOKENS * _SUFFIX), from_top=False)
+        left = _TOKENS - len(self._tokenize(prefix + suffix))
+        others = self._files.besides(one) if self._snippets else []
+        snippets = self._fitting(others, left)
+        if self._qwen:
+            prompt = _qwen_prompt(snippets, one.document, prefix, suffix or "\n")
+        else:
+            prompt = _starcoder_prompt(snippets, one.document, prefix, suffix or "\n")
+        body = {
+            "model": "", "max_tokens": 4096, "temperature": 0.01, "stop": _STOP,
+            "prompt": prompt, "stream": True,
+        }  # fmt: skip
+        yield Sent(COMPLETIONS, body, answer)
+
+    def _pruned(self, text: str, most: float, *, from_top: bool) -> str:
+        """Return as many whole lines next to the caret as have at most so many tokens."""
+        lines = text.split("\n")
+        kept, left = 0, most
+        for line in reversed(lines) if from_top else lines:
+            left -= self._count(line) + (kept > 0)
+            if left < 0:
+                break
+            kept += 1
+        return "\n".join(lines[len(lines) - kept :] if from_top else lines[:kept])
+
+    def _fitting(self, others: list[Round], left: int) -> list[tuple[str, str]]:
+        """Return (path, text) of the other files that are sent."""
+        files = [(one.document, one.prefix + one.suffix) for one in others]
+        sizes = [len(self._tokenize(text)) for _, text in files]
+        if sum(sizes) >= left - _BUFFER:
+            files = self._shortened(_ranked(files), left)
+        sent = []
+        for path, text in files:
+            size = len(self._tokenize(text)) + _BUFFER
+            if size <= left:
+                sent.append((path, text))
+                left -= size
+        return sent
+
+    def _shortened(self, files: list[tuple[str, str]], left: int) -> list[tuple[str, str]]:
+        count = min(len(files), max(0, (left - _BUFFER) // _LEAST))
+        shortened = []
+        for place, (path, text) in enumerate(files[:count]):
+            rest = count - place
+            share = 2 / (rest + 1)
+            most = math.floor(_LEAST + share * (left - _BUFFER - rest * _LEAST))
+            ids = self._tokenize(text)[:most]
+            shortened.append((path, self._decode(ids)))
+            left -= len(ids)
+        return shortened
+
+
+def _ranked(files: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the files that count most, the newest and shortest first."""
+    sizes = [math.log(max(len(text), 10)) for _, text in files]
+    low, high = min(sizes), max(sizes)
+
+    def score(place: int) -> float:
+        short = 0.5 if low == high else 1 - (sizes[place] - low) / (high - low)
+        return float(0.6 * 1.15**-place + 0.4 * short)
+
+    best = sorted(range(len(files)), key=score, reverse=True)
+    return [files[place] for place in best[:_FILES]]
+
+
+def _qwen_prompt(files: list[tuple[str, str]], path: str, prefix: str, suffix: str) -> str:
+    fim = f"<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>"
+    if not files:
+        return fim
+    shown = "\n".join(f"<|file_sep|>{name}\n{text}" for name, text in files)
+    return f"<|repo_name|>project\n{shown}\n<|file_sep|>{path}\n{fim}"
+
+
+def _starcoder_prompt(files: list[tuple[str, str]], path: str, prefix: str, suffix: str) -> str:
+    shown = [_commented(f"Path: src/{name}\n{text}") for name, text in files]
+    header = "\n".join(shown) + f"\n{_commented(f'src/{path}')}"
+    return f"<fim_prefix>{header}\n{prefix}<fim_suffix>{suffix}<fim_middle>"
+
+
+def _commented(text: str) -> str:
+    return "\n".join(f"# {line}" for line in text.strip().split("\n"))

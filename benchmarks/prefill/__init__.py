@@ -1,1 +1,0 @@
-"""What sparse prefill saves and loses, beside dense attention and plain baselines."""

@@ -1,1 +1,0 @@
-"""Replicas of one model on Ray: what routing keeps of the cache, and what a lost replica costs."""

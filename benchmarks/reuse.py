@@ -1,0 +1,601 @@
+"""Jumps and files: prompts whose text is cached elsewhere, under every method in turn.
+
+**Jumps.** A line's rest is missing from a file. The user has asked at two other places of the file
+before, half of the time within 2,000 characters, and jumps to the hole. The window and the cut are
+the planner's.
+
+**Files.** Two requests have shown some files in an order, each at another document. The third asks
+with the same files in another order, so that no prefix of them is cached.
+
+**Typing.** Twenty characters have been typed since the last request, laid out in PSM order, where
+all of the suffix moves with each keystroke, and as the planner does it, where it stays.
+
+Each prompt is asked for with every method, and last without, by a tenant of its own; by another one
+once it has been computed in full. Methods that compute files apart from each other are measured
+with files only, and their tenant has asked the earlier requests with the method, too.
+"""
+
+import itertools
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean, median, stdev
+from typing import Annotated, Any, Literal, NamedTuple, cast
+
+import msgspec
+import numpy as np
+import torch
+import typer
+
+from benchmarks.report import publish
+from midfill.cli.bench.options import JsonOption, LoadedModelOption
+from midfill.cli.options import ThreadsOption
+from midfill.cli.outputs import DocsOption
+from midfill.cli.progress import show_steps
+from midfill.config import ModelOptions
+from midfill.engine.loading import load_engine
+from midfill.errors import GenerationError, MidfillError
+from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.response import Response
+from midfill.frontend.sampling import SamplingParams
+from midfill.infill.context_files import ContextFile
+from midfill.infill.request import InfillRequest
+from midfill.infill.window import WindowRule
+from midfill.lab.bench.documents import unseen_documents
+from midfill.lab.bench.methods.probes import draw_lines
+from midfill.lab.evaluation.metrics import is_exact_first_line
+from midfill.lab.evaluation.problems import Problem
+from midfill.methods.contexts.method import ParallelMethod
+from midfill.methods.registry import methods_of, parse_name, resolve_method
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+from midfill.models.checkpoints.opening import open_model
+from midfill.runners.forward.batch import ForwardBatch
+from midfill.runners.forward.runner import Runner
+from midfill.system.machine import Machine, describe_machine
+from midfill.system.reporting import ResultTable, saver
+
+FULL = "none"
+"""Specification under which everything is computed that is no exact prefix."""
+FILES = "files"
+"""The kind of prompts that show files."""
+
+
+class ReuseOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        methods: specifications, beside ``FULL``.
+        windows: of jumps, characters before and after the caret, as "2000/600".
+        jumps: how many per window.
+        contexts: prompts with files that were shown before, in another order; as many keystrokes
+            are typed in each of two layouts, with the first window.
+        files: least and most files of each.
+        file_tokens: least and most tokens of a file.
+        seed: all chance follows from it.
+    """
+
+    methods: list[str]
+    windows: list[str]
+    jumps: int = 60
+    contexts: int = 12
+    files: tuple[int, int] = (3, 6)
+    file_tokens: tuple[int, int] = (500, 1500)
+    seed: int = 0
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What one prompt took under one method, and what came of it.
+
+    Attributes:
+        ttft_seconds: until the logits of the first token were there.
+        row_layers: rows times layers that were computed until then.
+        key_pairs: pairs of a row and a key that it attends to, in all layers together.
+        reused_tokens: prompt tokens whose KV came from elsewhere.
+        divergence: KL of the first token's distribution from that under ``FULL``, in nats.
+        answer: its first line.
+        exact: whether that is the text that was there.
+    """
+
+    ttft_seconds: float
+    row_layers: int
+    key_pairs: int
+    reused_tokens: int
+    divergence: float
+    answer: str
+    exact: bool
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt under every method.
+
+    Attributes:
+        kind: "jump 2000/600", "files", "typing, PSM" or "typing, planner".
+        name: of the place in its file.
+        tokens: of the prompt.
+        cached: how many of them are an exact prefix in the cache.
+        asked: by specification.
+    """
+
+    kind: str
+    name: str
+    tokens: int
+    cached: int
+    asked: dict[str, Asked]
+
+
+class ReuseReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one call measured.
+
+    Attributes:
+        layers: of the model.
+        load: other work on the machine when it began (the system's load average).
+        text: where the files come from.
+    """
+
+    model: str
+    backend: str
+    layers: int
+    machine: Machine
+    load: float
+    text: str
+    options: ReuseOptions
+    trials: list[Trial]
+
+
+class Measured(NamedTuple):
+    """One request: its cost until the first token's logits, these, and the answer's first line."""
+
+    ttft_seconds: float
+    row_layers: int
+    key_pairs: int
+    cached_tokens: int
+    reused_tokens: int
+    log_probabilities: torch.Tensor
+    answer: str
+
+
+class ReuseSession:
+    """A model in this process, for one request at a time.
+
+    Attributes:
+        tokenizer: the model's.
+        info: backend and context.
+
+    Args:
+        model: its name or path, with the adapter that midfill ships for it.
+        threads: of the CPU; None takes all cores.
+
+    Raises:
+        MidfillError: it can't be found or loaded.
+    """
+
+    def __init__(self, model: str, threads: int | None = None) -> None:
+        folder = resolve_adapter(model, None)
+        self._checkpoint = open_model(resolve(model), folder, "auto")
+        options = ModelOptions(
+            threads=threads,
+            adapter=None if folder is None else str(folder),
+            speculation=False,
+            allow_methods=("any",),
+        )
+        self._counter: _WorkCounter
+        self._engine, self._runner, self.info = load_engine(
+            self._checkpoint, options, wrap=self._count
+        )
+        self.tokenizer = self._checkpoint.tokenizer
+        self._numbers = itertools.count()
+
+    def close(self) -> None:
+        """End the model's threads."""
+        close = getattr(self._runner, "close", None)
+        if close is not None:
+            close()
+
+    def encoder(self, window: WindowRule | None) -> PromptEncoder:
+        """Return an encoder that has seen no document yet."""
+        format = fim_format(self._checkpoint, None)
+        return PromptEncoder(self._checkpoint, format, self.info.context, window)
+
+    def ask(self, prompt: Prompt, method: str, tenant: str, max_tokens: int) -> Measured:
+        """Answer a prompt greedily, to the end of its line.
+
+        Raises:
+            GenerationError: the engine failed.
+        """
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=("\n",))
+        response, text = Response(prompt, sampling, self.tokenizer), ""
+        name = f"{next(self._numbers)}"
+        self._counter.start()
+        self._engine.add(prompt.with_method(method).request(name, sampling, tenant))
+        while self._engine.has_work():
+            for output in self._engine.step():
+                if output.error is not None:
+                    raise GenerationError(output.error)
+                delta = None if response.finished else response.push(output)
+                if delta is not None:
+                    text += delta.text
+                    if delta.finish_reason is not None and output.finish_reason is None:
+                        self._engine.cancel(name)
+        counter, usage = self._counter, response.usage
+        assert counter.log_probabilities is not None
+        return Measured(
+            counter.seconds, counter.row_layers, counter.key_pairs, usage.cached_tokens,
+            usage.reused_tokens, counter.log_probabilities, text,
+        )  # fmt: skip
+
+    def _count(self, runner: Runner) -> Runner:
+        self._counter = _WorkCounter(runner)
+        return cast(Runner, self._counter)
+
+
+class _WorkCounter:
+    """A runner that counts what it computes until the first logits, and keeps these."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.start()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def start(self) -> None:
+        """Begin to count."""
+        self.row_layers = self.key_pairs = 0
+        self.seconds = 0.0
+        self.log_probabilities: torch.Tensor | None = None
+        self._started = time.perf_counter()
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """See ``Runner.forward``."""
+        self._add(batch, self._runner.config.layers)
+        return self._kept(self._runner.forward(batch))
+
+    def run_layers(
+        self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        """See ``Runner.run_layers``."""
+        self._add(batch, end - first)
+        return self._runner.run_layers(batch, hidden, first, end)
+
+    def _add(self, batch: ForwardBatch, layers: int) -> None:
+        if self.log_probabilities is None:
+            self.row_layers += batch.rows * layers
+            self.key_pairs += int(batch.slots_seen().sum(dtype=np.int64)) * layers
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.log_probabilities is None and len(logits):
+            self.seconds = time.perf_counter() - self._started
+            self.log_probabilities = logits[0].float().log_softmax(dim=-1).cpu()
+        return logits
+
+
+_DOCUMENTS = 40
+_MAX_TOKENS = 32
+_NEAR = 2000  # characters
+_TYPED = 20
+_SHOWN = WindowRule(800, 250)  # of documents beside other files
+
+
+def measure_reuse(
+    model: str,
+    options: ReuseOptions,
+    *,
+    draw: Callable[[Sequence[str], int], list[Problem]] = draw_lines,
+    threads: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    save: Callable[[ReuseReport], None] = lambda _: None,
+) -> ReuseReport:
+    """Measure methods of reuse.
+
+    Args:
+        model: name or path.
+        options: what to measure.
+        draw: draws so many holes from source files.
+        threads: that the model runs on; None is one per core.
+        progress: called with what is being done.
+        save: called with the report so far.
+
+    Raises:
+        MidfillError: the model can't be loaded or has no FIM tokens, or an option doesn't fit.
+    """
+    windows = {name: _window(name) for name in options.windows}
+    load = os.getloadavg()[0]
+    documents = unseen_documents(_DOCUMENTS, seed=options.seed, shortest=9000, longest=20_000)
+    session = ReuseSession(model, threads)
+    trials: list[Trial] = []
+
+    def report() -> ReuseReport:
+        return ReuseReport(
+            model=model,
+            backend=session.info.backend,
+            layers=session.info.layers,
+            machine=describe_machine(),
+            load=load,
+            text=documents.source,
+            options=options,
+            trials=trials,
+        )
+
+    try:
+        if session.encoder(None).format is None:
+            raise MidfillError(f"{model} has no FIM tokens: it can't fill in anything")
+        run = _Run(session, options)
+        holes = draw(documents.texts, max(options.jumps, options.contexts))
+        for trial in run.trials(windows, holes, documents.texts):
+            trials.append(trial)
+            progress(f"{trial.kind}: {trial.name}")
+            save(report())
+        return report()
+    finally:
+        session.close()
+
+
+class _Run:
+    """What all trials of a run have in common."""
+
+    def __init__(self, session: ReuseSession, options: ReuseOptions) -> None:
+        self._session = session
+        self._options = options
+        self._tenants = 0
+        self._typed_window = _window(options.windows[0]) if options.windows else None
+
+    def trials(
+        self, windows: Mapping[str, WindowRule], holes: Sequence[Problem], texts: Sequence[str]
+    ) -> Iterator[Trial]:
+        """Yield all trials: jumps in each window, prompts with files, and what is typed.
+
+        Args:
+            windows: of jumps, by name; nothing is typed without any.
+            holes: to ask.
+            texts: that files are drawn from.
+        """
+        jumps, contexts = holes[: self._options.jumps], holes[: self._options.contexts]
+        for name, window in windows.items():
+            yield from self.jumps(f"jump {name}", window, jumps)
+        yield from self.files(contexts, texts)
+        if windows:
+            yield from self.typing("psm", contexts)
+            yield from self.typing("auto", contexts)
+
+    def jumps(self, kind: str, window: WindowRule, holes: Sequence[Problem]) -> Iterator[Trial]:
+        """Yield one trial per hole."""
+        for hole in holes:
+            chance = random.Random(f"{self._options.seed}/{hole.id}")
+            encoder = self._session.encoder(window)
+            text, caret = hole.prefix + hole.suffix, len(hole.prefix)
+            before = []
+            for _ in range(2):
+                reach = _NEAR if chance.random() < 0.5 else len(text)
+                place = chance.randint(max(0, caret - reach), min(len(text), caret + reach))
+                end = text.find("\n", place)
+                at = end if end >= 0 else len(text)
+                before.append(encoder.infill(InfillRequest(prefix=text[:at], suffix=text[at:])))
+            prompt = encoder.infill(InfillRequest(prefix=hole.prefix, suffix=hole.suffix))
+            yield self._trial(kind, hole, before, prompt)
+
+    def files(self, holes: Sequence[Problem], texts: Sequence[str]) -> Iterator[Trial]:
+        """Yield one trial per hole, with files before it."""
+        for number, hole in enumerate(holes):
+            chance = random.Random(f"{self._options.seed}/files/{hole.id}")
+            encoder = self._session.encoder(_SHOWN)
+            # Planned for tenants of their own: the planner would keep one tenant's files in order.
+            others = [text for text in texts if text[:40] not in hole.prefix[:40]]
+            files = self._draw_files(others, chance)
+            before: list[Prompt] = []
+            for part in (files, files[::-1]):
+                other = others[(number * 7 + len(before)) % len(others)]
+                half = len(other) // 2
+                request = InfillRequest(
+                    prefix=other[:half],
+                    suffix=other[half:],
+                    context=tuple(part),
+                    tenant=f"{number}/{len(before)}",
+                )
+                before.append(encoder.infill(request))
+            shuffled = files[1::2] + files[::2]
+            request = InfillRequest(
+                prefix=hole.prefix, suffix=hole.suffix, context=tuple(shuffled), tenant=f"{number}"
+            )
+            yield self._trial(FILES, hole, before, encoder.infill(request))
+
+    def typing(self, layout: Literal["psm", "auto"], holes: Sequence[Problem]) -> Iterator[Trial]:
+        """Yield one trial per hole."""
+        kind = "typing, PSM" if layout == "psm" else "typing, planner"
+        for hole in holes:
+            encoder = self._session.encoder(self._typed_window)
+            before, now = (
+                encoder.infill(
+                    InfillRequest(prefix=prefix, suffix=hole.suffix, layout=layout, document="d")
+                )
+                for prefix in (hole.prefix[:-_TYPED], hole.prefix)
+            )
+            yield self._trial(kind, hole, [before], now)
+
+    def _draw_files(self, texts: Sequence[str], chance: random.Random) -> list[ContextFile]:
+        tokenizer, options = self._session.tokenizer, self._options
+        files = []
+        for number, text in enumerate(chance.sample(texts, chance.randint(*options.files))):
+            ids = tokenizer.encode(text)[: chance.randint(*options.file_tokens)]
+            lines = tokenizer.decode(ids).rpartition("\n")[0] + "\n"
+            files.append(ContextFile(text=lines, path=f"part{number}.py"))
+        return files
+
+    def _trial(self, kind: str, hole: Problem, before: Sequence[Prompt], prompt: Prompt) -> Trial:
+        tenant = self._prepared(before)
+        found: dict[str, Measured] = {}
+        for method in (*self._options.methods, FULL):
+            if isinstance(resolve_method(method), ParallelMethod):
+                if kind == FILES:
+                    own = self._prepared(before, method)
+                    found[method] = self._session.ask(prompt, method, own, _MAX_TOKENS)
+                continue
+            found[method] = self._session.ask(prompt, method, tenant, _MAX_TOKENS)
+            if method != FULL and not found[method].reused_tokens:
+                tenant = self._prepared(before)  # the prompt was computed, and is cached now
+        full = found[FULL]
+        return Trial(
+            kind=kind,
+            name=hole.id,
+            tokens=len(prompt.token_ids),
+            cached=full.cached_tokens,
+            asked={method: self._asked(one, full, hole) for method, one in found.items()},
+        )
+
+    def _prepared(self, before: Sequence[Prompt], method: str = FULL) -> str:
+        """Return a tenant who has asked some prompts."""
+        self._tenants += 1
+        tenant = f"trial {self._tenants}"
+        for prompt in before:
+            self._session.ask(prompt, method, tenant, 1)
+        return tenant
+
+    def _asked(self, one: Measured, full: Measured, hole: Problem) -> Asked:
+        p, q = full.log_probabilities, one.log_probabilities
+        return Asked(
+            ttft_seconds=one.ttft_seconds,
+            row_layers=one.row_layers,
+            key_pairs=one.key_pairs,
+            reused_tokens=one.reused_tokens,
+            divergence=max(float((p.exp() * (p - q)).sum()), 0.0),
+            answer=one.answer,
+            exact=is_exact_first_line(one.answer, hole.hole),
+        )
+
+
+def _window(name: str) -> WindowRule:
+    before, slash, after = name.partition("/")
+    if not (slash and before.isdigit() and after.isdigit()):
+        raise MidfillError(f"a window is characters before/after, like 2000/600, not {name!r}")
+    return WindowRule(int(before), int(after))
+
+
+def reuse_table(report: ReuseReport) -> ResultTable:
+    """Return a row per kind of prompt and method."""
+    kinds = dict.fromkeys(trial.kind for trial in report.trials)
+    rows = [
+        _row(report, kind, method)
+        for kind in kinds
+        for method in (FULL, *report.options.methods)
+        if any(trial.kind == kind and method in trial.asked for trial in report.trials)
+    ]
+    options = report.options
+    few, many = options.files
+    least, most = options.file_tokens
+    return ResultTable(
+        title=f"KV from elsewhere: {report.model}",
+        rows=rows,
+        labels=2,
+        caption=f"{report.model}, {report.backend}; places in files of {report.text}. Jumps: the"
+        " third request of a file, by the window around its caret. Files: the third request with"
+        f" {few} to {many} files of {least:,} to {most:,} tokens, in another order than before."
+        " Typing: twenty characters after the request before. Work: until the first token, of all"
+        " prompts together, as a share of what they take without a method: rows times layers, pairs"
+        " of rows and keys, and time; rows: as many through all layers would be the same work. KL:"
+        " of the first token's distribution from the exact one, in nats. Same: answers whose first"
+        " line is that of the exact one. Right: answers whose first line is the text that was"
+        " there, and in brackets the difference in points with its 95% interval. Tokens: of a"
+        " prompt, and how"
+        f" many of them are no cached prefix. {report.machine}; load {report.load:.1f} when it"
+        " began.",
+    )
+
+
+def _row(report: ReuseReport, kind: str, method: str) -> dict[str, str]:
+    trials = [trial for trial in report.trials if trial.kind == kind]
+    found = [trial.asked[method] for trial in trials]
+    full = [trial.asked[FULL] for trial in trials]
+    divergences = [one.divergence for one in found]
+    same = [one.answer == other.answer for one, other in zip(found, full, strict=True)]
+    return {
+        "prompts": f"{kind} ({len(trials)})",
+        "method": method,
+        "tokens": f"{fmean(t.tokens for t in trials):,.0f}"
+        f" / {fmean(t.tokens - t.cached for t in trials):,.0f}",
+        "rows": f"{fmean(one.row_layers for one in found) / report.layers:,.0f}",
+        "rows x layers": _share([one.row_layers for one in found], [x.row_layers for x in full]),
+        "key pairs": _share([one.key_pairs for one in found], [x.key_pairs for x in full]),
+        "time": _share([one.ttft_seconds for one in found], [x.ttft_seconds for x in full]),
+        "KL mean": f"{fmean(divergences):.3f}",
+        "KL median": f"{median(divergences):.4f}",
+        "same": f"{fmean(same):.0%}",
+        "right": f"{fmean(one.exact for one in found):.0%}{_difference(found, full)}",
+    }
+
+
+def _share(some: Sequence[float], whole: Sequence[float]) -> str:
+    return f"{sum(some) / sum(whole):.2f}"
+
+
+def _difference(found: Sequence[Asked], full: Sequence[Asked]) -> str:
+    """Return the paired difference in points with its interval; nothing where they are the same."""
+    if found == full or len(found) < 2:
+        return ""
+    points = [100.0 * (a.exact - b.exact) for a, b in zip(found, full, strict=True)]
+    reach = 1.96 * stdev(points) / math.sqrt(len(points))
+    return f" ({fmean(points):+.1f} ± {reach:.1f})"
+
+
+_METHODS = (
+    "cacheblend:ratio=0 cacheblend:ratio=0.15 cacheblend:ratio=0.3 ape:temperature=1,scale=1 ape"
+)
+
+
+MethodsOption = Annotated[
+    str, typer.Option(help="Methods with their options, separated by blanks.")
+]
+WindowsOption = Annotated[
+    str,
+    typer.Option(help="Windows of jumps, characters before/after the caret, by commas."),
+]
+JumpsOption = Annotated[int, typer.Option(min=0, help="Jumps of the caret per window.")]
+ContextsOption = Annotated[
+    int, typer.Option(min=0, help="Prompts with files that were shown before.")
+]
+SeedOption = Annotated[int, typer.Option(help="All chance follows from it.")]
+
+
+def reuse(
+    model: LoadedModelOption = None,
+    methods: MethodsOption = _METHODS,
+    windows: WindowsOption = "2000/600,6000/1500",
+    jumps: JumpsOption = 60,
+    contexts: ContextsOption = 12,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    json: JsonOption = None,
+    docs: DocsOption = None,
+) -> None:
+    """Measure methods that take KV from elsewhere: jumps of the caret, files shown before.
+
+    Counted work and time to the first token, and how far its distribution and the answers are from
+    the exact ones. Without jumps, only prompts with files are measured, for a section of their own.
+    """
+    chosen = methods.split()
+    for specification in chosen:
+        resolve_method(specification)
+        if parse_name(specification) not in methods_of("reuse"):
+            others = " and ".join(methods_of("reuse"))
+            raise MidfillError(f"{specification} takes no KV from elsewhere, as {others} do")
+    if not jumps and not contexts:
+        raise MidfillError("there is nothing to measure: --jumps or --contexts must be above 0")
+    options = ReuseOptions(
+        methods=chosen,
+        windows=[name.strip() for name in windows.split(",")] if jumps else [],
+        jumps=jumps,
+        contexts=contexts,
+        seed=seed,
+    )
+
+    with show_steps("loading") as progress:
+        report = measure_reuse(
+            model or DEFAULT_MODEL,
+            options,
+            threads=threads,
+            progress=progress,
+            save=saver(json),
+        )
+    section = "reuse" if jumps else "reuse-files"
+    publish(report, reuse_table(report), section=section, json=json, docs=docs)

@@ -1,1 +1,0 @@
-"""What methods of KV reuse save and cost: jumps of the caret, and files that were shown before."""

@@ -1,0 +1,322 @@
+"""Models of a larger shape with random weights: their text is meaningless, their speed is not.
+
+A model's speed on a CPU depends on its shape and on how its weights are stored, not on their
+values. So a comparison of servers on a larger model needs no download: its weights are drawn from
+a seed and written as a GGUF file: layers as Q4_0 and the embedding as Q8_0, or Q4_K and Q6_K
+matrix by matrix as llama.cpp's Q4_K_M has them. The tokenizer is the
+default model's, filled up with unused tokens to the shape's vocabulary. Their embeddings and those
+of special tokens are zero: with an embedding that is the output head as well, greedy decoding
+never takes them.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import typer
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from midfill.cli.progress import show_steps
+from midfill.errors import MidfillError, OptionError
+from midfill.models.checkpoints.gguf import GgufFile
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
+from midfill.system.cache import cache_folder
+from midfill.system.files import replacing_file
+from midfill.system.reporting import format_size
+
+_MAX_ROWS = 16_384  # of a tensor drawn at a time
+_BYTES_PER_WEIGHT = 5
+"""Disk space for the file, what llama.cpp makes of it, and a folder in bfloat16 for vLLM."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama model's dimensions, the embedding tied to the output head.
+
+    ``k_quants`` stores it as Q4_K_M instead of Q4_0; all widths are multiples of 256 then.
+    """
+
+    layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    rope_base: float
+    k_quants: bool = False
+
+    @property
+    def weights(self) -> int:
+        """How many weights its matrices have."""
+        return sum(math.prod(dimensions) for dimensions, _ in _tensors(self).values())
+
+
+_1_5B = Shape(
+    layers=28,
+    hidden=1536,
+    query_heads=12,
+    kv_heads=2,
+    head_dim=128,
+    ffn=8960,
+    vocab=151_936,
+    context=32_768,
+    rope_base=1e6,
+)
+_7B = Shape(
+    layers=28,
+    hidden=3584,
+    query_heads=28,
+    kv_heads=4,
+    head_dim=128,
+    ffn=18_944,
+    vocab=152_064,
+    context=32_768,
+    rope_base=1e6,
+)
+# Qwen2.5's, without the biases of Q, K and V, and with tied embeddings.
+SHAPES: Mapping[str, Shape] = {
+    "1.5b": _1_5B,
+    "1.5b-q4_k_m": replace(_1_5B, k_quants=True),
+    "7b": _7B,
+    "7b-q4_k_m": replace(_7B, k_quants=True),
+}
+
+
+def random_model(name: str, progress: Callable[[str], None] = lambda _: None) -> Path:
+    """Return the GGUF file of a shape with random weights, written into the cache folder once.
+
+    Args:
+        name: one of ``SHAPES``.
+        progress: receives what is being written.
+
+    Raises:
+        MidfillError: no such shape, too little disk space, or the file can't be written.
+    """
+    if name not in SHAPES:
+        raise OptionError(f"there is no shape {name}; there are {', '.join(SHAPES)}")
+    path = cache_folder() / "peers" / f"random-{name}.gguf"
+    if path.is_file():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        needed = SHAPES[name].weights * _BYTES_PER_WEIGHT
+        if shutil.disk_usage(path.parent).free < needed:
+            raise MidfillError(
+                f"shape {name} needs {format_size(needed)} of disk space in {path.parent}"
+            )
+        with replacing_file(path) as temporary:
+            write_random_model(SHAPES[name], GgufFile(resolve(DEFAULT_MODEL)), temporary, progress)
+    except OSError as error:
+        raise MidfillError(f"{path} can't be written: {error.strerror}") from None
+    return path
+
+
+def write_random_model(
+    shape: Shape,
+    tokens_from: GgufFile,
+    path: Path,
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Write a GGUF file of a shape, the same bytes on every call.
+
+    Args:
+        tokens_from: the file whose tokenizer is taken; of the Llama architecture.
+        path: the file to write.
+
+    Raises:
+        MidfillError: the tokenizer has more tokens than the shape's vocabulary.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.query_heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(shape.vocab)
+    ordinary = _add_tokenizer(writer, tokens_from, shape.vocab)
+    tensors = _tensors(shape)
+    for name, (dimensions, kind) in tensors.items():
+        block, size = GGML_QUANT_SIZES[kind]
+        dtype = np.dtype(np.float32 if kind is GGMLQuantizationType.F32 else np.uint8)
+        stored = (*dimensions[:-1], dimensions[-1] // block * size // dtype.itemsize)
+        count = int(np.prod(stored)) * dtype.itemsize
+        raw = None if kind is GGMLQuantizationType.F32 else kind
+        writer.add_tensor_info(name, stored, dtype, count, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    random = np.random.default_rng(0)
+    for number, (name, (dimensions, kind)) in enumerate(tensors.items()):
+        progress(f"random weights: tensor {number + 1} of {len(tensors)}")
+        mask = ordinary if name == "token_embd.weight" else None
+        writer.write_tensor_data(np.concatenate(list(_draw(dimensions, kind, random, mask))))
+    writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, source: GgufFile, vocab: int) -> npt.NDArray[np.bool_]:
+    """Copy a tokenizer, filled up with unused tokens; return which tokens are ordinary ones."""
+    of: Mapping[str, Any] = source.metadata
+    tokens: list[str] = [*of["tokenizer.ggml.tokens"]]
+    types: list[int] = [*of["tokenizer.ggml.token_type"]]
+    if len(tokens) > vocab:
+        raise MidfillError(f"{len(tokens)} tokens don't fit into a vocabulary of {vocab}")
+    tokens += [f"[PAD{place}]" for place in range(len(tokens), vocab)]
+    types += [int(gguf.TokenType.UNUSED)] * (vocab - len(types))
+    writer.add_tokenizer_model(of["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(of["tokenizer.ggml.pre"])
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(of["tokenizer.ggml.merges"])
+    writer.add_add_bos_token(bool(of.get("tokenizer.ggml.add_bos_token", False)))
+    writer.add_add_space_prefix(bool(of.get("tokenizer.ggml.add_space_prefix", False)))
+    for name, add in {
+        "bos": writer.add_bos_token_id,
+        "eos": writer.add_eos_token_id,
+        "unknown": writer.add_unk_token_id,
+        "padding": writer.add_pad_token_id,
+    }.items():
+        if (token := of.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            add(token)
+    return np.equal(types, int(gguf.TokenType.NORMAL))
+
+
+def _tensors(shape: Shape) -> dict[str, tuple[tuple[int, ...], GGMLQuantizationType]]:
+    """Name -> (rows and columns, how it is stored), in the order of the file."""
+    query, key = shape.query_heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norm, embedding = GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0
+    usual = more = GGMLQuantizationType.Q4_0
+    if shape.k_quants:
+        usual, more = GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K
+        embedding = more
+    tensors = {
+        "token_embd.weight": ((shape.vocab, shape.hidden), embedding),
+        "output_norm.weight": ((shape.hidden,), norm),
+    }
+    for layer in range(shape.layers):
+        precise = more if _has_more_bits(layer, shape.layers) else usual
+        tensors |= {
+            f"blk.{layer}.attn_norm.weight": ((shape.hidden,), norm),
+            f"blk.{layer}.attn_q.weight": ((query, shape.hidden), usual),
+            f"blk.{layer}.attn_k.weight": ((key, shape.hidden), usual),
+            f"blk.{layer}.attn_v.weight": ((key, shape.hidden), precise),
+            f"blk.{layer}.attn_output.weight": ((shape.hidden, query), usual),
+            f"blk.{layer}.ffn_norm.weight": ((shape.hidden,), norm),
+            f"blk.{layer}.ffn_gate.weight": ((shape.ffn, shape.hidden), usual),
+            f"blk.{layer}.ffn_up.weight": ((shape.ffn, shape.hidden), usual),
+            f"blk.{layer}.ffn_down.weight": ((shape.hidden, shape.ffn), precise),
+        }
+    return tensors
+
+
+def _has_more_bits(layer: int, layers: int) -> bool:
+    """Return whether a layer's V and down projection are stored more precisely in Q4_K_M."""
+    first = layers // 8
+    return layer < first or layer >= layers - first or (layer - first) % 3 == 2
+
+
+def _draw(
+    dimensions: tuple[int, ...],
+    kind: GGMLQuantizationType,
+    random: np.random.Generator,
+    mask: npt.NDArray[np.bool_] | None,
+) -> Iterator[npt.NDArray[np.generic]]:
+    """Rows of a tensor as they are stored: norms are 1, quants uniform with deviation 0.02.
+
+    Args:
+        mask: bool [rows]: where False, a row is zero.
+    """
+    if kind is GGMLQuantizationType.F32:
+        yield np.ones(dimensions, np.float32)
+        return
+    rows, columns = dimensions
+    block, size = GGML_QUANT_SIZES[kind]
+    for start in range(0, rows, _MAX_ROWS):
+        count = min(_MAX_ROWS, rows - start)
+        blocks = random.integers(0, 256, (count, columns // block, size), np.uint8)
+        zero = None if mask is None else ~mask[start : start + count]
+        _set_scales(blocks, kind, zero)
+        yield blocks.reshape(count, -1)
+
+
+def _set_scales(
+    blocks: npt.NDArray[np.uint8],
+    kind: GGMLQuantizationType,
+    zero: npt.NDArray[np.bool_] | None,
+) -> None:
+    """Give random blocks float16 scales by which weights have a deviation of 0.02.
+
+    Integer scales are left as they are, uniform in their range.
+    """
+    uniform = math.sqrt(12)  # the range of uniform numbers, in deviations
+    scale, at = 0.02 * uniform, 0
+    if kind is GGMLQuantizationType.Q4_0:
+        scale /= 16
+    elif kind is GGMLQuantizationType.Q8_0:
+        scale /= 256
+    elif kind is GGMLQuantizationType.Q4_K:
+        # The integer minima are the integer scales: weights are then symmetric about 0.
+        blocks[..., 8:12] = blocks[..., 4:8]
+        blocks[..., 12:16] = (blocks[..., 12:16] & 15) * 17
+        scale /= 16 * 64 / math.sqrt(3)
+        _set_halves(blocks, 2, 7.5 * scale, zero)
+    else:
+        scale, at = scale / (64 * 256 / uniform), 208
+    _set_halves(blocks, at, scale, zero)
+
+
+def _set_halves(
+    blocks: npt.NDArray[np.uint8], at: int, value: float, zero: npt.NDArray[np.bool_] | None
+) -> None:
+    """Set the float16 at a byte of each block, to 0 in some rows."""
+    blocks[..., at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    if zero is not None:
+        blocks[zero, :, at : at + 2] = 0
+
+
+ShapeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Take a model of this shape with random weights instead, see 'shape'.",
+    ),
+]
+ShapeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="1.5b (1 GB; with what is made of it for peers 5 GB), 7b (4 GB), and both as"
+        " 1.5b-q4_k_m and 7b-q4_k_m.",
+    ),
+]
+
+
+def model_or_shape(
+    model: str | None, shape: str | None, progress: Callable[[str], None] = lambda _: None
+) -> str:
+    """Return the model to load: the one named, one of a shape, or the default model.
+
+    Raises:
+        MidfillError: both are given, or a model of the shape can't be made.
+    """
+    if shape is not None and model is not None:
+        raise OptionError("--shape makes a model of its own: it goes without a model")
+    return str(random_model(shape, progress)) if shape else model or DEFAULT_MODEL
+
+
+def shape(name: ShapeArgument) -> None:
+    """Write a model of a shape with random weights into the cache folder once; print its path."""
+    with show_steps("preparing") as progress:
+        path = random_model(name, progress)
+    typer.echo(path)

@@ -1,1 +1,0 @@
-"""Editing sessions: their cost under each prompt layout, counted and replayed."""

@@ -1,1 +1,0 @@
-"""Presentation of results: tables, sections of documents, sizes."""

@@ -1,0 +1,168 @@
+"""A whole run on a tiny model: jumps and files, counted, and the table of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tiny_checkpoints import write_tiny
+from typer.testing import CliRunner
+
+from benchmarks import reuse as bench
+from benchmarks.__main__ import make_app
+from benchmarks.reuse import FULL, ReuseOptions, ReuseReport, Trial, measure_reuse, reuse_table
+from midfill.errors import MidfillError
+from midfill.lab.evaluation.problems import Problem
+
+NOTHING, SOME = (f"cacheblend:ratio={ratio},check_layer=0" for ratio in ("0", "0.3"))
+APART = "ape:temperature=0.8"
+OPTIONS = ReuseOptions(
+    methods=[NOTHING, SOME, APART],
+    windows=["700/300"],
+    jumps=3,
+    contexts=2,
+    files=(2, 3),
+    file_tokens=(150, 300),
+)
+
+
+def holes(texts: Sequence[str], count: int) -> list[Problem]:
+    found = []
+    for number, text in enumerate(texts[:count]):
+        start = text.index("\n", len(text) // 2) + 1
+        end = text.index("\n", start)
+        parts = {"prefix": text[:start], "hole": text[start:end], "suffix": text[end:]}
+        found.append(Problem(id=f"hole {number}", task="line", group="", **parts))
+    return found
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> ReuseReport:
+    folder: Path = tmp_path_factory.mktemp("tiny") / "long"
+    write_tiny("llama", folder, max_position_embeddings=8192)
+    saved: list[ReuseReport] = []
+    report = measure_reuse(
+        str(folder),
+        OPTIONS,
+        draw=holes,
+        threads=1,
+        save=lambda one: saved.append(one),
+    )
+    assert len(saved) == 9
+    return report
+
+
+def of_kind(report: ReuseReport, kind: str) -> list[Trial]:
+    return [trial for trial in report.trials if trial.kind == kind]
+
+
+def test_every_prompt_is_asked_with_every_method(report: ReuseReport) -> None:
+    assert len(of_kind(report, "jump 700/300")) == 3
+    assert len(of_kind(report, "files")) == 2
+    assert len(of_kind(report, "typing, PSM")) == len(of_kind(report, "typing, planner")) == 2
+    for trial in report.trials:
+        files = [APART] if trial.kind == "files" else []
+        assert list(trial.asked) == [NOTHING, SOME, *files, FULL]
+    assert all(trial.tokens > trial.cached for trial in report.trials)
+
+
+def test_files_that_are_computed_apart_are_measured_where_there_are_some(
+    report: ReuseReport,
+) -> None:
+    for trial in of_kind(report, "files"):
+        assert trial.asked[APART].row_layers < trial.asked[NOTHING].row_layers
+        assert trial.asked[APART].divergence > 0
+
+
+def test_files_that_moved_are_copied_and_cost_their_share(report: ReuseReport) -> None:
+    for trial in of_kind(report, "files"):
+        nothing, some, full = (trial.asked[name] for name in (NOTHING, SOME, FULL))
+        assert full.reused_tokens == 0 < some.reused_tokens < nothing.reused_tokens
+        assert nothing.row_layers < some.row_layers < full.row_layers
+        assert nothing.key_pairs < some.key_pairs < full.key_pairs
+        assert full.row_layers == 3 * (trial.tokens - trial.cached)
+        # All rows in the first of three layers, and those that were not copied in the others.
+        computed = trial.tokens - trial.cached - nothing.reused_tokens
+        assert nothing.row_layers == full.row_layers - 2 * nothing.reused_tokens
+        assert computed > 0
+
+
+def test_what_is_typed_moves_the_suffix_in_psm_order_only(report: ReuseReport) -> None:
+    psm, planner = (of_kind(report, f"typing, {name}") for name in ("PSM", "planner"))
+    for one, other in zip(psm, planner, strict=True):
+        assert one.name == other.name
+        assert one.asked[NOTHING].reused_tokens > 0 == other.asked[NOTHING].reused_tokens
+        assert one.asked[FULL].row_layers > 4 * other.asked[FULL].row_layers
+        assert other.asked[FULL].row_layers == other.asked[NOTHING].row_layers > 3
+
+
+def test_divergence_is_from_the_exact_answer(report: ReuseReport) -> None:
+    for trial in report.trials:
+        assert trial.asked[FULL].divergence == 0
+        for name in (NOTHING, SOME):
+            assert (trial.asked[name].divergence > 0) == (trial.asked[name].reused_tokens > 0)
+
+
+def test_the_table_has_a_row_for_each_kind_and_method(report: ReuseReport) -> None:
+    table = reuse_table(report)
+    assert [(row["prompts"], row["method"]) for row in table.rows] == [
+        (kind, method)
+        for kind in ("jump 700/300 (3)", "files (2)", "typing, PSM (2)", "typing, planner (2)")
+        for method in (FULL, NOTHING, SOME, *([APART] if kind == "files (2)" else []))
+    ]
+    first = table.rows[0]
+    assert (first["rows x layers"], first["key pairs"], first["KL mean"], first["same"]) == (
+        "1.00", "1.00", "0.000", "100%",
+    )  # fmt: skip
+    assert "numpy" in table.markdown()
+
+
+@pytest.mark.parametrize("window", ["2000", "a/b", "/", "-1/2"])
+def test_a_bad_window_is_one_clear_line(window: str) -> None:
+    options = ReuseOptions(methods=[NOTHING], windows=[window])
+    with pytest.raises(MidfillError, match="a window is characters before/after"):
+        measure_reuse("no model", options)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[ReuseOptions]:
+    """Runs that are requested; none begins."""
+    calls: list[ReuseOptions] = []
+
+    def run(model: str, options: ReuseOptions, **_: object) -> None:
+        calls.append(options)
+        raise MidfillError("not run")
+
+    monkeypatch.setattr(bench, "measure_reuse", run)
+    return calls
+
+
+def refused(*arguments: str) -> str:
+    return str(CliRunner().invoke(make_app("reuse"), ["reuse", *arguments]).exception)
+
+
+def test_methods_and_windows_are_lists(calls: list[ReuseOptions]) -> None:
+    assert refused("--windows", "1/2, 3/4", "--methods", "cacheblend:ratio=0.1 cacheblend") == (
+        "not run"
+    )
+    assert calls[0].windows == ["1/2", "3/4"]
+    assert calls[0].methods == ["cacheblend:ratio=0.1", "cacheblend"]
+
+
+def test_without_jumps_there_are_only_files(calls: list[ReuseOptions]) -> None:
+    refused("--jumps", "0", "--contexts", "3")
+    assert (calls[0].jumps, calls[0].windows, calls[0].contexts) == (0, [], 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "cake"], "cake takes no KV from elsewhere, as cacheblend and ape do"),
+        (["--methods", "cacheblend:ratio=2"], "cacheblend: ratio must be from 0 to 1, not 2"),
+        (["--jumps", "0", "--contexts", "0"], "there is nothing to measure"),
+    ],
+)
+def test_bad_options_are_one_clear_line(
+    calls: list[ReuseOptions], arguments: list[str], message: str
+) -> None:
+    assert refused(*arguments).startswith(message)
+    assert not calls

@@ -1,0 +1,124 @@
+"""A whole run on a tiny model: what is measured, continued, and shown."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.plots import plot_methods
+from benchmarks.report import markdown
+from midfill.errors import MidfillError
+from midfill.lab.bench.methods.measure import measure_methods
+from midfill.lab.bench.methods.report import held_share, methods_tables, prediction, recall
+from midfill.lab.bench.methods.results import (
+    FULL,
+    MethodsOptions,
+    MethodsReport,
+    Variant,
+    read_methods_report,
+)
+from midfill.system.reporting import write_json
+
+OPTIONS = MethodsOptions(
+    context=600,
+    depths=(0.2, 0.8),
+    needles=1,
+    shared=1,
+    questions=2,
+    code=1,
+    code_context=300,
+    code_tokens=20,
+    holes=2,
+    speed_context=800,
+    short_context=200,
+    decoded=8,
+    repeats=2,
+)
+SNAPKV = Variant("snapkv:budget=0.25", "snapkv", 0.25)
+RECENT = Variant("streamingllm:budget=0.5", "streamingllm", 0.5)
+
+
+def measure(
+    model: str, variants: Sequence[Variant], earlier: MethodsReport | None = None
+) -> tuple[MethodsReport, list[str]]:
+    steps: list[str] = []
+    report = measure_methods(
+        [model],
+        variants,
+        OPTIONS,
+        threads=1,
+        progress=steps.append,
+        earlier=earlier,
+    )
+    return report, steps
+
+
+@pytest.fixture(scope="module")
+def report(tiny_model: str) -> MethodsReport:
+    return measure(tiny_model, [SNAPKV])[0]
+
+
+def test_full_kv_is_measured_beside_every_method(report: MethodsReport) -> None:
+    (result,) = report.models
+    assert report.finished
+    assert all(set(one.scores) == {FULL, SNAPKV.specification} for one in result.probes)
+    assert all(set(one.answers) == {FULL, SNAPKV.specification} for one in result.holes)
+    assert {one.task for one in result.probes} == {
+        "needle", "multi-key", "turns", "requests", "code",
+    }  # fmt: skip
+    full, own = (prediction(result, name) for name in (FULL, SNAPKV.specification))
+    assert full is not None
+    assert own is not None
+    assert full.divergence == 0.0 < own.divergence
+    assert full.agreement == 1.0 > own.agreement
+    needles = recall(result, FULL, ["needle"])
+    assert needles is not None
+    assert needles.answers == 2
+
+
+def test_what_is_held_is_counted(report: MethodsReport) -> None:
+    (result,) = report.models
+    full, own = result.costs[FULL], result.costs[SNAPKV.specification]
+    assert full.context == own.context == 800
+    assert full.after_prefill == 800
+    assert own.after_prefill == 200
+    assert own.peak == full.peak >= 200, "the prompt is computed exactly first"
+    assert held_share(result, SNAPKV.specification) == 0.25
+    assert own.bytes > full.bytes / 4, "the lists of cells count"
+    for ratios in (own.times_full, own.times_short, full.times_full):
+        assert len(ratios) == OPTIONS.repeats
+        assert min(ratios) > 0
+
+
+def test_a_run_is_continued_with_what_it_lacks(
+    report: MethodsReport, tiny_model: str, tmp_path: Path
+) -> None:
+    write_json(tmp_path / "run.json", report)
+    earlier = read_methods_report(tmp_path / "run.json")
+    assert earlier == report
+    again, steps = measure(tiny_model, [SNAPKV], earlier)
+    assert again.models == report.models
+    assert len(steps) == 1, "nothing but the model is loaded"
+    both, _ = measure(tiny_model, [SNAPKV, RECENT], earlier)
+    for old, new in zip(report.models[0].probes, both.models[0].probes, strict=True):
+        assert new.scores == old.scores | {RECENT.specification: new.scores[RECENT.specification]}
+    other = msgspec.structs.replace(earlier, options=MethodsOptions())
+    with pytest.raises(MidfillError, match="can't be continued: it measured something else"):
+        measure(tiny_model, [SNAPKV], other)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(MidfillError, match="holds no results of bench methods"):
+        read_methods_report(tmp_path / "run.json")
+
+
+def test_tables_and_plots_show_every_variant(report: MethodsReport, tmp_path: Path) -> None:
+    text = markdown(methods_tables(report))
+    assert text.count("| snapkv | 25% |") == 3
+    assert text.count("| full KV | all |") == 3
+    assert "25.0%" in text
+    refused = msgspec.structs.replace(report.models[0], refused={SNAPKV.specification: "why not"})
+    text = markdown(methods_tables(msgspec.structs.replace(report, models=[refused])))
+    assert "| snapkv |" not in text
+    assert "snapkv:budget=0.25: why not" in text
+    plot_methods(report, tmp_path / "methods.png")
+    assert (tmp_path / "methods.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,37 @@
+"""Which methods are measured, and at which budgets."""
+
+import pytest
+
+from midfill.errors import InvalidRequestError, MidfillError
+from midfill.lab.bench.methods.results import Variant, choose_variants, parse_budgets
+from midfill.methods.registry import METHODS, methods_of
+
+
+def test_every_method_there_is_gets_its_rows() -> None:
+    variants = choose_variants(None, (0.25, 0.5))
+    assert {one.method for one in variants} == set(methods_of("evict"))
+    for name in methods_of("evict"):
+        budgets = [one.budget for one in variants if one.method == name]
+        assert budgets == ([0.5, 0.25] if "budget" in METHODS[name].options() else [None])
+
+
+def test_options_keep_their_commas_and_a_budget_of_ones_own_stays() -> None:
+    variants = choose_variants("snapkv:window=16,kernel=3,cake:budget=64,streamingllm", (0.5,))
+    assert variants == [
+        Variant("snapkv:window=16,kernel=3,budget=0.5", "snapkv:window=16,kernel=3", 0.5),
+        Variant("cake:budget=64", "cake:budget=64"),
+        Variant("streamingllm:budget=0.5", "streamingllm", 0.5),
+    ]
+
+
+def test_bad_lists_are_one_clear_line() -> None:
+    with pytest.raises(InvalidRequestError, match="did you mean 'snapkv'"):
+        choose_variants("snapvk", (0.5,))
+    with pytest.raises(InvalidRequestError, match="snapkv has no option 'windw'"):
+        choose_variants("snapkv:windw=16", (0.5,))
+    with pytest.raises(MidfillError, match="--methods names nothing"):
+        choose_variants(" ,", (0.5,))
+    for text in ("half", "0.5,0", ""):
+        with pytest.raises(MidfillError, match="--budgets takes"):
+            parse_budgets(text)
+    assert parse_budgets("0.5,256") == (0.5, 256.0)
