@@ -11,10 +11,12 @@ import pytest
 from fake_keys import CONFIG
 
 from midfill.errors import InvalidRequestError
+from midfill.lab.calibration import registry
 from midfill.lab.calibration.calibrate import calibrate
+from midfill.lab.calibration.registry import resolve_calibrator
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Calibration, CalibrationError, Tables
-from midfill.methods.registry import METHODS, MethodEntry, resolve_calibrator
+from midfill.methods.registry import METHODS, MethodEntry
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import model_digest, open_checkpoint
@@ -119,8 +121,8 @@ class Sums:
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    entry = MethodEntry("sums", "evict", "Sums", "nowhere", __name__, "Sums", "here:Sums")
-    monkeypatch.setattr(MethodEntry, "load_calibrator", lambda self: Sums)
+    entry = MethodEntry("sums", "evict", "Sums", "nowhere", __name__, "Sums")
+    monkeypatch.setattr(registry, "load_calibrator", lambda name: Sums)
     monkeypatch.setitem(METHODS, "sums", entry)
     Sums.ran.clear()
     yield Sums.ran
