@@ -133,8 +133,7 @@ def run_plan(
     require_libraries()
     import torch
 
-    from midfill.lab.training.plan import read_plan
-    from midfill.lab.training.plan_run import join_stages, prepare_stages
+    from midfill.lab.training.plan import join_stages, prepare_stages, read_plan
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -193,7 +192,7 @@ def data(
     from midfill.cli.training_display import print_survey
     from midfill.lab.training.corpus import Corpus
     from midfill.lab.training.run import RunInputs, choose_fim_format, open_stream
-    from midfill.lab.training.survey import survey_stream
+    from midfill.lab.training.stream import survey_stream
 
     chosen = _recipe(recipe, fragments=fragments, seed=seed)
     inputs = RunInputs(

@@ -11,11 +11,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from midfill.lab.training.checkpoints import newest_checkpoint
 from midfill.lab.training.examples import Example
-from midfill.lab.training.loss_log import StepReport
 from midfill.lab.training.run import TrainingRun
-from midfill.lab.training.survey import Survey
+from midfill.lab.training.run_folder import StepReport, newest_checkpoint
+from midfill.lab.training.stream import Survey
 from midfill.lab.training.trainer import CHECKPOINTS, resolve_precision
 from midfill.models.tokens.tokenizer import Tokenizer
 
@@ -145,7 +144,7 @@ def example_text(example: Example, tokenizer: Tokenizer) -> Text:
     """Return an example as text: sentinels by name, a border wherever a fragment starts.
 
     Tokens that are input only are plain, learned ones green. Broken tokens, see
-    ``fragments.broken_token_mask``, are dim.
+    ``examples.broken_token_mask``, are dim.
     """
     text = Text()
     pending, pending_style = b"", ""

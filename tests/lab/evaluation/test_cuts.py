@@ -10,10 +10,11 @@ from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
 from midfill.lab.evaluation.choice import check_score, half_of, split_in_halves
 from midfill.lab.evaluation.conditions import PromptOptions, make_prompt
-from midfill.lab.evaluation.cut_report import cut_markdown, cut_measurement
 from midfill.lab.evaluation.cuts import (
     choose_cut,
     cut_conditions,
+    cut_markdown,
+    cut_measurement,
     parse_distance,
     parse_distances,
 )

@@ -14,12 +14,13 @@ from midfill.lab.evaluation.empties import (
     caret_tasks,
     choose_empty,
     empty_conditions,
+    empty_markdown,
+    empty_measurement,
     given_empty,
     rates,
     separation,
     smallest_threshold,
 )
-from midfill.lab.evaluation.empty_report import empty_markdown, empty_measurement
 from midfill.lab.evaluation.problems import EMPTY_TASKS, Task
 from midfill.lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
 

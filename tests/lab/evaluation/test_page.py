@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.model_choice import ModelChoice
+from midfill.lab.evaluation.models import ModelChoice
 from midfill.lab.evaluation.page import PageOptions, measure_page, read_page
 
 ROOT = Path(__file__).parents[3]

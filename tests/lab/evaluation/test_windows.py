@@ -20,17 +20,19 @@ from midfill.lab.evaluation.run import (
     Outcome,
     ProblemRecord,
     RunOptions,
+    WindowCost,
     evaluate,
     load_problems,
+    measure_costs,
 )
-from midfill.lab.evaluation.window_costs import WindowCost, measure_costs
-from midfill.lab.evaluation.window_report import window_markdown, window_measurement
 from midfill.lab.evaluation.windows import (
     check_tasks,
     choose_window,
     parse_windows,
     rule_of,
     window_conditions,
+    window_markdown,
+    window_measurement,
 )
 from midfill.system.progress import StageProgress
 

@@ -217,7 +217,7 @@ def check(humaneval: HumanEvalOption = None) -> None:
 
     from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
-    from midfill.lab.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
+    from midfill.lab.evaluation.problems import HOW_TO_GET_IT, load_humaneval
     from midfill.lab.evaluation.sandbox.pool import Sandbox
 
     if humaneval is None:

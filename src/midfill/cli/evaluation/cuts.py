@@ -112,13 +112,13 @@ def cuts(
 
 
 def _page() -> "ChoicePage[Choice]":
-    from midfill.lab.evaluation.cut_report import (
+    from midfill.lab.evaluation.cuts import (
         cut_markdown,
         cut_measurement,
         cut_tables,
+        parse_distance,
         plot_cuts,
     )
-    from midfill.lab.evaluation.cuts import parse_distance
     from midfill.models.checkpoints.model_record import write_cut
 
     def note(folder: Path, report: "InfillingReport", choice: "Choice") -> Path:

@@ -109,7 +109,7 @@ def empty(
 
 
 def _page() -> "ChoicePage[EmptyChoice]":
-    from midfill.lab.evaluation.empty_report import (
+    from midfill.lab.evaluation.empties import (
         empty_markdown,
         empty_measurement,
         empty_tables,

@@ -21,8 +21,7 @@ from midfill.config import KvDtype
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from midfill.lab.evaluation.model_choice import ModelChoice
-    from midfill.lab.evaluation.models import Model
+    from midfill.lab.evaluation.models import Model, ModelChoice
     from midfill.system.progress import Progress
 
 
@@ -41,7 +40,7 @@ class ModelFlags:
 
     def choice(self, kv_dtype: KvDtype = "auto") -> "ModelChoice":
         """Return the model to ask, the default one if none is named."""
-        from midfill.lab.evaluation.model_choice import ModelChoice
+        from midfill.lab.evaluation.models import ModelChoice
         from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
         return ModelChoice(
@@ -60,7 +59,7 @@ class ModelFlags:
         self, progress: "Progress", kv_dtype: KvDtype = "auto"
     ) -> "AbstractContextManager[Model]":
         """Load the model."""
-        from midfill.lab.evaluation.model_pool import load_model
+        from midfill.lab.evaluation.models import load_model
 
         return load_model(self.choice(kv_dtype), progress)
 

@@ -53,7 +53,7 @@ def page(
     """
     from midfill.cli.progress import show_progress
     from midfill.errors import OptionError
-    from midfill.lab.evaluation.model_choice import ModelChoice
+    from midfill.lab.evaluation.models import ModelChoice
     from midfill.lab.evaluation.page import PageOptions, measure_page, read_page
 
     found = read_page(plan)

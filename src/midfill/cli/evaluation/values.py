@@ -30,8 +30,13 @@ def choose_tasks(
         holes_only: leave out the tasks that are not about filling holes at usual places.
     """
     from midfill.errors import MidfillError
-    from midfill.lab.evaluation.humaneval import HOW_TO_GET_IT
-    from midfill.lab.evaluation.problems import FILE_TASKS, HOLE_TASKS, PUBLIC_TASKS, parse_tasks
+    from midfill.lab.evaluation.problems import (
+        FILE_TASKS,
+        HOLE_TASKS,
+        HOW_TO_GET_IT,
+        PUBLIC_TASKS,
+        parse_tasks,
+    )
 
     if humaneval is None and not files:
         raise MidfillError(

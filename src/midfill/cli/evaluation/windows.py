@@ -110,13 +110,13 @@ def windows(
 
 
 def _page() -> "ChoicePage[Choice]":
-    from midfill.lab.evaluation.window_report import (
+    from midfill.lab.evaluation.windows import (
         plot_windows,
+        rule_of,
         window_markdown,
         window_measurement,
         window_tables,
     )
-    from midfill.lab.evaluation.windows import rule_of
     from midfill.models.checkpoints.model_record import write_window
 
     def note(folder: Path, report: "InfillingReport", choice: "Choice") -> Path:

@@ -33,18 +33,15 @@ from midfill.config import WeightsOption
 from midfill.errors import MidfillError
 from midfill.infill.window import WindowRule
 from midfill.lab.evaluation.conditions import Condition, choose_conditions, parse_conditions
-from midfill.lab.evaluation.cut_report import cut_markdown
-from midfill.lab.evaluation.cuts import choose_cut, cut_conditions, parse_distance
+from midfill.lab.evaluation.cuts import choose_cut, cut_conditions, cut_markdown, parse_distance
 from midfill.lab.evaluation.empties import (
     EMPTY_CONDITIONS,
     choose_empty,
     empty_conditions,
+    empty_markdown,
     given_empty,
 )
-from midfill.lab.evaluation.empty_report import empty_markdown
-from midfill.lab.evaluation.model_choice import ModelChoice
-from midfill.lab.evaluation.model_pool import load_model
-from midfill.lab.evaluation.models import Model
+from midfill.lab.evaluation.models import Model, ModelChoice, load_model
 from midfill.lab.evaluation.problems import CARET_TASKS, FILE_TASKS, Problem, Task
 from midfill.lab.evaluation.report import (
     comparison_markdown,
@@ -54,12 +51,12 @@ from midfill.lab.evaluation.report import (
 )
 from midfill.lab.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
 from midfill.lab.evaluation.summary import compare_reports
-from midfill.lab.evaluation.window_report import window_markdown
 from midfill.lab.evaluation.windows import (
     check_tasks,
     choose_window,
     parse_windows,
     window_conditions,
+    window_markdown,
     window_name,
 )
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL

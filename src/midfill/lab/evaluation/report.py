@@ -9,12 +9,12 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.bootstrap import Estimate
 from midfill.lab.evaluation.problems import PAIRED_TASKS, Task
 from midfill.lab.evaluation.run import InfillingReport
 from midfill.lab.evaluation.summary import (
     SCORES,
     Comparison,
+    Estimate,
     baseline_of,
     differences,
     summarise,

@@ -5,9 +5,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from midfill.lab.evaluation.bootstrap import Estimate, estimate_difference
-from midfill.lab.evaluation.choice import Choice
-from midfill.lab.evaluation.choice_report import (
+from midfill.lab.evaluation.choice import (
+    Choice,
     ChoiceWords,
     choice_measurement,
     choice_result_tables,
@@ -16,7 +15,7 @@ from midfill.lab.evaluation.choice_report import (
 from midfill.lab.evaluation.report import LEGEND, estimate_cell, rich_table, titled_markdown
 from midfill.lab.evaluation.run import InfillingReport
 from midfill.lab.evaluation.snippets import ShownSnippets, is_plain, parse_snippets
-from midfill.lab.evaluation.summary import SCORES
+from midfill.lab.evaluation.summary import SCORES, Estimate, estimate_difference
 from midfill.system.reporting.result_table import ResultTable
 
 _WORDS = ChoiceWords(

@@ -9,18 +9,20 @@ import torch
 
 from midfill.errors import MidfillError
 from midfill.infill.formats import FAMILIES, FimFormat, custom_format, find_format
-from midfill.lab.training.checkpoints import TrainingState
-from midfill.lab.training.corpus import Corpus
-from midfill.lab.training.distillation import BaseTeacher
+from midfill.lab.training.corpus import MANIFEST, Corpus, describe_manifest, manifest_text
 from midfill.lab.training.examples import ExampleMaker
 from midfill.lab.training.export import adapter_record, model_card, write_adapter, write_model
 from midfill.lab.training.filters import DocumentFilter, FilterOptions
-from midfill.lab.training.lora import make_trainable
-from midfill.lab.training.loss_log import plot_loss, read_loss_log
-from midfill.lab.training.manifest import MANIFEST, describe_manifest, manifest_text
-from midfill.lab.training.quantization_aware import QAT_ROUNDING, QuantizationAwareLora
+from midfill.lab.training.lora import QAT_ROUNDING, QuantizationAwareLora, make_trainable
+from midfill.lab.training.loss import BaseTeacher
 from midfill.lab.training.recipe import TrainingRecipe
-from midfill.lab.training.run_file import check_folder, describe_run
+from midfill.lab.training.run_folder import (
+    TrainingState,
+    check_folder,
+    describe_run,
+    plot_loss,
+    read_loss_log,
+)
 from midfill.lab.training.stream import TrainingStream
 from midfill.lab.training.trainer import LOSS_LOG, Trainer, resolve_precision
 from midfill.models.checkpoints.checkpoint import Checkpoint

@@ -8,9 +8,13 @@ import pytest
 
 from midfill.errors import MidfillError
 from midfill.infill.request import InfillRequest
-from midfill.lab.evaluation.model_choice import ModelChoice
-from midfill.lab.evaluation.model_pool import load_model, split_by_group
-from midfill.lab.evaluation.models import Model, ModelPrompt
+from midfill.lab.evaluation.models import (
+    Model,
+    ModelChoice,
+    ModelPrompt,
+    load_model,
+    split_by_group,
+)
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.humaneval import load_humaneval
-from midfill.lab.evaluation.problems import sample_problems
+from midfill.lab.evaluation.problems import load_humaneval, sample_problems
 from midfill.lab.evaluation.sandbox.pool import Sandbox
 
 NAME = "HumanEval-SingleLineInfilling.jsonl.gz"
