@@ -21,6 +21,7 @@ from benchmarks.commands.schedulers import schedulers
 from benchmarks.commands.stops import stops
 from benchmarks.commands.tenants import tenants
 from benchmarks.commands.tiers import codecs, tiers
+from benchmarks.evaluation.commands import evaluation_page, held_out
 from midfill.cli import run
 from midfill.cli.usage import CommandLine
 
@@ -62,6 +63,8 @@ for _command in (
     tiers,
     codecs,
     kv_dtypes,
+    evaluation_page,
+    held_out,
 ):
     app.command()(_command)
 

@@ -6,23 +6,15 @@ best is chosen, see ``choice``.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-
-from rich.table import Table
 
 from midfill.errors import MidfillError, OptionError
 from midfill.infill.formats import FimFormat
 from midfill.lab.evaluation.choice import (
-    Choice,
-    ChoiceWords,
-    choice_caption,
-    choice_measurement,
-    choice_result_tables,
+    MeasuredChoice,
+    cheapest_caption,
     choose_cheapest,
-    plot_choice,
 )
 from midfill.lab.evaluation.conditions import Condition
-from midfill.lab.evaluation.report import rich_table, titled_markdown
 from midfill.lab.evaluation.run import InfillingReport
 from midfill.models.checkpoints.model_record import MAX_LEAST_INCREMENT
 
@@ -90,48 +82,22 @@ def cut_conditions(distances: Sequence[int], format: FimFormat | None) -> tuple[
 
 def choose_cut(
     report: InfillingReport, *, score: str = "similarity", margin: float = 0.02
-) -> Choice:
+) -> MeasuredChoice:
     """Choose the distance from a report whose conditions are those of ``cut_conditions``.
 
     Raises:
         MidfillError: the report has other conditions, or lacks the score, or all its holes are of
             one function or file.
     """
-    return choose_cheapest(report, sorted(report.outcomes, key=parse_distance), score, margin)
-
-
-def cut_tables(report: InfillingReport, choice: Choice) -> list[Table]:
-    """Return tables for the terminal: each task's scores by distance, and the choice."""
-    words = _words(report)
-    tables = [rich_table(table) for table in choice_result_tables(report, choice, words)]
-    tables[-1].caption = choice_caption(report, choice, words)
-    return tables
-
-
-def cut_markdown(report: InfillingReport, choice: Choice) -> str:
-    """Return the tables for a document."""
-    words = _words(report)
-    parts = map(titled_markdown, choice_result_tables(report, choice, words))
-    return "\n\n".join([*parts, choice_caption(report, choice, words)])
-
-
-def plot_cuts(report: InfillingReport, choice: Choice, path: Path) -> None:
-    """Plot the score against the distance, on either half; the file's suffix chooses the format."""
-    plot_choice(report, choice, _words(report), path)
-
-
-def cut_measurement(report: InfillingReport, choice: Choice) -> dict[str, object]:
-    """Return how a cut was measured, to be noted beside the model; plain values."""
-    characters = [report.options.before, report.options.after]
-    return {**choice_measurement(report, choice), "characters": characters}
-
-
-def _words(report: InfillingReport) -> ChoiceWords:
-    options = report.options
-    return ChoiceWords(
-        one="distance",
+    names = sorted(report.outcomes, key=parse_distance)
+    choice = choose_cheapest(report, names, score, margin)
+    before, after = report.options.before, report.options.after
+    prompts = f"at most {before} characters before and {after} after the caret"
+    return MeasuredChoice(
+        report=report,
+        choice=choice,
+        column="distance",
         axis="characters before the caret that follow the suffix, at least",
-        recommendation="Least increment",
-        cheapest="the least distance",
-        prompts=f"at most {options.before} characters before and {options.after} after the caret",
+        caption=cheapest_caption(report, choice, "Least increment", "the least distance", prompts),
+        notes={"characters": [before, after]},
     )

@@ -10,7 +10,7 @@ spans of characters of the 164 reference solutions.
 import gzip
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -22,7 +22,7 @@ from midfill.infill.context import ContextFile
 from midfill.lab.evaluation.sandbox.pool import Program
 
 PublicTask = Literal["single-line", "multi-line", "random-span"]
-FileTask = Literal["line", "subtoken", "block", "span", "nothing", "word-top", "word-deep"]
+FileTask = Literal["line", "subtoken", "block", "span", "nothing"]
 MissingTask = Literal["missing-line", "missing-code", "missing-rest"]
 NothingTask = Literal["nothing-end", "nothing-blank", "nothing-start"]
 CaretTask = Literal[MissingTask, NothingTask]
@@ -33,16 +33,10 @@ CARET_TASKS: tuple[CaretTask, ...] = (*get_args(MissingTask), *get_args(NothingT
 """Carets in Python files at which it is clear whether something is missing."""
 EMPTY_TASKS: tuple[Task, ...] = ("nothing", *get_args(NothingTask))
 """Tasks whose holes are empty."""
-LINE_TASKS: tuple[Task, ...] = (
-    "single-line", "line", "subtoken", "word-top", "word-deep", *get_args(MissingTask),
-)  # fmt: skip
+LINE_TASKS: tuple[Task, ...] = ("single-line", "line", "subtoken", *get_args(MissingTask))
 """Tasks whose holes end where their line ends."""
 HOLE_TASKS: tuple[Task, ...] = (*PUBLIC_TASKS, "line", "subtoken", "block", "span")
 """Tasks whose holes are cut where users have them."""
-WORD_TASKS: tuple[Task, ...] = ("subtoken", "word-top", "word-deep")
-"""Tasks whose carets are inside words."""
-PAIRED_TASKS: tuple[tuple[Task, Task], ...] = (("word-top", "word-deep"),)
-"""Tasks with the same holes in different surroundings; their ids differ in the task's name only."""
 
 _DEFAULT_MAX_TOKENS: dict[Task, int] = {
     "multi-line": 256,
@@ -73,7 +67,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         task: its kind.
         group: the function or file it is from; problems of a group are not independent.
         prefix, hole, suffix: the complete text.
-        word_rest: in ``WORD_TASKS``, the rest of the caret's word.
+        word_rest: in a ``subtoken`` task, the rest of the caret's word.
         test: for a HumanEval problem.
         snippets: other text that the user has seen, the oldest first; often none.
     """
@@ -114,6 +108,17 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 def max_tokens(task: Task, chosen: int | None = None) -> int:
     """Return the maximum tokens of an answer: the chosen number, else the task's default."""
     return chosen or _DEFAULT_MAX_TOKENS.get(task, _DEFAULT_MAX_LINE_TOKENS)
+
+
+def check_file_tasks(tasks: Iterable[Task], reason: str) -> None:
+    """Check that all tasks are about files.
+
+    Raises:
+        MidfillError: one is not; the message gives the reason.
+    """
+    for task in tasks:
+        if task not in FILE_TASKS:
+            raise MidfillError(f"task {task}: {reason}")
 
 
 def sample_problems(problems: Sequence[Problem], limit: int, seed: int) -> list[Problem]:

@@ -157,35 +157,6 @@ def differences(report: InfillingReport, task: Task) -> Summary:
     }
 
 
-def task_differences(report: InfillingReport, first: Task, second: Task) -> Summary:
-    """Return the mean scores of every condition in one task minus another's, paired by hole.
-
-    Args:
-        report: the report.
-        first, second: one of ``PAIRED_TASKS``; holes that only one of them has are left out.
-    """
-    place = {
-        (problem.task, problem.id.partition("/")[2]): index
-        for index, problem in enumerate(report.problems)
-    }
-    pairs = [
-        (index, place[second, hole])
-        for (task, hole), index in place.items()
-        if task == first and (second, hole) in place
-    ]
-    if not pairs:
-        return {}
-    groups = [report.problems[index].group for index, _ in pairs]
-    found: Summary = {}
-    for condition, outcomes in report.outcomes.items():
-        ours = _values([outcomes[index] for index, _ in pairs])
-        theirs = _values([outcomes[index] for _, index in pairs])
-        found[condition] = {
-            name: estimate_difference(ours[name], theirs[name], groups) for name in ours
-        }
-    return found
-
-
 def compare_reports(
     first: InfillingReport, second: InfillingReport, pairs: Sequence[tuple[str, str]] = ()
 ) -> dict[Task, dict[str, dict[str, Comparison]]]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.evaluation.page import PageOptions, measure_page, read_page
 from midfill.errors import MidfillError
 from midfill.lab.evaluation.models import ModelChoice
-from midfill.lab.evaluation.page import PageOptions, measure_page, read_page
 
 ROOT = Path(__file__).parents[3]
 PLAN = """
@@ -80,7 +80,7 @@ threshold = 0.3
 def held_out(tmp_path: Path) -> Path:
     folder = tmp_path / "held"
     (folder / "python").mkdir(parents=True)
-    for source in sorted(Path(__file__).parent.glob("test_*.py"))[:6]:
+    for source in sorted((ROOT / "tests" / "lab" / "evaluation").glob("test_*.py"))[:6]:
         (folder / "python" / source.name).write_bytes(source.read_bytes())
     return folder
 
@@ -162,7 +162,7 @@ def test_results_of_another_run_are_refused(plan: Path, held_out: Path) -> None:
 
 
 def test_missing_files_are_reported(plan: Path) -> None:
-    with pytest.raises(MidfillError, match="'midfill eval files FOLDER' fetches them"):
+    with pytest.raises(MidfillError, match="'python -m benchmarks held-out FOLDER' fetches them"):
         measure(plan, None, ["main"])
 
 

@@ -1,4 +1,4 @@
-"""The command ``midfill eval page``."""
+"""python -m benchmarks evaluation-page and held-out: the measurements of docs/evaluation.md."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,9 +13,7 @@ PlanArgument = Annotated[
 ]
 HeldOutOption = Annotated[
     Path | None,
-    typer.Option(
-        "--files", metavar="FOLDER", help="Held-out files, fetched by 'midfill eval files FOLDER'."
-    ),
+    typer.Option("--files", metavar="FOLDER", help="Held-out files, fetched by 'held-out FOLDER'."),
 ]
 ResultsOption = Annotated[
     Path,
@@ -34,7 +32,7 @@ PageLimitOption = Annotated[
 ]
 
 
-def page(
+def evaluation_page(
     plan: PlanArgument,
     humaneval: HumanEvalOption = None,
     files: HeldOutOption = None,
@@ -51,10 +49,10 @@ def page(
 
     An interrupted page continues where it stopped.
     """
+    from benchmarks.evaluation.page import PageOptions, measure_page, read_page
     from midfill.cli.progress import show_progress
     from midfill.errors import OptionError
     from midfill.lab.evaluation.models import ModelChoice
-    from midfill.lab.evaluation.page import PageOptions, measure_page, read_page
 
     found = read_page(plan)
     sections = only or list(found.sections)
@@ -82,3 +80,20 @@ def page(
             progress,
             lambda name: typer.echo(f"{document}: section {name} written"),
         )
+
+
+def held_out(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Gets the folders python and javascript.")
+    ],
+) -> None:
+    """Fetch held-out files: pinned packages that no adapter of midfill was trained on."""
+    from benchmarks.evaluation.held_out import fetch_held_out
+    from midfill.cli.progress import show_progress
+
+    with show_progress() as progress:
+        python, javascript = fetch_held_out(folder, progress)
+    typer.echo(
+        f"use them with:\n  midfill eval infilling --files {python}\n"
+        f"  midfill eval infilling --files {javascript} --suffixes .js"
+    )

@@ -33,30 +33,27 @@ from midfill.config import WeightsOption
 from midfill.errors import MidfillError
 from midfill.infill.window import WindowRule
 from midfill.lab.evaluation.conditions import Condition, choose_conditions, parse_conditions
-from midfill.lab.evaluation.cuts import choose_cut, cut_conditions, cut_markdown, parse_distance
+from midfill.lab.evaluation.cuts import choose_cut, cut_conditions, parse_distance
 from midfill.lab.evaluation.empties import (
     EMPTY_CONDITIONS,
     choose_empty,
     empty_conditions,
-    empty_markdown,
     given_empty,
 )
 from midfill.lab.evaluation.models import Model, ModelChoice, load_model
-from midfill.lab.evaluation.problems import CARET_TASKS, FILE_TASKS, Problem, Task
+from midfill.lab.evaluation.problems import CARET_TASKS, FILE_TASKS, Problem, Task, check_file_tasks
 from midfill.lab.evaluation.report import (
-    comparison_markdown,
+    comparison_tables,
     read_report,
-    report_markdown,
+    report_tables,
     write_report,
 )
 from midfill.lab.evaluation.run import InfillingReport, RunOptions, evaluate, load_problems
 from midfill.lab.evaluation.summary import compare_reports
 from midfill.lab.evaluation.windows import (
-    check_tasks,
     choose_window,
     parse_windows,
     window_conditions,
-    window_markdown,
     window_name,
 )
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
@@ -142,7 +139,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             self._distances()
         if self.windows:
             self._windows()
-            check_tasks(self.tasks)
+            check_file_tasks(self.tasks, "its documents are too short for windows")
         if self.conditions:
             parse_conditions(",".join(self.conditions))
 
@@ -197,24 +194,25 @@ class SectionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             MidfillError: the reports can't be compared.
         """
         if self.run is not None:
-            return report_markdown(reports[self.run])
+            return report_tables(reports[self.run]).markdown()
         if self.cuts is not None:
             report = reports[self.cuts]
             chosen = choose_cut(report, score=self.score, margin=self.margin / 100)
-            return cut_markdown(report, chosen)
+            return chosen.tables().markdown()
         if self.windows is not None:
             report = reports[self.windows]
             chosen = choose_window(report, score=self.score, margin=self.margin / 100)
-            return window_markdown(report, chosen)
+            return chosen.tables().markdown()
         if self.empty is not None:
             report = reports[self.empty]
             if self.threshold is None:
-                return empty_markdown(report, choose_empty(report))
-            return empty_markdown(report, given_empty(report, self.threshold))
+                return choose_empty(report).tables().markdown()
+            return given_empty(report, self.threshold).tables().markdown()
         assert self.compare is not None
         first, second = (reports[name] for name in self.compare)
         comparisons = compare_reports(first, second, self.parsed_pairs())
-        return comparison_markdown(first.model, second.model, comparisons)
+        models = f"First: {first.model}; second: {second.model}. "
+        return comparison_tables(comparisons, models).markdown()
 
     def parsed_pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of conditions.
@@ -247,7 +245,7 @@ class PageOptions:
 
     Attributes:
         humaneval: the data folder of HumanEval-Infilling.
-        held_out: folder that ``midfill eval files`` has filled.
+        held_out: folder that ``python -m benchmarks held-out`` has filled.
         results: folder of the runs' JSON files.
         limit: replaces the limit of every run, for a quick look.
         choice: how models are run; its model and weights are the plan's. Its adapter replaces the
@@ -385,6 +383,7 @@ def _files(plan: RunPlan, options: PageOptions) -> list[Path]:
         return []
     if options.held_out is None:
         raise MidfillError(
-            "name the held-out files with --files FOLDER; 'midfill eval files FOLDER' fetches them"
+            "name the held-out files with --files FOLDER; 'python -m benchmarks held-out FOLDER'"
+            " fetches them"
         )
     return [options.held_out / plan.files]

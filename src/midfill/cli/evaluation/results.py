@@ -1,24 +1,20 @@
 """What the evaluation commands do with a run: keep its file up to date, show its results."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
-
-from midfill.cli.evaluation.values import results_console
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
 
     from midfill.lab.evaluation.conditions import Condition
     from midfill.lab.evaluation.models import Model
     from midfill.lab.evaluation.problems import Problem
+    from midfill.lab.evaluation.report import ReportTables
     from midfill.lab.evaluation.run import InfillingReport, RunOptions
     from midfill.system.progress import Progress
-
-
-C = TypeVar("C")
 
 
 class ResultsFile:
@@ -85,59 +81,29 @@ class Outputs:
     docs: Path | None
     section: str
 
-    def show(
-        self, tables: "Iterable[Table]", draw: Callable[[Path], None], markdown: Callable[[], str]
-    ) -> None:
+    def show(self, tables: "ReportTables", draw: Callable[[Path], None]) -> None:
         """Print tables, draw the plot, write the section."""
-        from midfill.system.reporting.document_sections import replace_section
-
         console = results_console()
-        for table in tables:
+        for table in tables.drawn():
             console.print(table)
         if self.plot is not None:
             draw(self.plot)
+        self.write(tables)
+
+    def write(self, tables: "ReportTables") -> None:
+        """Write the section."""
+        from midfill.system.reporting.document_sections import replace_section
+
         if self.docs is not None:
-            replace_section(self.docs, self.section, markdown())
+            replace_section(self.docs, self.section, tables.markdown())
 
 
-class ChoicePage(NamedTuple, Generic[C]):
-    """How what was measured is shown, and what was chosen by it.
+def results_console() -> "Console":
+    """Return standard output, wide enough for the tables if it is not a terminal."""
+    from rich.console import Console
 
-    Attributes:
-        tables: for the terminal.
-        plot: draws a picture into a file.
-        markdown: for a document's section.
-        note: notes the choice in a folder, and returns in which file.
-    """
-
-    tables: "Callable[[InfillingReport, C], Iterable[Table]]"
-    plot: "Callable[[InfillingReport, C, Path], None]"
-    markdown: "Callable[[InfillingReport, C], str]"
-    note: "Callable[[Path, InfillingReport, C], Path]"
-
-    def show(
-        self,
-        report: "InfillingReport",
-        choice: C,
-        outputs: Outputs,
-        write: Path | None,
-    ) -> None:
-        """Show it all, and note the choice beside a model.
-
-        Args:
-            report: what was measured.
-            choice: what was chosen.
-            outputs: where it is shown.
-            write: the model's folder; None notes it nowhere.
-        """
-        outputs.show(
-            self.tables(report, choice),
-            lambda path: self.plot(report, choice, path),
-            lambda: self.markdown(report, choice),
-        )
-        if write is not None:
-            path = self.note(write, report, choice)
-            results_console().print(f"written to {path}", markup=False, highlight=False)
+    console = Console()
+    return console if console.is_terminal else Console(width=130)
 
 
 def _read_earlier(path: Path | None) -> "InfillingReport | None":
