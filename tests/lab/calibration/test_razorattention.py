@@ -9,6 +9,7 @@ from tiny_checkpoints import VOCAB, reference_model, write_variant
 
 from midfill.errors import InvalidRequestError
 from midfill.lab.calibration.razorattention import HeadSearch, repetition_scores
+from midfill.methods.model_probe import ModelProbe
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.torch.runner import TorchRunner
 
@@ -25,7 +26,7 @@ def test_scores_are_the_sums_of_the_double_loop(folder: Path, start: int) -> Non
     drawn = np.random.default_rng(0).integers(0, VOCAB, PERIOD)
     text = np.array([7] * start + np.tile(drawn, REPEATS).tolist(), np.int32)
     runner = TorchRunner(open_checkpoint(folder), slots=len(text))
-    found = repetition_scores(runner, text, PERIOD, start)
+    found = repetition_scores(ModelProbe(runner), text, PERIOD, start)
     with torch.inference_mode():
         tokens = torch.from_numpy(text).long()[None]
         model = reference_model(folder, context=512)
