@@ -22,6 +22,7 @@ from benchmarks.commands.stops import stops
 from benchmarks.commands.tenants import tenants
 from benchmarks.commands.tiers import codecs, tiers
 from benchmarks.evaluation.commands import evaluation_page, held_out
+from benchmarks.training.commands import train_plan
 from midfill.cli import run
 from midfill.cli.usage import CommandLine
 
@@ -65,6 +66,7 @@ for _command in (
     kv_dtypes,
     evaluation_page,
     held_out,
+    train_plan,
 ):
     app.command()(_command)
 

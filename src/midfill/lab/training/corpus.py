@@ -273,19 +273,6 @@ def manifest_text(entries: Iterable[ManifestEntry]) -> str:
     return "".join(json.dumps(asdict(entry)) + "\n" for entry in sorted(entries, key=_order))
 
 
-def read_manifest(path: Path) -> list[ManifestEntry]:
-    """Read a manifest.
-
-    Raises:
-        MidfillError: the file is missing or broken.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [ManifestEntry(**json.loads(line)) for line in lines]
-    except (OSError, ValueError, TypeError) as error:
-        raise MidfillError(f"{path}: not a manifest: {error}") from None
-
-
 def describe_manifest(entries: Iterable[ManifestEntry]) -> dict[str, Any]:
     """Return what a model card says of the documents.
 

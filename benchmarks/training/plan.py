@@ -24,9 +24,9 @@ from midfill.errors import MidfillError
 from midfill.lab.training.corpus import (
     MANIFEST,
     Corpus,
+    ManifestEntry,
     describe_manifest,
     manifest_text,
-    read_manifest,
 )
 from midfill.lab.training.export import model_card
 from midfill.lab.training.recipe import TrainingRecipe
@@ -264,6 +264,19 @@ def join_stages(plan: TrainingPlan, folder: Path) -> Path:
 
     write_folder(folder / "adapter", write)
     return folder / "adapter"
+
+
+def read_manifest(path: Path) -> list[ManifestEntry]:
+    """Read a manifest.
+
+    Raises:
+        MidfillError: the file is missing or broken.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [ManifestEntry(**json.loads(line)) for line in lines]
+    except (OSError, ValueError, TypeError) as error:
+        raise MidfillError(f"{path}: not a manifest: {error}") from None
 
 
 def _joined_record(plan: TrainingPlan, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

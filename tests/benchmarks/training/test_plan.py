@@ -11,17 +11,17 @@ import msgspec
 import pytest
 from training_corpus import FIM, source_text
 
-from midfill.errors import MidfillError
-from midfill.lab.training.corpus import read_manifest
-from midfill.lab.training.plan import (
+from benchmarks.training.plan import (
     Stage,
     StartAdapter,
     TrainingPlan,
     join_stages,
     prepare_stages,
+    read_manifest,
     read_plan,
     stage_folder,
 )
+from midfill.errors import MidfillError
 from midfill.lab.training.recipe import TrainingRecipe
 from midfill.lab.training.run import finish_run
 from midfill.lab.training.run_folder import newest_checkpoint
