@@ -170,13 +170,13 @@ def compare(
     from midfill.lab.evaluation.summary import compare_reports
 
     pairs = [_pair(text) for text in pair or ()]
-    one, other = read_report(first), read_report(second)
-    comparisons = compare_reports(one, other, pairs)
+    report, other = read_report(first), read_report(second)
+    comparisons = compare_reports(report, other, pairs)
     console = results_console()
-    console.print(f"first:  {one.model}\nsecond: {other.model}", markup=False, highlight=False)
+    console.print(f"first:  {report.model}\nsecond: {other.model}", markup=False, highlight=False)
     for table in comparison_tables(comparisons).drawn():
         console.print(table)
-    models = f"First: {one.model}; second: {other.model}. "
+    models = f"First: {report.model}; second: {other.model}. "
     Outputs(None, docs, section).write(comparison_tables(comparisons, models))
 
 

@@ -146,17 +146,8 @@ class ModelFlags:
         from midfill.lab.evaluation.models import ModelChoice
         from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
-        return ModelChoice(
-            model=self.model or DEFAULT_MODEL,
-            adapter=self.adapter,
-            weights=self.weights,
-            kv_dtype=kv_dtype,
-            backend=self.backend,
-            device=self.device,
-            threads=self.threads,
-            fim_tokens=self.fim_tokens,
-            processes=self.processes,
-        )
+        options = {**vars(self), "model": self.model or DEFAULT_MODEL, "kv_dtype": kv_dtype}
+        return ModelChoice(**options)
 
     def open(
         self, progress: "Progress", kv_dtype: KvDtype = "auto"

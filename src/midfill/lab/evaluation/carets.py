@@ -155,5 +155,5 @@ def _members(node: ast.ClassDef) -> Iterator[str]:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield statement.name
         else:
-            names = (one for one in ast.walk(statement) if isinstance(one, ast.Name))
-            yield from (one.id for one in names if isinstance(one.ctx, ast.Store))
+            names = (each for each in ast.walk(statement) if isinstance(each, ast.Name))
+            yield from (name.id for name in names if isinstance(name.ctx, ast.Store))

@@ -4,7 +4,7 @@ import asyncio
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -295,18 +295,9 @@ class ModelChoice:
         """
         from midfill.llm import LLM  # slow to import
 
-        with LLM(
-            self.model,
-            adapter=self.adapter,
-            weights=self.weights,
-            kv_dtype=self.kv_dtype,
-            backend=self.backend,
-            device=self.device,
-            threads=self.threads,
-            fim_tokens=self.fim_tokens,
-            kv_memory=kv_memory,
-            progress=progress,
-        ) as llm:
+        options = asdict(self)
+        del options["processes"]
+        with LLM(**options, kv_memory=kv_memory, progress=progress) as llm:
             kv = "" if self.kv_dtype == "auto" else f", KV {self.kv_dtype}"
             yield LocalModel(llm, f"{self.model} (weights {self.weights}{kv})")
 

@@ -85,7 +85,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """Digest of the text, to check that two runs mean the same problem by an id."""
-        snippets = (part for one in self.snippets for part in (one.path, one.text))
+        snippets = (part for file in self.snippets for part in (file.path, file.text))
         text = "\0".join((self.prefix, self.hole, self.suffix, *snippets))
         return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 

@@ -141,7 +141,9 @@ def load_problems(
         MidfillError: a task's data is missing.
     """
     sources = read_files(files, options.suffixes) if files else []
-    if sources and not (sources := [one for one in sources if len(one.text) >= options.shortest]):
+    if sources and not (
+        sources := [file for file in sources if len(file.text) >= options.shortest]
+    ):
         raise MidfillError(f"no file has {options.shortest} characters")
     problems: list[Problem] = []
     for task in options.tasks:
@@ -326,7 +328,7 @@ def _judge(
     if sandbox is not None:
         # Conditions often give the same answer, and an answer of one line is its own first line.
         unique = list(
-            dict.fromkeys(one for row in programs for made in row for one in made.values())
+            dict.fromkeys(program for row in programs for made in row for program in made.values())
         )
         found = sandbox.run(unique)
         verdicts = {program: verdict.reason for program, verdict in zip(unique, found, strict=True)}

@@ -177,8 +177,11 @@ def compare_reports(
     pairs = pairs or [(name, name) for name in first.outcomes if name in second.outcomes]
     if not pairs:
         raise MidfillError("the two files share no condition; there is nothing to compare")
-    for one, other in pairs:
-        for which, name, report in (("first", one, first), ("second", other, second)):
+    for first_name, second_name in pairs:
+        for which, name, report in (
+            ("first", first_name, first),
+            ("second", second_name, second),
+        ):
             if name not in report.outcomes:
                 raise MidfillError(
                     f"the {which} file has no condition {name!r}, only {', '.join(report.outcomes)}"
@@ -187,12 +190,12 @@ def compare_reports(
     tasks = [task for task in tasks_of(first) if task in tasks_of(second)]
     return {
         task: {
-            one if one == other else f"{one} / {other}": _compare(
-                [first.outcomes[one][index] for index, _ in chosen],
-                [second.outcomes[other][index] for _, index in chosen],
+            a if a == b else f"{a} / {b}": _compare(
+                [first.outcomes[a][index] for index, _ in chosen],
+                [second.outcomes[b][index] for _, index in chosen],
                 [first.problems[index].group for index, _ in chosen],
             )
-            for one, other in pairs
+            for a, b in pairs
         }
         for task in tasks
         if (chosen := [pair for pair in shared if first.problems[pair[0]].task == task])
@@ -209,10 +212,10 @@ def _shared_indices(
     ]
     if not shared:
         raise MidfillError("the two files share no problem: the same data and seed are needed")
-    for one, other in shared:
-        if first[one].digest != second[other].digest:
+    for at, other in shared:
+        if first[at].digest != second[other].digest:
             raise MidfillError(
-                f"problem {first[one].id} is another text in the second file;"
+                f"problem {first[at].id} is another text in the second file;"
                 " both runs need the same files"
             )
     return shared

@@ -102,14 +102,8 @@ def load_checkpoint(
         raise MidfillError(f"{checkpoint}: not a training checkpoint: {error}") from None
     except (EOFError, pickle.UnpicklingError):
         raise MidfillError(f"{checkpoint}: {_TENSORS} is broken") from None
-    trained = _trained_parameters(model)
-    if trained.keys() != weights.keys() or any(
-        each.shape != weights[name].shape for name, each in trained.items()
-    ):
+    if not _copy_weights(weights, _trained_parameters(model)):
         raise MidfillError(f"{checkpoint}: is from a run that trains other weights; use its recipe")
-    with torch.no_grad():
-        for name, each in trained.items():
-            each.copy_(weights[name])
     optimizer.load_state_dict(moments)
     return state
 
@@ -129,24 +123,29 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
         stored = load_file(folder / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise MidfillError(f"{folder}: not an adapter: {error}") from None
-    trained = {
-        name.replace(".default", ""): each
-        for name, each in model.named_parameters()
-        if each.requires_grad
-    }
-    if trained.keys() != stored.keys() or any(
-        each.shape != stored[name].shape for name, each in trained.items()
+    trained = _trained_parameters(model)
+    if not _copy_weights(
+        stored, {name.replace(".default", ""): each for name, each in trained.items()}
     ):
         raise MidfillError(
             f"{folder}: updates other weights than the recipe's; use its rank and lora_modules"
         )
-    with torch.no_grad():
-        for name, each in trained.items():
-            each.copy_(stored[name])
 
 
 def _trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+@torch.no_grad()
+def _copy_weights(stored: Mapping[str, torch.Tensor], trained: Mapping[str, nn.Parameter]) -> bool:
+    """Copy stored weights into a model's; return whether they are of the same names and shapes."""
+    if trained.keys() != stored.keys() or any(
+        each.shape != stored[name].shape for name, each in trained.items()
+    ):
+        return False
+    for name, each in trained.items():
+        each.copy_(stored[name])
+    return True
 
 
 def _find_checkpoints(folder: Path) -> list[Path]:
