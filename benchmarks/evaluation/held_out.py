@@ -5,7 +5,7 @@ Versions are pinned, so that everybody cuts holes into the same texts.
 
 from pathlib import Path
 
-from midfill.system.package_sources import fetch_packages, read_requirements
+from benchmarks.package_sources import fetch_packages, read_requirements
 from midfill.system.progress import Progress
 
 _ROOT = Path(__file__).parents[2]

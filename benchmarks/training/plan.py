@@ -20,6 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.package_sources import (
+    Package,
+    fetch_packages,
+    parse_requirement,
+    read_requirements,
+)
 from midfill.errors import MidfillError
 from midfill.lab.training.corpus import (
     MANIFEST,
@@ -36,12 +42,6 @@ from midfill.lab.training.trainer import CHECKPOINTS
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_record import RECORD_FILE
 from midfill.system.atomic import write_folder
-from midfill.system.package_sources import (
-    Package,
-    fetch_packages,
-    parse_requirement,
-    read_requirements,
-)
 from midfill.system.progress import Progress, ignore_progress
 
 _FIELDS = frozenset(

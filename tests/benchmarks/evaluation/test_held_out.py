@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.evaluation import held_out
 from benchmarks.evaluation.held_out import fetch_held_out
-from midfill.system.package_sources import Package, read_requirements
+from benchmarks.package_sources import Package, read_requirements
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from training_corpus import FIM, source_text
 
+from benchmarks.package_sources import Package, PackageRecord
 from benchmarks.training.plan import (
     Stage,
     StartAdapter,
@@ -22,11 +23,11 @@ from benchmarks.training.plan import (
     stage_folder,
 )
 from midfill.errors import MidfillError
+from midfill.lab.training.corpus import PACKAGE_RECORD
 from midfill.lab.training.recipe import TrainingRecipe
 from midfill.lab.training.run import finish_run
 from midfill.lab.training.run_folder import newest_checkpoint
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.system.package_sources import RECORD_NAME, Package, PackageRecord
 
 PLAN = """
 model = "tiny"
@@ -143,7 +144,7 @@ def put_package(folder: Path, package: Package, texts: dict[str, str], suffix: s
     record = PackageRecord(
         requirement=str(package), archive="x.whl", sha256="0", suffixes=(suffix,), files=len(texts)
     )
-    (place / RECORD_NAME).write_bytes(msgspec.json.encode(record))
+    (place / PACKAGE_RECORD).write_bytes(msgspec.json.encode(record))
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def plan(recipe: TrainingRecipe, tmp_path: Path) -> TrainingPlan:
     put_package(sources / "held-out", held_out, {"0.py": source_text(0)}, ".py")
     record = json.dumps({"prompt": source_text(1)}) + "\n"
     put_package(sources / "protected", protected, {"problems.jsonl": record}, ".jsonl")
-    protected_record = sources / "protected" / protected.folder_name / RECORD_NAME
+    protected_record = sources / "protected" / protected.folder_name / PACKAGE_RECORD
     stored = msgspec.json.decode(protected_record.read_bytes(), type=PackageRecord)
     stored = msgspec.structs.replace(stored, suffixes=(".jsonl", ".gz"))
     protected_record.write_bytes(msgspec.json.encode(stored))

@@ -16,7 +16,9 @@ from typing import Any
 
 from midfill.errors import MidfillError
 from midfill.lab.training.licences import LicenceFinder, spdx_of_all
-from midfill.system.package_sources import read_record
+
+PACKAGE_RECORD = "midfill-package.json"
+"""File in a fetched package's folder whose "requirement" is the package's name and version."""
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 """Suffixes of files that hold many documents."""
@@ -36,8 +38,8 @@ class Document:
         name: path or key, for the data manifest and for messages.
         content: the file's bytes; text from JSONL and parquet is encoded as UTF-8.
         licence: SPDX identifier; None where it is unknown.
-        package: name and version of the package it was fetched with, see
-            ``system.package_sources``; None otherwise.
+        package: name and version of the package it was fetched with, which a file
+            ``PACKAGE_RECORD`` names in the folder below its root; None otherwise.
     """
 
     name: str
@@ -140,11 +142,18 @@ class Corpus:
             inside = path.relative_to(root)
             folder = root / inside.parts[0]
             if folder not in packages:
-                record = read_record(folder)
-                packages[folder] = None if record is None else record.requirement
+                packages[folder] = _read_package(folder)
             licence = self._licences.licence_of(root, path, content)
             name = f"{names[root]}/{inside.as_posix()}"
             yield Document(name, content, licence, packages[folder])
+
+
+def _read_package(folder: Path) -> str | None:
+    """Return name and version of the package that was fetched into a folder, None if none was."""
+    try:
+        return str(json.loads((folder / PACKAGE_RECORD).read_bytes())["requirement"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def read_record_documents(path: Path) -> Iterator[Document]:

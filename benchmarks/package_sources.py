@@ -22,12 +22,10 @@ from typing import IO
 import msgspec
 
 from midfill.errors import MidfillError
+from midfill.lab.training.corpus import PACKAGE_RECORD
 from midfill.system.atomic import write_folder
 from midfill.system.pip import run_pip, summarise_failure
 from midfill.system.progress import Progress, ignore_progress
-
-RECORD_NAME = "midfill-package.json"
-"""File in each package's folder that says where its files are from."""
 
 _REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*==\s*(?P<version>[A-Za-z0-9.!+_-]+)"
@@ -179,7 +177,7 @@ def fetch_package(package: Package, folder: Path, suffixes: Sequence[str]) -> Pa
                 suffixes=tuple(suffixes),
                 files=files,
             )
-            (place / RECORD_NAME).write_bytes(msgspec.json.encode(record))
+            (place / PACKAGE_RECORD).write_bytes(msgspec.json.encode(record))
 
         try:
             write_folder(target, write)
@@ -191,7 +189,7 @@ def fetch_package(package: Package, folder: Path, suffixes: Sequence[str]) -> Pa
 def read_record(folder: Path) -> PackageRecord | None:
     """Return the record in a package's folder, None if there is none."""
     try:
-        return msgspec.json.decode((folder / RECORD_NAME).read_bytes(), type=PackageRecord)
+        return msgspec.json.decode((folder / PACKAGE_RECORD).read_bytes(), type=PackageRecord)
     except (OSError, msgspec.DecodeError):
         return None
 

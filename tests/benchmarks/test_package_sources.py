@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midfill.errors import MidfillError
-from midfill.system.package_sources import (
+from benchmarks.package_sources import (
     Package,
     fetch_package,
     fetch_packages,
@@ -17,6 +16,7 @@ from midfill.system.package_sources import (
     read_record,
     read_requirements,
 )
+from midfill.errors import MidfillError
 
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nLicense: MIT\n"
 BACKEND = f"""
