@@ -119,7 +119,7 @@ def train_and_finish(console: "Console", run: "TrainingRun", merge: Path | None 
     from midfill.system.machine import describe_machine
 
     print_settings(console, run)
-    steps = run.recipe.steps
+    steps = run.trainer.recipe.steps
     with StepDisplay(console, steps) as display:
         state = run.trainer.run(display.show)
     if state.step < steps:

@@ -80,7 +80,8 @@ class StepDisplay:
 
 def print_settings(console: Console, run: TrainingRun) -> None:
     """Print what a run is about to do."""
-    recipe, corpus = run.recipe, run.stream.corpus
+    recipe, stream = run.trainer.recipe, run.trainer.stream
+    corpus, format = stream.corpus, stream.maker.format
     files = len(corpus.files)
     documents = [f"{files:,} file{'s' if files > 1 else ''}"] if files else []
     documents += [path.name for path in corpus.records]
@@ -88,7 +89,7 @@ def print_settings(console: Console, run: TrainingRun) -> None:
     method = "all weights" if recipe.method == "full" else f"LoRA of rank {recipe.rank}"
     gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if gpu else f"{torch.get_num_threads()} CPU threads"
-    sentinels = (run.format.prefix, run.format.suffix, run.format.middle)
+    sentinels = (format.prefix, format.suffix, format.middle)
     checkpoint = newest_checkpoint(run.inputs.folder / CHECKPOINTS)
     rows: dict[str, str | Path] = {
         "base": run.checkpoint.path,

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -33,6 +32,8 @@ from midfill.lab.evaluation.source_files import DEFAULT_SUFFIXES, read_files
 from midfill.system.progress import Progress, StageProgress
 
 _MAX_FILE_HOLES = 1000  # per task, for files without a limit
+_COST_BATCH = 16  # holes; what a batch computed is still cached when its carets move
+_TYPED = "value"
 _BATCH_ANSWERS = 512  # enough that the last answers of a batch, which run alone, cost little
 
 
@@ -232,7 +233,11 @@ def _add_outcomes(
     """Add a batch's outcomes to a report, with what they cost where windows are compared."""
     for condition, found in zip(conditions, outcomes, strict=True):
         if condition.window is not None:
-            found = _with_costs(found, measure_costs(model, batch, condition.window))
+            costs = measure_costs(model, batch, condition.window)
+            found = [
+                msgspec.structs.replace(outcome, cost=cost)
+                for outcome, cost in zip(found, costs, strict=True)
+            ]
         report.outcomes[condition.name].extend(found)
 
 
@@ -249,17 +254,17 @@ def _resume(
     Raises:
         MidfillError: the earlier run was another.
     """
-    for what, one, other in (
+    for what, before, now in (
         ("model", earlier.model, fresh.model),
         ("model's weights", earlier.fingerprint, fresh.fingerprint),
         ("options", earlier.options, fresh.options),
         ("conditions", list(earlier.outcomes), list(fresh.outcomes)),
         ("kind of sandbox", earlier.isolation, fresh.isolation),
     ):
-        if one != other:
+        if before != now:
             raise MidfillError(
                 f"the earlier run can't be resumed: its {what} differ from this run's;"
-                f" name another --json file (earlier: {one}; now: {other})"
+                f" name another --json file (earlier: {before}; now: {now})"
             )
     known = {record.id: record for record in earlier.problems}
     wanted = [_record(problem) for problem in problems]
@@ -351,13 +356,6 @@ def _outcome(
     )
 
 
-def _with_costs(outcomes: Sequence[Outcome], costs: Sequence[WindowCost]) -> list[Outcome]:
-    return [
-        msgspec.structs.replace(outcome, cost=cost)
-        for outcome, cost in zip(outcomes, costs, strict=True)
-    ]
-
-
 def _programs(problem: Problem, answer: Answer) -> dict[str, Program]:
     """Return the programs that an answer completes, by the score that each decides."""
     if problem.test is None:
@@ -382,25 +380,11 @@ def _contains_sentinel(problem: Problem, model: Model) -> bool:
     )
 
 
-_TYPED = "value"
-_BATCH = 16  # holes; what a batch computed is still cached when its carets move
-
-
-class TokenCounter(Protocol):
-    """A model that says what requests cost."""
-
-    def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
-        """Return the prompt tokens that each request computes; all are asked at once."""
-        ...
-
-
-def measure_costs(
-    model: TokenCounter, problems: Sequence[Problem], rule: WindowRule
-) -> list[WindowCost]:
+def measure_costs(model: Model, problems: Sequence[Problem], rule: WindowRule) -> list[WindowCost]:
     """Count what every hole's requests compute with a window of its whole document."""
     costs: list[WindowCost] = []
-    for start in range(0, len(problems), _BATCH):
-        batch = problems[start : start + _BATCH]
+    for start in range(0, len(problems), _COST_BATCH):
+        batch = problems[start : start + _COST_BATCH]
         steps = zip(*(_requests(problem, rule) for problem in batch), strict=True)
         counts = [model.count_computed(step) for step in steps]
         costs += [WindowCost(*found) for found in zip(*counts, strict=True)]
