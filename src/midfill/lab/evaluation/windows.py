@@ -25,7 +25,6 @@ from midfill.lab.evaluation.summary import tasks_of
 
 _FIELDS = {"opened": "tokens, opened", "moved": "caret moved", "typed": "typed"}
 DEFAULT_WINDOWS = "400/150,800/250,1200/400,2000/600,4000/1000"
-DEFAULT_SHORTEST = 12_000
 
 
 def parse_windows(text: str) -> tuple[WindowRule, ...]:
