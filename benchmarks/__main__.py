@@ -13,8 +13,10 @@ COMMANDS = {
     "codecs": "codecs",
     "compare": "compare.commands",
     "disaggregation": "disaggregation.measure",
+    "evaluation-page": "evaluation.commands",
     "gateway": "gateway",
     "gateway-rounds": "gateway_rounds",
+    "held-out": "evaluation.commands",
     "keystrokes": "keystrokes",
     "kills": "reliability.kills",
     "kv-moves": "kv_moves",
@@ -31,6 +33,7 @@ COMMANDS = {
     "tables": "tables",
     "tenants": "tenants",
     "tiers": "tiers",
+    "train-plan": "training.commands",
 }
 """Command -> module that has a function, or a group of commands, of its name."""
 

@@ -9,11 +9,10 @@ from rich.console import Console
 
 from midfill.cli.training_display import FRAGMENT_BORDER, StepDisplay, example_text
 from midfill.infill.formats import custom_format
-from midfill.lab.training.checkpoints import TrainingState
 from midfill.lab.training.examples import ExampleMaker
 from midfill.lab.training.holes import Hole
-from midfill.lab.training.loss_log import StepReport
 from midfill.lab.training.recipe import DataRecipe
+from midfill.lab.training.run_folder import StepReport, TrainingState
 from midfill.models.checkpoints.opening import open_checkpoint
 
 

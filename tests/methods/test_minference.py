@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tiny_checkpoints import write_tiny
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams
 from midfill.lab.calibration.calibrate import calibrate
-from midfill.lab.calibration.minference import PatternSearch, pairs_text
 from midfill.llm import LLM
 from midfill.methods.calibration_store import read, shipped_path
 from midfill.methods.served_model import ServedModel
@@ -57,26 +55,6 @@ def test_a_search_is_asked_for_and_its_result_used(folder: Path) -> None:
         assert named[0].text == exact
         found = llm.generate(text, greedy, method="minference:chunk=256,dense=256")[0]
         assert found.answers[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"), [({"tokens": 100}, "tokens"), ({"texts": 0}, "texts"),
-                            ({"budget": 0.0}, "budget")]
-)  # fmt: skip
-def test_settings_out_of_range_are_named(settings: dict[str, float], error: str) -> None:
-    with pytest.raises(InvalidRequestError, match=error):
-        PatternSearch(**settings)  # type: ignore[arg-type]
-
-
-def test_a_text_of_pairs_asks_for_one_of_them(folder: Path) -> None:
-    tokenizer = open_checkpoint(folder).tokenizer
-    tokens = pairs_text(tokenizer, 900, [0, 1])
-    assert len(tokens) == 900
-    np.testing.assert_array_equal(tokens, pairs_text(tokenizer, 900, [0, 1]))
-    assert (tokens != pairs_text(tokenizer, 900, [0, 2])).any()
-    text = tokenizer.decode(tokens.tolist())
-    asked = text.rsplit('# The value of "', 1)[1].split('"')[0]
-    assert f'"{asked}": "' in text
 
 
 @pytest.mark.real_model

@@ -1,52 +1,20 @@
-"""RazorAttention: its heads are found as the paper says, and chosen by rank over the model."""
+"""RazorAttention: its heads are chosen by rank over the model."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from fake_keys import CONFIG, GROUP, KV_HEADS, LAYERS
-from tiny_checkpoints import VOCAB, reference_model, write_tiny, write_variant
+from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
 from midfill import LLM, SamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.lab.calibration.calibrate import calibrate
-from midfill.lab.calibration.razorattention import HeadSearch, repetition_scores
 from midfill.methods.calibration_store import read, shipped_path
 from midfill.methods.evict.razorattention import VERSION, RazorAttention, retrieval_heads
 from midfill.methods.served_model import ServedModel
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, REGISTERED, resolve_adapter
 from midfill.models.checkpoints.opening import model_digest, open_checkpoint, open_model
-from midfill.runners.torch.runner import TorchRunner
-
-PERIOD, REPEATS = 20, 8  # enough tokens for several chunks of rows
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_variant("llama", tmp_path_factory.mktemp("tiny") / "llama")
-
-
-@pytest.mark.parametrize("start", [0, 1])
-def test_scores_are_the_sums_of_the_double_loop(folder: Path, start: int) -> None:
-    drawn = np.random.default_rng(0).integers(0, VOCAB, PERIOD)
-    text = np.array([7] * start + np.tile(drawn, REPEATS).tolist(), np.int32)
-    runner = TorchRunner(open_checkpoint(folder), slots=len(text))
-    found = repetition_scores(runner, text, PERIOD, start)
-    with torch.inference_mode():
-        tokens = torch.from_numpy(text).long()[None]
-        model = reference_model(folder, context=512)
-        attention = model(tokens, output_attentions=True).attentions
-    for layer, weights in enumerate(attention):
-        echo, induction = np.zeros(weights.shape[1]), np.zeros(weights.shape[1])
-        for i in range(start + PERIOD, len(text)):
-            for j in range(start, i):
-                if (i - j) % PERIOD == 0:
-                    echo += weights[0, :, i, j].numpy()
-                    induction += weights[0, :, i, j + 1].numpy()
-        queries = len(text) - start - PERIOD
-        np.testing.assert_allclose(found["echo"][layer], echo / queries, atol=1e-5)
-        np.testing.assert_allclose(found["induction"][layer], induction / queries, atol=1e-5)
 
 
 def test_heads_are_ranked_over_the_model_by_the_best_of_their_group() -> None:
@@ -87,8 +55,6 @@ def test_models_whose_layers_see_a_window_are_refused(tmp_path: Path) -> None:
     model = ServedModel(config=checkpoint.config, digest="d", options="--model m")
     with pytest.raises(InvalidRequestError, match="layers of this one see 24 tokens"):
         RazorAttention().for_model(model)
-    with pytest.raises(InvalidRequestError, match="whole text"):
-        HeadSearch().open(checkpoint, lambda *_: None)
 
 
 @pytest.mark.real_model

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from midfill.errors import InvalidRequestError
-from midfill.lab.calibration import minference as minference_search
 from midfill.methods.sparse_prefill.chunks import ChunkRule
 from midfill.methods.sparse_prefill.flexprefill import (
     FlexPrefill,
@@ -163,37 +162,6 @@ def test_tables_name_patterns_and_their_sizes() -> None:
     ((slash, shape_a),) = choose_patterns(tables, 1.5)
     assert slash == Pattern(CANDIDATES[3].shape, *(3 * one for one in CANDIDATES[3][1:]))
     assert shape_a == Pattern(Shape.A, *(0.75 * one for one in CANDIDATES[0][1:]))
-
-
-def test_the_search_takes_what_holds_most_attention_within_the_budget() -> None:
-    sizes = len(minference_search.SIZES)
-    cost = np.linspace(0.05, 0.5, sizes) * np.ones((1, 2, len(CANDIDATES), 1))
-    mass = np.linspace(0.1, 0.9, sizes) * np.ones_like(cost)
-    mass[0, 0, 4] += 0.05
-    mass[0, 1, 7] += 0.05
-    found = minference_search.choose({"mass": mass, "cost": cost}, 0.2)
-    assert found["pattern"].tolist() == [[4, 7]]
-    assert (found["cost"] <= 0.2).all()
-    place = minference_search.SIZES.index(found["size"][0, 0])
-    assert cost[0, 0, 4, place] == found["cost"][0, 0]
-    assert cost[0, 0, 4, place + 1] > 0.2
-    assert found["mass"][0, 0] == pytest.approx(mass[0, 0, 4, place])
-
-
-def test_what_the_search_knows_of_a_layer_is_what_a_probe_shows() -> None:
-    at = Setting(128, 200)
-    probe = at.probe()
-    known = minference_search.KnownLayer.of(probe)
-    patterns = tuple(Pattern(shape, 0.2, 0.3) for shape in (*Shape, Shape.A))
-    mask = pattern_mask(probe, patterns)
-    np.testing.assert_array_equal(pattern_mask(known, patterns), mask)
-    mass, cost = known.evaluate(mask)
-    weights = probe.scores(at.rows).softmax(dim=-1).numpy()
-    listed = list_mask(SpanLists.from_mask(mask), at.rows, at.keys)
-    np.testing.assert_allclose(mass, (weights * listed).sum(axis=(1, 2)) / at.rows, rtol=1e-4)
-    assert (cost > 0).all()
-    everything = known.evaluate(np.ones_like(mask))[0]
-    np.testing.assert_allclose(everything, 1, rtol=1e-4)
 
 
 def test_covering_counts_the_largest_weights() -> None:

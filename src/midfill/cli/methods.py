@@ -33,6 +33,7 @@ def methods(context: typer.Context) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from midfill.lab.calibration.registry import CALIBRATORS
     from midfill.methods.registry import KINDS, METHODS
 
     table = Table(box=None, pad_edge=False)
@@ -45,7 +46,7 @@ def methods(context: typer.Context) -> None:
         )
         table.add_row(entry.name, entry.kind, options, f"{entry.title}: {entry.source}")
     Console().print(table, highlight=False)
-    calibrated = ", ".join(entry.name for entry in METHODS.values() if entry.calibrator)
+    calibrated = ", ".join(CALIBRATORS)
     typer.echo()
     for kind, meaning in KINDS.items():
         typer.echo(f"{kind:8} {meaning}")

@@ -1,7 +1,6 @@
 """The ``midfill train`` commands."""
 
 import dataclasses
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,66 +103,23 @@ def fim(
         held_out=_corpus(held_out, chosen),
         any_licence=any_licence,
         start_from=start_from,
-        base_name=_public_name(model),
+        base_name=public_name(model),
     )
     console = Console(stderr=True, highlight=False)
-    checkpoint = _open_base(model)
+    checkpoint = open_base(model)
     with console.status("loading the model"):
         run = prepare_run(checkpoint, chosen, inputs)
-    _train_and_finish(console, run, merge)
+    train_and_finish(console, run, merge)
 
 
-@app.command("plan")
-def run_plan(
-    plan: Annotated[Path, typer.Argument(help="TOML file with stages; see docs/training.md.")],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for packages, stages and the adapter.")
-    ],
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
-) -> None:
-    """Train in the stages of a plan; the same command continues an interrupted run.
-
-    Fetches the packages that the plan names, trains stage after stage, and writes an adapter with
-    a record of all of them.
-    """
-    from rich.console import Console
-
-    from midfill.lab.training.run import require_libraries
-
-    require_libraries()
-    import torch
-
-    from midfill.lab.training.plan import read_plan
-    from midfill.lab.training.plan_run import join_stages, prepare_stages
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    chosen = read_plan(plan)
-    checkpoint = _open_base(chosen.model)
-    console = Console(stderr=True, highlight=False)
-    with show_progress() as progress:
-        stages = prepare_stages(
-            chosen,
-            checkpoint,
-            output,
-            base_name=_public_name(chosen.model),
-            progress=progress,
-        )
-        first = next(stages, None)
-    for name, run in chain([] if first is None else [first], stages):
-        console.print(f"stage {name}")
-        _train_and_finish(console, run)
-    console.print(f"adapter: {join_stages(chosen, output)}", soft_wrap=True)
-
-
-def _train_and_finish(console: "Console", run: "TrainingRun", merge: Path | None = None) -> None:
+def train_and_finish(console: "Console", run: "TrainingRun", merge: Path | None = None) -> None:
     """Train a prepared run to its end and write what it leaves; exit with 130 if interrupted."""
     from midfill.cli.training_display import StepDisplay, print_settings
     from midfill.lab.training.run import finish_run
     from midfill.system.machine import describe_machine
 
     print_settings(console, run)
-    steps = run.recipe.steps
+    steps = run.trainer.recipe.steps
     with StepDisplay(console, steps) as display:
         state = run.trainer.run(display.show)
     if state.step < steps:
@@ -193,7 +149,7 @@ def data(
     from midfill.cli.training_display import print_survey
     from midfill.lab.training.corpus import Corpus
     from midfill.lab.training.run import RunInputs, choose_fim_format, open_stream
-    from midfill.lab.training.survey import survey_stream
+    from midfill.lab.training.stream import survey_stream
 
     chosen = _recipe(recipe, fragments=fragments, seed=seed)
     inputs = RunInputs(
@@ -204,7 +160,7 @@ def data(
         held_out=_corpus(held_out, chosen),
         any_licence=any_licence,
     )
-    checkpoint = _open_base(model)
+    checkpoint = open_base(model)
     format = choose_fim_format(checkpoint, inputs.fim_tokens)
     stream = open_stream(checkpoint, format, chosen, inputs)
     with Console(stderr=True).status("reading documents"):
@@ -243,14 +199,15 @@ def _corpus(paths: list[Path] | None, recipe: "TrainingRecipe") -> "Corpus | Non
     return Corpus.find(paths, recipe.data.suffixes) if paths else None
 
 
-def _public_name(model: str | None) -> str | None:
+def public_name(model: str | None) -> str | None:
     """Return the name by which a base was requested, None if it was a path."""
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 
     return None if model is not None and Path(model).exists() else model or DEFAULT_MODEL
 
 
-def _open_base(model: str | None) -> "Checkpoint":
+def open_base(model: str | None) -> "Checkpoint":
+    """Open the base, the default model if none is named."""
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve
     from midfill.models.checkpoints.opening import open_checkpoint
 

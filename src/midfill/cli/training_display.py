@@ -11,11 +11,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from midfill.lab.training.checkpoints import newest_checkpoint
 from midfill.lab.training.examples import Example
-from midfill.lab.training.loss_log import StepReport
 from midfill.lab.training.run import TrainingRun
-from midfill.lab.training.survey import Survey
+from midfill.lab.training.run_folder import StepReport, newest_checkpoint
+from midfill.lab.training.stream import Survey
 from midfill.lab.training.trainer import CHECKPOINTS, resolve_precision
 from midfill.models.tokens.tokenizer import Tokenizer
 
@@ -81,7 +80,8 @@ class StepDisplay:
 
 def print_settings(console: Console, run: TrainingRun) -> None:
     """Print what a run is about to do."""
-    recipe, corpus = run.recipe, run.stream.corpus
+    recipe, stream = run.trainer.recipe, run.trainer.stream
+    corpus, format = stream.corpus, stream.maker.format
     files = len(corpus.files)
     documents = [f"{files:,} file{'s' if files > 1 else ''}"] if files else []
     documents += [path.name for path in corpus.records]
@@ -89,7 +89,7 @@ def print_settings(console: Console, run: TrainingRun) -> None:
     method = "all weights" if recipe.method == "full" else f"LoRA of rank {recipe.rank}"
     gpu = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if gpu else f"{torch.get_num_threads()} CPU threads"
-    sentinels = (run.format.prefix, run.format.suffix, run.format.middle)
+    sentinels = (format.prefix, format.suffix, format.middle)
     checkpoint = newest_checkpoint(run.inputs.folder / CHECKPOINTS)
     rows: dict[str, str | Path] = {
         "base": run.checkpoint.path,
@@ -145,7 +145,7 @@ def example_text(example: Example, tokenizer: Tokenizer) -> Text:
     """Return an example as text: sentinels by name, a border wherever a fragment starts.
 
     Tokens that are input only are plain, learned ones green. Broken tokens, see
-    ``fragments.broken_token_mask``, are dim.
+    ``examples.broken_token_mask``, are dim.
     """
     text = Text()
     pending, pending_style = b"", ""

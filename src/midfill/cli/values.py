@@ -111,7 +111,7 @@ def parse_calibration(text: str) -> str:
         typer.BadParameter: there is no such method or option, a value doesn't fit, or the method
             needs no calibration.
     """
-    from midfill.methods.registry import resolve_calibrator
+    from midfill.lab.calibration.registry import resolve_calibrator
 
     return _checked(text, resolve_calibrator)
 

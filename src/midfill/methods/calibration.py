@@ -1,19 +1,17 @@
 """Calibration: tables that a method computes once for a model, as numbers in one JSON file.
 
-Nothing here touches the disk, see ``calibration_store``. Nothing computes, either: a method that
-needs tables names a ``Calibrator`` in the registry.
+Nothing here touches the disk, see ``calibration_store``. What computes them is in
+``lab.calibration``.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 
 from midfill.arrays import Float64Array
-from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.system.progress import Progress
 
 Tables = Mapping[str, Float64Array]
 """Arrays by name. Those of a method that ranks heads are [layers, kv_heads]."""
@@ -107,42 +105,3 @@ class Calibration:
         for name, table in self.tables.items():
             if not np.isfinite(table).all():
                 raise CalibrationError(f"its table {name!r} holds a value that is no number")
-
-
-class CalibrationWork(Protocol):
-    """A calibration in progress, with the model loaded."""
-
-    @property
-    def steps(self) -> int:
-        """How many steps there are."""
-        ...
-
-    def start(self) -> Tables:
-        """Return the tables before the first step."""
-        ...
-
-    def step(self, number: int, tables: Tables) -> Tables:
-        """Return the tables after step ``number``, from 0; depends on its arguments alone."""
-        ...
-
-    def close(self) -> None:
-        """Free the model."""
-        ...
-
-
-class Calibrator(Protocol):
-    """A way of computing a method's tables: a frozen dataclass of its settings.
-
-    Attributes:
-        version: changes when the same settings give other tables.
-    """
-
-    version: ClassVar[int]
-
-    def open(self, checkpoint: Checkpoint, progress: Progress) -> CalibrationWork:
-        """Load what the work needs.
-
-        Raises:
-            MidfillError: the model doesn't suit the method, or can't be loaded.
-        """
-        ...

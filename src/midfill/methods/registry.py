@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from midfill.errors import InvalidRequestError
-from midfill.methods.calibration import Calibrator
 from midfill.methods.method import Method, ModelSpecific
 
 OFF = "none"
@@ -36,8 +35,6 @@ class MethodEntry:
         title: as its paper calls it.
         source: where it was published.
         module, factory: the dataclass of its hyper-parameters.
-        calibrator: "module:factory" of the ``Calibrator`` that computes the tables it needs; "" if
-            it needs none.
     """
 
     name: str
@@ -46,7 +43,6 @@ class MethodEntry:
     source: str
     module: str
     factory: str
-    calibrator: str = ""
 
     def load(self) -> type[Any]:
         """Return the dataclass of the method's hyper-parameters."""
@@ -56,18 +52,6 @@ class MethodEntry:
     def options(self) -> dict[str, object]:
         """Return the method's options and their defaults."""
         return defaults(self.load())
-
-    def load_calibrator(self) -> type[Any]:
-        """Return the dataclass of its calibration's settings.
-
-        Raises:
-            InvalidRequestError: it needs no calibration.
-        """
-        if not self.calibrator:
-            raise InvalidRequestError(f"{self.name} needs no calibration", param="method")
-        module, _, factory = self.calibrator.partition(":")
-        found: type[Any] = getattr(importlib.import_module(module), factory)
-        return found
 
 
 def defaults(factory: type[Any]) -> dict[str, object]:
@@ -106,27 +90,22 @@ METHODS = {
         MethodEntry(
             "compresskv", "evict", "CompressKV", "Lin et al., 2025, arXiv 2508.02401",
             f"{_EVICT}.compresskv", "CompressKV",
-            "midfill.lab.calibration.compresskv:EvidenceSearch",
         ),
         MethodEntry(
             "uncomp", "evict", "UNComp", "Xiong et al., 2024, arXiv 2410.03090",
             f"{_EVICT}.uncomp", "UNComp",
-            "midfill.lab.calibration.uncomp:EntropyMeasurement",
         ),
         MethodEntry(
             "razorattention", "evict", "RazorAttention", "Tang et al., ICLR 2025, arXiv 2407.15891",
             f"{_EVICT}.razorattention", "RazorAttention",
-            "midfill.lab.calibration.razorattention:HeadSearch",
         ),
         MethodEntry(
             "duoattention", "evict", "DuoAttention", "Xiao et al., ICLR 2025, arXiv 2410.10819",
             f"{_EVICT}.duoattention", "DuoAttention",
-            "midfill.lab.calibration.duoattention:GateTraining",
         ),
         MethodEntry(
             "minference", "prefill", "MInference", "Jiang et al., NeurIPS 2024, arXiv 2407.02490",
             f"{_SPARSE_PREFILL}.minference", "MInference",
-            "midfill.lab.calibration.minference:PatternSearch",
         ),
         MethodEntry(
             "flexprefill", "prefill", "FlexPrefill", "Lai et al., ICLR 2025, arXiv 2502.20766",
@@ -172,19 +151,6 @@ def resolve_method(specification: str) -> Method | ModelSpecific | None:
     check_name(name)
     method: Method | ModelSpecific = make_options(METHODS[name].load(), name, listed)
     return method
-
-
-def resolve_calibrator(specification: str) -> tuple[str, Calibrator]:
-    """Return the method's name and the calibrator that "name:option=value" stands for.
-
-    Raises:
-        InvalidRequestError: there is no such method or option, a value doesn't fit, or the method
-            needs no calibration.
-    """
-    name, _, listed = specification.partition(":")
-    check_name(name)
-    calibrator: Calibrator = make_options(METHODS[name].load_calibrator(), name, listed)
-    return name, calibrator
 
 
 def make_options(factory: type[Any], name: str, listed: str) -> Any:

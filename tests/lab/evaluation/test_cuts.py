@@ -10,7 +10,6 @@ from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
 from midfill.lab.evaluation.choice import check_score, half_of, split_in_halves
 from midfill.lab.evaluation.conditions import PromptOptions, make_prompt
-from midfill.lab.evaluation.cut_report import cut_markdown, cut_measurement
 from midfill.lab.evaluation.cuts import (
     choose_cut,
     cut_conditions,
@@ -48,23 +47,23 @@ def report(rises_to: dict[str, float], holes: int = 400, noise: float = 0.1) -> 
 
 def test_the_least_distance_that_is_as_good_as_the_best_is_recommended() -> None:
     rising = {"0": 0.2, "96": 0.4, "200": 0.55, "400": 0.56, "whole": 0.56}
-    choice = choose_cut(report(rising), margin=0.05)
+    choice = choose_cut(report(rising), margin=0.05).choice
     assert parse_distance(choice.recommended) == 200
     assert choice.best in ("200", "400", "whole")
-    assert [one.condition for one in choice.choice] == ["0", "96", "200", "400", "whole"]
+    assert [result.condition for result in choice.choice] == ["0", "96", "200", "400", "whole"]
     assert abs(choice.on_other_holes.value) < 0.05
 
 
 def test_without_certainty_the_best_itself_is_recommended() -> None:
     noisy = report({"0": 0.50, "400": 0.52}, holes=20, noise=0.4)
-    choice = choose_cut(noisy, margin=0.001)
+    choice = choose_cut(noisy, margin=0.001).choice
     assert choice.recommended == choice.best
 
 
 def test_a_model_that_needs_the_whole_prefix_gets_it() -> None:
-    choice = choose_cut(report({"0": 0.2, "400": 0.3, "whole": 0.6}))
-    assert parse_distance(choice.recommended) == MAX_LEAST_INCREMENT
-    assert "Least increment: whole" in cut_markdown(report({"0": 0.2, "whole": 0.6}), choice)
+    chosen = choose_cut(report({"0": 0.2, "400": 0.3, "whole": 0.6}))
+    assert parse_distance(chosen.choice.recommended) == MAX_LEAST_INCREMENT
+    assert "Least increment: whole" in chosen.tables().markdown()
 
 
 def test_the_other_half_has_no_part_in_the_choice() -> None:
@@ -74,7 +73,7 @@ def test_the_other_half_has_no_part_in_the_choice() -> None:
     skewed = report({"0": 0.5, "400": 0.5})
     for outcome, half in zip(skewed.outcomes["400"], halves, strict=True):
         outcome.scores["similarity"] += 0.4 * (half == "report")
-    before, after = choose_cut(flat), choose_cut(skewed)
+    before, after = choose_cut(flat).choice, choose_cut(skewed).choice
     assert (after.recommended, after.best, after.choice) == (
         before.recommended,
         before.best,
@@ -146,7 +145,7 @@ def test_other_reports_and_single_files_are_refused() -> None:
 
 def test_what_is_noted_beside_a_model_is_plain_and_complete() -> None:
     measured = report({"0": 0.2, "200": 0.55, "400": 0.56})
-    noted = cut_measurement(measured, choose_cut(measured))
+    noted = choose_cut(measured).measurement()
     assert noted["holes"] == {"line": 400}
     assert noted["best"] in ("200", "400")
     minus = noted["minus_best_on_other_holes"]

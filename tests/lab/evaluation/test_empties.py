@@ -19,7 +19,6 @@ from midfill.lab.evaluation.empties import (
     separation,
     smallest_threshold,
 )
-from midfill.lab.evaluation.empty_report import empty_markdown, empty_measurement
 from midfill.lab.evaluation.problems import EMPTY_TASKS, Task
 from midfill.lab.evaluation.run import InfillingReport, Outcome, ProblemRecord, RunOptions
 
@@ -165,7 +164,7 @@ def test_tables_show_both_kinds_before_and_after() -> None:
     tasks: tuple[Task, ...] = ("single-line", "nothing-blank")
     measured = report(drawn(400, 0.3), drawn(400, 0.7), tasks)
     choice = choose_empty(measured)
-    page = empty_markdown(measured, choice)
+    page = choice.tables().markdown()
     own = f"{choice.threshold:g}"
     assert f"| empty, off | empty, {own} | exact, off | exact, {own} |" in page
     assert "| single-line | " in page
@@ -174,14 +173,14 @@ def test_tables_show_both_kinds_before_and_after() -> None:
     assert "| off |" in page
     assert f"Threshold: {own}, the smallest that loses at most 4% of " in page
     assert " carets that nothing was chosen on:" in page
-    given = empty_markdown(measured, given_empty(measured, 0.15))
+    given = given_empty(measured, 0.15).tables().markdown()
     assert "| 0.15 (given) |" in given
     assert "chosen" not in given
 
 
 def test_what_is_noted_beside_a_model_is_plain_and_complete() -> None:
     measured = report(drawn(400, 0.3), drawn(400, 0.7))
-    noted = empty_measurement(measured, choose_empty(measured))
+    noted = choose_empty(measured).measurement()
     assert noted["holes"] == {"missing-line": 400, "nothing-end": 400}
     assert noted["most_lost"] == 0.04
     found = noted["empty_on_other_holes"]

@@ -131,7 +131,7 @@ def test_snippets_are_measured_and_the_number_chosen_is_written_beside_the_model
 ) -> None:
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     results, page, plot = (tmp_path / name for name in ("a.json", "page.md", "plot.png"))
-    amounts = "0,200,200/old,200/behind"
+    amounts = "0,200,400"
     arguments = (
         *("snippets", "--model", folder, "--adapter", "none", "--threads", 1, "--files", HERE),
         *("--tasks", "line", "--limit", 6, "--max-tokens", 3, "--snippets", amounts),
@@ -142,11 +142,11 @@ def test_snippets_are_measured_and_the_number_chosen_is_written_beside_the_model
     arguments = (*arguments, "--resume", "--plot", plot, "--docs", page, "--write", folder)
     status, shown, _ = midfill(*arguments)
     assert status == 0
-    assert "200/behind" in shown
-    assert "| 200/old | 200 |" in page.read_text()
+    assert "Snippets: " in shown
+    assert "| 400 | 0 |" in page.read_text()
     assert plot.stat().st_size > 1000
     written = json_object(folder / "midfill.json")["snippets"]
-    assert written["characters"] in (0, 200)
+    assert written["characters"] in (0, 200, 400)
     assert written["measured"]["characters_around_the_caret"] == [120, 40]
     assert set(json_object(results)["outcomes"]) == set(amounts.split(","))
 
@@ -222,8 +222,8 @@ def test_reference_solutions_pass_in_the_sandbox(midfill: Command, humaneval: Pa
         (["windows", "--files", HERE, "--shortest", "9999999"], "no file has 9999999"),
         (["windows", "--files", HERE, "--write", HERE], "neither an adapter's nor"),
         (["snippets"], "nothing to ask: name held-out source files with --files"),
-        (["snippets", "--files", HERE, "--snippets", "0,0/old"], "fewer than two numbers"),
-        (["snippets", "--files", HERE, "--snippets", "0,2/new"], "--snippets takes numbers"),
+        (["snippets", "--files", HERE, "--snippets", "0,0"], "fewer than two numbers"),
+        (["snippets", "--files", HERE, "--snippets", "0,2/old"], "--snippets takes numbers"),
         (["snippets", "--files", HERE, "--tasks", "multi-line"], "documents stand alone"),
         (["snippets", "--files", HERE, "--write", HERE], "set midfill.snippets.characters"),
         (["empty"], "nothing to ask: name held-out Python files with --files"),

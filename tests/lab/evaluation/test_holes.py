@@ -14,7 +14,6 @@ from midfill.lab.evaluation.source_files import SourceFile, read_files
 HERE = Path(__file__).parent
 FILES = read_files([HERE])
 TEXTS = {file.name: file.text for file in FILES}
-WHOLE_FILE_TASKS: tuple[FileTask, ...] = ("line", "subtoken", "block", "span", "nothing")
 
 
 @pytest.fixture(params=FILE_TASKS)
@@ -29,9 +28,7 @@ def holes(task: FileTask, count: int = 150, seed: int = 0) -> list[Problem]:
 
 def test_a_hole_is_cut_from_its_file(task: FileTask) -> None:
     for problem in holes(task):
-        document = problem.prefix + problem.hole + problem.suffix
-        if task in WHOLE_FILE_TASKS:
-            assert document == TEXTS[problem.group]
+        assert problem.prefix + problem.hole + problem.suffix == TEXTS[problem.group]
         assert problem.task == task
         assert bool(problem.hole.strip()) == (task != "nothing")
         assert problem.prefix
@@ -48,7 +45,7 @@ def test_holes_differ_and_the_seed_decides(task: FileTask) -> None:
 
 def test_the_holes_of_a_file_do_not_depend_on_other_files(task: FileTask) -> None:
     """Other files change how many holes are drawn from a file, not which."""
-    few = draw_holes(FILES[:2], task, 60, 0)  # word-deep takes the text above from another file
+    few = draw_holes(FILES[:2], task, 60, 0)
     alone = {problem.id for problem in few if problem.group == FILES[0].name}
     among = {problem.id for problem in holes(task, 60) if problem.group == FILES[0].name}
     assert among
@@ -102,29 +99,6 @@ def test_nothing_is_missing_where_statements_end_and_on_blank_lines() -> None:
     assert "\n" in last_signs
     assert ")" in last_signs
     assert not last_signs & {":", ",", "("}
-
-
-def test_words_are_the_same_in_a_tiny_file_and_further_down() -> None:
-    top, deep = holes("word-top"), holes("word-deep")
-    for above, below in zip(top, deep, strict=True):
-        assert above.id.removeprefix("word-top") == below.id.removeprefix("word-deep")
-        assert (above.hole, above.suffix, above.word_rest) == (
-            below.hole,
-            below.suffix,
-            below.word_rest,
-        )
-        assert below.prefix.endswith("\n\n\n" + above.prefix)
-        assert len(below.prefix) >= len(above.prefix) + 500
-        assert len(above.prefix) <= 300
-        assert len(above.suffix) <= 400
-        assert above.prefix + above.hole in TEXTS[above.group]
-        assert above.prefix[0].isalpha() or above.prefix[0] in "_@"
-        assert not TEXTS[above.group].startswith(below.prefix[:500])
-
-
-def test_words_further_down_need_another_file() -> None:
-    with pytest.raises(MidfillError, match="no place for a hole of kind 'word-deep'"):
-        draw_holes(FILES[:1], "word-deep", 5, 0)
 
 
 def test_a_file_with_syntax_errors_still_has_lines() -> None:

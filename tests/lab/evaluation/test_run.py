@@ -123,7 +123,7 @@ def test_empty_answers_are_right_where_nothing_is_missing() -> None:
     assert score_answer(complete, ended("")) == {"empty": 1, "stops": 1}
     assert score_answer(complete, ended(" \n ")) == {"empty": 1, "stops": 1}
     assert score_answer(complete, Answer(" + 2", ended=False)) == {"empty": 0, "stops": 0}
-    tasks: tuple[Task, ...] = ("line", "word-top", "random-span")
+    tasks: tuple[Task, ...] = ("line", "subtoken", "random-span")
     for task in tasks:
         hole = msgspec.structs.replace(complete, task=task, hole="1")
         assert score_answer(hole, ended("  "))["empty"] == 1

@@ -4,15 +4,14 @@ import random
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.problems import Task
 from midfill.lab.evaluation.report import (
     comparison_tables,
     plot_report,
     read_report,
-    report_markdown,
     report_tables,
     write_report,
 )
@@ -21,8 +20,9 @@ from midfill.lab.evaluation.summary import (
     baseline_of,
     compare_reports,
     differences,
+    estimate_difference,
+    estimate_mean,
     summarise,
-    task_differences,
 )
 
 
@@ -72,28 +72,7 @@ def test_two_reports_are_compared_hole_by_hole() -> None:
     assert exact.difference.low > 0.15
     crossed = compare_reports(base, trained, [("prefix-only", "efim")])
     assert crossed["line"]["prefix-only / efim"]["exact"] == exact
-    assert len(comparison_tables(crossed)) == 2
-
-
-def test_tasks_with_the_same_holes_are_compared_hole_by_hole() -> None:
-    run = report({"psm": 0.5, "auto": 0.6}, 60)
-    tasks: tuple[Task, Task] = ("word-top", "word-deep")
-    problems = [
-        ProblemRecord(f"{tasks[i % 2]}/{i // 2}", tasks[i % 2], f"{i // 6}", "digest")
-        for i in range(59)  # one hole has no partner
-    ]
-    for outcomes in run.outcomes.values():
-        for index, outcome in enumerate(outcomes):
-            outcome.scores["subtoken"] = float(index % 2 == 0 or index % 8 == 1)
-    paired = msgspec.structs.replace(
-        run, problems=problems, outcomes={name: each[:59] for name, each in run.outcomes.items()}
-    )
-    found = task_differences(paired, *tasks)
-    assert set(found) == {"psm", "auto"}
-    assert found["psm"]["subtoken"].count == 29
-    assert found["psm"]["subtoken"].value == pytest.approx(8 / 29 - 1)
-    assert task_differences(report({"psm": 0.5}), *tasks) == {}
-    assert "word-deep, minus word-top, 29 holes in both:" in report_markdown(paired)
+    assert len(comparison_tables(crossed).drawn()) == 2
 
 
 def test_only_shared_holes_are_compared() -> None:
@@ -125,8 +104,8 @@ def test_reports_are_written_and_read(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     plot_report(run, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert len(report_tables(run)) == 4
-    assert "| efim |" in report_markdown(run)
+    assert len(report_tables(run).drawn()) == 4
+    assert "| efim |" in report_tables(run).markdown()
 
 
 def test_files_that_are_not_reports_are_refused(tmp_path: Path) -> None:
@@ -138,3 +117,45 @@ def test_files_that_are_not_reports_are_refused(tmp_path: Path) -> None:
             read_report(tmp_path / "a.json")
     with pytest.raises(MidfillError, match="can't be written"):
         write_report(report({"psm": 0.5}), tmp_path / "a.json" / "b.json", finished=True)
+
+
+def names(count: int, size: int = 1) -> list[str]:
+    return [f"g{i // size}" for i in range(count)]
+
+
+def test_the_mean_is_in_its_interval_and_the_seed_decides() -> None:
+    values = [0.0, 1.0] * 50
+    estimate = estimate_mean(values, names(100))
+    assert estimate.value == 0.5
+    assert estimate.count == 100
+    assert 0.35 < estimate.low < 0.44 < 0.56 < estimate.high < 0.65  # 0.5 -+ 1.96 * 0.05
+    assert estimate == estimate_mean(values, names(100))
+
+
+def test_the_interval_of_equal_values_has_width_0() -> None:
+    estimate = estimate_mean([1.0] * 10, names(10))
+    assert (estimate.value, estimate.low, estimate.high) == (1.0, 1.0, 1.0)
+
+
+def test_a_paired_difference_has_a_narrower_interval_than_a_mean() -> None:
+    generator = np.random.default_rng(0)
+    first = generator.random(200)
+    second = first + 0.05 + generator.normal(0, 0.01, 200)
+    difference = estimate_difference(first.tolist(), second.tolist(), names(200))
+    assert 0.04 < difference.low < difference.value < difference.high < 0.06
+    mean = estimate_mean(first.tolist(), names(200))
+    assert difference.high - difference.low < 0.1 * (mean.high - mean.low)
+    with pytest.raises(ValueError, match="paired"):
+        estimate_difference([0.0], [0.0, 1.0], names(1))
+
+
+def test_intervals_cover_the_true_mean_when_values_of_a_group_are_equal() -> None:
+    generator = np.random.default_rng(1)
+    covered = {"groups": 0, "alone": 0}
+    for _ in range(100):
+        values = np.repeat(generator.random(40) < 0.5, 10).astype(float).tolist()
+        for how, groups in (("groups", names(400, 10)), ("alone", names(400))):
+            estimate = estimate_mean(values, groups)
+            covered[how] += estimate.low <= 0.5 <= estimate.high
+    assert covered["groups"] >= 88  # 95 on average
+    assert covered["alone"] <= 70  # what resampling single holes would claim

@@ -14,19 +14,18 @@ from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.lab.evaluation.conditions import PromptOptions, make_prompt
 from midfill.lab.evaluation.models import Answer, ModelPrompt
-from midfill.lab.evaluation.problems import Problem
+from midfill.lab.evaluation.problems import Problem, check_file_tasks
 from midfill.lab.evaluation.run import (
     InfillingReport,
     Outcome,
     ProblemRecord,
     RunOptions,
+    WindowCost,
     evaluate,
     load_problems,
+    measure_costs,
 )
-from midfill.lab.evaluation.window_costs import WindowCost, measure_costs
-from midfill.lab.evaluation.window_report import window_markdown, window_measurement
 from midfill.lab.evaluation.windows import (
-    check_tasks,
     choose_window,
     parse_windows,
     rule_of,
@@ -62,7 +61,13 @@ def report(means: dict[str, float], holes: int = 400) -> InfillingReport:
         problems=[ProblemRecord(f"line/{n}", "line", f"file {n % 50}", "0") for n in range(holes)],
         outcomes={
             name: [
-                Outcome("", True, {"similarity": mean + own + rng.gauss(0, 0.1)}) for own in base
+                Outcome(
+                    "",
+                    True,
+                    {"similarity": mean + own + rng.gauss(0, 0.1)},
+                    cost=WindowCost(1, 1, 1),
+                )
+                for own in base
             ]
             for name, mean in means.items()
         },
@@ -105,9 +110,9 @@ def test_windows_are_parsed_the_smallest_first() -> None:
 
 def test_the_smallest_window_that_is_as_good_as_the_best_is_recommended() -> None:
     rising = {"4000/1000": 0.56, "400/100": 0.4, "1200/400": 0.55, "2000/600": 0.56}
-    choice = choose_window(report(rising), margin=0.05)
+    choice = choose_window(report(rising), margin=0.05).choice
     assert rule_of(choice.recommended) == WindowRule(1200, 400)
-    assert [one.condition for one in choice.choice] == [
+    assert [result.condition for result in choice.choice] == [
         "400/100", "1200/400", "2000/600", "4000/1000",
     ]  # fmt: skip
 
@@ -155,8 +160,8 @@ def test_only_long_files_are_used(tmp_path: Path) -> None:
     assert {Path(problem.group).name for problem in problems} == {"long.py"}
     with pytest.raises(MidfillError, match="no file has 99999 characters"):
         load_problems(RunOptions(tasks=("line",), shortest=99_999), None, [tmp_path])
-    with pytest.raises(MidfillError, match="single-line: its documents are too short"):
-        check_tasks(["line", "single-line"])
+    with pytest.raises(MidfillError, match="task single-line: too short"):
+        check_file_tasks(["line", "single-line"], "too short")
 
 
 def test_a_run_counts_what_its_windows_cost(tmp_path: Path) -> None:
@@ -183,13 +188,13 @@ def test_tables_show_costs_beside_scores() -> None:
             msgspec.structs.replace(outcome, cost=WindowCost(base + number % 2, base // 2, 1))
             for number, outcome in enumerate(measured.outcomes[name])
         ]
-    choice = choose_window(measured)
-    page = window_markdown(measured, choice)
+    chosen = choose_window(measured)
+    page = chosen.tables().markdown()
     assert "| window | tokens, opened | caret moved | typed | similarity |" in page
     assert "| 1200/400 | 48" in page
     assert "Window: 1200/400, the smallest whose similarity" in page
     assert "the most of any hole with 1200/400: 481 opened, 240 moved, 1 typed" in page
-    noted = window_measurement(measured, choice)
+    noted = chosen.measurement()
     assert noted["mean_tokens"] == {
         "400/100": {"opened": 160.5, "moved": 80.0, "typed": 1.0},
         "1200/400": {"opened": 480.5, "moved": 240.0, "typed": 1.0},

@@ -1,37 +1,25 @@
 """Fixtures for the training tests: a tiny corpus, and runs on the tiny model."""
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from training_corpus import FIM, source_text
+from training_corpus import FIM, reset_training, short_recipe, source_text
 
 from midfill.infill.formats import FimFormat, custom_format
 from midfill.lab.training.corpus import Corpus
-from midfill.lab.training.recipe import DataRecipe, TrainingRecipe
+from midfill.lab.training.recipe import TrainingRecipe
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from midfill.lab.training.run import TrainingRun
 
-SHORT = DataRecipe(
-    prefix_characters=(5, 40), suffix_characters=(5, 30), long_share=0.0, span_characters=20
-)
-
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> None:
-    """Sum gradients in one order, on one thread; reset accelerate as in a new process."""
-    if find_spec("torch") is None:
-        return
-    import torch
-    from accelerate.state import AcceleratorState
-
-    torch.set_num_threads(1)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    reset_training()
 
 
 @pytest.fixture(scope="session")
@@ -57,17 +45,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe() -> TrainingRecipe:
-    """Twelve small steps."""
-    return TrainingRecipe(
-        tokens=12 * 400,
-        tokens_per_step=400,
-        row_tokens=200,
-        rank=4,
-        alpha=8,
-        learning_rate=5e-3,
-        precision="fp32",
-        data=SHORT,
-    )
+    return short_recipe()
 
 
 @pytest.fixture

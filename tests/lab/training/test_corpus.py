@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from midfill.errors import MidfillError
-from midfill.lab.training.corpus import Corpus, Document, read_record_documents
+from midfill.lab.training.corpus import PACKAGE_RECORD, Corpus, Document, read_record_documents
 
 
 def write(path: Path, content: str = "x = 1\n") -> Path:
@@ -200,3 +200,25 @@ def test_a_truncated_parquet_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(MidfillError, match="not a parquet file"):
         list(read_record_documents(path))
+
+
+@pytest.mark.parametrize(
+    ("record", "package"),
+    [
+        ('{"requirement": "attrs==25.4.0"}', "attrs==25.4.0"),
+        ("{}", None),
+        ("[1", None),
+        ("3", None),
+    ],
+)
+def test_a_document_knows_the_package_it_was_fetched_with(
+    tmp_path: Path, record: str, package: str | None
+) -> None:
+    (tmp_path / "fetched").mkdir()
+    (tmp_path / "fetched" / PACKAGE_RECORD).write_text(record)
+    (tmp_path / "fetched" / "a.py").write_text("a = 1\n")
+    (tmp_path / "b.py").write_text("b = 1\n")
+    found = {
+        document.name: document.package for document in Corpus.find([tmp_path], [".py"]).read(0)
+    }
+    assert found == {f"{tmp_path.name}/fetched/a.py": package, f"{tmp_path.name}/b.py": None}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from midfill.infill.formats import FimFormat, custom_format
 from midfill.infill.layout import PromptLayout, lay_out
-from midfill.lab.training.examples import Example, ExampleMaker
+from midfill.lab.training.examples import (
+    Example,
+    ExampleMaker,
+    PackedRow,
+    Packer,
+    aligned_tokens,
+    broken_token_mask,
+    draw_cuts,
+    split_at,
+    token_starts,
+)
 from midfill.lab.training.holes import Hole
 from midfill.lab.training.recipe import DataRecipe
 from midfill.models.checkpoints.checkpoint import Checkpoint
@@ -241,3 +251,174 @@ def test_without_a_cut_at_the_caret_the_model_writes_the_token_across_it(
         if weight == 1.0
     )
     assert written.startswith(b"al")  # the token that the caret is in
+
+
+LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=40)
+
+
+@given(LENGTHS, LENGTHS, st.integers(0, 20))
+def test_all_pairs_of_tokens_with_one_start_are_found(
+    first: list[int], second: list[int], begin: int
+) -> None:
+    starts = [begin, *accumulate(first, initial=begin)][1:-1]
+    others = [0, *accumulate(second)][:-1]
+    naive = [(i, j) for i, a in enumerate(starts) for j, b in enumerate(others) if a == b]
+    found = aligned_tokens(token_starts(first, begin), token_starts(second))
+    assert [tuple(pair) for pair in found.tolist()] == naive
+    assert found.dtype == np.int32
+
+
+def test_no_tokens_have_no_pairs() -> None:
+    assert aligned_tokens(token_starts([]), token_starts([1, 2])).shape == (0, 2)
+
+
+SEEDS = st.integers(0, 10**6)
+RECIPE = DataRecipe()
+
+
+@given(st.integers(0, 200), st.none() | st.integers(0, 200), SEEDS)
+def test_cuts_are_sorted_and_inside_the_text(length: int, caret: int | None, seed: int) -> None:
+    cuts = draw_cuts(length, caret, RECIPE, random.Random(seed))
+    assert cuts == sorted(set(cuts))
+    assert all(0 < cut < length for cut in cuts)
+    if caret is not None and 0 < caret < length:
+        assert caret in cuts
+
+
+@given(st.integers(2, 200), SEEDS)
+def test_without_further_cuts_only_the_caret_is_one(length: int, seed: int) -> None:
+    recipe = dataclasses.replace(RECIPE, fragment_share=0.0, typed_share=0.0)
+    assert draw_cuts(length, 1, recipe, random.Random(seed)) == [1]
+    assert draw_cuts(length, None, recipe, random.Random(seed)) == []
+
+
+@given(SEEDS)
+def test_typed_text_is_cut_every_few_characters_before_the_caret_only(seed: int) -> None:
+    recipe = dataclasses.replace(RECIPE, fragment_share=0.0, typed_share=1.0, typed_characters=60)
+    cuts = draw_cuts(500, 300, recipe, random.Random(seed))
+    assert cuts[-1] == 300
+    assert cuts[0] > 240
+    assert all(1 <= after - before <= 8 for before, after in pairwise(cuts))
+    assert 300 - cuts[0] >= 60 - 8
+
+
+def test_how_often_and_how_much_is_cut_follows_the_recipe() -> None:
+    recipe = dataclasses.replace(RECIPE, fragment_share=0.6, fragment_cuts=8)
+    counts = [len(draw_cuts(10**6, None, recipe, random.Random(seed))) for seed in range(2000)]
+    assert 0.55 < sum(count > 0 for count in counts) / len(counts) < 0.65
+    assert max(counts) == 8
+    assert sum(count == 1 for count in counts) > sum(count == 4 for count in counts)
+
+
+@given(st.text(), st.sets(st.integers(0, 50)))
+def test_fragments_join_to_the_text(text: str, cuts: set[int]) -> None:
+    inside = sorted(cut for cut in cuts if 0 < cut < len(text))
+    fragments = split_at(text, inside)
+    assert "".join(fragments) == text
+    assert all(fragments)
+    assert len(fragments) == len(inside) + (text != "")
+
+
+@st.composite
+def tokenisations(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+    """Draw token lengths of a text tokenised whole, and of its fragments."""
+    length = draw(st.integers(1, 30))
+
+    def split(size: int) -> list[int]:
+        ends = draw(st.sets(st.integers(1, size)))
+        bounds = sorted({0, size, *ends})
+        return [after - before for before, after in pairwise(bounds)]
+
+    return split(length), [split(size) for size in split(length)]
+
+
+def naive(whole: list[int], fragments: list[list[int]]) -> list[bool]:
+    """Find, byte by byte, what is inside a token that a cut breaks, and before that cut."""
+    owner = [number for number, length in enumerate(whole) for _ in range(length)]
+    broken = [False] * len(owner)
+    cut = 0
+    for fragment in fragments[:-1]:
+        start, cut = cut, cut + sum(fragment)
+        if owner[cut - 1] == owner[cut]:
+            for at in range(start, cut):
+                broken[at] |= owner[at] == owner[cut]
+    marks, at = [], 0
+    for length in (each for fragment in fragments for each in fragment):
+        marks.append(any(broken[at : at + length]))
+        at += length
+    return marks
+
+
+@given(tokenisations())
+def test_broken_tokens_are_those_of_a_naive_reference(
+    lengths: tuple[list[int], list[list[int]]],
+) -> None:
+    whole, fragments = lengths
+    assert broken_token_mask(whole, fragments) == naive(whole, fragments)
+
+
+def test_half_a_word_before_a_cut_is_broken_and_the_rest_is_not() -> None:
+    # "x = return" as "x", " =", " return"; cut inside "return": "x", " =", " ret" | "urn"
+    assert broken_token_mask([1, 2, 7], [[1, 2, 4], [3]]) == [False, False, True, False]
+
+
+def test_a_token_across_the_last_boundary_before_a_cut_is_broken() -> None:
+    # line break and indent, then "self"; the cut inside "self" joins it all: "\n   s" | "elf"
+    assert broken_token_mask([4, 4], [[5], [3]]) == [True, False]
+
+
+def test_a_cut_between_two_tokens_breaks_none() -> None:
+    assert broken_token_mask([1, 2, 7], [[1, 2], [7]]) == [False, False, False]
+
+
+def test_text_without_cuts_has_no_broken_tokens() -> None:
+    assert broken_token_mask([3, 4], [[3, 4]]) == [False, False]
+    assert broken_token_mask([], []) == []
+
+
+def example(number: int, length: int) -> Example:
+    ids = np.full(length, number, np.int32)
+    hole = Hole("line", 0, 1, 2, 3 + number, 0, "psm")
+    typed = np.arange(length) % 3 == number % 3
+    return Example(ids, np.linspace(0, 1, length, dtype=np.float32), typed, hole)
+
+
+def parts(row: PackedRow) -> list[tuple[list[int], list[float], list[bool]]]:
+    """Return ids, weights and increment masks of each example of a row."""
+    fields = (
+        np.split(each, row.cu_seqlens[1:-1]) for each in (row.ids, row.weights, row.without_end)
+    )
+    return [(a.tolist(), b.tolist(), c.tolist()) for a, b, c in zip(*fields, strict=True)]
+
+
+@given(st.lists(st.integers(1, 70), max_size=80))
+def test_every_example_that_fits_a_row_is_packed_whole_and_once(lengths: list[int]) -> None:
+    packer = Packer(50)
+    examples = [example(number, length) for number, length in enumerate(lengths)]
+    rows = [row for each in examples if (row := packer.add(each)) is not None]
+    rows += [PackedRow.pack(each) for each in packer.rows]
+    fitting = [each for each in examples if len(each.ids) <= 50]
+    assert packer.dropped == len(examples) - len(fitting)
+    assert all(len(row.ids) <= 50 for row in rows)
+    assert sorted(part for row in rows for part in parts(row)) == sorted(
+        (each.ids.tolist(), each.weights.tolist(), each.without_end.tolist()) for each in fitting
+    )
+    assert sum(row.characters for row in rows) == sum(each.characters for each in fitting)
+
+
+def test_positions_start_anew_with_each_example() -> None:
+    packer = Packer(10)
+    for number, length in enumerate((3, 1, 4)):
+        assert packer.add(example(number, length)) is None
+    (row,) = (PackedRow.pack(each) for each in packer.rows)
+    assert row.cu_seqlens.tolist() == [0, 3, 4, 8]
+    assert row.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3]
+    assert row.positions.dtype == np.int32
+
+
+def test_rows_are_well_filled() -> None:
+    packer = Packer(1000)
+    lengths = np.random.default_rng(0).integers(20, 600, 400)
+    examples = [example(number, int(length)) for number, length in enumerate(lengths)]
+    rows = [row for each in examples if (row := packer.add(each)) is not None]
+    assert np.mean([len(row.ids) for row in rows]) > 900

@@ -11,12 +11,13 @@ import pytest
 
 from midfill.errors import MidfillError
 from midfill.infill.formats import FimFormat
+from midfill.lab.training import run
 from midfill.lab.training.corpus import Corpus
-from midfill.lab.training.examples import ExampleMaker
+from midfill.lab.training.examples import ExampleMaker, PackedRow
 from midfill.lab.training.filters import DocumentFilter
-from midfill.lab.training.packing import PackedRow
-from midfill.lab.training.recipe import TrainingRecipe
-from midfill.lab.training.stream import TrainingStream
+from midfill.lab.training.recipe import DataRecipe, TrainingRecipe
+from midfill.lab.training.run import RunInputs
+from midfill.lab.training.stream import Survey, TrainingStream, survey_stream
 from midfill.models.checkpoints.checkpoint import Checkpoint
 
 
@@ -185,3 +186,34 @@ class TestNothingToTrainOn:
     ) -> None:
         with pytest.raises(MidfillError, match="no example is as short as row_tokens, 5"):
             next(open_stream(corpus, dataclasses.replace(recipe, row_tokens=5)).rows())
+
+
+def survey(tiny: Checkpoint, format: FimFormat, corpus: Path, tokens: int) -> Survey:
+    recipe = TrainingRecipe(data=DataRecipe(long_share=0.0))
+    inputs = RunInputs(documents=Corpus.find([corpus], (".py",)), folder=corpus)
+    stream = run.open_stream(tiny, format, recipe, inputs)
+    return survey_stream(stream, max_tokens=tokens, samples=3)
+
+
+def test_a_corpus_is_read_at_most_once(
+    tiny: Checkpoint, fim_format: FimFormat, corpus: Path
+) -> None:
+    found = survey(tiny, fim_format, corpus, 10**9)
+    assert found.complete
+    assert (found.documents, found.kept) == (12, 12)
+    assert not found.refused
+    assert found.licences == {"MIT": 12}
+    assert 12 <= found.examples.total() <= 24
+    assert 0 < found.learned < found.tokens
+    assert found.cuts > 0
+    assert found.seconds > 0
+
+
+def test_a_survey_stops_at_the_maximum_of_tokens(
+    tiny: Checkpoint, fim_format: FimFormat, corpus: Path
+) -> None:
+    found = survey(tiny, fim_format, corpus, 3000)
+    assert not found.complete
+    assert 3000 <= found.tokens < 8000
+    assert found.documents < 12
+    assert len(found.samples) == 3

@@ -12,11 +12,10 @@ import torch
 from accelerate.state import AcceleratorState
 
 from midfill.errors import MidfillError
-from midfill.lab.training.checkpoints import newest_checkpoint
 from midfill.lab.training.export import write_adapter
-from midfill.lab.training.loss_log import StepReport, read_loss_log
 from midfill.lab.training.recipe import TrainingRecipe
 from midfill.lab.training.run import TrainingRun
+from midfill.lab.training.run_folder import StepReport, newest_checkpoint, read_loss_log
 from midfill.lab.training.trainer import resolve_precision
 
 Start = Callable[..., TrainingRun]
@@ -123,7 +122,7 @@ def test_a_run_stopped_by_a_signal_continues_as_if_uninterrupted(
     assert [each.state.step for each in seen] == list(range(6, 13))
     assert same(weights(run), weights(uninterrupted))
     assert without_times(run) == without_times(uninterrupted)
-    assert run.stream.manifest == uninterrupted.stream.manifest
+    assert run.trainer.stream.manifest == uninterrupted.trainer.stream.manifest
 
 
 def test_a_kill_costs_the_steps_since_the_last_checkpoint(
@@ -157,7 +156,7 @@ def test_a_finished_run_is_only_loaded(
     run = start(folder, recipe)
     assert reports(run) == []
     assert same(weights(run), weights(uninterrupted))
-    assert run.stream.manifest == uninterrupted.stream.manifest
+    assert run.trainer.stream.manifest == uninterrupted.trainer.stream.manifest
     assert {path: path.stat().st_mtime_ns for path in (folder / "checkpoints").rglob("*")} == times
 
 

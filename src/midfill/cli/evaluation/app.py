@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.evaluation.cuts import cuts
-from midfill.cli.evaluation.empty import empty
-from midfill.cli.evaluation.option_groups import ModelFlags, ResultFlags
+from midfill.cli.evaluation.choices import cuts, empty, snippets, windows
 from midfill.cli.evaluation.options import (
     ConditionsOption,
     ContextOption,
@@ -18,22 +16,18 @@ from midfill.cli.evaluation.options import (
     LimitOption,
     MaxTokensOption,
     MethodsOption,
+    ModelFlags,
+    ResultFlags,
     SeedOption,
     SuffixesOption,
     TasksOption,
     TypedOption,
     UrlOption,
-)
-from midfill.cli.evaluation.page import page
-from midfill.cli.evaluation.run import Outputs
-from midfill.cli.evaluation.snippets import snippets
-from midfill.cli.evaluation.values import (
     choose_tasks,
     parse_context,
     parse_suffixes,
-    results_console,
 )
-from midfill.cli.evaluation.windows import windows
+from midfill.cli.evaluation.results import Outputs, results_console
 from midfill.cli.option_groups import with_option_groups
 from midfill.cli.options import (
     KvDtypeOption,
@@ -61,7 +55,6 @@ app.command()(cuts)
 app.command()(windows)
 app.command()(snippets)
 app.command()(empty)
-app.command()(page)
 
 
 @app.command()
@@ -152,13 +145,9 @@ def show(
 
 
 def _show(report: "InfillingReport", outputs: Outputs) -> None:
-    from midfill.lab.evaluation.report import plot_report, report_markdown, report_tables
+    from midfill.lab.evaluation.report import plot_report, report_tables
 
-    outputs.show(
-        report_tables(report),
-        lambda path: plot_report(report, path),
-        lambda: report_markdown(report),
-    )
+    outputs.show(report_tables(report), partial(plot_report, report))
 
 
 @app.command()
@@ -177,37 +166,18 @@ def compare(
     section: SectionOption = "comparison",
 ) -> None:
     """Compare two runs over the holes they share."""
-    from midfill.lab.evaluation.report import comparison_markdown, comparison_tables, read_report
+    from midfill.lab.evaluation.report import comparison_tables, read_report
     from midfill.lab.evaluation.summary import compare_reports
-    from midfill.system.reporting import replace_section
 
     pairs = [_pair(text) for text in pair or ()]
-    one, other = read_report(first), read_report(second)
-    comparisons = compare_reports(one, other, pairs)
+    report, other = read_report(first), read_report(second)
+    comparisons = compare_reports(report, other, pairs)
     console = results_console()
-    console.print(f"first:  {one.model}\nsecond: {other.model}", markup=False, highlight=False)
-    for table in comparison_tables(comparisons):
+    console.print(f"first:  {report.model}\nsecond: {other.model}", markup=False, highlight=False)
+    for table in comparison_tables(comparisons).drawn():
         console.print(table)
-    if docs is not None:
-        replace_section(docs, section, comparison_markdown(one.model, other.model, comparisons))
-
-
-@app.command()
-def files(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Gets the folders python and javascript.")
-    ],
-) -> None:
-    """Fetch held-out files: pinned packages that no adapter of midfill was trained on."""
-    from midfill.cli.progress import show_progress
-    from midfill.lab.evaluation.held_out_packages import fetch_held_out
-
-    with show_progress() as progress:
-        python, javascript = fetch_held_out(folder, progress)
-    typer.echo(
-        f"use them with:\n  midfill eval infilling --files {python}\n"
-        f"  midfill eval infilling --files {javascript} --suffixes .js"
-    )
+    models = f"First: {report.model}; second: {other.model}. "
+    Outputs(None, docs, section).write(comparison_tables(comparisons, models))
 
 
 @app.command()
@@ -217,7 +187,7 @@ def check(humaneval: HumanEvalOption = None) -> None:
 
     from midfill.cli.progress import show_progress
     from midfill.errors import MidfillError
-    from midfill.lab.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
+    from midfill.lab.evaluation.problems import HOW_TO_GET_IT, load_humaneval
     from midfill.lab.evaluation.sandbox.pool import Sandbox
 
     if humaneval is None:

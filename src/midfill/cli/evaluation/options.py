@@ -1,12 +1,31 @@
-"""Options of the ``midfill eval`` commands."""
+"""Options of the ``midfill eval`` commands, groups of them, and their values."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from midfill.cli.outputs import writable
+from midfill.cli.evaluation.results import Outputs, ResultsFile
+from midfill.cli.options import (
+    AdapterOption,
+    BackendOption,
+    DeviceOption,
+    FimTokensOption,
+    ModelOption,
+    ThreadsOption,
+    WeightsFormatOption,
+)
+from midfill.cli.outputs import DocsOption, PlotOption, writable
 from midfill.cli.values import parse_method
+from midfill.config import KvDtype
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from midfill.lab.evaluation.models import Model, ModelChoice
+    from midfill.lab.evaluation.problems import Task
+    from midfill.system.progress import Progress
 
 HumanEvalOption = Annotated[
     Path | None,
@@ -40,8 +59,8 @@ TasksOption = Annotated[
     str | None,
     typer.Option(
         help="Kinds of holes, separated by commas: single-line, multi-line, random-span"
-        " (HumanEval), line, subtoken, block, span, nothing, word-top, word-deep (files). By"
-        " default all there is data for."
+        " (HumanEval), line, subtoken, block, span, nothing (files). By default all there is data"
+        " for."
     ),
 ]
 ConditionsOption = Annotated[
@@ -107,3 +126,132 @@ ProcessesOption = Annotated[
         " other programs keep the machine busy.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which model to ask, and how to run it; the fields are ``ModelChoice``'s."""
+
+    model: ModelOption = None
+    adapter: AdapterOption = None
+    fim_tokens: FimTokensOption = None
+    weights: WeightsFormatOption = "auto"
+    backend: BackendOption = "auto"
+    device: DeviceOption = None
+    threads: ThreadsOption = None
+    processes: ProcessesOption = 1
+
+    def choice(self, kv_dtype: KvDtype = "auto") -> "ModelChoice":
+        """Return the model to ask, the default one if none is named."""
+        from midfill.lab.evaluation.models import ModelChoice
+        from midfill.models.checkpoints.model_store import DEFAULT_MODEL
+
+        options = {**vars(self), "model": self.model or DEFAULT_MODEL, "kv_dtype": kv_dtype}
+        return ModelChoice(**options)
+
+    def open(
+        self, progress: "Progress", kv_dtype: KvDtype = "auto"
+    ) -> "AbstractContextManager[Model]":
+        """Load the model."""
+        from midfill.lab.evaluation.models import load_model
+
+        return load_model(self.choice(kv_dtype), progress)
+
+    def check_target(self, folder: Path, keys: str) -> None:
+        """Check before the work that what is measured can be noted in a folder.
+
+        Args:
+            folder: the folder.
+            keys: what a GGUF file may have instead, for the error.
+
+        Raises:
+            MidfillError: it is no model's or adapter's folder, or another one's.
+        """
+        from midfill.errors import OptionError
+        from midfill.models.checkpoints.model_record import check_folder
+        from midfill.models.checkpoints.model_store import resolve, resolve_adapter
+
+        check_folder(folder, keys)
+        model = self.choice().model
+        measured = resolve_adapter(model, self.adapter) or resolve(model)
+        if folder.resolve() != measured.resolve():
+            raise OptionError(f"--write {folder}: what is measured is {measured}; name that folder")
+
+
+@dataclass(frozen=True)
+class ResultFlags:
+    """Where the results of a run go."""
+
+    json: JsonOption = None
+    resume: ResumeOption = False
+    plot: PlotOption = None
+    docs: DocsOption = None
+
+    def results_file(self) -> ResultsFile:
+        """Return the file that is written during the run.
+
+        Raises:
+            MidfillError: there is no file to continue, or it is no report.
+        """
+        return ResultsFile(self.json, self.resume)
+
+    def outputs(self, section: str) -> Outputs:
+        """Return where results go at the end."""
+        return Outputs(self.plot, self.docs, section)
+
+
+def choose_tasks(
+    text: str | None, humaneval: Path | None, files: list[Path], *, holes_only: bool = False
+) -> "tuple[Task, ...]":
+    """Return the named tasks, or all that there is data for.
+
+    Args:
+        text: names of tasks, if given.
+        humaneval, files: the data.
+        holes_only: leave out the tasks that are not about filling holes at usual places.
+    """
+    from midfill.errors import MidfillError
+    from midfill.lab.evaluation.problems import (
+        FILE_TASKS,
+        HOLE_TASKS,
+        HOW_TO_GET_IT,
+        PUBLIC_TASKS,
+        parse_tasks,
+    )
+
+    if humaneval is None and not files:
+        raise MidfillError(
+            "nothing to ask: name held-out source files with --files, or HumanEval-Infilling with"
+            f" --humaneval FOLDER; for that, {HOW_TO_GET_IT}"
+        )
+    if text is not None:
+        return parse_tasks(text)
+    known = (*(PUBLIC_TASKS if humaneval is not None else ()), *(FILE_TASKS if files else ()))
+    return tuple(task for task in known if task in HOLE_TASKS or not holes_only)
+
+
+def parse_suffixes(text: str) -> tuple[str, ...]:
+    """Parse suffixes such as ".js,.mjs".
+
+    Raises:
+        typer.BadParameter: one of them has no dot, or there is none.
+    """
+    suffixes = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not suffixes or not all(part.startswith(".") and len(part) > 1 for part in suffixes):
+        raise typer.BadParameter("--suffixes takes suffixes with their dots, like .js,.mjs")
+    return suffixes
+
+
+def parse_context(text: str) -> tuple[int, int]:
+    """Parse two numbers of characters such as "2000,1000".
+
+    Raises:
+        typer.BadParameter: it is something else.
+    """
+    try:
+        before, after = (int(part) for part in text.split(","))
+    except ValueError:
+        before = after = -1
+    if before < 1 or after < 0:
+        raise typer.BadParameter("--context-characters takes two numbers like 2000,1000")
+    return before, after

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from midfill.errors import MidfillError
+from midfill.lab.calibration.registry import resolve_calibrator
 from midfill.methods import calibration_store
 from midfill.methods.calibration import Calibration, CalibrationError
-from midfill.methods.registry import resolve_calibrator
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import model_digest
 from midfill.system.progress import Progress, ignore_progress

@@ -73,28 +73,28 @@ class EvidenceSearch:
         return EvidenceSearchWork(self, checkpoint, ModelProbe(runner))
 
 
+@dataclass(frozen=True)
 class EvidenceSearchWork:
     """A measurement with its model; implements ``CalibrationWork``. A step is a text.
 
-    Args:
+    Attributes:
         search: the settings.
         checkpoint: the model.
         probe: runs it.
     """
 
-    def __init__(self, search: EvidenceSearch, checkpoint: Checkpoint, probe: ModelProbe) -> None:
-        self._search = search
-        self._checkpoint = checkpoint
-        self._probe = probe
+    search: EvidenceSearch
+    checkpoint: Checkpoint
+    probe: ModelProbe
 
     @property
     def steps(self) -> int:
         """One per text."""
-        return self._search.samples + self._search.outputs
+        return self.search.samples + self.search.outputs
 
     def start(self) -> Tables:
         """Return zeros: "heads" [layers, query_heads], "errors" [layers], "counted" [1]."""
-        config = self._checkpoint.config
+        config = self.checkpoint.config
         return {
             "heads": np.zeros((config.layers, config.query_heads)),
             "errors": np.zeros(config.layers),
@@ -107,9 +107,9 @@ class EvidenceSearchWork:
         Raises:
             MidfillError: the model has repeated no needle, so there is nothing to rank heads by.
         """
-        search = self._search
+        search = self.search
         text = needle_text(
-            self._checkpoint.tokenizer, search.tokens, search.words, number, search.seed
+            self.checkpoint.tokenizer, search.tokens, search.words, number, search.seed
         )
         if number >= search.samples:
             if not tables["counted"][0]:
@@ -124,7 +124,7 @@ class EvidenceSearchWork:
         answer = full[prompt:]
         if recall(answer, text.answer) <= _LEAST_RECALL:
             return tables
-        keys = self._probe.keys(len(full) - 1)
+        keys = self.probe.keys(len(full) - 1)
         scores = np.stack(
             [
                 evidence_scores(window_attention(keys, queries, layer), answer, text)
@@ -140,35 +140,35 @@ class EvidenceSearchWork:
 
     def close(self) -> None:
         """End the runner's threads."""
-        self._probe.close()
+        self.probe.close()
 
     def _answer(self, text: NeedleText) -> tuple[Int32Array, Float32Array]:
         """Return the text with its greedy answer, and the queries of the rows that wrote it."""
         prompt = len(text.token_ids)
-        self._probe.queries(text.token_ids, 0, prompt - 1)
+        self.probe.queries(text.token_ids, 0, prompt - 1)
         count = min(_ANSWER_TOKENS, 2 * len(text.answer))
-        ends = self._checkpoint.config.eos_token_ids
-        answer = self._probe.greedy(text.token_ids, count, ends)
+        ends = self.checkpoint.config.eos_token_ids
+        answer = self.probe.greedy(text.token_ids, count, ends)
         full = np.concatenate((text.token_ids, answer))
         if not len(answer):
             return full, np.zeros((0, 0, 0, 0), np.float32)
-        return full, self._probe.queries(full[:-1], prompt - 1, prompt - 1)
+        return full, self.probe.queries(full[:-1], prompt - 1, prompt - 1)
 
     def _output_errors(self, text: NeedleText, scores: Float64Array) -> Float64Array:
         """Return the sum over rows of each layer's relative error: [layers]."""
-        search, config = self._search, self._checkpoint.config
+        search, config = self.search, self.checkpoint.config
         prompt = len(text.token_ids)
-        window = self._probe.queries(text.token_ids, 0, prompt - search.window)
+        window = self.probe.queries(text.token_ids, 0, prompt - search.window)
         kept = [
             vote(
-                self._probe.keys(prompt), window, layer,
+                self.probe.keys(prompt), window, layer,
                 tuple(np.argsort(-scores[layer], kind="stable")[: search.heads].tolist()),
                 search.budget, search.kernel,
             )
             for layer in range(config.layers)
         ]  # fmt: skip
         full, queries = self._answer(text)
-        keys = self._probe.keys(len(full) - 1)
+        keys = self.probe.keys(len(full) - 1)
         errors = np.zeros(config.layers)
         for layer in range(config.layers) if len(full) > prompt + 1 else ():
             seen = np.zeros(len(full) - 1, bool)
@@ -182,7 +182,7 @@ class EvidenceSearchWork:
                 whole.append(weights @ values)
                 few = np.where(seen, weights, 0)
                 part.append(few / few.sum(axis=-1, keepdims=True) @ values)
-            output = self._checkpoint.tensor(f"layers.{layer}.o.weight").to_float32()
+            output = self.checkpoint.tensor(f"layers.{layer}.o.weight").to_float32()
             errors[layer] = relative_errors(whole, part, output)
         return errors
 

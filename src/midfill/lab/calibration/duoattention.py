@@ -176,11 +176,6 @@ class GateTrainingWork:
         rng = np.random.default_rng([self._training.seed, number])
         return recall_text(self._tokenizer, self._training, self._decoder.config.context, rng)
 
-    def loss(self, text: RecallText, gates: np.ndarray) -> float:
-        """Return the difference that gates [layers, kv_heads] make, without the penalty."""
-        with torch.no_grad():
-            return float(self._decoder.distillation_loss(text, torch.from_numpy(gates).float()))
-
     def close(self) -> None:
         """Do nothing: the memory goes with the object."""
 

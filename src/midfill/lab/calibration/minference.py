@@ -73,32 +73,30 @@ class PatternSearch:
         return PatternSearchWork(self, ModelProbe(runner), checkpoint.tokenizer, tokens)
 
 
+@dataclass(frozen=True)
 class PatternSearchWork:
     """A search with its model; implements ``CalibrationWork``. A step is a text.
 
-    Args:
+    Attributes:
         search: the settings.
         probe: runs the model.
         tokenizer: of the model.
         tokens: of each text.
     """
 
-    def __init__(
-        self, search: PatternSearch, probe: ModelProbe, tokenizer: Tokenizer, tokens: int
-    ) -> None:
-        self._search = search
-        self._probe = probe
-        self._tokenizer = tokenizer
-        self._tokens = tokens
+    search: PatternSearch
+    probe: ModelProbe
+    tokenizer: Tokenizer
+    tokens: int
 
     @property
     def steps(self) -> int:
         """One per text."""
-        return self._search.texts
+        return self.search.texts
 
     def start(self) -> Tables:
         """Return zeros: mass and cost of each head under each candidate at each size."""
-        config = self._probe.runner.config
+        config = self.probe.runner.config
         shape = (config.layers, config.query_heads, len(CANDIDATES), len(SIZES))
         return {"mass": np.zeros(shape), "cost": np.zeros(shape)}
 
@@ -106,26 +104,26 @@ class PatternSearchWork:
         """Return the means of what is known and one more text; after the last, what was chosen."""
         found = self._measure(self._text(number))
         means = {name: tables[name] + (found[name] - tables[name]) / (number + 1) for name in found}
-        return choose(means, self._search.budget) if number + 1 == self.steps else means
+        return choose(means, self.search.budget) if number + 1 == self.steps else means
 
     def close(self) -> None:
         """End the runner's threads."""
-        self._probe.close()
+        self.probe.close()
 
     def _text(self, number: int) -> Int32Array:
         if number % 2:
             found = needle_text(
-                self._tokenizer, self._tokens, _WORDS, number * _LENGTHS, self._search.seed
+                self.tokenizer, self.tokens, _WORDS, number * _LENGTHS, self.search.seed
             )
-            return found.token_ids[-self._tokens :]
-        return pairs_text(self._tokenizer, self._tokens, [self._search.seed, number])
+            return found.token_ids[-self.tokens :]
+        return pairs_text(self.tokenizer, self.tokens, [self.search.seed, number])
 
     def _measure(self, text: Int32Array) -> Tables:
         """Return mass and cost of all patterns over a text's last chunk."""
-        config = self._probe.runner.config
+        config = self.probe.runner.config
         first = (len(text) - PROBED_ROWS) // _CHUNK * _CHUNK
-        queries = self._probe.queries(text, 0, first)
-        keys = self._probe.keys(len(text))
+        queries = self.probe.queries(text, 0, first)
+        keys = self.probe.keys(len(text))
         found = self.start()
         for layer in range(config.layers):
             if config.window_of(layer) is not None:

@@ -14,15 +14,12 @@ import numpy as np
 from midfill.arrays import Float32Array, Float64Array, Int32Array
 from midfill.config import ModelOptions
 from midfill.errors import InvalidRequestError
-from midfill.kv.ragged import cells_of_slots
 from midfill.methods.calibration import Tables
-from midfill.methods.evict.method import SequenceKeys
 from midfill.methods.evict.razorattention import NAME, VERSION
 from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.window_attention import window_attention
+from midfill.methods.model_probe import ModelProbe
 from midfill.models.checkpoints.checkpoint import Checkpoint
-from midfill.runners.forward.batch import ForwardBatch
-from midfill.runners.forward.runner import Runner
 from midfill.runners.loading import load_runner
 from midfill.system.progress import Progress
 
@@ -60,44 +57,42 @@ class HeadSearch:
         tokens = min(self.tokens, (config.context - len(start) - 1) // self.repeats)
         length = len(start) + tokens * self.repeats
         runner = load_runner(checkpoint, ModelOptions(context=length + 1), progress)
-        return HeadSearchWork(self, runner, tokens, start)
+        return HeadSearchWork(self, ModelProbe(runner), tokens, start)
 
 
+@dataclass(frozen=True)
 class HeadSearchWork:
     """A search with its model; implements ``CalibrationWork``. A step is a draw of tokens.
 
-    Args:
+    Attributes:
         search: the settings.
-        runner: runs the model.
+        probe: runs the model.
         tokens: random tokens that are repeated.
-        start: tokens before them.
+        first: tokens before them.
     """
 
-    def __init__(
-        self, search: HeadSearch, runner: Runner, tokens: int, start: tuple[int, ...]
-    ) -> None:
-        self._search = search
-        self._runner = runner
-        self._tokens = tokens
-        self._start = start
+    search: HeadSearch
+    probe: ModelProbe
+    tokens: int
+    first: tuple[int, ...]
 
     @property
     def steps(self) -> int:
         """One per draw."""
-        return self._search.draws
+        return self.search.draws
 
     def start(self) -> Tables:
         """Return zeros [layers, query_heads]."""
-        shape = (self._runner.config.layers, self._runner.config.query_heads)
+        shape = (self.probe.runner.config.layers, self.probe.runner.config.query_heads)
         return {"induction": np.zeros(shape), "echo": np.zeros(shape)}
 
     def step(self, number: int, tables: Tables) -> Tables:
         """Return the mean of the scores so far and those of one more draw."""
-        rng = np.random.default_rng([self._search.seed, number])
-        drawn = rng.integers(0, self._runner.config.vocab, self._tokens)
-        text = [*self._start, *np.tile(drawn, self._search.repeats).tolist()]
+        rng = np.random.default_rng([self.search.seed, number])
+        drawn = rng.integers(0, self.probe.runner.config.vocab, self.tokens)
+        text = [*self.first, *np.tile(drawn, self.search.repeats).tolist()]
         scores = repetition_scores(
-            self._runner, np.array(text, np.int32), self._tokens, len(self._start)
+            self.probe, np.array(text, np.int32), self.tokens, len(self.first)
         )
         return {
             name: tables[name] + (scores[name] - tables[name]) / (number + 1) for name in tables
@@ -105,56 +100,34 @@ class HeadSearchWork:
 
     def close(self) -> None:
         """End the runner's threads."""
-        close = getattr(self._runner, "close", None)
-        if close is not None:
-            close()
+        self.probe.close()
 
 
-def repetition_scores(runner: Runner, text: Int32Array, period: int, start: int) -> Tables:
+def repetition_scores(probe: ModelProbe, text: Int32Array, period: int, start: int) -> Tables:
     """Return each query head's echo and induction score, [layers, query_heads] float64.
 
     Args:
-        runner: runs the model; its first slots are overwritten.
+        probe: runs the model.
         text: [n] int32; from ``start`` on a repetition of its first ``period`` tokens.
         period: how many tokens are repeated.
         start: tokens before them.
     """
-    config = runner.config
+    config = probe.runner.config
     sums = {name: np.zeros((config.layers, config.query_heads)) for name in ("echo", "induction")}
     first = start + period
+    # Chunk by chunk: the attention of all rows to all keys would be too much memory.
     for begin in range(0, len(text), _CHUNK_ROWS):
         end = min(begin + _CHUNK_ROWS, len(text))
         rows = np.arange(max(begin, first), end, dtype=np.int32)
-        queries = _run(runner, text, begin, end, rows - begin)
+        queries = probe.queries(text[:end], begin, min(max(begin, first), end - 1))
         if not len(rows):
             continue
-        slots = np.arange(end, dtype=np.int32)
-        cells = cells_of_slots(slots, config.layers * config.kv_heads, runner.slots)
-        keys = SequenceKeys(config, list(cells), runner.cells)
+        keys = probe.keys(end)
         for layer in range(config.layers):
             weights = window_attention(keys, queries, layer)
             sums["echo"][layer] += _attention_to(weights, rows, period, start, 0)
             sums["induction"][layer] += _attention_to(weights, rows, period, start, 1)
     return {name: total / (len(text) - first) for name, total in sums.items()}
-
-
-def _run(
-    runner: Runner, text: Int32Array, begin: int, end: int, observed: Int32Array
-) -> Float32Array:
-    """Compute some rows of the text; return the queries of the observed ones."""
-    seen = np.arange(end, dtype=np.int32)
-    batch = ForwardBatch(
-        token_ids=text[begin:end],
-        positions=seen[begin:],
-        write_slots=seen[begin:],
-        query_indptr=np.array([0, end - begin], np.int32),
-        kv_indptr=np.array([0, end], np.int32),
-        kv_slots=seen,
-        logit_rows=np.zeros(0, np.int32),
-        observed_rows=observed,
-    )
-    runner.forward(batch)
-    return runner.observed_queries(batch)
 
 
 def _attention_to(

@@ -62,38 +62,36 @@ class EntropyMeasurement:
         return EntropyWork(self, checkpoint, ModelProbe(runner))
 
 
+@dataclass(frozen=True)
 class EntropyWork:
     """A measurement with its model; implements ``CalibrationWork``. A step is a text.
 
-    Args:
+    Attributes:
         measurement: the settings.
         checkpoint: the model.
         probe: runs it.
     """
 
-    def __init__(
-        self, measurement: EntropyMeasurement, checkpoint: Checkpoint, probe: ModelProbe
-    ) -> None:
-        self._measurement = measurement
-        self._checkpoint = checkpoint
-        self._probe = probe
+    measurement: EntropyMeasurement
+    checkpoint: Checkpoint
+    probe: ModelProbe
 
     @property
     def steps(self) -> int:
         """One per text."""
-        return self._measurement.texts
+        return self.measurement.texts
 
     def start(self) -> Tables:
         """Return zeros [layers, kv_heads]: how often a head was in the upper half, mean entropy."""
-        shape = (self._checkpoint.config.layers, self._checkpoint.config.kv_heads)
+        shape = (self.checkpoint.config.layers, self.checkpoint.config.kv_heads)
         return {"marks": np.zeros(shape), "entropy": np.zeros(shape)}
 
     def step(self, number: int, tables: Tables) -> Tables:
         """Return the tables with one more text."""
-        settings, config = self._measurement, self._checkpoint.config
-        tokenizer = self._checkpoint.tokenizer
+        settings, config = self.measurement, self.checkpoint.config
+        tokenizer = self.checkpoint.tokenizer
         text = needle_text(tokenizer, settings.tokens, _WORDS, number, settings.seed)
-        queries = self._probe.queries(text.token_ids, 0, 0)
+        queries = self.probe.queries(text.token_ids, 0, 0)
         kept = max(1, round(settings.share * config.head_dim))
         entropy = np.stack([layer_entropy(layer, kept, config.kv_heads) for layer in queries])
         return {
@@ -103,7 +101,7 @@ class EntropyWork:
 
     def close(self) -> None:
         """End the runner's threads."""
-        self._probe.close()
+        self.probe.close()
 
 
 def layer_entropy(queries: Float32Array, kept: int, kv_heads: int) -> Float64Array:

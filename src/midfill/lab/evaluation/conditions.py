@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from midfill.errors import MidfillError, OptionError
-from midfill.infill.context_files import shown_text
+from midfill.infill.context_files import newest
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat
 from midfill.infill.layout import PromptLayout, TextSegment, lay_out
@@ -14,7 +14,6 @@ from midfill.infill.prefix_cut import CutRule, first_cut
 from midfill.infill.request import InfillRequest
 from midfill.infill.window import WindowRule
 from midfill.lab.evaluation.problems import Problem
-from midfill.lab.evaluation.snippets import ShownSnippets, shown_snippets
 
 SuffixPosition = Literal["none", "end", "start", "random", "distance", "planner"]
 
@@ -38,7 +37,7 @@ class Condition:
             other conditions have.
         empty_threshold: see ``EngineRequest``; None takes what the model says.
         method: compresses the prompt's KV, see ``EngineRequest``.
-        snippets: which snippets of other text to show; None shows none.
+        snippets: how many characters of the problem's snippets to show; None shows none.
     """
 
     name: str
@@ -48,7 +47,7 @@ class Condition:
     window: WindowRule | None = None
     empty_threshold: float | None = None
     method: str | None = None
-    snippets: ShownSnippets | None = None
+    snippets: int | None = None
 
     @property
     def needs_cut(self) -> bool:
@@ -159,7 +158,13 @@ def make_prompt(
         )
     prefix, suffix = window(problem, options.before, options.after)
     if condition.snippets is not None:
-        return _with_snippets(condition, condition.snippets, format, problem, (prefix, suffix))
+        return InfillRequest(
+            prefix=prefix,
+            suffix=suffix,
+            tenant=f"{problem.id} {condition.name}",
+            window="as-sent",
+            context=newest(problem.snippets, condition.snippets),
+        )
     if condition.suffix == "planner":
         return InfillRequest(prefix=prefix, suffix=suffix, tenant=problem.id, window="as-sent")
     if condition.suffix == "none" or format is None:
@@ -178,28 +183,6 @@ def make_prompt(
     laid_out, name = lay_out(format, prefix, suffix, cut, fragments=fragments)
     return PromptLayout(
         segments=laid_out, layout=name, cut=cut, stop_token_ids=format.stop_token_ids
-    )
-
-
-def _with_snippets(
-    condition: Condition,
-    shown: ShownSnippets,
-    format: FimFormat | None,
-    problem: Problem,
-    window: tuple[str, str],
-) -> InfillRequest:
-    """Return a request for prefix and suffix with snippets of other text."""
-    prefix, suffix = window
-    files = shown_snippets(problem, shown)
-    if shown.behind and format is not None:
-        suffix += "".join(shown_text(format, file) for file in files)
-        files = ()
-    return InfillRequest(
-        prefix=prefix,
-        suffix=suffix,
-        tenant=f"{problem.id} {condition.name}",
-        window="as-sent",
-        context=files,
     )
 
 

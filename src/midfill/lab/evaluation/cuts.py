@@ -9,7 +9,11 @@ from collections.abc import Sequence
 
 from midfill.errors import MidfillError, OptionError
 from midfill.infill.formats import FimFormat
-from midfill.lab.evaluation.choice import Choice, choose_cheapest
+from midfill.lab.evaluation.choice import (
+    MeasuredChoice,
+    cheapest_caption,
+    choose_cheapest,
+)
 from midfill.lab.evaluation.conditions import Condition
 from midfill.lab.evaluation.run import InfillingReport
 from midfill.models.checkpoints.model_record import MAX_LEAST_INCREMENT
@@ -78,11 +82,22 @@ def cut_conditions(distances: Sequence[int], format: FimFormat | None) -> tuple[
 
 def choose_cut(
     report: InfillingReport, *, score: str = "similarity", margin: float = 0.02
-) -> Choice:
+) -> MeasuredChoice:
     """Choose the distance from a report whose conditions are those of ``cut_conditions``.
 
     Raises:
         MidfillError: the report has other conditions, or lacks the score, or all its holes are of
             one function or file.
     """
-    return choose_cheapest(report, sorted(report.outcomes, key=parse_distance), score, margin)
+    names = sorted(report.outcomes, key=parse_distance)
+    choice = choose_cheapest(report, names, score, margin)
+    before, after = report.options.before, report.options.after
+    prompts = f"at most {before} characters before and {after} after the caret"
+    return MeasuredChoice(
+        report=report,
+        choice=choice,
+        column="distance",
+        axis="characters before the caret that follow the suffix, at least",
+        caption=cheapest_caption(report, choice, "Least increment", "the least distance", prompts),
+        notes={"characters": [before, after]},
+    )

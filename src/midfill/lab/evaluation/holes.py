@@ -9,9 +9,6 @@ By where the caret is:
 * ``span``: anywhere; the hole is 4 to 160 characters long.
 * ``nothing``: where nothing is missing, at the end of a complete statement's line or on a blank
   line; the hole is empty.
-* ``word-top``: as in ``subtoken``, in a tiny file: a few lines that start at the file's margin.
-* ``word-deep``: the same holes in the same text, below at least 500 characters of another file, so
-  that only the place in the file differs.
 
 ``carets`` has further kinds.
 """
@@ -35,8 +32,6 @@ from midfill.lab.evaluation.source_files import SourceFile
 _BLOCK_LINES = (2, 5)
 _SPAN_CHARACTERS = (4, 160)
 _MAX_ATTEMPTS = 20  # per file and hole
-_TINY_BEFORE, _TINY_AFTER = 300, 400  # characters around the caret in a tiny file
-_LEAD_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -46,16 +41,11 @@ class _Cut:
     Attributes:
         start, end: of the hole in the file.
         word_end: end of the caret's word, or start.
-        first, last: the part of the file that is in the document; None is the file's end.
-        lead: text that the document has before that part.
     """
 
     start: int
     end: int
     word_end: int
-    first: int = 0
-    last: int | None = None
-    lead: str = ""
 
 
 def draw_holes(
@@ -71,10 +61,7 @@ def draw_holes(
     """
     order = list(files)
     random.Random(f"{seed}/files").shuffle(order)
-    kind = "word" if task in ("word-top", "word-deep") else task  # both have the same holes
-    sources = [
-        _HoleSource(file, random.Random(f"{seed}/{kind}/{file.name}"), order) for file in order
-    ]
+    sources = [_HoleSource(file, random.Random(f"{seed}/{task}/{file.name}")) for file in order]
     problems: dict[str, Problem] = {}
     while sources and len(problems) < count:
         left = []
@@ -93,12 +80,11 @@ def draw_holes(
 
 
 class _HoleSource:
-    """A file that holes are drawn from; ``others`` are the files of the run."""
+    """A file that holes are drawn from."""
 
-    def __init__(self, file: SourceFile, rng: random.Random, others: Sequence[SourceFile]) -> None:
+    def __init__(self, file: SourceFile, rng: random.Random) -> None:
         self._file = file
         self._rng = rng
-        self._others = [other for other in others if other is not file]
 
     def draw(self, task: FileTask | CaretTask, taken: dict[str, Problem]) -> Problem | None:
         """Draw a hole that is not among ``taken``; return None if none is found."""
@@ -108,8 +94,6 @@ class _HoleSource:
             "block": self._draw_block,
             "span": self._draw_span,
             "nothing": self._draw_nothing,
-            "word-top": self._draw_word_top,
-            "word-deep": self._draw_word_deep,
             **{caret: partial(self._draw_caret, caret) for caret in CARET_TASKS},
         }
         text = self._file.text
@@ -127,9 +111,9 @@ class _HoleSource:
                 id=name,
                 task=task,
                 group=self._file.name,
-                prefix=cut.lead + text[cut.first : cut.start],
+                prefix=text[: cut.start],
                 hole=hole,
-                suffix=text[cut.end : cut.last],
+                suffix=text[cut.end :],
                 word_rest=text[cut.start : cut.word_end],
             )
         return None
@@ -175,40 +159,6 @@ class _HoleSource:
         hole = draw_caret(self._file, task, self._rng)
         return None if hole is None else _Cut(*hole, word_end=hole[0])
 
-    def _draw_word_top(self) -> _Cut | None:
-        cut = self._draw_subtoken()
-        if cut is None:
-            return None
-        text = self._file.text
-        # From the nearest line that starts at the margin, to whole lines after the hole.
-        first = text.rfind("\n", 0, cut.start) + 1
-        while first and not _starts_at_margin(text, first):
-            first = text.rfind("\n", 0, first - 1) + 1
-        if cut.start - first > _TINY_BEFORE or not _starts_at_margin(text, first):
-            return None
-        last = text.rfind("\n", cut.end, cut.end + _TINY_AFTER) + 1
-        return _Cut(cut.start, cut.end, cut.word_end, first, max(last, cut.end))
-
-    def _draw_word_deep(self) -> _Cut | None:
-        cut = self._draw_word_top()
-        if cut is None:
-            return None
-        # Not from the sequence of draws, so that both tasks draw the same holes.
-        choice = random.Random(f"{self._file.name}/{cut.start}")
-        for other in choice.sample(self._others, len(self._others)):
-            ends, _ = other.complete_places
-            end = next((end for end in ends if end >= _LEAD_CHARACTERS), None)
-            if end is not None and other.suffix == self._file.suffix:
-                lead = f"{other.text[:end]}\n\n\n"
-                return _Cut(cut.start, cut.end, cut.word_end, cut.first, cut.last, lead)
-        return None
-
     def _line_end(self, position: int) -> int:
         end = self._file.text.find("\n", position)
         return end if end >= 0 else len(self._file.text)
-
-
-def _starts_at_margin(text: str, line_start: int) -> bool:
-    """Return whether a statement may start at a line's first character."""
-    first = text[line_start : line_start + 1]
-    return first.isalpha() or first in ("_", "@")

@@ -4,7 +4,7 @@ import re
 
 from midfill.infill.trim import first_line
 from midfill.lab.evaluation.models import Answer
-from midfill.lab.evaluation.problems import EMPTY_TASKS, LINE_TASKS, WORD_TASKS, Problem
+from midfill.lab.evaluation.problems import EMPTY_TASKS, LINE_TASKS, Problem
 
 _WORD = re.compile(r"\w*")
 
@@ -32,7 +32,7 @@ def score_answer(problem: Problem, answer: Answer) -> dict[str, float]:
     }
     if problem.task in LINE_TASKS:
         scores["exact_first_line"] = float(is_exact_first_line(text, problem.hole))
-    if problem.task in WORD_TASKS:
+    if problem.task == "subtoken":
         scores["subtoken"] = float(completes_word(text, problem.word_rest))
     return scores
 

@@ -1,18 +1,26 @@
-"""Evaluated models: one loaded in this process, or one behind an OpenAI-style completions API."""
+"""Evaluated models: loaded here, in one process or several, or behind a completions API."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from midfill.config import Backend, KvDtype, WeightsOption
 from midfill.errors import MidfillError
+from midfill.frontend.fingerprint import fingerprint_of
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout
 from midfill.infill.request import InfillRequest
+from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+from midfill.models.checkpoints.opening import open_model
 from midfill.models.tokens.tokenizer import keeps_tokens_of
 from midfill.system.extras import require
-from midfill.system.progress import StageProgress
+from midfill.system.machine import available_threads
+from midfill.system.progress import Progress, StageProgress, ignore_progress
 
 if TYPE_CHECKING:
     import httpx
@@ -241,3 +249,204 @@ def _text_format(sentinels: tuple[str, str, str]) -> FimFormat:
     """Return a format for laying out prompts as text; its token ids are not used."""
     prefix, suffix, middle = (Sentinel(text, -1) for text in sentinels)
     return FimFormat("custom", prefix, suffix, middle)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """A model, and how to run it; the fields but ``processes`` are those of ``LLM``.
+
+    Attributes:
+        processes: copies of the model, each in a process of its own and with its share of the
+            threads. The threads of one copy wait for each other many times per step, so where other
+            programs keep the machine busy, several copies are faster.
+    """
+
+    model: str = DEFAULT_MODEL
+    adapter: str | None = None
+    weights: WeightsOption = "auto"
+    kv_dtype: KvDtype = "auto"
+    backend: Backend = "auto"
+    device: str | None = None
+    threads: int | None = None
+    fim_tokens: tuple[str, str, str] | None = None
+    processes: int = 1
+
+    def fingerprint(self) -> str:
+        """Return ``Model.fingerprint`` without loading the model.
+
+        Raises:
+            MidfillError: the model or its adapter can't be opened.
+        """
+        folder = resolve_adapter(self.model, self.adapter)
+        return fingerprint_of(open_model(resolve(self.model), folder, self.weights))
+
+    @contextmanager
+    def load_copy(
+        self, kv_memory: int | None = None, progress: Progress = ignore_progress
+    ) -> Iterator[LocalModel]:
+        """Load the model into this process alone; its threads end with the block.
+
+        Args:
+            kv_memory: bytes for KV; None sizes it from free memory.
+            progress: called with (stage, done, total).
+
+        Raises:
+            MidfillError: the model can't be found or loaded.
+        """
+        from midfill.llm import LLM  # slow to import
+
+        options = asdict(self)
+        del options["processes"]
+        with LLM(**options, kv_memory=kv_memory, progress=progress) as llm:
+            kv = "" if self.kv_dtype == "auto" else f", KV {self.kv_dtype}"
+            yield LocalModel(llm, f"{self.model} (weights {self.weights}{kv})")
+
+
+_KV_BYTES = 1 << 30  # of each copy: they can't all size it from the free memory
+_END_SECONDS = 10.0
+
+
+@contextmanager
+def load_model(choice: ModelChoice, progress: Progress = ignore_progress) -> Iterator[Model]:
+    """Load a model; its processes and threads end with the block.
+
+    Raises:
+        MidfillError: the model can't be found or loaded.
+    """
+    if choice.processes == 1:
+        with choice.load_copy(progress=progress) as model:
+            yield model
+        return
+    threads = (choice.threads or available_threads()) // choice.processes
+    share = replace(choice, threads=max(1, threads), processes=1)
+    # This process loads first, so that the others find packed weights.
+    with (
+        share.load_copy(_KV_BYTES, progress) as first,
+        ModelPool(first, share, choice.processes) as pool,
+    ):
+        yield pool
+
+
+class ModelPool:
+    """Copies of a model that share the work; a context manager, and a ``Model``.
+
+    Prompts of a group go to the same copy, whose prefix cache knows what they have in common.
+
+    Args:
+        first: the copy in this process.
+        choice: what the other processes load.
+        processes: number of copies, ``first`` included.
+    """
+
+    remote = False
+
+    def __init__(self, first: LocalModel, choice: ModelChoice, processes: int) -> None:
+        self._first = first
+        self.format = first.format
+        self.description = first.description
+        self.fingerprint = first.fingerprint
+        self.keeps_tokens = first.keeps_tokens
+        spawn = multiprocessing.get_context("spawn")  # a fork would share the engine's threads
+        self._connections: list[Connection] = []
+        self._processes = []
+        for _ in range(1, processes):
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(choice, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(_END_SECONDS)
+            if process.is_alive():
+                process.kill()
+
+    def answer(
+        self, prompts: Sequence[ModelPrompt], max_tokens: int, progress: StageProgress
+    ) -> list[Answer]:
+        """See ``Model``."""
+        shares = split_by_group(prompts, len(self._connections) + 1)
+        for connection, share in zip(self._connections, shares[1:], strict=True):
+            try:
+                connection.send(([prompts[place] for place in share], max_tokens))
+            except OSError:
+                raise MidfillError(str(_receive(connection))) from None
+        answers: dict[int, Answer] = {}
+        counts = [0] * len(shares)
+
+        def count(copy: int, done: int) -> None:
+            counts[copy] = done
+            progress(sum(counts), len(prompts))
+
+        def count_own(done: int, _: int) -> None:
+            count(0, done)
+
+        own = [prompts[place] for place in shares[0]]
+        answers |= zip(shares[0], self._first.answer(own, max_tokens, count_own), strict=True)
+        waiting = {connection: copy for copy, connection in enumerate(self._connections, 1)}
+        while waiting:
+            for ready in wait(list(waiting)):
+                assert isinstance(ready, Connection)
+                copy = waiting[ready]
+                match _receive(ready):
+                    case int(done):
+                        count(copy, done)
+                    case list(found):
+                        answers |= zip(shares[copy], found, strict=True)
+                        del waiting[ready]
+                    case message:
+                        raise MidfillError(str(message))
+        return [answers[place] for place in range(len(prompts))]
+
+    def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
+        """See ``Model``; the first copy counts, since one request finds what the last one left."""
+        return self._first.count_computed(requests)
+
+
+def split_by_group(prompts: Sequence[ModelPrompt], shares: int) -> list[list[int]]:
+    """Return the places of the prompts in each share: similar numbers, groups undivided."""
+    groups: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        groups.setdefault(prompt.group, []).append(place)
+    split: list[list[int]] = [[] for _ in range(shares)]
+    for places in sorted(groups.values(), key=len, reverse=True):
+        min(split, key=len).extend(places)
+    return [sorted(share) for share in split]
+
+
+def _receive(connection: Connection) -> object:
+    """Return what a copy sent: a number of answers so far, all its answers, or an error's text."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return "a process with a copy of the model ended; is there too little memory?"
+
+
+def _serve(choice: ModelChoice, connection: Connection) -> None:
+    """Load a copy and answer prompts until the other end is closed."""
+    try:
+        with choice.load_copy(_KV_BYTES) as model:
+            while True:
+                prompts, max_tokens = connection.recv()
+                connection.send(_answer(model, prompts, max_tokens, connection))
+    except (EOFError, OSError, KeyboardInterrupt):
+        return
+    except MidfillError as error:  # the model can't be loaded
+        connection.send(str(error))
+
+
+def _answer(
+    model: LocalModel, prompts: Sequence[ModelPrompt], max_tokens: int, connection: Connection
+) -> list[Answer] | str:
+    """Return the answers, or why there are none."""
+    try:
+        return model.answer(prompts, max_tokens, lambda done, _: connection.send(done))
+    except MidfillError as error:
+        return str(error)

@@ -1,18 +1,28 @@
-"""Problem: a text with a hole, and the text that was there."""
+"""Problem: a text with a hole, and the text that was there.
 
+Problems are cut out of files (``holes``) or those of HumanEval-Infilling: holes in the HumanEval
+programs, with the programs' own tests. Source: Bavarian et al., "Efficient Training of Language
+Models to Fill in the Middle", 2022, arXiv 2207.14255; the data (MIT licence) is the ``data`` folder
+of OpenAI's repository human-eval-infilling. The holes are single lines, runs of lines, and random
+spans of characters of the 164 reference solutions.
+"""
+
+import gzip
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from midfill.errors import OptionError
+from midfill.errors import MidfillError, OptionError
 from midfill.infill.context_files import ContextFile
 from midfill.lab.evaluation.sandbox.pool import Program
 
 PublicTask = Literal["single-line", "multi-line", "random-span"]
-FileTask = Literal["line", "subtoken", "block", "span", "nothing", "word-top", "word-deep"]
+FileTask = Literal["line", "subtoken", "block", "span", "nothing"]
 MissingTask = Literal["missing-line", "missing-code", "missing-rest"]
 NothingTask = Literal["nothing-end", "nothing-blank", "nothing-start"]
 CaretTask = Literal[MissingTask, NothingTask]
@@ -23,16 +33,10 @@ CARET_TASKS: tuple[CaretTask, ...] = (*get_args(MissingTask), *get_args(NothingT
 """Carets in Python files at which it is clear whether something is missing."""
 EMPTY_TASKS: tuple[Task, ...] = ("nothing", *get_args(NothingTask))
 """Tasks whose holes are empty."""
-LINE_TASKS: tuple[Task, ...] = (
-    "single-line", "line", "subtoken", "word-top", "word-deep", *get_args(MissingTask),
-)  # fmt: skip
+LINE_TASKS: tuple[Task, ...] = ("single-line", "line", "subtoken", *get_args(MissingTask))
 """Tasks whose holes end where their line ends."""
 HOLE_TASKS: tuple[Task, ...] = (*PUBLIC_TASKS, "line", "subtoken", "block", "span")
 """Tasks whose holes are cut where users have them."""
-WORD_TASKS: tuple[Task, ...] = ("subtoken", "word-top", "word-deep")
-"""Tasks whose carets are inside words."""
-PAIRED_TASKS: tuple[tuple[Task, Task], ...] = (("word-top", "word-deep"),)
-"""Tasks with the same holes in different surroundings; their ids differ in the task's name only."""
 
 _DEFAULT_MAX_TOKENS: dict[Task, int] = {
     "multi-line": 256,
@@ -63,7 +67,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         task: its kind.
         group: the function or file it is from; problems of a group are not independent.
         prefix, hole, suffix: the complete text.
-        word_rest: in ``WORD_TASKS``, the rest of the caret's word.
+        word_rest: in a ``subtoken`` task, the rest of the caret's word.
         test: for a HumanEval problem.
         snippets: other text that the user has seen, the oldest first; often none.
     """
@@ -81,7 +85,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """Digest of the text, to check that two runs mean the same problem by an id."""
-        snippets = (part for one in self.snippets for part in (one.path, one.text))
+        snippets = (part for file in self.snippets for part in (file.path, file.text))
         text = "\0".join((self.prefix, self.hole, self.suffix, *snippets))
         return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
@@ -106,6 +110,17 @@ def max_tokens(task: Task, chosen: int | None = None) -> int:
     return chosen or _DEFAULT_MAX_TOKENS.get(task, _DEFAULT_MAX_LINE_TOKENS)
 
 
+def check_file_tasks(tasks: Iterable[Task], reason: str) -> None:
+    """Check that all tasks are about files.
+
+    Raises:
+        MidfillError: one is not; the message gives the reason.
+    """
+    for task in tasks:
+        if task not in FILE_TASKS:
+            raise MidfillError(f"task {task}: {reason}")
+
+
 def sample_problems(problems: Sequence[Problem], limit: int, seed: int) -> list[Problem]:
     """Return a random sample of ``limit`` problems in their own order; all if ``limit`` is 0."""
     if not limit or limit >= len(problems):
@@ -127,3 +142,53 @@ def parse_tasks(text: str) -> tuple[Task, ...]:
         what = ", ".join(unknown) or "nothing"
         raise OptionError(f"--tasks names {what}; there are {', '.join(known)}")
     return tuple(task for task in known if task in names)
+
+
+_FILES: dict[PublicTask, str] = {
+    "single-line": "HumanEval-SingleLineInfilling.jsonl.gz",
+    "multi-line": "HumanEval-MultiLineInfilling.jsonl.gz",
+    "random-span": "HumanEval-RandomSpanInfilling.jsonl.gz",
+}
+HOW_TO_GET_IT = (
+    "get the 'data' folder of OpenAI's human-eval-infilling repository"
+    " (https://github.com/openai/human-eval-infilling, MIT licence)"
+)
+
+
+def load_humaneval(folder: Path, task: PublicTask) -> list[Problem]:
+    """Load all problems of one kind.
+
+    Raises:
+        MidfillError: the file is missing or broken.
+    """
+    path = folder / _FILES[task]
+    if not path.is_file():
+        raise MidfillError(f"no {_FILES[task]} in {folder}; {HOW_TO_GET_IT}")
+    problems = [_problem(task, record, path) for record in _records(path)]
+    if not problems:
+        raise MidfillError(f"{path} holds no problems")
+    return problems
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+    except (OSError, EOFError, ValueError) as error:
+        raise MidfillError(f"{path} can't be read: {error}; {HOW_TO_GET_IT}") from None
+
+
+def _problem(task: PublicTask, record: dict[str, Any], path: Path) -> Problem:
+    try:
+        return Problem(
+            id=record["task_id"],
+            task=task,
+            group="/".join(record["task_id"].split("/")[1:3]),  # .../HumanEval/17/L3
+            prefix=record["prompt"],
+            hole=record["canonical_solution"],
+            suffix=record["suffix"],
+            test=ProblemTest(record["test"], record["entry_point"]),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise MidfillError(f"{path} holds something other than problems: {error!r}") from None

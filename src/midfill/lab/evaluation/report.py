@@ -1,7 +1,7 @@
 """Reports as tables, Markdown, plots, and JSON files."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -9,16 +9,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from midfill.errors import MidfillError
-from midfill.lab.evaluation.bootstrap import Estimate
-from midfill.lab.evaluation.problems import PAIRED_TASKS, Task
+from midfill.lab.evaluation.problems import Task
 from midfill.lab.evaluation.run import InfillingReport
 from midfill.lab.evaluation.summary import (
     SCORES,
     Comparison,
+    Estimate,
     baseline_of,
     differences,
     summarise,
-    task_differences,
     tasks_of,
 )
 from midfill.system.reporting import ResultTable, write_json
@@ -26,35 +25,45 @@ from midfill.system.reporting import ResultTable, write_json
 LEGEND = "Percent with 95% intervals (bootstrap over functions or files, paired for differences)."
 
 
-def report_tables(report: InfillingReport) -> list[Table]:
-    """Return tables for the terminal: each task's scores, and differences from the baseline."""
-    tables = [rich_table(table) for table in _score_tables(report)]
-    tables[-1].caption = _caption(report)
-    return tables
+@dataclass(frozen=True)
+class ReportTables:
+    """Tables of results, with a caption below the last one.
+
+    Attributes:
+        tables: each with a title.
+        caption: how the results were measured.
+    """
+
+    tables: Sequence[ResultTable]
+    caption: str
+
+    def drawn(self) -> list[Table]:
+        """Return the tables for the terminal."""
+        drawn = [_drawn(table) for table in self.tables]
+        drawn[-1].caption = self.caption
+        return drawn
+
+    def markdown(self) -> str:
+        """Return the tables for a document, each below its title."""
+        titled = [f"{table.title}:\n\n{table.markdown()}" for table in self.tables]
+        return "\n\n".join([*titled, self.caption])
 
 
-def report_markdown(report: InfillingReport) -> str:
-    """Return the tables for a document."""
-    return "\n\n".join([*map(titled_markdown, _score_tables(report)), _caption(report)])
+def report_tables(report: InfillingReport) -> ReportTables:
+    """Return tables of each task's scores, and of their differences from the baseline."""
+    return ReportTables(list(_score_tables(report)), _caption(report))
 
 
 def comparison_tables(
-    comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
-) -> list[Table]:
-    """Return tables for the terminal: for each task, a row per condition and score."""
-    tables = [rich_table(table) for table in _comparison_tables(comparisons)]
-    tables[-1].caption = LEGEND
-    return tables
+    comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]], models: str = ""
+) -> ReportTables:
+    """Return tables for each task, with a row per condition and score.
 
-
-def comparison_markdown(
-    first: str,
-    second: str,
-    comparisons: Mapping[Task, Mapping[str, Mapping[str, Comparison]]],
-) -> str:
-    """Return the tables for a document; ``first`` and ``second`` describe the models."""
-    parts = map(titled_markdown, _comparison_tables(comparisons))
-    return "\n\n".join([*parts, f"First: {first}; second: {second}. {LEGEND}"])
+    Args:
+        comparisons: made by ``compare_reports``.
+        models: begins the caption.
+    """
+    return ReportTables(list(_comparison_tables(comparisons)), models + LEGEND)
 
 
 def _comparison_tables(
@@ -138,11 +147,6 @@ def _score_tables(report: InfillingReport) -> Iterator[ResultTable]:
         yield ResultTable(title=_title(report, task), rows=rows)
         if rows := score_rows(differences(report, task), signed=True):
             yield ResultTable(title=f"{task}, minus {base}", rows=rows)
-    for first, second in PAIRED_TASKS:
-        if found := task_differences(report, first, second):
-            rows = score_rows(found, signed=True)
-            count = next(iter(next(iter(found.values())).values())).count
-            yield ResultTable(title=f"{second}, minus {first}, {count} holes in both", rows=rows)
 
 
 def score_rows(
@@ -181,12 +185,7 @@ def _caption(report: InfillingReport) -> str:
     )
 
 
-def titled_markdown(table: ResultTable) -> str:
-    """Return a table for a document, below its title."""
-    return f"{table.title}:\n\n{table.markdown()}"
-
-
-def rich_table(table: ResultTable) -> Table:
+def _drawn(table: ResultTable) -> Table:
     """Return a table for the terminal."""
     if table.labels == 1:
         # Intervals go below their values: beside them, the table would be too wide.

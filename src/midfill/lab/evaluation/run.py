@@ -8,28 +8,32 @@ from pathlib import Path
 import msgspec
 
 from midfill.errors import MidfillError
+from midfill.infill.request import InfillRequest
 from midfill.infill.trim import first_line
+from midfill.infill.window import WindowRule
 from midfill.lab.evaluation.conditions import Condition, PromptOptions, make_prompt
 from midfill.lab.evaluation.holes import draw_holes
-from midfill.lab.evaluation.humaneval import HOW_TO_GET_IT, load_humaneval
 from midfill.lab.evaluation.metrics import score_answer
 from midfill.lab.evaluation.models import Answer, Model, ModelPrompt
 from midfill.lab.evaluation.problems import (
     CARET_TASKS,
     FILE_TASKS,
+    HOW_TO_GET_IT,
     LINE_TASKS,
     PUBLIC_TASKS,
     Problem,
     Task,
+    load_humaneval,
     max_tokens,
     sample_problems,
 )
 from midfill.lab.evaluation.sandbox.pool import Program, Sandbox
 from midfill.lab.evaluation.source_files import DEFAULT_SUFFIXES, read_files
-from midfill.lab.evaluation.window_costs import WindowCost, measure_costs
 from midfill.system.progress import Progress, StageProgress
 
 _MAX_FILE_HOLES = 1000  # per task, for files without a limit
+_COST_BATCH = 16  # holes; what a batch computed is still cached when its carets move
+_TYPED = "value"
 _BATCH_ANSWERS = 512  # enough that the last answers of a batch, which run alone, cost little
 
 
@@ -56,6 +60,20 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     suffixes: tuple[str, ...] = DEFAULT_SUFFIXES
     shortest: int = 0
+
+
+class WindowCost(msgspec.Struct, frozen=True):
+    """Prompt tokens that one hole's requests compute with one window.
+
+    Attributes:
+        opened: of the first request, with the caret at the end of the line before the hole's.
+        moved: of the next one, with the caret at the hole.
+        typed: of the next one, after a word was typed there.
+    """
+
+    opened: int
+    moved: int
+    typed: int
 
 
 class ProblemRecord(msgspec.Struct, frozen=True):
@@ -124,7 +142,9 @@ def load_problems(
         MidfillError: a task's data is missing.
     """
     sources = read_files(files, options.suffixes) if files else []
-    if sources and not (sources := [one for one in sources if len(one.text) >= options.shortest]):
+    if sources and not (
+        sources := [file for file in sources if len(file.text) >= options.shortest]
+    ):
         raise MidfillError(f"no file has {options.shortest} characters")
     problems: list[Problem] = []
     for task in options.tasks:
@@ -213,7 +233,11 @@ def _add_outcomes(
     """Add a batch's outcomes to a report, with what they cost where windows are compared."""
     for condition, found in zip(conditions, outcomes, strict=True):
         if condition.window is not None:
-            found = _with_costs(found, measure_costs(model, batch, condition.window))
+            costs = measure_costs(model, batch, condition.window)
+            found = [
+                msgspec.structs.replace(outcome, cost=cost)
+                for outcome, cost in zip(found, costs, strict=True)
+            ]
         report.outcomes[condition.name].extend(found)
 
 
@@ -230,17 +254,17 @@ def _resume(
     Raises:
         MidfillError: the earlier run was another.
     """
-    for what, one, other in (
+    for what, before, now in (
         ("model", earlier.model, fresh.model),
         ("model's weights", earlier.fingerprint, fresh.fingerprint),
         ("options", earlier.options, fresh.options),
         ("conditions", list(earlier.outcomes), list(fresh.outcomes)),
         ("kind of sandbox", earlier.isolation, fresh.isolation),
     ):
-        if one != other:
+        if before != now:
             raise MidfillError(
                 f"the earlier run can't be resumed: its {what} differ from this run's;"
-                f" name another --json file (earlier: {one}; now: {other})"
+                f" name another --json file (earlier: {before}; now: {now})"
             )
     known = {record.id: record for record in earlier.problems}
     wanted = [_record(problem) for problem in problems]
@@ -309,7 +333,7 @@ def _judge(
     if sandbox is not None:
         # Conditions often give the same answer, and an answer of one line is its own first line.
         unique = list(
-            dict.fromkeys(one for row in programs for made in row for one in made.values())
+            dict.fromkeys(program for row in programs for made in row for program in made.values())
         )
         found = sandbox.run(unique)
         verdicts = {program: verdict.reason for program, verdict in zip(unique, found, strict=True)}
@@ -330,13 +354,6 @@ def _outcome(
         verdict=verdicts[made["pass"]] if made else "",
         empty_probability=answer.empty_probability,
     )
-
-
-def _with_costs(outcomes: Sequence[Outcome], costs: Sequence[WindowCost]) -> list[Outcome]:
-    return [
-        msgspec.structs.replace(outcome, cost=cost)
-        for outcome, cost in zip(outcomes, costs, strict=True)
-    ]
 
 
 def _programs(problem: Problem, answer: Answer) -> dict[str, Program]:
@@ -361,3 +378,28 @@ def _contains_sentinel(problem: Problem, model: Model) -> bool:
         for sentinel in sentinels
         for text in (problem.prefix, problem.suffix)
     )
+
+
+def measure_costs(model: Model, problems: Sequence[Problem], rule: WindowRule) -> list[WindowCost]:
+    """Count what every hole's requests compute with a window of its whole document."""
+    costs: list[WindowCost] = []
+    for start in range(0, len(problems), _COST_BATCH):
+        batch = problems[start : start + _COST_BATCH]
+        steps = zip(*(_requests(problem, rule) for problem in batch), strict=True)
+        counts = [model.count_computed(step) for step in steps]
+        costs += [WindowCost(*found) for found in zip(*counts, strict=True)]
+    return costs
+
+
+def _requests(problem: Problem, rule: WindowRule) -> list[InfillRequest]:
+    """Return the requests of a document that is opened, moved in, and typed in."""
+    text, caret = problem.prefix + problem.suffix, len(problem.prefix)
+    line = text.rfind("\n", 0, caret) + 1
+    above = line - 1 if line else text.find("\n", caret) + 1 or len(text)
+    typed = problem.prefix + _TYPED, problem.suffix
+    # No other request has this tenant, so nothing of the document is cached when it is opened.
+    tenant = f"{problem.id} {rule.before}/{rule.after} costs"
+    return [
+        InfillRequest(prefix=prefix, suffix=suffix, window=rule, tenant=tenant)
+        for prefix, suffix in ((text[:above], text[above:]), (text[:caret], text[caret:]), typed)
+    ]

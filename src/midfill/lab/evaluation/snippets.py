@@ -1,26 +1,29 @@
-"""Chunks of other text that an editor plugin would show the model beside a hole.
+"""Quality against the amount of other text: an editor plugin's chunks before the document.
 
 llama.vim and llama.vscode keep a ring of 16 chunks of 32 lines: what the user has seen, of the same
 file and of others. Here the user has visited places at random, half of them in the hole's own file
 (not near the caret, which the prompt shows anyway), the others in three files of the same
-repository that are nearest in the tree. So the ring is one of a session without direction; chunks
-that are chosen for what they have in common with the text at the caret show what a better choice
-would be worth.
+repository that are nearest in the tree. So the ring is one of a session without direction.
+
+Every hole is asked with more and more of these chunks. Since they cost tokens in every prompt, the
+fewest characters are chosen than which no more are better beyond doubt, see ``choice``.
 """
 
 import random
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import sqrt
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from midfill.errors import OptionError
-from midfill.infill.context_files import ContextFile, newest
+from midfill.infill.context_files import ContextFile
+from midfill.lab.evaluation.choice import MeasuredChoice, choose_unless_better
+from midfill.lab.evaluation.conditions import Condition
 from midfill.lab.evaluation.problems import Problem
+from midfill.lab.evaluation.report import LEGEND, estimate_cell
+from midfill.lab.evaluation.run import InfillingReport
 from midfill.lab.evaluation.source_files import SourceFile
+from midfill.lab.evaluation.summary import SCORES, estimate_difference
+from midfill.system.reporting import ResultTable
 
 _RING = 16  # chunks
 _LINES, _LEAST_LINES = 32, 3  # of a chunk
@@ -28,75 +31,86 @@ _SHOWN_BEFORE, _SHOWN_AFTER = 64, 32  # lines around the caret that chunks leave
 _FILES = 3
 _OWN = 0.5  # share of chunks from the hole's own file
 _ATTEMPTS = 200
-_NEAR_BEFORE, _NEAR_AFTER = 1200, 600  # characters that chunks are compared with
-_WORD = re.compile(r"[^\W\d]\w{2,}")
-
-SnippetChoice = Literal["newest", "alike", "old", "answer"]
-"""Which chunks are shown: the newest of the ring; those of all visits that have most words in
-common with the text around the caret; the ring as it was before all of these came; those that
-have most words in common with what is missing, which no editor knows."""
-
-CHOICES: tuple[SnippetChoice, ...] = ("newest", "alike", "old", "answer")
 
 
-@dataclass(frozen=True, slots=True)
-class ShownSnippets:
-    """Which chunks a condition shows.
-
-    Attributes:
-        characters: at most so many, see ``infill.context_files.newest``.
-        choice: which.
-        behind: show them after the suffix instead of before everything else.
-    """
-
-    characters: int
-    choice: SnippetChoice = "newest"
-    behind: bool = False
-
-    @property
-    def name(self) -> str:
-        """How tables and options spell it."""
-        choice = "" if self.choice == "newest" else f"/{self.choice}"
-        return f"{self.characters}{choice}{'/behind' if self.behind else ''}"
-
-
-def parse_snippets(text: str) -> tuple[ShownSnippets, ...]:
-    """Parse a list such as "0,1000,2000,2000/old,2000/behind"; each is kept once.
+def parse_snippets(text: str) -> tuple[int, ...]:
+    """Parse numbers of characters such as "0,1000,2000"; the least first.
 
     Raises:
-        MidfillError: it is something else, or names fewer than two numbers of newest chunks.
+        MidfillError: it is something else, or fewer than two.
     """
-    shown = [_parse_one(part.strip()) for part in text.split(",")]
-    if len({one for one in shown if is_plain(one)}) < 2:
+    amounts = set()
+    for part in (each.strip() for each in text.split(",")):
+        if not (part.isascii() and part.isdigit()):
+            raise OptionError(
+                f"--snippets takes numbers of characters, like 0,1000,2000, not {part!r}"
+            )
+        amounts.add(int(part))
+    if len(amounts) < 2:
         raise OptionError("--snippets names fewer than two numbers to choose from, as 0,2000 does")
-    return tuple(dict.fromkeys(sorted(shown, key=lambda one: (not is_plain(one), one.characters))))
+    return tuple(sorted(amounts))
 
 
-def is_plain(shown: ShownSnippets) -> bool:
-    """Return whether it shows what the server would: the newest chunks before everything else."""
-    return shown.choice == "newest" and not shown.behind
+def snippet_conditions(amounts: Sequence[int]) -> tuple[Condition, ...]:
+    """Return a condition for each number of characters."""
+    return tuple(
+        Condition(str(amount), "planner", healing=True, snippets=amount) for amount in amounts
+    )
 
 
-def _parse_one(part: str) -> ShownSnippets:
-    number, *words = part.split("/")
-    choices = [one for one in CHOICES if one in words]
-    rest = [word for word in words if word not in CHOICES and word != "behind"]
-    if not (number.isascii() and number.isdigit()) or rest or len(choices) > 1:
-        raise OptionError(
-            "--snippets takes numbers of characters, each with one of /alike, /old and /answer or"
-            f" /behind if wanted, like 0,1000,2000/old, not {part!r}"
-        )
-    choice = choices[0] if choices else "newest"
-    return ShownSnippets(int(number), choice, behind="behind" in words)
+def choose_snippets(report: InfillingReport, *, score: str = "similarity") -> MeasuredChoice:
+    """Choose the number of characters from a report with conditions of ``snippet_conditions``.
+
+    Raises:
+        MidfillError: the report lacks the score, or all its holes are of one file.
+    """
+    names = [str(amount) for amount in parse_snippets(",".join(report.outcomes))]
+    choice = choose_unless_better(report, names, score)
+    other = estimate_cell(choice.on_other_holes, signed=True)
+    before, after = report.options.before, report.options.after
+    return MeasuredChoice(
+        report=report,
+        choice=choice,
+        column="characters",
+        axis="characters of snippets",
+        caption=f"Snippets: {choice.recommended}, the fewest characters than which no more have a"
+        f" better {SCORES[score]} beyond doubt (95% interval of the paired difference, on"
+        f" {choice.choice[0].score.count} holes). On the other {choice.report[0].score.count} holes"
+        f" it is at {other} of the best, {choice.best}. {report.model}; at most {before} characters"
+        f" before and {after} after the caret, greedy, healed, seed {report.options.seed}."
+        f" {LEGEND}",
+        more_tables=[
+            ResultTable(
+                title="Snippets, minus others, all tasks and holes",
+                rows=list(_effects(report, names)),
+            )
+        ],
+        notes={"characters_around_the_caret": [before, after]},
+    )
+
+
+def _effects(report: InfillingReport, names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Yield what each amount changes beside the least one, on all holes."""
+    groups = [problem.group for problem in report.problems]
+    least, *more = names
+    for name in more:
+        row = {"characters": name, "minus": least}
+        for score, title in SCORES.items():
+            if all(score in outcome.scores for outcome in report.outcomes[name]):
+                before, after = (
+                    [outcome.scores[score] for outcome in report.outcomes[each]]
+                    for each in (least, name)
+                )
+                row[title] = estimate_cell(estimate_difference(before, after, groups), signed=True)
+        yield row
 
 
 def with_snippets(
     problems: Sequence[Problem], files: Sequence[SourceFile], seed: int
 ) -> list[Problem]:
-    """Return the problems with the chunks that a user has visited, the oldest first.
+    """Return the problems with the chunks in an editor plugin's ring, the oldest first.
 
-    There are up to twice as many as a ring holds. All randomness follows from the seed and the
-    hole, so that every model gets the same chunks.
+    All randomness follows from the seed and the hole, so that every model gets the same chunks.
 
     Args:
         problems: holes of these files.
@@ -110,28 +124,13 @@ def with_snippets(
     return drawn
 
 
-def shown_snippets(problem: Problem, shown: ShownSnippets) -> tuple[ContextFile, ...]:
-    """Return the chunks that a condition shows, the most important one last."""
-    chunks = problem.snippets
-    middle = max(len(chunks) - _RING, len(chunks) // 2)
-    if shown.choice == "newest":
-        chunks = chunks[middle:]
-    elif shown.choice == "old":
-        chunks = chunks[:middle]
-    else:
-        near = problem.prefix[-_NEAR_BEFORE:] + problem.suffix[:_NEAR_AFTER]
-        wanted = _words(problem.hole if shown.choice == "answer" else near)
-        chunks = tuple(sorted(chunks, key=lambda chunk: _in_common(chunk.text, wanted)))
-    return newest(chunks, shown.characters)
-
-
 def _visits(
     problem: Problem, files: Sequence[SourceFile], chance: random.Random
 ) -> tuple[ContextFile, ...]:
     own = (problem.prefix + problem.suffix).split("\n")
     caret = problem.prefix.count("\n")
     above, below = own[: max(0, caret - _SHOWN_BEFORE)], own[caret + _SHOWN_AFTER :]
-    others = [(one.name, one.text.split("\n")) for one in _nearest(problem.group, files, chance)]
+    others = [(file.name, file.text.split("\n")) for file in _nearest(problem.group, files, chance)]
     visits: list[ContextFile] = []
     starts: dict[int, list[int]] = {}  # by text, where chunks of it start
     for _ in range(_ATTEMPTS):
@@ -143,12 +142,13 @@ def _visits(
             name, lines = chance.choice(others)
         start = chance.randint(0, max(0, len(lines) - _LINES))
         seen = starts.setdefault(id(lines), [])
-        if len(lines) < _LEAST_LINES or any(abs(start - one) < _LINES // 2 for one in seen):
+        if len(lines) < _LEAST_LINES or any(abs(start - other) < _LINES // 2 for other in seen):
             continue
         seen.append(start)
         text = "\n".join(lines[start : start + _LINES]) + "\n"
         visits.append(ContextFile(text, name.rpartition("/")[2]))
-    return tuple(visits)
+    # The older ones have left the ring.
+    return tuple(visits[max(len(visits) - _RING, len(visits) // 2) :])
 
 
 def _nearest(name: str, files: Sequence[SourceFile], chance: random.Random) -> list[SourceFile]:
@@ -162,13 +162,3 @@ def _nearest(name: str, files: Sequence[SourceFile], chance: random.Random) -> l
     others = [file for file in files if file.name != name]
     chance.shuffle(others)
     return sorted(others, key=lambda file: -shared(file))[:_FILES]
-
-
-def _words(text: str) -> set[str]:
-    return set(_WORD.findall(text))
-
-
-def _in_common(text: str, wanted: set[str]) -> float:
-    """Return how many words a chunk and a text have in common, as a cosine but for a factor."""
-    words = _words(text)
-    return len(words & wanted) / sqrt(len(words) or 1)

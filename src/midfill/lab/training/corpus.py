@@ -1,16 +1,24 @@
-"""Corpus: the files that training documents are read from, and the order they are read in."""
+"""Corpus: the files that training documents are read from, and the order they are read in.
+
+The manifest lists which documents a run was trained on, under which licence, from which package.
+"""
 
 import gzip
+import hashlib
 import json
 import random
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from midfill.errors import MidfillError
 from midfill.lab.training.licences import LicenceFinder, spdx_of_all
-from midfill.system.packages import read_record
+
+PACKAGE_RECORD = "midfill-package.json"
+"""File in a fetched package's folder whose "requirement" is the package's name and version."""
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 """Suffixes of files that hold many documents."""
@@ -30,8 +38,8 @@ class Document:
         name: path or key, for the data manifest and for messages.
         content: the file's bytes; text from JSONL and parquet is encoded as UTF-8.
         licence: SPDX identifier; None where it is unknown.
-        package: name and version of the package it was fetched with, see
-            ``system.packages``; None otherwise.
+        package: name and version of the package it was fetched with, which a file
+            ``PACKAGE_RECORD`` names in the folder below its root; None otherwise.
     """
 
     name: str
@@ -134,11 +142,18 @@ class Corpus:
             inside = path.relative_to(root)
             folder = root / inside.parts[0]
             if folder not in packages:
-                record = read_record(folder)
-                packages[folder] = None if record is None else record.requirement
+                packages[folder] = _read_package(folder)
             licence = self._licences.licence_of(root, path, content)
             name = f"{names[root]}/{inside.as_posix()}"
             yield Document(name, content, licence, packages[folder])
+
+
+def _read_package(folder: Path) -> str | None:
+    """Return name and version of the package that was fetched into a folder, None if none was."""
+    try:
+        return str(json.loads((folder / PACKAGE_RECORD).read_bytes())["requirement"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
 
 
 def read_record_documents(path: Path) -> Iterator[Document]:
@@ -238,3 +253,55 @@ def _shuffle(documents: Iterator[Document], order: random.Random) -> Iterator[Do
             yield held.pop()
     order.shuffle(held)
     yield from held
+
+
+MANIFEST = "manifest.jsonl"
+"""Name of the file in a run's folder."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ManifestEntry:
+    """One document.
+
+    Attributes:
+        name: its path in its source.
+        sha256: of its content.
+        licence: SPDX identifier; None where it is unknown.
+        package: name and version of the package it is from, such as "attrs==25.4.0"; None if it is
+            from none that was fetched by name and version.
+    """
+
+    name: str
+    sha256: str
+    licence: str | None = None
+    package: str | None = None
+
+
+def manifest_text(entries: Iterable[ManifestEntry]) -> str:
+    """Return the manifest's content: one JSON object per line, sorted by name."""
+    return "".join(json.dumps(asdict(entry)) + "\n" for entry in sorted(entries, key=_order))
+
+
+def describe_manifest(entries: Iterable[ManifestEntry]) -> dict[str, Any]:
+    """Return what a model card says of the documents.
+
+    Licences are counted, the most frequent first. Sources are packages, or folders directly below
+    the sources.
+    """
+    entries = list(entries)
+    licences = Counter(entry.licence or "unknown" for entry in entries)
+    sources = {entry.package or _folder(entry.name) for entry in entries} - {""}
+    return {
+        "documents": len(entries),
+        "licences": dict(licences.most_common()),
+        "sources": ", ".join(sorted(sources, key=str.lower)),
+        "manifest_sha256": hashlib.sha256(manifest_text(entries).encode()).hexdigest(),
+    }
+
+
+def _folder(name: str) -> str:
+    return name.split("/")[1] if name.count("/") > 1 else ""
+
+
+def _order(entry: ManifestEntry) -> tuple[Any, ...]:
+    return entry.name, entry.sha256

@@ -128,7 +128,7 @@ class TrainingRecipe:
         rank, alpha: of LoRA; updates are scaled by alpha / rank.
         lora_modules: the matrices that LoRA updates: all of a layer, or those of its attention.
         distillation: loss weight of the divergence from the base, which keeps what it knew, see
-            ``distillation``; 0 turns it off.
+            ``loss``; 0 turns it off.
         tokens: number of tokens to train on.
         tokens_per_step: tokens per optimizer step.
         row_tokens: maximum length of a packed row; longer examples are dropped. Each thread holds
@@ -138,7 +138,7 @@ class TrainingRecipe:
         weight_decay: of AdamW.
         clip: maximum gradient norm.
         qat_start: share of the run after which a quantised base is trained quantization-aware,
-            see ``quantization_aware``; 1 turns this off. Without effect on a base of floats.
+            see ``lora``; 1 turns this off. Without effect on a base of floats.
         qat_interval: steps between two requantisations.
         precision: "auto" is bfloat16 where the device multiplies it natively, else float32.
         gradient_checkpointing: compute activations twice instead of storing them.

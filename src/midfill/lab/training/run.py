@@ -9,18 +9,20 @@ import torch
 
 from midfill.errors import MidfillError
 from midfill.infill.formats import FAMILIES, FimFormat, custom_format, find_format
-from midfill.lab.training.checkpoints import TrainingState
-from midfill.lab.training.corpus import Corpus
-from midfill.lab.training.distillation import BaseTeacher
+from midfill.lab.training.corpus import MANIFEST, Corpus, describe_manifest, manifest_text
 from midfill.lab.training.examples import ExampleMaker
 from midfill.lab.training.export import adapter_record, model_card, write_adapter, write_model
 from midfill.lab.training.filters import DocumentFilter, FilterOptions
-from midfill.lab.training.lora import make_trainable
-from midfill.lab.training.loss_log import plot_loss, read_loss_log
-from midfill.lab.training.manifest import MANIFEST, describe_manifest, manifest_text
-from midfill.lab.training.quantization_aware import QAT_ROUNDING, QuantizationAwareLora
+from midfill.lab.training.lora import QAT_ROUNDING, QuantizationAwareLora, make_trainable
+from midfill.lab.training.loss import BaseTeacher
 from midfill.lab.training.recipe import TrainingRecipe
-from midfill.lab.training.run_file import check_folder, describe_run
+from midfill.lab.training.run_folder import (
+    TrainingState,
+    check_folder,
+    describe_run,
+    plot_loss,
+    read_loss_log,
+)
 from midfill.lab.training.stream import TrainingStream
 from midfill.lab.training.trainer import LOSS_LOG, Trainer, resolve_precision
 from midfill.models.checkpoints.checkpoint import Checkpoint
@@ -67,18 +69,12 @@ class TrainingRun:
 
     Attributes:
         checkpoint: the base model.
-        format: the FIM tokens that are taught.
-        end_token_id: the token that ends an answer.
-        recipe, inputs: what the run was prepared from.
-        stream, trainer: see their classes.
+        inputs: what the run was prepared from, besides its recipe.
+        trainer: trains the model.
     """
 
     checkpoint: Checkpoint
-    format: FimFormat
-    end_token_id: int
-    recipe: TrainingRecipe
     inputs: RunInputs
-    stream: TrainingStream
     trainer: Trainer
 
 
@@ -125,8 +121,7 @@ def prepare_run(checkpoint: Checkpoint, recipe: TrainingRecipe, inputs: RunInput
         teacher=BaseTeacher(teacher) if teacher is not None else None,
         start_from=inputs.start_from,
     )
-    end_token_id = stream.maker.end_token_id
-    return TrainingRun(checkpoint, format, end_token_id, recipe, inputs, stream, trainer)
+    return TrainingRun(checkpoint, inputs, trainer)
 
 
 def open_stream(
@@ -216,27 +211,29 @@ def finish_run(
         MidfillError: something can't be written.
     """
     folder = run.inputs.folder
-    write_file(folder / MANIFEST, manifest_text(run.stream.manifest.values()))
+    recipe, stream = run.trainer.recipe, run.trainer.stream
+    maker = stream.maker
+    write_file(folder / MANIFEST, manifest_text(stream.manifest.values()))
     record = adapter_record(
         run.checkpoint,
-        run.format,
-        run.end_token_id,
-        run.recipe.data.fragments,
+        maker.format,
+        maker.end_token_id,
+        recipe.data.fragments,
         _rounding(run),
         name=run.inputs.base_name,
-        training=_training_record(run.recipe, state, folder / LOSS_LOG, machine),
-        data=_data_record(run.stream),
-        recipe=run.recipe.as_dict(),
+        training=_training_record(recipe, state, folder / LOSS_LOG, machine),
+        data=_data_record(stream),
+        recipe=recipe.as_dict(),
     )
     written = []
     model = run.trainer.model
-    if run.recipe.method == "lora":
+    if recipe.method == "lora":
         write_adapter(folder / "adapter", model, record, model_card(record, adapter=True))
         written.append(f"adapter: {folder / 'adapter'} (midfill serve MODEL --adapter ...)")
-    if merge is not None or run.recipe.method == "full":
+    if merge is not None or recipe.method == "full":
         target = merge or folder / "model"
         card = model_card(record, adapter=False)
-        write_model(target, model, run.checkpoint, run.format, record, card)
+        write_model(target, model, run.checkpoint, maker.format, record, card)
         written.append(f"model: {target} (midfill serve {target})")
     try:
         plot_loss(folder / LOSS_LOG, folder / "loss.png")
@@ -253,7 +250,7 @@ def _sentinel_ids(format: FimFormat) -> list[int]:
 
 def _rounding(run: TrainingRun) -> Rounding:
     """Return the rounding rule that serving has to merge the adapter with."""
-    quantization_aware = run.trainer.qat is not None and run.recipe.qat_start < 1
+    quantization_aware = run.trainer.qat is not None and run.trainer.recipe.qat_start < 1
     return QAT_ROUNDING if quantization_aware else DEFAULT_ROUNDING
 
 

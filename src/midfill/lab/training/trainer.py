@@ -15,22 +15,21 @@ from typing import Any
 import torch
 
 from midfill.errors import MidfillError
-from midfill.lab.training.checkpoints import (
+from midfill.lab.training.examples import PackedRow
+from midfill.lab.training.lora import MergedLora, QuantizationAwareLora
+from midfill.lab.training.loss import BaseTeacher, InfillingLoss
+from midfill.lab.training.recipe import Precision, TrainingRecipe
+from midfill.lab.training.run_folder import (
     ADAPTER_WEIGHTS,
+    StepReport,
     TrainingState,
+    claim_folder,
     load_adapter,
     load_checkpoint,
     newest_checkpoint,
+    open_loss_log,
     save_checkpoint,
 )
-from midfill.lab.training.distillation import BaseTeacher
-from midfill.lab.training.loss import InfillingLoss
-from midfill.lab.training.loss_log import StepReport, open_loss_log
-from midfill.lab.training.merged_lora import MergedLora
-from midfill.lab.training.packing import PackedRow
-from midfill.lab.training.quantization_aware import QuantizationAwareLora
-from midfill.lab.training.recipe import Precision, TrainingRecipe
-from midfill.lab.training.run_file import claim_folder
 from midfill.lab.training.stream import TrainingStream
 
 LOSS_LOG = "loss.jsonl"
@@ -47,7 +46,7 @@ class Trainer:
         recipe: the run's settings.
         stream: the rows to train on.
         folder: gets the checkpoints and the loss log.
-        description: see ``run_file.describe_run``.
+        description: see ``run_folder.describe_run``.
         checkpoint_seconds: time between two checkpoints.
         qat: the LoRA layers over quantised matrices; None trains without requantisation.
         teacher: the base, for distillation; None trains without.

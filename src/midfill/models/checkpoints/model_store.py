@@ -34,7 +34,7 @@ from midfill.models.checkpoints import huggingface_hub
 from midfill.models.checkpoints.huggingface_hub import ModelEntry, State
 from midfill.system.cache import cache_folder
 from midfill.system.files import rename_synced, replacing_file
-from midfill.system.packages import run_pip, summarise_failure
+from midfill.system.pip import run_pip, summarise_failure
 from midfill.system.progress import Progress, StageProgress, ignore_progress
 
 DEFAULT_MODEL = "smollm2-135m"

@@ -8,10 +8,12 @@ modules loaded here; running one takes three forks and no interpreter start:
         judge        reads reference and tests, decides
         program      executes the program, answers the judge's calls
 
-Its guarantees are described in the package's docstring.
+The judge's tests and reference solution are trusted; everything that the program's process sends
+is in the program's hands. Its guarantees are described in the package's docstring.
 """
 
 # Programs use these modules; a fork inherits them at no cost.
+
 import bisect  # noqa: F401
 import collections  # noqa: F401
 import contextlib
@@ -25,7 +27,8 @@ import json  # noqa: F401
 import math  # noqa: F401
 import operator  # noqa: F401
 import os
-import re  # noqa: F401
+import random
+import re
 import select
 import shutil
 import signal
@@ -33,11 +36,19 @@ import string  # noqa: F401
 import tempfile
 import time
 import typing
+from collections.abc import Callable
+from typing import Any
 
 from midfill.lab.evaluation.sandbox import isolation
-from midfill.lab.evaluation.sandbox.candidate import serve_calls
-from midfill.lab.evaluation.sandbox.judge import ENDED, judge
-from midfill.lab.evaluation.sandbox.values import FrameError, read_frame, write_frame
+from midfill.lab.evaluation.sandbox.values import (
+    FrameError,
+    decode,
+    encode,
+    exception_name,
+    make_exception,
+    read_frame,
+    write_frame,
+)
 
 JOBS, REPLIES = 0, 1
 """Descriptors of the protocol below."""
@@ -212,3 +223,139 @@ def _restrict(job: Job, in_namespaces: bool, place: str) -> None:
     isolation.give_up_privileges(in_namespaces=in_namespaces)
     if not in_namespaces:
         isolation.refuse_by_audit_hook(place)
+
+
+_NAME = re.compile(r"\w{1,60}")
+ENDED = "ended before its tests did"
+"""Reason of a program whose process was gone when the tests called it."""
+
+
+class _ProgramEndedError(BaseException):
+    """The program's process is gone; tests that catch Exception don't catch this."""
+
+
+class ForwardedFunction:
+    """Stands for the program's function in the tests.
+
+    Args:
+        calls: descriptor that calls are written to.
+        replies: descriptor that replies are read from.
+
+    Attributes:
+        failure: why the program can't be called any more; None while it can.
+    """
+
+    def __init__(self, calls: int, replies: int) -> None:
+        self._calls, self._replies = calls, replies
+        self.failure: str | None = None
+
+    def wait_until_loaded(self) -> None:
+        """Wait until the program has been executed.
+
+        Raises:
+            _ProgramEndedError: it failed.
+        """
+        match self._read():
+            case ["loaded"]:
+                return
+            case ["failed", name]:
+                raise self._ended(f"raised {_clean(name)}")
+            case _:
+                raise self._ended(ENDED)
+
+    def __call__(self, *positional: object, **keywords: object) -> Any:
+        """Call the program's function; return what it returned, or raise what it raised."""
+        if self.failure is not None:
+            raise _ProgramEndedError
+        try:
+            write_frame(self._calls, encode([list(positional), keywords]))
+        except FrameError:
+            raise self._ended(ENDED) from None
+        match self._read():
+            case ["value", data]:
+                try:
+                    return decode(data)
+                except FrameError:
+                    raise self._ended("returned no value") from None
+            case ["raised", builtin, _]:
+                raise make_exception(builtin)
+            case _:
+                raise self._ended(ENDED)
+
+    def _read(self) -> Any:
+        try:
+            return read_frame(self._replies)
+        except FrameError:
+            raise self._ended(ENDED) from None
+
+    def _ended(self, reason: str) -> _ProgramEndedError:
+        self.failure = reason
+        return _ProgramEndedError()
+
+
+def judge(reference: str, test: str, entry_point: str, calls: int, replies: int) -> list[Any]:
+    """Run the tests of a program; return ``[whether it passed, reason]``.
+
+    Args:
+        reference: source that defines what the tests use beside the tested function.
+        test: source that defines ``check``.
+        entry_point: name that the tests may know the function by.
+        calls, replies: descriptors of the program's process.
+    """
+    random.seed(0)
+    function = ForwardedFunction(calls, replies)
+    try:
+        namespace: dict[str, Any] = {"__name__": "tests"}
+        exec(compile(reference, "reference.py", "exec"), namespace)
+        exec(compile(test, "tests.py", "exec"), namespace)
+        function.wait_until_loaded()
+        namespace[entry_point] = function
+        namespace["check"](function)
+    except BaseException as error:
+        return [False, function.failure or f"raised {type(error).__name__}"]
+    # A test with a bare "except" may have caught that the program ended.
+    return [True, "passed"] if function.failure is None else [False, function.failure]
+
+
+def _clean(name: object) -> str:
+    """Return a name that the program chose, if it is one."""
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else "something"
+
+
+def serve_calls(source: str, entry_point: str, calls: int, replies: int) -> None:
+    """Execute a program, then answer calls of one of its functions until the judge is gone.
+
+    Args:
+        source: the program.
+        entry_point: name of the function.
+        calls: descriptor to read ``[positional, keyword arguments]`` from.
+        replies: descriptor to write ``["loaded"]`` to, then ``["value", value]`` or
+            ``["raised", builtin exception, exception]`` for each call. A program that fails to load
+            sends ``["failed", exception]``.
+    """
+    random.seed(0)
+    namespace: dict[str, Any] = {"__name__": "program"}
+    try:
+        exec(compile(source, "program.py", "exec"), namespace)
+    except BaseException as error:
+        write_frame(replies, ["failed", type(error).__name__])
+        return
+    if entry_point not in namespace:
+        write_frame(replies, ["failed", "NameError"])
+        return
+    write_frame(replies, ["loaded"])
+    while True:
+        try:
+            positional, keywords = decode(read_frame(calls))
+        except FrameError:
+            return
+        write_frame(replies, _call(namespace[entry_point], positional, keywords))
+
+
+def _call(
+    function: Callable[..., Any], positional: list[Any], keywords: dict[str, Any]
+) -> list[Any]:
+    try:
+        return ["value", encode(function(*positional, **keywords))]
+    except BaseException as error:
+        return ["raised", exception_name(error), type(error).__name__]

@@ -1,0 +1,1 @@
+"""How the default model's adapter is trained: plans of several stages over published packages."""

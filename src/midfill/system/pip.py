@@ -1,0 +1,53 @@
+"""pip as a subprocess: it honours the user's package index, mirrors and credentials."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+from midfill.errors import MidfillError
+
+
+def run_pip(
+    arguments: list[str], on_line: Callable[[str], None] = lambda line: None
+) -> tuple[int, str, str]:
+    """Run pip; return its exit status and what it wrote to stdout and stderr.
+
+    Args:
+        arguments: the command and its options.
+        on_line: called with each line that pip writes to stdout.
+
+    Raises:
+        MidfillError: this Python has no pip.
+    """
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+        subprocess.Popen(
+            [*command, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            errors="replace",
+        ) as process,
+    ):
+        output = []
+        for line in process.stdout or ():
+            output.append(line)
+            on_line(line)
+        code = process.wait()
+        errors.seek(0)
+        complaint = errors.read()
+    if "No module named pip" in complaint:
+        raise MidfillError(
+            f"pip is needed for downloads and {sys.executable} has none; "
+            f"run: {sys.executable} -m ensurepip"
+        )
+    return code, "".join(output), complaint
+
+
+def summarise_failure(complaint: str) -> str:
+    """Return the line of pip's stderr that says why it failed."""
+    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["it gave no reason"])[-1].removeprefix("ERROR:").strip()

@@ -1,0 +1,81 @@
+"""MInference's search: its settings, its texts, and which patterns it chooses."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import write_tiny
+
+from midfill.errors import InvalidRequestError
+from midfill.lab.calibration.minference import SIZES, KnownLayer, PatternSearch, choose, pairs_text
+from midfill.methods.sparse_prefill.minference import (
+    CANDIDATES,
+    Pattern,
+    Shape,
+    pattern_mask,
+)
+from midfill.models.checkpoints.opening import open_checkpoint
+from midfill.runners.forward.attention import SpanLists
+from midfill.runners.torch.part_attention import TorchProbe, list_mask
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(
+        "llama", tmp_path_factory.mktemp("tiny") / "long", max_position_embeddings=2048
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"), [({"tokens": 100}, "tokens"), ({"texts": 0}, "texts"),
+                            ({"budget": 0.0}, "budget")]
+)  # fmt: skip
+def test_settings_out_of_range_are_named(settings: dict[str, float], error: str) -> None:
+    with pytest.raises(InvalidRequestError, match=error):
+        PatternSearch(**settings)  # type: ignore[arg-type]
+
+
+def test_a_text_of_pairs_asks_for_one_of_them(folder: Path) -> None:
+    tokenizer = open_checkpoint(folder).tokenizer
+    tokens = pairs_text(tokenizer, 900, [0, 1])
+    assert len(tokens) == 900
+    np.testing.assert_array_equal(tokens, pairs_text(tokenizer, 900, [0, 1]))
+    assert (tokens != pairs_text(tokenizer, 900, [0, 2])).any()
+    text = tokenizer.decode(tokens.tolist())
+    asked = text.rsplit('# The value of "', 1)[1].split('"')[0]
+    assert f'"{asked}": "' in text
+
+
+def test_the_search_takes_what_holds_most_attention_within_the_budget() -> None:
+    sizes = len(SIZES)
+    cost = np.linspace(0.05, 0.5, sizes) * np.ones((1, 2, len(CANDIDATES), 1))
+    mass = np.linspace(0.1, 0.9, sizes) * np.ones_like(cost)
+    mass[0, 0, 4] += 0.05
+    mass[0, 1, 7] += 0.05
+    found = choose({"mass": mass, "cost": cost}, 0.2)
+    assert found["pattern"].tolist() == [[4, 7]]
+    assert (found["cost"] <= 0.2).all()
+    place = SIZES.index(found["size"][0, 0])
+    assert cost[0, 0, 4, place] == found["cost"][0, 0]
+    assert cost[0, 0, 4, place + 1] > 0.2
+    assert found["mass"][0, 0] == pytest.approx(mass[0, 0, 4, place])
+
+
+def test_what_the_search_knows_of_a_layer_is_what_a_probe_shows() -> None:
+    first, rows = 128, 200
+    rng = np.random.default_rng(0)
+    queries = rng.normal(size=(rows, 4, 16)).astype(np.float32)
+    keys = rng.normal(size=(first + rows, 2, 16)).astype(np.float32)
+    probe = TorchProbe(0, torch.from_numpy(queries), torch.from_numpy(keys), 0.25)
+    known = KnownLayer.of(probe)
+    patterns = tuple(Pattern(shape, 0.2, 0.3) for shape in (*Shape, Shape.A))
+    mask = pattern_mask(probe, patterns)
+    np.testing.assert_array_equal(pattern_mask(known, patterns), mask)
+    mass, cost = known.evaluate(mask)
+    weights = probe.scores(rows).softmax(dim=-1).numpy()
+    listed = list_mask(SpanLists.from_mask(mask), rows, first + rows)
+    np.testing.assert_allclose(mass, (weights * listed).sum(axis=(1, 2)) / rows, rtol=1e-4)
+    assert (cost > 0).all()
+    everything = known.evaluate(np.ones_like(mask))[0]
+    np.testing.assert_allclose(everything, 1, rtol=1e-4)
