@@ -24,7 +24,7 @@ from benchmarks.plugins.tabby import Tabby
 from benchmarks.plugins.windows import LanguageServer, Minuet, Twinny, Whole, Zed
 from midfill.config import FimTokens
 from midfill.errors import MidfillError
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
 from midfill.lab.bench.documents import standard_library_documents
 from midfill.lab.bench.edits.editor import Round

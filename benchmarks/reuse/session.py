@@ -10,9 +10,9 @@ import torch
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine
 from midfill.errors import GenerationError
+from midfill.frontend.generation import PromptGeneration
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder, fim_format
-from midfill.frontend.response import Response
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.window import WindowRule
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
@@ -82,7 +82,7 @@ class ReuseSession:
             GenerationError: the engine failed.
         """
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=("\n",))
-        response, text = Response(prompt, sampling, self.tokenizer), ""
+        response, text = PromptGeneration(prompt, sampling, self.tokenizer), ""
         name = f"{next(self._numbers)}"
         self._counter.start()
         self._engine.add(prompt.with_method(method).request(name, sampling, tenant))

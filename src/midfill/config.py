@@ -184,7 +184,7 @@ class ServeOptions:
         kv_transfer_key: key of those that may move KV between servers; None lets nobody.
         tls: where its certificate is; None speaks plain HTTP.
         allowed_hosts: further names that a server without keys on a loopback address answers
-            under, see ``serving.server.own_hosts``.
+            under, see ``serving.server.middleware``.
         fim_tokens: the model's FIM sentinels, if midfill doesn't know them.
         window: how much of a long document to show the model; None takes what the model or its
             adapter says.

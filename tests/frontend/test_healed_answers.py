@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midfill import LLM, SamplingParams
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
 from midfill.llm import GenerationResult
 from midfill.models.checkpoints.opening import open_checkpoint

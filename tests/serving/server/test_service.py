@@ -14,11 +14,11 @@ from midfill.engine.process.client import EngineClient
 from midfill.engine.scheduling.admission import NEW_DOCUMENT
 from midfill.errors import QueueFullError
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import Admit, PromptEncoder
+from midfill.frontend.prompt_encoder import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.serving.server.request_record import RequestRecord, current_request
+from midfill.serving.server.request import RequestRecord, current_request
 from midfill.serving.server.service import ModelService
 
 

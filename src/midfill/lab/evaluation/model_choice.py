@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from midfill.config import Backend, KvDtype, WeightsOption
-from midfill.frontend.fingerprint import fingerprint_of
+from midfill.frontend.prompt_encoder import fingerprint_of
 from midfill.lab.evaluation.models import LocalModel
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model

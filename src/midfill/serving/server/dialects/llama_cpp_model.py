@@ -10,8 +10,8 @@ from midfill.errors import InvalidRequestError
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.llama_cpp_fields import error_body
-from midfill.serving.server.errors import ApiError
+from midfill.serving.server.dialects.llama_cpp import error_body
+from midfill.serving.server.responses import ApiError
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
 

@@ -10,15 +10,14 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import Admit, PromptEncoder
+from midfill.frontend.prompt_encoder import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai_fields import usage_object
-from midfill.serving.server.errors import ApiError, openai_error_body
-from midfill.serving.server.event_stream import EventStream
-from midfill.serving.server.generation import HOLE_TEMPERATURE, Generation, limited_to_a_hole
+from midfill.serving.server.dialects.openai import usage_object
+from midfill.serving.server.request import HOLE_TEMPERATURE, Generation, limited_to_a_hole
+from midfill.serving.server.responses import ApiError, EventStream, openai_error_body
 from midfill.serving.server.service import ModelService
 
 

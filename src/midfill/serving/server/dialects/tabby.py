@@ -18,10 +18,9 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.post_processing import PostProcessing
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import Admit, PromptEncoder
-from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.frontend.prompt_encoder import Admit, PromptEncoder
+from midfill.frontend.sampling import PostProcessing, SamplingParams, check_sampling
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
