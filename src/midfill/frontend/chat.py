@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 from midfill.errors import InvalidRequestError
+from midfill.frontend.prompt import Message
 from midfill.frontend.template_worker import check_syntax, describe
 from midfill.models.tokens.tokenizer import Tokenizer
 
@@ -33,9 +34,6 @@ _MAX_FAILURES = 3
 
 
 _OWN_VARIABLES = "MIDFILL_"  # keys among them
-
-
-Message = Mapping[str, str]
 
 
 class ChatTemplate:

@@ -15,8 +15,8 @@ from itertools import accumulate
 
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError, OptionError
-from midfill.frontend.chat import Message, chat_template_of
-from midfill.frontend.prompt import ExpectedPrompt, LayoutReport, Prompt
+from midfill.frontend.chat import chat_template_of
+from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptSource
 from midfill.frontend.token_report import TokenReport, TokenReporter
 from midfill.infill.context import ContextFile, shown_text
 from midfill.infill.formats import FimFormat, custom_format, find_format
@@ -143,6 +143,39 @@ class PromptEncoder:
         """Return what is remembered, by kind. May be called on any thread."""
         tokens = Memory(self._layouts.held_bytes, self._layouts.max_bytes)
         return {**self._planner.memory(), "tokens": tokens}
+
+    def encode_all(self, sources: Sequence[PromptSource], admit: Admit | None) -> list[Prompt]:
+        """Return the prompts of a request; see ``encode``."""
+        return [self.encode(source, admit) for source in sources]
+
+    def encode(self, source: PromptSource, admit: Admit | None = None) -> Prompt:
+        """Return the prompt that a client asks for.
+
+        Args:
+            source: what it is made of.
+            admit: see ``infill``.
+
+        Raises:
+            InvalidRequestError: see ``infill``, ``tokens`` and ``chat``.
+            MidfillError: ``admit`` refuses the document.
+        """
+        try:
+            if source.text is not None:
+                prompt = self.infill(
+                    source.text,
+                    healing=source.healing,
+                    stop_token_ids=source.stop_token_ids,
+                    admit=admit,
+                )
+                if source.messages is not None and prompt.is_verbatim and self.has_chat_template:
+                    prompt = self.chat(source.messages)
+            elif source.token_ids is not None:
+                prompt = self.tokens(source.token_ids)
+            else:
+                prompt = self.chat(source.messages or ())
+            return prompt.with_empty_threshold(source.empty_threshold).with_method(source.method)
+        except InvalidRequestError as error:
+            raise error.renamed(source.field_names) from None
 
     def infill(
         self,
@@ -294,7 +327,7 @@ class PromptEncoder:
             prompt, token_ids=ids[:kept], begins_with=healing.required, report=report
         )
 
-    def expected_prompt(self, document: str) -> ExpectedPrompt | None:
+    def expected_prompt(self, document: str) -> Prompt | None:
         """Return the prompt to compute in idle time after a document's last one, if any.
 
         Args:
@@ -302,7 +335,7 @@ class PromptEncoder:
         """
         return self._expected(self._planner.expected_layout(document))
 
-    def expected_with_snippets(self, request: InfillRequest) -> ExpectedPrompt | None:
+    def expected_with_snippets(self, request: InfillRequest) -> Prompt | None:
         """Return the prompt to compute in idle time when a client announces other snippets, if any.
 
         Args:
@@ -316,13 +349,18 @@ class PromptEncoder:
         files = self._fitting.choose_and_record(files, request.tenant)
         return dataclasses.replace(request, context=files)
 
-    def _expected(self, layout: PromptLayout | None) -> ExpectedPrompt | None:
+    def _expected(self, layout: PromptLayout | None) -> Prompt | None:
         ids = [] if layout is None else self._layouts.encode(layout)
-        return ExpectedPrompt(ids, layout) if layout and 0 < len(ids) < self.context else None
+        return Prompt(ids, "", layout=layout) if 0 < len(ids) < self.context else None
 
-    def record_computed(self, expected: ExpectedPrompt) -> None:
+    def record_computed(self, expected: Prompt) -> None:
         """Record that an expected prompt is in the engine's cache now."""
+        assert expected.layout is not None
         self._planner.record_computed(expected.layout)
+
+    def report_all(self, prompts: Sequence[Prompt], tenant: str) -> list[TokenReport | None]:
+        """Return what ``report_tokens`` does of each prompt."""
+        return [self.report_tokens(prompt, tenant) for prompt in prompts]
 
     def report_tokens(self, prompt: Prompt, tenant: str = "") -> TokenReport | None:
         """Return a prompt's tokens and what it would cost in PSM order; None if it has no layout.

@@ -342,6 +342,20 @@ class RequestRecord:
     abandoned: bool = False
     trace_id: str | None = None
 
+    def deadline(self, default: float | None = None) -> float | None:
+        """Return when the client gives up, by ``time.monotonic``; None if it never does.
+
+        Args:
+            default: seconds that it waits if it doesn't say so.
+
+        Raises:
+            InvalidRequestError: its headers give it no time that makes sense.
+        """
+        seconds = client_timeout(self.headers) or default
+        if seconds is None:
+            return None
+        return time.monotonic() - (time.perf_counter() - self.arrived) + seconds
+
 
 current_request: ContextVar[RequestRecord | None] = ContextVar("current_request", default=None)
 """The request that is being handled in a context."""

@@ -21,8 +21,7 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta, Candidate, TokenLogprob
 from midfill.frontend.generation import GeneratedAnswer, Usage, whole_answers
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompt_encoder import Admit, PromptEncoder
+from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import MAX_LOGPROBS, PostProcessing, SamplingParams, check_sampling
 from midfill.infill.context import ContextFile
 from midfill.infill.request import InfillRequest
@@ -228,12 +227,9 @@ class InfillBody(LlamaCppFields, kw_only=True):
             snippets=True,
         )
 
-    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
-        """Return the prompt."""
-        try:
-            return encoder.infill(self.request(tenant), admit=admit)
-        except InvalidRequestError as error:
-            raise error.renamed(_INFILL_NAMES) from None
+    def source(self, tenant: str) -> PromptSource:
+        """Return what the prompt is made of."""
+        return PromptSource(text=self.request(tenant), field_names=_INFILL_NAMES)
 
 
 class CompletionBody(LlamaCppFields, kw_only=True):
@@ -244,8 +240,8 @@ class CompletionBody(LlamaCppFields, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
 
-    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> list[Prompt]:
-        """Return the prompts."""
+    def sources(self, tenant: str) -> list[PromptSource]:
+        """Return what the prompts are made of."""
         given = self.prompt
         if not given:
             raise InvalidRequestError("prompt is empty", param="prompt")
@@ -257,9 +253,9 @@ class CompletionBody(LlamaCppFields, kw_only=True):
         items = [numbers] if numbers else given
         check_answer_count(len(items), 1)
         return [
-            encoder.infill(InfillRequest(prefix=item, raw=True, tenant=tenant), admit=admit)
+            PromptSource(text=InfillRequest(prefix=item, raw=True, tenant=tenant))
             if isinstance(item, str)
-            else encoder.tokens(item)
+            else PromptSource(token_ids=item)
             for item in items
             if not isinstance(item, int)
         ]
@@ -280,8 +276,8 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if body.announces_context:
             service.prefill_context(body.request(tenant))
             return json_response(Results(body, sampling, service).of_prefill([Prompt([], "")]))
-        prompt = await service.encode_request(body.encode, tenant)
-        return await _answer(request, body, [prompt], sampling, tenant)
+        prompts = await service.encode([body.source(tenant)])
+        return await _answer(body, prompts, sampling, tenant)
 
     @router.post("/completion", openapi_extra=body_reference(CompletionBody))
     @router.post("/completions", openapi_extra=body_reference(CompletionBody))
@@ -289,11 +285,10 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         """Continue raw prompts."""
         body = await read_json(request, CompletionBody, limit, any_content_type=True)
         sampling = body.sampling(service)
-        prompts = await service.encode_request(body.encode, tenant)
-        return await _answer(request, body, prompts, sampling, tenant)
+        prompts = await service.encode(body.sources(tenant))
+        return await _answer(body, prompts, sampling, tenant)
 
     async def _answer(
-        request: Request,
         body: LlamaCppFields,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,

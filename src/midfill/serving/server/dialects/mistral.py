@@ -9,8 +9,7 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompt_encoder import Admit, PromptEncoder
+from midfill.frontend.prompt import PromptSource
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
@@ -50,10 +49,11 @@ class FimBody(msgspec.Struct, kw_only=True):
         check_sampling(sampling, service.tokenizer.vocab_size, {"seed": "random_seed"})
         return sampling
 
-    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
-        """Return the prompt."""
-        request = InfillRequest(prefix=self.prompt, suffix=self.suffix or "", tenant=tenant)
-        return encoder.infill(request, admit=admit)
+    def source(self, tenant: str) -> PromptSource:
+        """Return what the prompt is made of."""
+        return PromptSource(
+            text=InfillRequest(prefix=self.prompt, suffix=self.suffix or "", tenant=tenant)
+        )
 
 
 def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
@@ -66,8 +66,8 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         body = await read_json(request, FimBody, service.max_body_bytes)
         model = service.check_model(body.model)
         sampling = body.sampling(service)
-        prompt = await service.encode_request(body.encode, tenant)
-        generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
+        prompts = await service.encode([body.source(tenant)])
+        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
         head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
         if body.stream:
             return EventStream(_chunks(head, generation), error_body)

@@ -20,8 +20,7 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import AnswerDelta, Candidate, TokenLogprob
 from midfill.frontend.generation import GeneratedAnswer, Usage
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompt_encoder import Admit, PromptEncoder
+from midfill.frontend.prompt import PromptSource
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
@@ -132,22 +131,20 @@ class GenerateBody(OllamaFields, kw_only=True):
         """Return the field that holds an answer's text."""
         return {"response": text}
 
-    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
-        """Return the prompt."""
+    def source(self, tenant: str) -> PromptSource:
+        """Return what the prompt is made of."""
         if self.template:
             raise InvalidRequestError("template is not supported", param="template")
-        request = InfillRequest(
+        text = InfillRequest(
             prefix=self.prompt or "",
             suffix=self.suffix or "",
             raw=not self.suffix,
             tenant=tenant,
         )
-        prompt = encoder.infill(request, admit=admit)
-        is_verbatim = prompt.report is not None and prompt.report.layout == "verbatim"
-        if self.raw or not is_verbatim or not encoder.has_chat_template:
-            return prompt
+        if self.raw:
+            return PromptSource(text=text)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return encoder.chat([*system, {"role": "user", "content": request.prefix}])
+        return PromptSource(text=text, messages=[*system, {"role": "user", "content": text.prefix}])
 
 
 class ChatTurn(msgspec.Struct, kw_only=True):
@@ -172,13 +169,15 @@ class ChatBody(OllamaFields, kw_only=True):
         """Return the field that holds an answer's text."""
         return {"message": {"role": "assistant", "content": text}}
 
-    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
-        """Return the prompt."""
+    def source(self, tenant: str) -> PromptSource:
+        """Return what the prompt is made of."""
         if self.tools:
             raise InvalidRequestError("tools are not supported", param="tools")
-        turns = self.messages or []
-        return encoder.chat(
-            [{"role": turn.role.lower(), "content": turn.content or ""} for turn in turns]
+        return PromptSource(
+            messages=[
+                {"role": turn.role.lower(), "content": turn.content or ""}
+                for turn in self.messages or ()
+            ]
         )
 
 
@@ -205,11 +204,11 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if body.only_loads:
             reason = "unload" if body.unloads else "load"
             return json_response(_message(body, "") | {"done": True, "done_reason": reason})
-        prompt = await service.encode_request(body.encode, tenant)
-        if prompt.infilling and (body.options or Options()).num_predict is None:
+        prompts = await service.encode([body.source(tenant)])
+        if prompts[0].infilling and (body.options or Options()).num_predict is None:
             sampling = limited_to_a_hole(sampling)
         streamed = body.stream is not False
-        generation = service.generate([prompt], sampling, tenant, streamed=streamed)
+        generation = service.generate(prompts, sampling, tenant, streamed=streamed)
         if streamed:
             return JsonLines(_lines(body, generation), error_body)
         return json_response(await _whole(body, generation))

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import Candidate, TokenLogprob
 from midfill.frontend.generation import Usage
-from midfill.frontend.prompt import Prompt
+from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.serving.server.bodies import body_reference, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
@@ -189,8 +189,8 @@ def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         _refuse_unsupported(body)
         sampling = _sampling(body, service)
         messages = [message.fields() for message in body.messages]
-        prompt = await service.encode_request(lambda encoder, _: encoder.chat(messages))
-        generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
+        prompts = await service.encode([PromptSource(messages=messages)])
+        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
         answer = _ChatResponse(body, sampling.n, generation, model)
         if body.stream:
             return EventStream(answer.events())

@@ -5,7 +5,7 @@ DeepSeek's FIM endpoint is the same at the paths of its beta API.
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,8 +15,7 @@ from fastapi.responses import Response
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import Candidate, TokenLogprob
 from midfill.frontend.generation import PromptToken
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompt_encoder import Admit, PromptEncoder
+from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import PostProcessing, SamplingParams, check_sampling
 from midfill.frontend.token_report import TokenReport
 from midfill.infill.context import ContextFile
@@ -203,7 +202,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         sampling = _sampling(body, service)
         superseded = body.midfill.superseded if body.midfill is not None else None
         _check_method(body, service)
-        prompts = await service.encode_request(_encode_prompts, body, tenant)
+        prompts = await service.encode(_prompt_sources(body, service, tenant))
         sampling = _for_prompts(sampling, body, prompts)
         check_answer_count(len(prompts), sampling.n)
         generation = service.generate(
@@ -223,7 +222,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             token_ids=bool(body.return_token_ids),
         )
         if body.midfill is not None and body.midfill.report == "tokens":
-            answer.reports = await service.encode(_report_tokens, prompts, tenant)
+            answer.reports = await service.report_tokens(prompts, tenant)
         if body.stream:
             return EventStream(answer.events())
         whole = await answer.whole()
@@ -298,10 +297,10 @@ def _for_prompts(
     return sampling if body.max_tokens is not None else limited_to_a_hole(sampling)
 
 
-def _encode_prompts(
-    encoder: PromptEncoder, admit: Admit | None, body: CompletionRequest, tenant: str
-) -> list[Prompt]:
-    """Encode what ``prompt`` holds: a text, texts, token ids, or lists of token ids."""
+def _prompt_sources(
+    body: CompletionRequest, service: ModelService, tenant: str
+) -> list[PromptSource]:
+    """Return what ``prompt`` holds: a text, texts, token ids, or lists of token ids."""
     given = body.prompt
     if given is None:
         raise InvalidRequestError("prompt is missing", param="prompt")
@@ -316,63 +315,51 @@ def _encode_prompts(
     if len({type(item) for item in items}) > 1 or isinstance(items[0], int):
         raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
     try:
-        return [_encode_prompt(encoder, admit, body, item, tenant) for item in items]
+        return [_prompt_source(body, item, names, service.window, tenant) for item in items]
     except InvalidRequestError as error:
         raise error.renamed(names) from None
 
 
-def _report_tokens(
-    encoder: PromptEncoder, prompts: Sequence[Prompt], tenant: str
-) -> list[TokenReport | None]:
-    return [encoder.report_tokens(prompt, tenant) for prompt in prompts]
-
-
-def _encode_prompt(
-    encoder: PromptEncoder, admit: Admit | None, body: CompletionRequest, item: object, tenant: str
-) -> Prompt:
-    """Encode a list of token ids, or a text: the prefix if there is a suffix, else a raw prompt."""
+def _prompt_source(
+    body: CompletionRequest,
+    item: object,
+    names: Mapping[str, str],
+    default_window: WindowRule,
+    tenant: str,
+) -> PromptSource:
+    """Return a list of token ids, or a text: the prefix if there is a suffix, else a raw prompt."""
     fields = body.midfill or MidfillFields()
+    text: InfillRequest | None = None
     if isinstance(item, list):
         if body.suffix is not None:
             raise InvalidRequestError(
                 "a prompt of token ids can't have a suffix; send text", param="suffix"
             )
-        prompt = encoder.tokens(item)
     else:
         assert isinstance(item, str)
-        prompt = _encode_text(encoder, admit, body, fields, item, tenant)
-    return prompt.with_empty_threshold(fields.empty_threshold).with_method(fields.method)
-
-
-def _encode_text(
-    encoder: PromptEncoder,
-    admit: Admit | None,
-    body: CompletionRequest,
-    fields: MidfillFields,
-    text: str,
-    tenant: str,
-) -> Prompt:
-    """Encode a text: the prefix where there is a suffix, otherwise a raw prompt."""
-    window = fields.window or "stable"
-    request = InfillRequest(
-        prefix=text,
-        suffix=body.suffix or "",
-        raw=body.suffix is None,
-        layout=fields.layout or "auto",
-        document=fields.document,
-        tenant=tenant,
-        window=window.rule(encoder.window) if isinstance(window, WindowFields) else window,
-        context=body.context(),
-        context_characters=_checked_characters(fields.context_characters),
-        open_line=fields.open_line,
-        path=fields.path or "",
-        repository=fields.repository or "",
-    )
-    return encoder.infill(
-        request,
+        window = fields.window or "stable"
+        text = InfillRequest(
+            prefix=item,
+            suffix=body.suffix or "",
+            raw=body.suffix is None,
+            layout=fields.layout or "auto",
+            document=fields.document,
+            tenant=tenant,
+            window=window.rule(default_window) if isinstance(window, WindowFields) else window,
+            context=body.context(),
+            context_characters=_checked_characters(fields.context_characters),
+            open_line=fields.open_line,
+            path=fields.path or "",
+            repository=fields.repository or "",
+        )
+    return PromptSource(
+        text=text,
+        token_ids=item if isinstance(item, list) else None,
         healing=fields.healing is not False,
         stop_token_ids=body.stop_token_ids or (),
-        admit=admit,
+        empty_threshold=fields.empty_threshold,
+        method=fields.method,
+        field_names=names,
     )
 
 
