@@ -207,7 +207,7 @@ class LLM:
             threads=threads,
             context=context,
             kv_memory=kv_memory,
-            kv_dtype=kv_dtype,
+            kv_cache_dtype=kv_dtype,
             adapter=None if folder is None else str(folder),
             speculation=speculation,
             method=method,
