@@ -71,7 +71,9 @@ def test_help_and_checks_are_those_of_the_options(app: typer.Typer) -> None:
     assert "--width" in refused.output
 
 
-class Found(Exception):
+class ServedError(Exception):
+    """Carries the options that a command was given out of it."""
+
     def __init__(self, options: ServeOptions) -> None:
         super().__init__()
         self.options = options
@@ -84,14 +86,14 @@ def served() -> typer.Typer:
     @app.command()
     @with_option_groups
     def serve(*, served: Annotated[dict[str, Any], FlagsOf(ServeOptions)]) -> None:
-        raise Found(ServeOptions(model="m", **served))
+        raise ServedError(ServeOptions(model="m", **served))
 
     return app
 
 
 def parsed(app: typer.Typer, *arguments: str) -> ServeOptions:
     result = CliRunner().invoke(app, arguments)
-    if not isinstance(result.exception, Found):
+    if not isinstance(result.exception, ServedError):
         assert result.exception is not None, result.output
         raise result.exception
     return result.exception.options

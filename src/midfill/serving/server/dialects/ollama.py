@@ -213,7 +213,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             return JsonLines(_lines(body, generation), error_body)
         return json_response(await _whole(body, generation))
 
-    router.include_router(model_routes(service, tenant_of))
+    router.routes.extend(model_routes(service, tenant_of).routes)
     return router
 
 

@@ -228,7 +228,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         whole = await answer.whole()
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
-    router.include_router(model_routes(service, tenant_of))
+    router.routes.extend(model_routes(service, tenant_of).routes)
     return router
 
 
