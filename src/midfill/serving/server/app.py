@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
-from midfill.serving.server.auth import KeyRing, find_tenant, monitor_check, tenant_check
+from midfill.serving.server.auth import KeyRing, monitor_check, tenant_check
 from midfill.serving.server.bodies import body_schemas
 from midfill.serving.server.dialects import (
     llama_cpp,
@@ -94,12 +94,8 @@ def create_app(
     install_error_handlers(app, error_bodies)
     app.add_middleware(CancelOnDisconnect)
 
-    def check_queue(request: Request) -> None:
-        find_tenant(request, keys)
-        service.check_queue()
-
     queued = {path: dialect.error_body for dialect in dialects for path in dialect.queued}
-    guarded: ASGIApp = EarlyRefusal(app, check_queue, queued)
+    guarded: ASGIApp = EarlyRefusal(app, service, keys, queued)
     if own_hosts is not None:
         guarded = OwnHosts(guarded, own_hosts)
     return RequestLog(guarded, service.metrics, traces, redact=redact)

@@ -11,7 +11,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -19,9 +19,11 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from midfill.errors import MidfillError
+from midfill.serving.server.auth import KeyRing, find_tenant
 from midfill.serving.server.metrics import Metrics
 from midfill.serving.server.request import RequestRecord, current_request
 from midfill.serving.server.responses import CLIENT_GONE, ApiError, ErrorBody, error_response
+from midfill.serving.server.service import ModelService
 from midfill.system.logs import log_context
 
 _log = logging.getLogger("midfill.access")
@@ -38,10 +40,6 @@ _MAX_PATH = 200  # characters of an unknown path
 
 # Asked for every few seconds, by monitoring and pages: no news while they answer.
 _ROUTINE = re.compile("/(health|livez|readyz|metrics|dashboard|pages/.*)?")
-
-
-CheckQueue = Callable[[Request], None]
-"""Raises an error where a request would be refused whatever it asks."""
 
 
 class Traces(Protocol):
@@ -266,15 +264,21 @@ class EarlyRefusal:
 
     Args:
         app: handles the requests.
-        check: of each POST request to one of the paths.
-        error_bodies: these paths, with their shapes of errors.
+        service: knows whether a request may be queued.
+        keys: tell whose request it is.
+        error_bodies: the paths, with their shapes of errors.
     """
 
     def __init__(
-        self, app: ASGIApp, check: CheckQueue, error_bodies: Mapping[str, ErrorBody]
+        self,
+        app: ASGIApp,
+        service: ModelService,
+        keys: KeyRing,
+        error_bodies: Mapping[str, ErrorBody],
     ) -> None:
         self._app = app
-        self._check = check
+        self._service = service
+        self._keys = keys
         self._error_bodies = error_bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -283,7 +287,8 @@ class EarlyRefusal:
             error_body = self._error_bodies.get(scope["path"])
             if error_body is not None:
                 try:
-                    self._check(Request(scope))
+                    find_tenant(Request(scope), self._keys)
+                    self._service.check_queue()
                 except MidfillError as error:
                     await error_response(error, error_body)(scope, receive, send)
                     return
