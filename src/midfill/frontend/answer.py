@@ -369,7 +369,7 @@ class Answer:
         top = logprobs.top if self._sampling.logprobs else []
         if healed:
             start = self._tokenizer.token_bytes(token_id)[:healed]
-            top = [one for one in top if self._continues(one[0], start)]
+            top = [likely for likely in top if self._continues(likely[0], start)]
         return TokenLogprob(
             chosen=self._candidate(token_id, logprobs.logprob, healed),
             top=tuple(self._candidate(other, logprob, healed) for other, logprob in top),

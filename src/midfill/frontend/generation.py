@@ -289,7 +289,9 @@ def prompt_tokens(
             token_id,
             tokenizer.readable(token_id),
             None if score is None else score.logprob,
-            () if score is None else tuple(_scored_candidate(*one, tokenizer) for one in score.top),
+            ()
+            if score is None
+            else tuple(_scored_candidate(*likely, tokenizer) for likely in score.top),
             offset,
         )
         for token_id, score, offset in zip(

@@ -540,7 +540,7 @@ def file_bounds(
         before = segments[number - 1] if number else None
         if separator is None:
             found = file_tokens(segment.text, segment.files, tuple(parts[number + 1]))
-            bounds += [start + one for one in found]
+            bounds += [start + place for place in found]
         elif before == separator == after:
             bounds += [start, at + len(parts[number + 2])]
     return tuple(dict.fromkeys(bounds))
@@ -564,7 +564,7 @@ def find_file_tokens(
     Returns:
         As many as ``files``; nothing where the tokens aren't the text as it is.
     """
-    ends = list(accumulate(len(token_bytes(one)) for one in ids))
+    ends = list(accumulate(len(token_bytes(token_id)) for token_id in ids))
     if not ends or ends[-1] != len(text.encode()):
         return ()
     places = (len(text[:place].encode()) for place in files)

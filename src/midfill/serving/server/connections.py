@@ -215,13 +215,13 @@ class LimitedConnection(HttpToolsProtocol):
     def _evict_idle(self) -> bool:
         """Close the connection that has been idle longest; return whether there is one."""
         idle: list[LimitedConnection] = [
-            one
-            for one in self.connections
-            if isinstance(one, LimitedConnection) and one is not self and one.is_idle
+            other
+            for other in self.connections
+            if isinstance(other, LimitedConnection) and other is not self and other.is_idle
         ]
         if not idle:
             return False
-        min(idle, key=lambda one: one._idle_since).transport.abort()
+        min(idle, key=lambda other: other._idle_since).transport.abort()
         self._counts.evicted += 1
         return True
 

@@ -223,7 +223,7 @@ class InfillBody(LlamaCppFields, kw_only=True):
             prefix=self.input_prefix + (self.prompt or ""),
             suffix=self.input_suffix,
             tenant=tenant,
-            context=tuple(ContextFile(one.text, one.filename or "") for one in extra),
+            context=tuple(ContextFile(entry.text, entry.filename or "") for entry in extra),
             snippets=True,
         )
 
@@ -366,7 +366,7 @@ class Results:
                     "tokens": _known(delta.token_ids),
                     "stop": False,
                     "id_slot": _SLOT,
-                    "tokens_predicted": sum(len(one.token_ids) for one in written[number]),
+                    "tokens_predicted": sum(len(part.token_ids) for part in written[number]),
                     "tokens_evaluated": response.usage.prompt_tokens,
                 }
             if delta.finish_reason is not None:
@@ -411,7 +411,9 @@ class Results:
             "timings": _timings(usage, generated, timings),
         }
         if self._sampling.logprobs is not None:
-            result["completion_probabilities"] = [_probabilities(one) for one in answer.logprobs]
+            result["completion_probabilities"] = [
+                _probabilities(report) for report in answer.logprobs
+            ]
         return result
 
     def _settings(self) -> dict[str, Any]:
@@ -464,15 +466,18 @@ def _ratio(amount: float, number: float) -> float:
 
 
 def _probabilities(report: TokenLogprob) -> dict[str, Any]:
-    return {**_candidate(report.chosen), "top_logprobs": [_candidate(one) for one in report.top]}
-
-
-def _candidate(one: Candidate) -> dict[str, Any]:
     return {
-        "id": one.token_id,
-        "token": one.text,
-        "bytes": list(one.bytes),
-        "logprob": floor_logprob(one.logprob),
+        **_candidate(report.chosen),
+        "top_logprobs": [_candidate(other) for other in report.top],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "id": candidate.token_id,
+        "token": candidate.text,
+        "bytes": list(candidate.bytes),
+        "logprob": floor_logprob(candidate.logprob),
     }
 
 

@@ -247,7 +247,11 @@ def _end(finish_reason: str, generation: Generation) -> dict[str, object]:
 
 
 def _logprobs(answer: AnswerDelta | GeneratedAnswer) -> dict[str, object]:
-    return {"logprobs": [logprob_object(one) for one in answer.logprobs]} if answer.logprobs else {}
+    return (
+        {"logprobs": [logprob_object(report) for report in answer.logprobs]}
+        if answer.logprobs
+        else {}
+    )
 
 
 def check_name(service: ModelService, name: str) -> None:
@@ -289,11 +293,18 @@ def metrics(usage: Usage, timings: Timings) -> dict[str, int]:
 
 def logprob_object(report: TokenLogprob) -> dict[str, Any]:
     """Return a token's log probability with those of the likeliest tokens."""
-    return {**_candidate(report.chosen), "top_logprobs": [_candidate(one) for one in report.top]}
+    return {
+        **_candidate(report.chosen),
+        "top_logprobs": [_candidate(other) for other in report.top],
+    }
 
 
-def _candidate(one: Candidate) -> dict[str, Any]:
-    return {"token": one.text, "logprob": floor_logprob(one.logprob), "bytes": list(one.bytes)}
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "token": candidate.text,
+        "logprob": floor_logprob(candidate.logprob),
+        "bytes": list(candidate.bytes),
+    }
 
 
 def error_body(error: ApiError) -> dict[str, object]:

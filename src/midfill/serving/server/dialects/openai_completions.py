@@ -174,9 +174,9 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     def context(self) -> tuple[ContextFile, ...]:
         """Return the other files to show the model, in either spelling."""
-        extra = [ContextFile(one.text, one.filename or "") for one in self.input_extra or ()]
+        extra = [ContextFile(entry.text, entry.filename or "") for entry in self.input_extra or ()]
         own = self.midfill.context if self.midfill is not None else None
-        return (*extra, *(ContextFile(one.text, one.path or "") for one in own or ()))
+        return (*extra, *(ContextFile(entry.text, entry.path or "") for entry in own or ()))
 
 
 def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
@@ -528,19 +528,22 @@ class CompletionResponse:
             for token in prompt
         ]
         return {
-            "tokens": [token.text for token in prompt] + [one.chosen.text for one in reports],
+            "tokens": [token.text for token in prompt] + [report.chosen.text for report in reports],
             "token_logprobs": [
                 None if token.logprob is None else floor_logprob(token.logprob) for token in prompt
             ]
-            + [floor_logprob(one.chosen.logprob) for one in reports],
+            + [floor_logprob(report.chosen.logprob) for report in reports],
             "top_logprobs": top
-            + [_by_text(one.top, one.chosen.text, one.chosen.logprob) for one in reports],
+            + [
+                _by_text(report.top, report.chosen.text, report.chosen.logprob)
+                for report in reports
+            ],
             "text_offset": [token.offset for token in prompt]
-            + [start + one.offset for one in reports],
+            + [start + report.offset for report in reports],
         }
 
 
 def _by_text(top: Sequence[Candidate], text: str, logprob: float) -> dict[str, float]:
     """Return the log probabilities of the likeliest tokens, and of the token itself, by text."""
-    found = {one.text: floor_logprob(one.logprob) for one in top}
+    found = {candidate.text: floor_logprob(candidate.logprob) for candidate in top}
     return {**found, text: floor_logprob(logprob)}
