@@ -314,9 +314,6 @@ class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         format: "text" for people, "json" for programs: an object per line.
-        level: what is less urgent is not logged. Each finished request is a line of level "info".
-        redact: leave out whatever a client could have chosen: its request ids, unknown paths,
-            messages of exceptions, and what libraries log.
     """
 
     format: Annotated[
@@ -390,16 +387,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
-    """What bounds a server's connections, and its end.
-
-    Attributes:
-        max_connections: how many may be open; beyond it, idle ones are closed and then new ones
-            refused with status 503.
-        client_timeout: seconds in which a client must have sent a request, and after which one that
-            takes nothing of its answer is disconnected; 0 is for ever.
-        drain_timeout: seconds for which answers in progress may go on when the server is told to
-            stop.
-    """
+    """What bounds a server's connections, and its end; each flag says what its field means."""
 
     max_connections: Annotated[
         int,
@@ -435,6 +423,8 @@ class ListenOptions:
 class ServeOptions:
     """What ``midfill serve`` serves and how.
 
+    Each flag says what its field means; what it doesn't say is here.
+
     Attributes:
         model: name or path, see ``midfill models``.
         served_name: the model's name for clients; None takes ``model``, or the last part of a path.
@@ -450,24 +440,11 @@ class ServeOptions:
         fim_tokens: the model's FIM sentinels, if midfill doesn't know them.
         window: how much of a long document to show the model; None takes what the model or its
             adapter says.
-        snippets: how many characters to show of the snippets of other text that editor plugins send
-            by themselves; None takes what the model or its adapter says.
         document_memory: bytes for the text of documents that is remembered from request to request;
             a quarter of it more for tokens, and an eighth for what prompts begin with.
         max_body_bytes: maximum size of a request body.
-        max_queued_tokens: maximum number of prompt tokens whose requests wait for their first
-            token; requests beyond it are refused with status 429.
-        max_queued_tokens_per_key: the same per API key; None is half of it where requests of other
-            keys wait, too.
-        completion_timeout: seconds for which an infill request waits for its first token, or for
-            its answer if that is not streamed, unless the client says how long it waits; 0 is for
-            ever.
-        step_timeout: seconds that a step of the engine may take, after which it is taken to hang
-            and restarted; 0 lets it take for ever.
         workers: engine processes, if prompts are computed by other ones than answers.
         listen: what bounds connections, and the server's end.
-        idle_prefill: compute the prompts that documents will probably need next while the engine
-            is idle.
         stream_interval: seconds for which the tokens of a streamed answer, after its first, may be
             held back to be sent together; 0 sends each at once.
         logs: what is logged, and how. ``run_server`` leaves the logs of its own process alone.
