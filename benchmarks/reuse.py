@@ -37,9 +37,9 @@ from midfill.cli.progress import show_steps
 from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine
 from midfill.errors import GenerationError, MidfillError
+from midfill.frontend.generation import PromptGeneration
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder, fim_format
-from midfill.frontend.response import Response
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
@@ -206,7 +206,7 @@ class ReuseSession:
             GenerationError: the engine failed.
         """
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=("\n",))
-        response, text = Response(prompt, sampling, self.tokenizer), ""
+        response, text = PromptGeneration(prompt, sampling, self.tokenizer), ""
         name = f"{next(self._numbers)}"
         self._counter.start()
         self._engine.add(prompt.with_method(method).request(name, sampling, tenant))

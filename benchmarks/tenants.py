@@ -31,7 +31,7 @@ from midfill.config import ModelOptions, ServeOptions
 from midfill.lab.bench.documents import standard_library_documents
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
 from midfill.serving.server.app import create_app
-from midfill.serving.server.key_ring import KeyRing
+from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.run import open_service
 from midfill.system.machine import Machine, describe_machine
 from midfill.system.reporting import ResultTable

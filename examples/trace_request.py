@@ -14,9 +14,9 @@ from midfill.config import ModelOptions
 from midfill.engine.engine import Engine, EngineOptions
 from midfill.engine.loading import scheduler_policy, speculation
 from midfill.engine.scheduling.scheduler import SchedulerPolicy, ScheduleState, StepPlan
+from midfill.frontend.generation import PromptGeneration
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder, fim_format
-from midfill.frontend.response import Response
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.formats import Sentinel
 from midfill.infill.layout import PromptLayout
@@ -85,7 +85,7 @@ def show_prompt(layout: PromptLayout, prompt: Prompt) -> None:
 def answer(engine: Engine, tokenizer: Tokenizer, prompt: Prompt, request_id: str) -> None:
     """Run one request to its end and print what every step brings."""
     engine.add(prompt.request(request_id, SAMPLING))
-    response = Response(prompt, SAMPLING, tokenizer)
+    response = PromptGeneration(prompt, SAMPLING, tokenizer)
     while not response.finished:
         for output in engine.step():
             delta = response.push(output)

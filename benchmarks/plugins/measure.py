@@ -46,7 +46,7 @@ from midfill.cli.outputs import DocsOption, SectionOption
 from midfill.cli.progress import show_steps
 from midfill.config import FimTokens
 from midfill.errors import MidfillError, OptionError
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.window import WindowRule
 from midfill.lab.bench.documents import standard_library_documents
 from midfill.lab.bench.editing import SESSION_KINDS, Round, edit_session

@@ -50,7 +50,7 @@ _PUBLIC: Mapping[str, Sequence[str] | None] = {
     "midfill.frontend.generation.AnswerStream": None,
     "midfill.frontend.answer.AnswerDelta": (),
     "midfill.frontend.answer.TokenLogprob": (),
-    "midfill.frontend.response.Usage": ("computed_tokens",),
+    "midfill.frontend.generation.Usage": ("computed_tokens",),
     "midfill.frontend.prompt.LayoutReport": (),
     "midfill.errors.MidfillError": (),
     "midfill.errors.InvalidRequestError": (),

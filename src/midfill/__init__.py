@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from midfill.version import __version__
 
 if TYPE_CHECKING:
-    from midfill.frontend.post_processing import PostProcessing
-    from midfill.frontend.sampling import SamplingParams
+    from midfill.frontend.sampling import PostProcessing, SamplingParams
     from midfill.infill.context_files import ContextFile
     from midfill.infill.window import WindowRule
     from midfill.llm import LLM
@@ -20,7 +19,7 @@ __all__ = ["LLM", "ContextFile", "PostProcessing", "SamplingParams", "WindowRule
 _HOMES = {
     "ContextFile": "midfill.infill.context_files",
     "LLM": "midfill.llm",
-    "PostProcessing": "midfill.frontend.post_processing",
+    "PostProcessing": "midfill.frontend.sampling",
     "SamplingParams": "midfill.frontend.sampling",
     "WindowRule": "midfill.infill.window",
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend import template_process
+from midfill.frontend import chat as chat_module
 from midfill.frontend.chat import ChatTemplate
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.tokens.tokenizer import Tokenizer
@@ -159,7 +159,7 @@ def test_a_template_that_fails_again_and_again_is_not_tried_any_more(
 def test_a_process_that_was_killed_is_replaced(tokenizer: Tokenizer) -> None:
     chat = template(tokenizer)
     rendered = chat.render([])
-    process = template_process._process._process
+    process = chat_module._process._process
     assert process is not None
     process.kill()
     process.wait()

@@ -8,7 +8,7 @@ import pytest
 
 from midfill import LLM, SamplingParams
 from midfill.frontend.generation import GenerationResult
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.tokens.tokenizer import Tokenizer

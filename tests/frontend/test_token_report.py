@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.token_report import PrefixHistory, TokenReport
 from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest

@@ -12,7 +12,7 @@ import uvicorn
 
 from midfill.serving.gateway.options import GatewayOptions
 from midfill.serving.gateway.run import Gateway, open_gateway
-from midfill.serving.server.key_ring import KeyRing
+from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.listening import bind
 
 

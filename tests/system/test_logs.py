@@ -155,7 +155,7 @@ def fail() -> None:
 
 
 def test_an_exception_is_its_kind_and_its_places(lines: Lines) -> None:
-    log = logging.getLogger("midfill.serving.server.errors")
+    log = logging.getLogger("midfill.serving.server.responses")
     try:
         fail()
     except KeyError as error:
@@ -169,7 +169,7 @@ def test_an_exception_is_its_kind_and_its_places(lines: Lines) -> None:
 
 
 def test_errors_that_quote_requests_are_told_by_their_kind(lines: Lines) -> None:
-    log = logging.getLogger("midfill.serving.server.idle_prefill")
+    log = logging.getLogger("midfill.serving.server.service")
     for quoting in (InvalidRequestError(SECRET), GenerationError(SECRET)):
         log.debug("idle prefill failed: %s", quoting)
     log.warning("the keys stay as they were: %s", CheckpointError("keys.txt: line 3 is wrong"))

@@ -17,7 +17,7 @@ from midfill.cli.pull import models, pull
 from midfill.cli.serve import serve
 from midfill.cli.top import top
 from midfill.cli.training import app as training
-from midfill.cli.usage import CommandLine
+from midfill.cli.usage import CommandLine, GroupedHelp
 from midfill.version import __version__
 
 app = typer.Typer(
@@ -47,7 +47,8 @@ def _root(
     """Options of midfill itself."""
 
 
-for command in (serve, gateway, complete, lsp, top, generate, pull, models):
+app.command(cls=GroupedHelp)(serve)
+for command in (gateway, complete, lsp, top, generate, pull, models):
     app.command()(command)
 
 app.add_typer(cluster, name="cluster")

@@ -3,22 +3,13 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from midfill.cli.engine_options import IdlePrefillOption, StepFlags, WeightsFlags
-from midfill.cli.option_groups import with_option_groups
+from midfill.cli.option_groups import FlagsOf, with_option_groups
 from midfill.cli.options import AdapterOption, ModelArgument
-from midfill.cli.server_options import (
-    AccessFlags,
-    HostOption,
-    LogFlags,
-    NameFlags,
-    PortOption,
-    PromptFlags,
-)
-from midfill.config import RouterName
+from midfill.config import ModelOptions, RouterName, ServeOptions
 from midfill.version import __version__
 
 if TYPE_CHECKING:
@@ -102,6 +93,14 @@ RayVersionOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON for programs.")]
 
 
+# What a replica takes as ``midfill serve`` does; the fields of ModelSpec have the same names.
+_NAMES = ("served_name", "aliases")
+_PROMPTS = ("fim_tokens", "window", "snippets", "idle_prefill", "logs")
+_ACCESS = ("api_keys", "api_key_file", "allowed_hosts")
+_LOADING = ("backend", "weights", "context", "kv_memory", "kv_cache_dtype")
+_STEPS = ("token_budget", "scheduler", "speculation", "method", "allow_methods")
+
+
 @dataclass(frozen=True)
 class ReplicaFlags:
     """How many replicas there are, and what each reserves."""
@@ -149,16 +148,11 @@ def up(
     router: RouterOption = "document",
     move_kv: MoveKvOption = True,
     address: AddressOption = None,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 8080,
-    names: NameFlags,
-    access: AccessFlags,
+    listen: Annotated[dict[str, Any], FlagsOf(ServeOptions, "host", "port")],
+    access: Annotated[dict[str, Any], FlagsOf(ServeOptions, *_ACCESS)],
     adapter: AdapterOption = None,
-    prompts: PromptFlags,
-    loading: WeightsFlags,
-    steps: StepFlags,
-    idle_prefill: IdlePrefillOption = True,
-    log: LogFlags,
+    served: Annotated[dict[str, Any], FlagsOf(ServeOptions, *_NAMES, *_PROMPTS)],
+    engine: Annotated[dict[str, Any], FlagsOf(ModelOptions, *_LOADING, *_STEPS)],
 ) -> None:
     """Start replicas; if some run already, change their model, number or options."""
     from midfill.cli.progress import show_steps
@@ -173,26 +167,21 @@ def up(
     spec = ModelSpec(
         model=_absolute(model or DEFAULT_MODEL),
         adapter=None if adapter is None else _absolute(adapter),
-        served_name=names.served_name,
-        aliases=names.aliases,
-        fim_tokens=prompts.fim_tokens,
-        window=prompts.window,
-        snippets=prompts.snippets,
-        idle_prefill=idle_prefill,
-        logs=log.options,
-        options=steps.apply(loading.options),
+        options=ModelOptions(**engine),
+        **served,
     )
     most = max(size.replicas, size.max_replicas)
     engines = size.engines(spec, max(1.0, available_threads() // most), router)
+    key_file = access["api_key_file"]
     front = FrontSpec(
-        api_keys=access.api_keys,
-        api_key_file=None if access.api_key_file is None else str(access.api_key_file.resolve()),
-        logs=log.options,
+        api_keys=access["api_keys"],
+        api_key_file=None if key_file is None else str(key_file.resolve()),
+        logs=spec.logs,
         move_kv=move_kv,
-        own_hosts=access.allowed_hosts,
+        own_hosts=access["allowed_hosts"],
     )
     with show_steps("connecting") as report:
-        shown = start(engines, front, address, host, port, report)
+        shown = start(engines, front, address, listen["host"], listen["port"], report)
     typer.echo(describe(shown))
 
 
@@ -235,9 +224,9 @@ def manifest(
     key_secret: KeySecretOption = None,
     cache_claim: CacheClaimOption = None,
     ray_version: RayVersionOption = None,
-    names: NameFlags,
+    served: Annotated[dict[str, Any], FlagsOf(ServeOptions, *_NAMES)],
     adapter: AdapterOption = None,
-    loading: WeightsFlags,
+    engine: Annotated[dict[str, Any], FlagsOf(ModelOptions, *_LOADING)],
 ) -> None:
     """Write a RayService for KubeRay, to be applied with kubectl."""
     from midfill.models.checkpoints.model_store import DEFAULT_MODEL
@@ -248,9 +237,8 @@ def manifest(
     spec = ModelSpec(
         model=model or DEFAULT_MODEL,
         adapter=adapter,
-        served_name=names.served_name,
-        aliases=names.aliases,
-        options=loading.options,
+        options=ModelOptions(**engine),
+        **served,
     )
     options = ManifestOptions(
         name=name,

@@ -135,8 +135,7 @@ def complete(
     If the model suggests nothing there, a line on stderr says so; the exit status is still 0.
     """
     from midfill.cli.progress import show_progress
-    from midfill.frontend.post_processing import PostProcessing
-    from midfill.frontend.sampling import SamplingParams
+    from midfill.frontend.sampling import PostProcessing, SamplingParams
 
     caret = find_caret(place)
     sampling = SamplingParams(

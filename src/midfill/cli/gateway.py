@@ -2,22 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from midfill.cli.option_groups import with_option_groups
-from midfill.cli.options import DocumentMemoryOption
-from midfill.cli.server_options import (
-    AccessFlags,
-    HostOption,
-    LogFlags,
-    NameFlags,
-    OtlpTracesOption,
-    PortOption,
-    PromptFlags,
-    TlsFlags,
-)
+from midfill.cli.option_groups import FlagsOf, with_option_groups
+from midfill.config import ServeOptions
 
 if TYPE_CHECKING:
     from midfill.serving.gateway.run import Gateway
@@ -84,6 +74,13 @@ IdlePrefillOption = Annotated[
 ]
 
 
+# What a gateway takes as ``midfill serve`` does; the fields of GatewayOptions have the same names.
+_SERVED = (
+    "fim_tokens", "window", "snippets", "document_memory", "host", "port", "served_name", "aliases",
+    "api_keys", "api_key_file", "tls", "allowed_hosts", "logs", "otlp_traces_endpoint",
+)  # fmt: skip
+
+
 @with_option_groups
 def gateway(
     *,
@@ -96,16 +93,8 @@ def gateway(
     model: UpstreamModelOption = None,
     tokenizer: TokenizerOption = None,
     context: ContextOption = None,
-    prompts: PromptFlags,
-    document_memory: DocumentMemoryOption = "256MB",  # type: ignore[assignment]
     idle_prefill: IdlePrefillOption = False,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 8080,
-    names: NameFlags,
-    access: AccessFlags,
-    tls: TlsFlags,
-    log: LogFlags,
-    otlp_traces_endpoint: OtlpTracesOption = None,
+    served: Annotated[dict[str, Any], FlagsOf(ServeOptions, *_SERVED)],
 ) -> None:
     """Stand in front of vLLM, SGLang or llama.cpp, and lay out prompts so that their caches hit."""
     from midfill.serving.gateway.options import GatewayOptions
@@ -113,7 +102,7 @@ def gateway(
     from midfill.system.logs import configure_logs
 
     api = _api_name(upstream_api)
-    configure_logs(log.options)
+    configure_logs(served["logs"])
     options = GatewayOptions(
         upstreams=tuple(upstream or ()),
         upstream_file=upstream_file,
@@ -124,21 +113,8 @@ def gateway(
         model=model,
         tokenizer=tokenizer,
         context=context,
-        served_name=names.served_name,
-        aliases=names.aliases,
-        host=host,
-        port=port,
-        api_keys=access.api_keys,
-        api_key_file=access.api_key_file,
-        tls=tls.files,
-        allowed_hosts=access.allowed_hosts,
-        fim_tokens=prompts.fim_tokens,
-        window=prompts.window,
-        snippets=prompts.snippets,
-        document_memory=document_memory,
         idle_prefill=idle_prefill,
-        logs=log.options,
-        otlp_traces_endpoint=otlp_traces_endpoint,
+        **served,
     )
     run_gateway(options, lambda url, running: typer.echo(banner(url, running)))
 

@@ -1,13 +1,17 @@
-"""Errors in the use of the command line: one line each, with what was probably meant; status 2."""
+"""How to use the command line: help in groups, and errors in one line each with status 2."""
 
 import difflib
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+
+from midfill.config import Panel
 
 # Typer makes public only some of the errors of the parser that it contains.
 _ClickException: type[Any] = typer.BadParameter.__mro__[2]
@@ -56,6 +60,36 @@ class CommandLine(TyperGroup):
                 sys.stderr.write(f"midfill: {usage_line(error)}\n")
             sys.exit(error.exit_code)
         sys.exit(status if isinstance(status, int) else 0)
+
+
+class GroupedHelp(TyperCommand):
+    """A command of many options: its help has them in groups, each with its text below its name.
+
+    In a table, names and values would be cut where a terminal is narrow.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        groups: dict[str, list[str]] = {name: [] for name in ("Arguments", *get_args(Panel))}
+        width = min(shutil.get_terminal_size().columns, 100)
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            names, text = record
+            arguments = parameter.param_type_name == "argument"
+            panel = getattr(parameter, "rich_help_panel", None) or get_args(Panel)[0]
+            indent = " " * 6
+            groups["Arguments" if arguments else panel] += [
+                f"  {names}",
+                textwrap.fill(
+                    " ".join(text.split()), width, initial_indent=indent, subsequent_indent=indent,
+                    break_on_hyphens=False,
+                ),
+            ]  # fmt: skip
+        sections = [f"{name}:\n" + "\n".join(lines) for name, lines in groups.items() if lines]
+        help = textwrap.fill(self.help or "", width)
+        formatter.write("\n\n".join([self.get_usage(ctx), help, *sections]) + "\n")
 
 
 def usage_line(error: Any) -> str:

@@ -1,13 +1,55 @@
-"""Prompt: token ids ready for the engine, with what is known of the text around the caret."""
+"""Prompt: token ids ready for the engine, with what is known of the text around the caret.
+
+Stop strings may name tokens (``with_token_stops``): editors send a model family's end tokens as
+``stop`` strings. A special token has no text, so no stop string would ever find it in an answer.
+One of the served model's own therefore ends the answer as a token; an end token does so anyway, and
+such an end is an ordinary one, for which no stop is to blame. Tokens of other families mean nothing
+here: with an infilling request they are dropped, since they could only end an answer that is about
+such tokens.
+"""
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from midfill.engine.request import EngineRequest
+import msgspec
+
+from midfill.engine.request import EngineRequest, EngineSamplingParams
 from midfill.errors import InvalidRequestError
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.layout import LayoutName, PromptLayout
+from midfill.infill.request import InfillRequest
+from midfill.infill.template import sentinel_texts
+from midfill.models.tokens.tokenizer import Tokenizer
+
+Message = Mapping[str, str]
+"""A turn of a chat: its role, and its content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSource:
+    """What a client wants a prompt to be made of.
+
+    Attributes:
+        text: the text around a caret, or a raw one.
+        token_ids: token ids instead.
+        messages: a conversation instead. Beside ``text``: its place is taken where ``text`` is a
+            raw one that no FIM template was filled in for, if the model has a chat template.
+        healing, stop_token_ids: see ``PromptEncoder.infill``.
+        empty_threshold: see ``Prompt.with_empty_threshold``.
+        method: see ``Prompt.with_method``.
+        field_names: how the client spells fields that an error may name.
+    """
+
+    text: InfillRequest | None = None
+    token_ids: Sequence[int] | None = None
+    messages: Sequence[Message] | None = None
+    healing: bool = True
+    stop_token_ids: Sequence[int] = ()
+    empty_threshold: float | None = None
+    method: str | None = None
+    field_names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +117,16 @@ class Prompt:
     method: str | None = None
     contexts: tuple[int, ...] = ()
 
+    @property
+    def is_verbatim(self) -> bool:
+        """Whether it is a raw text, sent as it is; chats and token ids are none."""
+        return self.report is not None and self.report.layout == "verbatim"
+
+    @property
+    def document(self) -> str:
+        """The planner's id of the document; "" if it keeps none."""
+        return "" if self.layout is None else self.layout.document or ""
+
     def with_empty_threshold(self, asked: float | None) -> "Prompt":
         """Return the prompt with the threshold that a client asks for; None keeps the model's.
 
@@ -83,7 +135,7 @@ class Prompt:
         """
         if asked is None:
             return self
-        if self.report is None or self.report.layout == "verbatim":
+        if self.report is None or self.is_verbatim:
             raise InvalidRequestError.of_field(
                 "empty_threshold",
                 "needs a suffix, or a prompt that is the model's FIM format filled in",
@@ -121,19 +173,55 @@ class Prompt:
             stop_bytes=sampling.stop_bytes,
             method=self.method,
             contexts=self.contexts,
-            document="" if self.report is None else self.report.document or "",
+            document=self.document,
             deadline=deadline,
         )
 
+    def background_request(self, tenant: str) -> EngineRequest:
+        """Return the request to compute the prompt while the engine is idle, and generate nothing.
 
-@dataclass(frozen=True, slots=True)
-class ExpectedPrompt:
-    """A prompt that will probably be needed next.
+        The prompt's method doesn't count: what is computed is its exact KV.
+        """
+        return EngineRequest(
+            request_id=f"prefill-{uuid.uuid4().hex}",
+            token_ids=self.token_ids,
+            sampling=EngineSamplingParams(),
+            tenant=tenant,
+            background=True,
+            document=self.document,
+        )
 
-    Attributes:
-        token_ids: the prompt.
-        layout: the planner's layout of it.
+
+def with_token_stops(
+    sampling: SamplingParams, prompts: Sequence[Prompt], tokenizer: Tokenizer
+) -> SamplingParams:
+    """Return sampling parameters whose stop strings are text alone.
+
+    Args:
+        sampling: as the client asks for it.
+        prompts: the request's prompts; foreign tokens are dropped if all are for infilling.
+        tokenizer: the served model's.
     """
+    own = [
+        token_id
+        for stop in sampling.stop
+        if (token_id := tokenizer.special_tokens.get(stop)) is not None
+        and not tokenizer.token_bytes(token_id)
+    ]
+    kept = sampling.stop
+    if all(prompt.infilling for prompt in prompts):
+        known = sentinel_texts().union(tokenizer.special_tokens)
+        kept = tuple(stop for stop in kept if stop not in known)
+    if not own and kept == sampling.stop:
+        return sampling
+    ends = frozenset() if sampling.ignore_eos else _end_tokens(prompts, tokenizer)
+    further = [token_id for token_id in own if token_id not in ends]
+    stops = dict.fromkeys((*sampling.stop_token_ids, *further))
+    return msgspec.structs.replace(sampling, stop=kept, stop_token_ids=tuple(stops))
 
-    token_ids: list[int]
-    layout: PromptLayout
+
+def _end_tokens(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end the answers to all of the prompts without being asked for."""
+    further = [frozenset(prompt.stop_token_ids) for prompt in prompts]
+    shared = frozenset.intersection(*further) if further else frozenset()
+    return shared.union(tokenizer.eos_token_ids)

@@ -169,7 +169,7 @@ class PrefixHistory:
         return min(matched, len(ids) - 1)
 
 
-def _common_prefix(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+def _common_prefix(ids: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    length = min(len(ids), len(other))
+    differs = ids[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length

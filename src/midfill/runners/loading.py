@@ -54,7 +54,7 @@ def load_runner(
     )
     if use_torch:
         return _load_torch(checkpoint, options, device)
-    kv_format = choose_kv_format(checkpoint, options.weights, options.kv_dtype)
+    kv_format = choose_kv_format(checkpoint, options.weights, options.kv_cache_dtype)
     slots = choose_slots(
         config, options, available_memory() * _CPU_SHARE, slot_bytes(config, kv_format)
     )
@@ -64,7 +64,7 @@ def load_runner(
         threads=options.threads,
         max_rows=max(options.token_budget, options.max_running),
         weights=options.weights,
-        kv_dtype=options.kv_dtype,
+        kv_dtype=options.kv_cache_dtype,
         progress=progress,
     )
 

@@ -9,7 +9,7 @@ chosen. midfill's own lines never quote prompts, answers or keys. Three things c
 of them, and are left out: messages of exceptions, whose cause may be a text; what libraries log;
 and what the servers behind a gateway answer. Of an exception, its kind and the places in the code
 are left. Who logs a request leaves out the client's own id and unknown paths, see
-``serving.server.request_log``.
+``serving.server.middleware``.
 """
 
 import json

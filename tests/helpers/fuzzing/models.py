@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from fuzzing.target import Target, scratch, split
 from midfill.errors import MidfillError
 from midfill.frontend.chat import ChatTemplate
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.adapter import LoraConfig
 from midfill.models.checkpoints.checkpoint import Checkpoint

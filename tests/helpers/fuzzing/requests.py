@@ -19,11 +19,10 @@ from midfill.infill.window import WindowRule
 from midfill.serving.gateway.upstream import read_events
 from midfill.serving.gateway.upstream_api import UpstreamFailedError
 from midfill.serving.server.app import DIALECTS
-from midfill.serving.server.auth import monitor_check, tenant_check
-from midfill.serving.server.errors import ApiError, openai_error_body
-from midfill.serving.server.json_decoding import decode_json
+from midfill.serving.server.auth import KeyRing, monitor_check, tenant_check
+from midfill.serving.server.bodies import decode_json
 from midfill.serving.server.key_file import read_key_file
-from midfill.serving.server.key_ring import KeyRing
+from midfill.serving.server.responses import ApiError, openai_error_body
 from midfill.serving.top.history import parse_snapshot
 
 _BODIES = [body for dialect in DIALECTS for body in dialect.bodies]

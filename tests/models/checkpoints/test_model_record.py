@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from midfill.errors import CheckpointError, MidfillError
-from midfill.frontend.fingerprint import fingerprint_of
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format, fingerprint_of
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.context_files import DEFAULT_SNIPPET_CHARACTERS
 from midfill.infill.prefix_cut import DEFAULT_RULE, CutRule

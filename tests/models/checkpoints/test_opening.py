@@ -22,7 +22,7 @@ from tiny_adapters import (
 )
 from tiny_checkpoints import VOCAB, write_tiny, write_variant
 
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.adapter import Adapter, AdapterRecord, load_adapter
 from midfill.models.checkpoints.checkpoint import (

@@ -1,10 +1,11 @@
 """API keys: who may send requests, whose cache they use, and servers that need none."""
 
+import asyncio
 import base64
 import concurrent.futures
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import httpx
@@ -12,11 +13,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import RunningServer, start
 
-from midfill.config import ServeOptions
-from midfill.errors import MidfillError
-from midfill.serving.server.key_file import add_key, set_limits
-from midfill.serving.server.limits import TenantLimits
+from midfill.config import ModelOptions, ServeOptions
+from midfill.engine.process.client import EngineClient
+from midfill.errors import MidfillError, RateLimitError
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
+from midfill.models.checkpoints.opening import open_model
+from midfill.serving.server.app import create_app
+from midfill.serving.server.auth import GUESS_SECONDS, MAX_GUESSES, KeyGuesses, KeyRing
+from midfill.serving.server.key_file import add_key, key_digest, remove_keys, set_limits
+from midfill.serving.server.limits import NO_LIMITS, TenantLimits
 from midfill.serving.server.run import run_server
+from midfill.serving.server.service import ModelService
 
 KEYS = ("first key", "second key", "voilà")  # in UTF-8 the last one ends like a blank
 
@@ -329,3 +336,211 @@ def test_a_server_that_others_can_reach_warns_of_what_is_missing(
         run_server(options, tmp_path / "none")
     found = [text for text in ("needs no API key", "without TLS") if text in caplog.text]
     assert found == warnings
+
+
+def test_without_keys_none_is_needed() -> None:
+    ring = KeyRing()
+    assert not ring
+    assert ring.tenants == ("",)
+    assert ring.find_name(b"") is None
+
+
+def test_keys_without_a_file_are_numbered() -> None:
+    ring = KeyRing(["first", "Schlüssel"])
+    assert ring.tenants == ("key-1", "key-2")
+    assert ring.find_name("Schlüssel".encode()) == "key-2"
+    assert ring.find_name(b"") is None
+    assert ring.find_name(b"third") is None
+
+
+def test_keys_of_one_name_are_one_tenant(tmp_path: Path) -> None:
+    keys = [add_key(tmp_path / "keys", "alice").encode() for _ in range(2)]
+    ring = KeyRing(["own"], tmp_path / "keys")
+    assert ring.tenants == ("key-1", "alice")
+    assert [ring.find_name(key) for key in (*keys, b"own")] == ["alice", "alice", "key-1"]
+
+
+def test_a_changed_file_counts_once_it_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    old = add_key(file, "alice").encode()
+    ring = KeyRing(path=file)
+    new = add_key(file, "bob").encode()
+    remove_keys(file, "alice", keep_newest=False)
+    assert [ring.find_name(key) for key in (old, new)] == ["alice", None]
+    ring.reload()
+    assert [ring.find_name(key) for key in (old, new)] == [None, "bob"]
+
+
+@pytest.mark.parametrize("text", ["", "alice", None])
+def test_a_file_that_became_unusable_changes_nothing(
+    tmp_path: Path, text: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    key = add_key(file, "alice").encode()
+    ring = KeyRing(path=file)
+    if text is None:
+        file.unlink()
+    else:
+        file.write_text(text)
+    ring.reload()
+    assert ring.find_name(key) == "alice"
+    assert "stay as they were" in caplog.text
+    with pytest.raises(MidfillError):
+        KeyRing(path=file)
+
+
+def test_a_line_of_a_file_stands_for_its_key() -> None:
+    """So an environment need not hold keys either."""
+    ring = KeyRing(["plain", f"alice:sha256:{key_digest(b'secret').hex()}"])
+    assert ring.tenants == ("key-1", "alice")
+    assert ring.find_name(b"secret") == "alice"
+    assert ring.find_name(f"alice:sha256:{key_digest(b'secret').hex()}".encode()) is None
+    with pytest.raises(MidfillError, match="'key-7' can't name a key"):
+        KeyRing([f"key-7:sha256:{'a' * 64}"])
+
+
+def test_limits_are_a_names_or_everyones_and_change_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    add_key(file, "alice")
+    add_key(file, "bob")
+    ring = KeyRing(["own"], file)
+    assert ring.limits_of("alice") == NO_LIMITS
+    set_limits(file, "alice", TenantLimits(requests=5))
+    set_limits(file, "*", TenantLimits(tokens=7, running=1))
+    ring.reload()
+    assert ring.limits_of("alice") == TenantLimits(requests=5)
+    assert ring.limits_of("bob") == ring.limits_of("key-1") == TenantLimits(tokens=7, running=1)
+
+
+def test_a_monitor_is_no_tenant(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    add_key(file, "alice")
+    ring = KeyRing(path=file)
+    assert not ring.has_monitors
+    key = add_key(file, "prometheus", monitor=True)
+    ring.reload()
+    assert ring.has_monitors
+    assert ring.find_name(key.encode()) == "prometheus"
+    assert ring.is_monitor("prometheus")
+    assert not ring.is_monitor("alice")
+    assert ring.tenants == ("alice",)
+    with pytest.raises(MidfillError, match="prometheus is a monitor, but --api-key"):
+        KeyRing([f"prometheus:sha256:{'a' * 64}"], file)
+    remove_keys(file, "alice", keep_newest=False)
+    with pytest.raises(MidfillError, match="keys of monitors only"):
+        KeyRing(path=file)
+
+
+OWN = "192.0.2.1"
+OTHER = "192.0.2.2"
+
+
+class Door:
+    """Keys that are looked at, by a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.guesses = KeyGuesses(lambda: self.now)
+
+    def looks_at(self, key: str, host: str = OWN, *, right: bool = False) -> bool:
+        sent = key.encode()
+        try:
+            self.guesses.check(host, sent, key_digest(sent))
+        except RateLimitError:
+            return False
+        self.guesses.record(host, sent, key_digest(sent), right=right)
+        return True
+
+    def send(self, keys: Iterable[str], host: str = OWN) -> int:
+        """Return how many of some wrong keys were looked at."""
+        return sum(self.looks_at(key, host) for key in keys)
+
+
+def many(number: int) -> list[str]:
+    return [f"guess {each}" for each in range(number)]
+
+
+def test_an_address_may_try_some_wrong_keys_and_then_one_at_a_time() -> None:
+    door = Door()
+    assert door.send(many(100)) == MAX_GUESSES
+    assert door.send(["more"]) == 0
+    door.now += GUESS_SECONDS
+    assert door.send(["one", "two"]) == 1
+    door.now += 1000 * GUESS_SECONDS
+    assert door.send(map(str, range(100))) == MAX_GUESSES
+
+
+def test_one_that_is_refused_is_told_when_to_come_back() -> None:
+    door = Door()
+    door.send(many(MAX_GUESSES))
+    with pytest.raises(RateLimitError, match="wrong API keys") as raised:
+        door.guesses.check(OWN, b"next", key_digest(b"next"))
+    assert raised.value.retry_after == GUESS_SECONDS
+
+
+def test_the_same_wrong_key_again_is_no_guess() -> None:
+    door = Door()
+    assert door.send(["stale"] * 1000) == 1000
+    assert door.send(many(100)) == MAX_GUESSES - 1
+
+
+def test_keys_that_were_sent_before_are_looked_at_as_ever() -> None:
+    door = Door()
+    assert door.looks_at("secret", right=True)
+    door.send(many(100))
+    assert door.looks_at("secret", right=True)
+
+
+def test_keys_that_nobody_can_guess_are_always_looked_at(tmp_path: Path) -> None:
+    door = Door()
+    door.send(many(100))
+    assert door.looks_at(add_key(tmp_path / "keys", "alice"), right=True)
+
+
+def test_other_addresses_are_not_concerned() -> None:
+    door = Door()
+    door.send(many(100))
+    assert door.looks_at("secret", OTHER, right=True)
+    assert door.send(many(100), OTHER) == MAX_GUESSES
+
+
+def test_a_network_that_one_client_has_is_one_address() -> None:
+    door = Door()
+    guessed = [door.looks_at(f"guess {n}", f"2001:db8::{n:x}") for n in range(100)]
+    assert sum(guessed) == MAX_GUESSES
+    assert door.looks_at("guess", "2001:db8:0:1::1")
+    assert door.looks_at("guess", "::ffff:192.0.2.1")
+    assert door.looks_at("guess", "::ffff:192.0.2.2")
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    door = Door()
+    for number in range(10_000):
+        door.looks_at("guess", f"host {number}")
+    assert len(door.guesses) == 4096
+
+
+def test_clients_get_429_and_when_to_try_again(tiny_folder: Path) -> None:
+    checkpoint = open_model(tiny_folder)
+    prompts = PromptEncoder(checkpoint, fim_format(checkpoint, None), 256)
+    engine = EngineClient(tiny_folder, ModelOptions())
+    service = ModelService("tiny", engine, checkpoint.tokenizer, prompts, 1 << 20)
+
+    async def ask() -> list[httpx.Response]:
+        app = create_app(service, KeyRing(["known", "unknown"]))
+        transport = httpx.ASGITransport(app=app, client=(OWN, 1234))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            keys = ["known", *many(MAX_GUESSES + 1), "known", "unknown"]
+            return [
+                await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+                for key in keys
+            ]
+
+    try:
+        responses = asyncio.run(ask())
+    finally:
+        service.close()
+    refused = [401] * MAX_GUESSES + [429]
+    assert [each.status_code for each in responses] == [200, *refused, 200, 429]
+    assert 1 <= int(responses[-1].headers["retry-after"]) <= GUESS_SECONDS
+    assert responses[-1].json()["error"]["code"] == "rate_limit_exceeded"

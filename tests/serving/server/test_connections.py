@@ -10,7 +10,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from midfill.serving.server.connections import ConnectionCounts, ConnectionLimits, limited_protocol
+from midfill.serving.server.connections import ConnectionLimits, limited_protocol
+from midfill.serving.server.metrics import ConnectionCounts
 
 TIMEOUT = 0.3
 Test = Callable[["Serving"], Awaitable[None]]

@@ -8,7 +8,7 @@ import pytest
 from running_server import RunningServer, start
 from tiny_checkpoints import tiny_tokenizer
 
-from midfill.frontend.post_processing import PostProcessing
+from midfill.frontend.sampling import PostProcessing
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 PREFIX, SUFFIX = "x = 1\ny = [2, 3]\nz = toke", ")\nprint(x)\n"

@@ -13,12 +13,12 @@ from midfill.config import ModelOptions
 from midfill.engine.process.client import EngineClient
 from midfill.engine.scheduling.admission import NEW_DOCUMENT
 from midfill.errors import QueueFullError
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import Admit, PromptEncoder
+from midfill.frontend.prompt import PromptSource
+from midfill.frontend.prompt_encoder import PromptEncoder
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
 from midfill.models.checkpoints.opening import open_checkpoint
-from midfill.serving.server.request_record import RequestRecord, current_request
+from midfill.serving.server.request import RequestRecord, current_request
 from midfill.serving.server.service import ModelService
 
 
@@ -51,10 +51,6 @@ def test_the_texts_of_a_generation_go_with_it(
         gc.enable()
 
 
-def infill(encoder: PromptEncoder, admit: Admit | None, request: InfillRequest) -> Prompt:
-    return encoder.infill(request, admit=admit)
-
-
 class FullForNewDocuments(EngineClient):
     """An engine whose queue is too long for documents that nobody asked about before."""
 
@@ -75,7 +71,7 @@ def test_where_the_queue_is_long_the_first_request_of_a_document_is_not_encoded(
 
     def ask(prefix: str) -> str | None:
         request = InfillRequest(prefix=prefix, suffix="after")
-        prompt = asyncio.run(service.encode_request(infill, request))
+        (prompt,) = asyncio.run(service.encode([PromptSource(text=request)]))
         return None if prompt.report is None else prompt.report.document
 
     token = current_request.set(
@@ -95,7 +91,7 @@ def test_where_the_queue_is_long_the_first_request_of_a_document_is_not_encoded(
         with pytest.raises(QueueFullError):
             ask("something else " * 30)
         raw = InfillRequest(prefix="raw", raw=True)
-        asyncio.run(service.encode_request(infill, raw))
+        asyncio.run(service.encode([PromptSource(text=raw)]))
     finally:
         current_request.reset(token)
         service.close()

@@ -13,7 +13,7 @@ import pytest
 
 from midfill.config import ModelOptions
 from midfill.engine.process.client import EngineClient
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.server.app import create_app
 from midfill.serving.server.service import ModelService

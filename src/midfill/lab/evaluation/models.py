@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from midfill.config import Backend, KvDtype, WeightsOption
 from midfill.errors import MidfillError
-from midfill.frontend.fingerprint import fingerprint_of
+from midfill.frontend.prompt_encoder import fingerprint_of
 from midfill.infill.cut_places import KeepsTokens, keeps_any_tokens
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import PromptLayout

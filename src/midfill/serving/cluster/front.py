@@ -20,14 +20,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from midfill.engine.messages import EngineInfo
-from midfill.frontend.prompts import fim_format
+from midfill.frontend.prompt_encoder import fim_format
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.cluster.kv_moves import Holdings
 from midfill.serving.cluster.remote_engine import RemoteEngine
 from midfill.serving.cluster.serve_handles import ServeReplicas
 from midfill.serving.cluster.spec import FrontSpec, ModelSpec, generation_of, read_spec
 from midfill.serving.server.app import create_app
-from midfill.serving.server.key_ring import KeyRing
+from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.run import assemble_service
 from midfill.serving.server.service import ModelService

@@ -110,7 +110,7 @@ class FrontSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         logs: what it logs, and how.
         move_kv: have replicas fetch documents' KV from each other.
         own_hosts: if only their own machine can connect, names that servers without keys answer
-            under, beside the machine's; None is any, see ``serving.server.own_hosts``.
+            under, beside the machine's; None is any, see ``serving.server.middleware``.
     """
 
     api_keys: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ import aiohttp
 from starlette.types import ASGIApp
 
 from midfill.errors import MidfillError
-from midfill.frontend.prompts import PromptEncoder
+from midfill.frontend.prompt_encoder import PromptEncoder
 from midfill.infill.window import WindowRule
 from midfill.serving.gateway.character_tokenizer import CHARACTERS_PER_TOKEN, SpelledTokens
 from midfill.serving.gateway.chat import chat_dialect
@@ -26,10 +26,11 @@ from midfill.serving.gateway.upstream import Upstream, trace_connections
 from midfill.serving.gateway.upstream_api import UpstreamFailedError
 from midfill.serving.gateway.upstream_calls import UpstreamCalls
 from midfill.serving.server.app import DIALECTS, create_app
-from midfill.serving.server.dialects import openai_chat
-from midfill.serving.server.key_ring import KeyRing
+from midfill.serving.server.auth import KeyRing
+from midfill.serving.server.dialects import openai
 from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.listening import (
+    ServerTls,
     answer_until_stopped,
     bind,
     cancel_on_termination,
@@ -38,9 +39,8 @@ from midfill.serving.server.listening import (
     url_of,
     warn_if_open,
 )
-from midfill.serving.server.request_log import Traces
+from midfill.serving.server.middleware import Traces
 from midfill.serving.server.service import ModelService
-from midfill.serving.server.tls import ServerTls
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Gateway:
         own_hosts: Sequence[str] | None = None,
     ) -> ASGIApp:
         """Return the ASGI application; see ``create_app``."""
-        dialects = [each for each in DIALECTS if each is not openai_chat.DIALECT]
+        dialects = [each for each in DIALECTS if each is not openai.DIALECT]
         spoken = [*dialects, chat_dialect(self.pool)]
         redact = self._options.logs.redact
         return create_app(self.service, keys, traces, spoken, redact=redact, own_hosts=own_hosts)

@@ -1,46 +1,51 @@
-"""create_app: all dialects around one served model."""
+"""create_app: all dialects around one served model, its health, metrics and description."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp
 
-from midfill.serving.server import api_docs, operations
-from midfill.serving.server.auth import find_tenant, monitor_check, tenant_check
+from midfill.serving.server.auth import KeyRing, monitor_check, tenant_check
+from midfill.serving.server.bodies import body_schemas
 from midfill.serving.server.dialects import (
-    deepseek,
     llama_cpp,
     llama_cpp_model,
     mistral,
     ollama,
-    ollama_models,
-    openai_chat,
+    openai,
     openai_completions,
-    openai_models,
     tabby,
 )
 from midfill.serving.server.dialects.dialect import Dialect
-from midfill.serving.server.disconnects import CancelOnDisconnect
-from midfill.serving.server.early_refusal import EarlyRefusal
-from midfill.serving.server.errors import ErrorBody, install_error_handlers
-from midfill.serving.server.key_ring import KeyRing
-from midfill.serving.server.own_hosts import OwnHosts
+from midfill.serving.server.middleware import (
+    CancelOnDisconnect,
+    EarlyRefusal,
+    OwnHosts,
+    RequestLog,
+    Traces,
+)
 from midfill.serving.server.pages import routes as pages
-from midfill.serving.server.request_log import RequestLog, Traces
+from midfill.serving.server.responses import ErrorBody, install_error_handlers
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
 
+_DESCRIPTION = "/openapi.json"
+
+
 DIALECTS = (
     openai_completions.DIALECT,
-    openai_chat.DIALECT,
-    openai_models.DIALECT,
+    openai.DIALECT,
     llama_cpp.DIALECT,
     llama_cpp_model.DIALECT,
     ollama.DIALECT,
-    ollama_models.DIALECT,
     mistral.DIALECT,
-    deepseek.DIALECT,
     tabby.DIALECT,
 )
 
@@ -78,23 +83,98 @@ def create_app(
             if isinstance(route, APIRoute):
                 error_bodies[route.path] = dialect.error_body
         app.include_router(router)
-    app.include_router(operations.health_routes(service))
-    app.include_router(operations.metrics_routes(service), dependencies=monitors_only)
+    app.include_router(health_routes(service))
+    app.include_router(metrics_routes(service), dependencies=monitors_only)
     if kv is not None:
         app.include_router(kv)
     app.include_router(pages.routes())
     app.include_router(pages.dashboard_routes(), dependencies=monitors_only)
     bodies = [body for dialect in dialects for body in dialect.bodies]
-    app.include_router(api_docs.routes(app, bodies), dependencies=monitors_only)
+    app.include_router(description_routes(app, bodies), dependencies=monitors_only)
     install_error_handlers(app, error_bodies)
     app.add_middleware(CancelOnDisconnect)
 
-    def check_queue(request: Request) -> None:
-        find_tenant(request, keys)
-        service.check_queue()
-
     queued = {path: dialect.error_body for dialect in dialects for path in dialect.queued}
-    guarded: ASGIApp = EarlyRefusal(app, check_queue, queued)
+    guarded: ASGIApp = EarlyRefusal(app, service, keys, queued)
     if own_hosts is not None:
         guarded = OwnHosts(guarded, own_hosts)
     return RequestLog(guarded, service.metrics, traces, redact=redact)
+
+
+def description_routes(app: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> APIRouter:
+    """Return the router.
+
+    Args:
+        app: whose routes are described.
+        bodies: the request bodies that they refer to.
+    """
+    router = APIRouter(include_in_schema=False)
+    describe = _description(app, bodies)
+
+    @router.get(_DESCRIPTION)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(describe())
+
+    @router.get("/docs")
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(openapi_url=_DESCRIPTION, title=app.title)
+
+    @router.get("/redoc")
+    async def redoc() -> HTMLResponse:
+        return get_redoc_html(openapi_url=_DESCRIPTION, title=app.title)
+
+    return router
+
+
+def _description(
+    app: FastAPI, bodies: Sequence[type[msgspec.Struct]]
+) -> Callable[[], dict[str, Any]]:
+    schema: dict[str, Any] = {}
+
+    def describe() -> dict[str, Any]:
+        if not schema:
+            schema.update(get_openapi(title=app.title, version=app.version, routes=app.routes))
+            schema.setdefault("components", {})["schemas"] = body_schemas(bodies)
+        return schema
+
+    return describe
+
+
+def health_routes(service: ModelService) -> APIRouter:
+    """Return the router of /health, /readyz and /livez."""
+    router = APIRouter()
+
+    @router.get("/livez")
+    async def alive() -> Response:
+        """Answer 200 as long as the server's process runs, whatever the engine does.
+
+        The server restarts the engine by itself, so nobody need restart the server for that.
+        """
+        return Response(msgspec.json.encode({"status": "ok"}), media_type="application/json")
+
+    @router.get("/readyz")
+    @router.get("/health")
+    async def health() -> Response:
+        """Answer 200 while requests are accepted and 503 otherwise, with the engine's state."""
+        engine = service.engine
+        ready = engine.state == "ready"
+        return Response(
+            msgspec.json.encode({"status": "ok" if ready else engine.state}),
+            status_code=200 if ready else 503,
+            headers={} if ready else {"retry-after": str(engine.retry_after)},
+            media_type="application/json",
+        )
+
+    return router
+
+
+def metrics_routes(service: ModelService) -> APIRouter:
+    """Return the router of /metrics."""
+    router = APIRouter()
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Answer in Prometheus' text format."""
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router

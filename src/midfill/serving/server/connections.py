@@ -19,7 +19,8 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from midfill.serving.server.errors import ApiError, openai_error_body
+from midfill.serving.server.metrics import ConnectionCounts
+from midfill.serving.server.responses import ApiError, openai_error_body
 
 _MAX_HEAD_BYTES = 64 * 1024
 _SPARE_CONNECTIONS = 128  # beyond the maximum, to be told that there are too many
@@ -39,23 +40,6 @@ class ConnectionLimits:
 
     max_connections: int = 2048
     client_timeout: float = 30.0
-
-
-@dataclass
-class ConnectionCounts:
-    """What became of connections; one object counts for all of a server.
-
-    Attributes:
-        open: how many there are.
-        refused: how many were told that there are too many.
-        evicted: how many idle ones were closed for new ones.
-        timed_out: how many were closed for sending or reading too slowly.
-    """
-
-    open: int = 0
-    refused: int = 0
-    evicted: int = 0
-    timed_out: int = 0
 
 
 def limited_protocol(
@@ -231,13 +215,13 @@ class LimitedConnection(HttpToolsProtocol):
     def _evict_idle(self) -> bool:
         """Close the connection that has been idle longest; return whether there is one."""
         idle: list[LimitedConnection] = [
-            one
-            for one in self.connections
-            if isinstance(one, LimitedConnection) and one is not self and one.is_idle
+            other
+            for other in self.connections
+            if isinstance(other, LimitedConnection) and other is not self and other.is_idle
         ]
         if not idle:
             return False
-        min(idle, key=lambda one: one._idle_since).transport.abort()
+        min(idle, key=lambda other: other._idle_since).transport.abort()
         self._counts.evicted += 1
         return True
 

@@ -14,11 +14,10 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
 from midfill.errors import KvTransferError
-from midfill.serving.server.auth import client_host
+from midfill.serving.server.auth import KeyGuesses, client_host
 from midfill.serving.server.bodies import json_response, read_bytes, read_json
-from midfill.serving.server.errors import ApiError
 from midfill.serving.server.key_file import key_digest
-from midfill.serving.server.key_guesses import KeyGuesses
+from midfill.serving.server.responses import ApiError
 
 _MAX_JSON_BYTES = 16 * 2**20
 _TOKEN = np.dtype("<i4")

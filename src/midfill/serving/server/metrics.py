@@ -1,4 +1,4 @@
-"""Metrics for Prometheus.
+"""Metrics for Prometheus: of requests, of the engine as a whole, of memory and of connections.
 
 The names after ``midfill:`` are vLLM's, so that its dashboards work with the prefix exchanged.
 What vLLM has no name for is named in the same style. docs/observability.md lists them.
@@ -7,24 +7,162 @@ What a request causes has a label for its tenant: "" without API keys, else the 
 first MAX_TENANTS tenants have a value of their own, all others share one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from midfill.engine.request import TenantStats, TierStats
-from midfill.serving.server.engine_metrics import COUNTERS, GAUGES, EngineNumbers, EngineReading
+from midfill.engine.process.outputs import undelivered_outputs
+from midfill.engine.request import EngineStats, TenantStats, TierStats
+from midfill.infill.document_store import Memory
 
 MAX_TENANTS = 50  # a tenant's histograms are about two hundred time series
+
+
 OTHERS = "other"  # the tenants beyond
+
 
 _SECONDS = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0, 160.0, 640.0,
 )  # fmt: skip
+
+
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
 _MODEL, _TENANT = "model_name", "tenant"
+
+
+class EngineNumbers(Protocol):
+    """What metrics read of the engine; see EngineClient."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+    @property
+    def tenants(self) -> Mapping[str, TenantStats]: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def queued_tokens(self) -> int: ...
+
+
+class EngineReading(NamedTuple):
+    """An engine, and its numbers as of one moment."""
+
+    engine: EngineNumbers
+    stats: EngineStats
+
+
+def _used_share(stats: EngineStats) -> float:
+    used = stats.slots_total - stats.slots_free - stats.slots_cached
+    return used / stats.slots_total if stats.slots_total else 0.0
+
+
+GAUGES: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
+    "queued_tokens": (
+        "Prompt tokens of requests that wait for their first token.",
+        lambda now: now.engine.queued_tokens,
+    ),
+    "undelivered_outputs": (
+        "Outputs that wait for clients to read them.",
+        lambda _: undelivered_outputs(),
+    ),
+    "prefix_cache_nodes": (
+        "Runs of tokens that the prefix cache's trees consist of.",
+        lambda now: now.stats.cache_nodes,
+    ),
+    "prefix_cache_index_bytes": (
+        "Memory of the prefix cache's trees, without the KV.",
+        lambda now: now.stats.cache_index_bytes,
+    ),
+    "num_requests_background": (
+        "Prompts to compute while the engine is idle.",
+        lambda now: now.stats.background,
+    ),
+    "num_requests_loading": (
+        "Answers whose KV is on its way to the cache.",
+        lambda now: now.stats.loading,
+    ),
+    "kv_cache_usage_perc": (
+        "Share of the KV slots that answers in progress use (1 is all).",
+        lambda now: _used_share(now.stats),
+    ),
+    "kv_slots": ("KV slots (tokens) in total.", lambda now: now.stats.slots_total),
+    "kv_slots_free": ("Empty KV slots.", lambda now: now.stats.slots_free),
+    "kv_slots_cached": (
+        "KV slots of the prefix cache that no answer uses.",
+        lambda now: now.stats.slots_cached,
+    ),
+}
+
+
+COUNTERS: dict[str, tuple[str, Callable[[EngineReading], float]]] = {
+    "num_preemptions": (
+        "Answers put back into the queue.",
+        lambda now: now.stats.preemptions,
+    ),
+    "computed_tokens": (
+        "Tokens that went through the model.",
+        lambda now: now.stats.computed_tokens,
+    ),
+    "reused_tokens": (
+        "Prompt tokens whose KV was taken from elsewhere, not from a prefix.",
+        lambda now: now.stats.reused_tokens,
+    ),
+    "background_tokens": (
+        "Of these, tokens of prompts computed in idle time.",
+        lambda now: now.stats.background_tokens,
+    ),
+    "layered_prompts": (
+        "Prompts that prefilled by layers.",
+        lambda now: now.stats.layered_prompts,
+    ),
+    "layered_fallbacks": (
+        "Prompts that prefilled in chunks instead, for lack of KV slots.",
+        lambda now: now.stats.layered_fallbacks,
+    ),
+    "listed_pairs": (
+        "Products of queries and keys in prompts under sparse prefill.",
+        lambda now: now.stats.listed_pairs,
+    ),
+    "causal_pairs": (
+        "Products that dense attention has for the same rows.",
+        lambda now: now.stats.causal_pairs,
+    ),
+    "spec_decode_num_drafts": ("Verified drafts.", lambda now: now.stats.drafts),
+    "spec_decode_num_draft_tokens": ("Tokens of drafts.", lambda now: now.stats.draft_tokens),
+    "spec_decode_num_accepted_tokens": (
+        "Of these, accepted ones.",
+        lambda now: now.stats.accepted_tokens,
+    ),
+    "evicted_tokens": (
+        "Tokens evicted from the prefix cache.",
+        lambda now: now.stats.evicted_tokens,
+    ),
+    "kv_exported_bytes": (
+        "KV that was sent elsewhere.",
+        lambda now: now.stats.exported_bytes,
+    ),
+    "kv_imported_bytes": (
+        "KV that came from elsewhere.",
+        lambda now: now.stats.imported_bytes,
+    ),
+    "steps": ("Forward passes.", lambda now: now.stats.steps),
+    "busy_seconds": ("Time spent in steps.", lambda now: now.stats.busy_seconds),
+    "forward_seconds": (
+        "Time spent in forward passes.",
+        lambda now: now.stats.forward_seconds,
+    ),
+    "sampling_seconds": (
+        "Time spent choosing tokens.",
+        lambda now: now.stats.sampling_seconds,
+    ),
+    "engine_restarts": ("Restarts of the engine process.", lambda now: now.engine.restarts),
+}
 
 
 class Metrics:
@@ -286,3 +424,72 @@ class _EngineCollector(Collector):
                 family = kind(f"midfill:{name}", help, labels=[_MODEL])
                 family.add_metric([self._model], float(value(now)))
                 yield family
+
+
+class MemoryCollector(Collector):
+    """Renders what is remembered.
+
+    Args:
+        memory: returns it by kind.
+    """
+
+    def __init__(self, memory: Callable[[], Mapping[str, Memory]]) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the metrics as of now."""
+        held = GaugeMetricFamily(
+            "midfill:remembered_bytes",
+            "Memory of what is remembered from request to request.",
+            labels=["kind"],
+        )
+        bound = GaugeMetricFamily(
+            "midfill:remembered_bytes_max", "What that memory may become.", labels=["kind"]
+        )
+        for kind, memory in self._memory().items():
+            held.add_metric([kind], memory.held_bytes)
+            bound.add_metric([kind], memory.max_bytes)
+        yield held
+        yield bound
+
+
+@dataclass
+class ConnectionCounts:
+    """What became of connections; one object counts for all of a server.
+
+    Attributes:
+        open: how many there are.
+        refused: how many were told that there are too many.
+        evicted: how many idle ones were closed for new ones.
+        timed_out: how many were closed for sending or reading too slowly.
+    """
+
+    open: int = 0
+    refused: int = 0
+    evicted: int = 0
+    timed_out: int = 0
+
+
+class ConnectionCollector(Collector):
+    """Renders the counts of a server's connections.
+
+    Args:
+        counts: the counts.
+    """
+
+    def __init__(self, counts: ConnectionCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yield the metrics as of now."""
+        counts = self._counts
+        yield GaugeMetricFamily("midfill:connections", "Open connections.", value=counts.open)
+        family = CounterMetricFamily(
+            "midfill:connections_closed",
+            "Connections that the server closed or refused to keep its bounds.",
+            labels=["reason"],
+        )
+        family.add_metric(["too_many"], counts.refused)
+        family.add_metric(["idle"], counts.evicted)
+        family.add_metric(["timeout"], counts.timed_out)
+        yield family

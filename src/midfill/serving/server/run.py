@@ -6,29 +6,32 @@ import hashlib
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter
 from msgspec import structs
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from midfill.config import FimTokens, ModelOptions, ServeOptions
 from midfill.engine.disaggregated.client import DisaggregatedClient
 from midfill.engine.messages import EngineInfo
 from midfill.engine.process.client import EngineClient
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.infill.formats import FimFormat
 from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_model
 from midfill.serving.server.app import create_app
+from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.key_file import key_digest
-from midfill.serving.server.key_ring import KeyRing
 from midfill.serving.server.kv_routes import kv_routes
 from midfill.serving.server.limits import RateLimits
 from midfill.serving.server.listening import (
+    ServerTls,
     answer_until_stopped,
     bind,
     cancel_on_termination,
@@ -37,12 +40,53 @@ from midfill.serving.server.listening import (
     url_of,
     warn_if_open,
 )
-from midfill.serving.server.request_log import Traces
+from midfill.serving.server.middleware import Traces
 from midfill.serving.server.served_engine import ServedEngine
 from midfill.serving.server.service import ModelService
-from midfill.serving.server.tls import ServerTls
-from midfill.serving.server.worker_metrics import WorkerCollector
 from midfill.system.progress import Progress
+
+_WORKER_LABELS = ("role", "worker")
+
+
+_WORKER_GAUGES: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
+    "worker_up": ("Whether it takes requests.", lambda each: each.state == "ready"),
+    "worker_requests_running": ("Answers that hold KV there.", lambda each: each.stats.running),
+    "worker_requests_waiting": ("Answers in its queue.", lambda each: each.stats.waiting),
+    "worker_kv_slots": ("Its KV slots (tokens) in total.", lambda each: each.stats.slots_total),
+    "worker_kv_slots_free": ("Its empty KV slots.", lambda each: each.stats.slots_free),
+    "worker_kv_slots_cached": (
+        "Its KV slots of the prefix cache that no answer uses.",
+        lambda each: each.stats.slots_cached,
+    ),
+}
+
+
+_WORKER_COUNTERS: dict[str, tuple[str, Callable[[EngineClient], float]]] = {
+    "worker_steps": ("Its forward passes.", lambda each: each.stats.steps),
+    "worker_busy_seconds": ("Time it spent in steps.", lambda each: each.stats.busy_seconds),
+    "worker_computed_tokens": (
+        "Tokens that went through its model.",
+        lambda each: each.stats.computed_tokens,
+    ),
+    "worker_generated_tokens": (
+        "Tokens that it generated.",
+        lambda each: each.stats.generated_tokens,
+    ),
+    "worker_restarts": ("How often it was restarted.", lambda each: each.restarts),
+}
+
+
+_TRANSFER_COUNTERS: dict[str, tuple[str, Callable[[DisaggregatedClient], float]]] = {
+    "kv_transferred_bytes": (
+        "KV that went from prefill to decode workers.",
+        lambda engine: engine.transferred_bytes,
+    ),
+    "kv_transfer_seconds": ("Time that this took.", lambda engine: engine.transfer_seconds),
+    "resumed_requests": (
+        "Requests that went on at another worker after one was lost.",
+        lambda engine: engine.resumed,
+    ),
+}
 
 
 def run_server(
@@ -251,3 +295,28 @@ def _short_name(model: str) -> str:
         return model
     path = path.resolve()
     return path.stem if path.is_file() else path.name
+
+
+class WorkerCollector(Collector):
+    """Gauges and counters of the workers.
+
+    Args:
+        engine: all of them.
+    """
+
+    def __init__(self, engine: DisaggregatedClient) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Yield the metrics as of now."""
+        for kind, families in (
+            (GaugeMetricFamily, _WORKER_GAUGES),
+            (CounterMetricFamily, _WORKER_COUNTERS),
+        ):
+            for name, (help, value) in families.items():
+                family = kind(f"midfill:{name}", help, labels=_WORKER_LABELS)
+                for role, number, engine in self._engine.workers:
+                    family.add_metric([role, str(number)], float(value(engine)))
+                yield family
+        for name, (help, total) in _TRANSFER_COUNTERS.items():
+            yield CounterMetricFamily(f"midfill:{name}", help, value=float(total(self._engine)))

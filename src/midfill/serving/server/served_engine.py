@@ -1,4 +1,4 @@
-"""ServedEngine: what the server asks of whatever generates: an engine process, or other servers."""
+"""What the server asks of whatever generates: an engine process, or other servers."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -6,6 +6,7 @@ from typing import Protocol
 from midfill.engine.messages import EngineInfo
 from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineRequest, EngineStats, TenantStats
+from midfill.errors import InvalidRequestError
 
 
 class ServedEngine(Protocol):
@@ -61,3 +62,23 @@ class ServedEngine(Protocol):
             UnavailableError: they can't be served now.
         """
         ...
+
+
+class MethodChoice(Protocol):
+    """See ``methods.shelf.AllowedMethods``."""
+
+    def check(self, specification: str) -> None:
+        """Check what a request names.
+
+        Raises:
+            InvalidRequestError: there is no such method, or requests may not use it.
+        """
+        ...
+
+
+class NoMethods:
+    """The choice where there is no method at all."""
+
+    def check(self, specification: str) -> None:
+        """Refuse every method."""
+        raise InvalidRequestError("methods are the engine's; there are none here", param="method")

@@ -2,54 +2,215 @@
 
 The way of a request:
 
-1. A dialect reads and checks its body, and makes SamplingParams of it.
+1. A dialect reads and checks its body, and makes SamplingParams and a PromptSource per prompt of
+   it.
 2. It calls ``encode``: the prompts are planned and tokenised, on the encoding thread where that may
    take long.
-3. It calls ``generate``: a Generation holds one engine request and one Response per prompt.
+3. It calls ``generate``: a Generation holds one EngineRequest and one PromptGeneration per prompt.
 4. It iterates over ``Generation.deltas``: the requests go to the engine process through
-   ``ServedEngine.submit``, tokens come back, and the Responses turn them into text.
+   ``ServedEngine.submit``, tokens come back, and the PromptGenerations turn them into text.
 5. It sends the deltas in its own format, as a stream or as one body.
 6. Once all answers are complete, IdlePrefill has the engine compute what the documents of the
    prompts will probably need next, as soon as the engine is idle.
 
-A client that disconnects cancels all this wherever it is (``disconnects``); a newer request of the
-same document may, too (``superseding``).
+A client that disconnects cancels all this wherever it is (``middleware``); a newer request of the
+same document may, too (``request.Superseding``).
 """
 
 import asyncio
+import contextvars
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from midfill.engine.scheduling.admission import NEW_DOCUMENT
 from midfill.errors import DeadlineError, QueueFullError, StoppingError
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import Admit, PromptEncoder
-from midfill.frontend.response import Response
+from midfill.frontend.generation import PromptGeneration
+from midfill.frontend.prompt import Prompt, PromptSource, with_token_stops
+from midfill.frontend.prompt_encoder import Admit, PromptEncoder
 from midfill.frontend.sampling import SamplingParams
-from midfill.frontend.token_stops import with_token_stops
+from midfill.frontend.token_report import TokenReport
 from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
+from midfill.infill.window import WindowRule
 from midfill.models.tokens.tokenizer import Tokenizer
-from midfill.serving.server.client_timeout import client_timeout
-from midfill.serving.server.errors import ApiError
-from midfill.serving.server.generation import Generation
-from midfill.serving.server.idle_prefill import IdlePrefill
 from midfill.serving.server.limits import RateLimits
-from midfill.serving.server.memory_metrics import MemoryCollector
-from midfill.serving.server.method_choice import MethodChoice, NoMethods
-from midfill.serving.server.metrics import Metrics
-from midfill.serving.server.request_record import RequestRecord, current_request
-from midfill.serving.server.served_engine import ServedEngine
-from midfill.serving.server.superseding import Superseding
+from midfill.serving.server.metrics import MemoryCollector, Metrics
+from midfill.serving.server.request import (
+    Generation,
+    RequestRecord,
+    Superseding,
+    current_request,
+)
+from midfill.serving.server.responses import ApiError
+from midfill.serving.server.served_engine import MethodChoice, NoMethods, ServedEngine
+
+_log = logging.getLogger(__name__)
+
 
 P = ParamSpec("P")
+
+
 T = TypeVar("T")
+
+
+class EncodingThread:
+    """Where a PromptEncoder is called: it remembers documents, and so is not thread-safe.
+
+    Calls run one at a time on a thread of its own, since a long text would block the event loop's.
+
+    Args:
+        encoder: the encoder.
+        inline_bytes: see ``encodes_at_once`` of ``ModelService``.
+    """
+
+    def __init__(self, encoder: PromptEncoder, inline_bytes: int) -> None:
+        self._encoder = encoder
+        self._inline_bytes = inline_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")
+        self._lock = threading.Lock()
+
+    async def run(
+        self,
+        function: Callable[Concatenate[PromptEncoder, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Call ``function(encoder, *args)`` on the thread, or here if the request is small.
+
+        Raises:
+            DeadlineError: the current request's client doesn't wait so long.
+        """
+        started, record = time.perf_counter(), current_request.get()
+        deadline = None if record is None else record.deadline()
+        size = None if record is None else record.body_bytes
+
+        def call() -> T:
+            if deadline is not None and time.monotonic() > deadline:
+                raise DeadlineError(
+                    "no time is left of what the request gives; try again in a moment",
+                    retry_after=1,
+                )
+            return function(self._encoder, *args, **kwargs)
+
+        def call_apart() -> T:
+            with self._lock:
+                return call()
+
+        try:
+            is_small = size is not None and size <= self._inline_bytes
+            if is_small and self._lock.acquire(blocking=False):
+                try:
+                    return call()
+                finally:
+                    self._lock.release()
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call_apart)
+        finally:
+            if record is not None:
+                record.encodings.append((started, time.perf_counter()))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+class IdlePrefill:
+    """Computes the prompts that documents will probably need next, while it costs nothing.
+
+    A prefill is a background request: it waits until the engine is idle, any other request
+    interrupts it within one step, and it changes nothing but how long the next answer takes. There
+    is at most one per document, and per tenant that asks: a new one replaces the last.
+
+    Args:
+        engine: computes the prompts.
+        encoding: knows what documents probably need next.
+    """
+
+    def __init__(self, engine: ServedEngine, encoding: EncodingThread) -> None:
+        self._engine = engine
+        self._encoding = encoding
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by document, or by tenant
+
+    def start(self, document: str | None, tenant: str, inexact: Prompt | None = None) -> None:
+        """Start to prefill what a document will probably need next.
+
+        Args:
+            document: ``LayoutReport.document``.
+            tenant: whose prefix cache to use.
+            inexact: its last prompt, if its KV was taken from elsewhere: it is computed first.
+        """
+        key = f"tenant-{tenant}" if document is None else document
+        self._start(key, lambda: self._prefill_document(document, tenant, inexact))
+
+    def start_context(self, request: InfillRequest) -> None:
+        """Start to prefill what a client will probably need next with the request's context."""
+        tenant, find = request.tenant, PromptEncoder.expected_with_snippets
+        self._start(f"tenant-{tenant}", lambda: self._prefill(find, request, tenant))
+
+    def start_prompt(self, prompt: Prompt, tenant: str) -> None:
+        """Start to prefill a prompt for which a client will ask soon."""
+        self._start(f"tenant-{tenant}", lambda: self._compute(prompt, tenant))
+
+    async def finish(self) -> None:
+        """Wait until all prefills that have been started are done."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    def close(self) -> None:
+        """Cancel all prefills."""
+        for key in list(self._tasks):
+            self._cancel(key)
+
+    def _start(self, key: str, work: Callable[[], Awaitable[object]]) -> None:
+        self._cancel(key)
+        # In a context of its own: it is no part of the request that caused it.
+        task = asyncio.create_task(
+            _log_errors(work), name="idle prefill", context=contextvars.Context()
+        )
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._forget(key, task))
+
+    async def _prefill_document(
+        self, document: str | None, tenant: str, inexact: Prompt | None
+    ) -> None:
+        if inexact is not None:
+            await self._compute(inexact, tenant)
+        if document is not None:
+            await self._prefill(PromptEncoder.expected_prompt, document, tenant)
+
+    async def _prefill(
+        self, find: Callable[[PromptEncoder, T], Prompt | None], what: T, tenant: str
+    ) -> None:
+        expected = await self._encoding.run(find, what)
+        if expected is not None and await self._compute(expected, tenant):
+            await self._encoding.run(PromptEncoder.record_computed, expected)
+
+    async def _compute(self, prompt: Prompt, tenant: str) -> bool:
+        """Have a prompt computed where its document's KV is; return whether it was."""
+        with self._engine.submit(prompt.background_request(tenant)) as outputs:
+            return "stop" in {output.finish_reason async for output in outputs}
+
+    def _cancel(self, key: str) -> None:
+        task = self._tasks.pop(key, None)
+        if task is not None:
+            task.cancel()
+
+    def _forget(self, key: str, task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
+
+
+async def _log_errors(work: Callable[[], Awaitable[object]]) -> None:
+    """Do the work. No client waits for it, so errors are not reported to one."""
+    try:
+        await work()
+    except Exception as error:
+        _log.debug("idle prefill failed: %s", error)
 
 
 class ModelService:
@@ -112,12 +273,8 @@ class ModelService:
         self.metrics.add(MemoryCollector(prompts.memory))
         self._prompts = prompts
         self._context = prompts.context if context is None else context
-        # One thread, since the encoder is not thread-safe: it remembers documents. Not the event
-        # loop's thread, which a long text would block.
-        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="prompt encoding")
-        self._encoding_lock = threading.Lock()
-        self._encodes_at_once = encodes_at_once
-        self._idle_prefill = IdlePrefill(engine, self.encode)
+        self._encoding = EncodingThread(prompts, encodes_at_once)
+        self._idle_prefill = IdlePrefill(engine, self._encoding)
         self._prefills_unasked = idle_prefill
         self._stream_interval = stream_interval
         self._superseding = Superseding()
@@ -134,6 +291,16 @@ class ModelService:
     def fim_format(self) -> FimFormat | None:
         """The model's FIM tokens and their order; None if it has none that are known."""
         return self._prompts.format
+
+    @property
+    def window(self) -> WindowRule:
+        """How much of a long document to show the model where a request doesn't say it."""
+        return self._prompts.window
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._prompts.has_chat_template
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -156,43 +323,6 @@ class ModelService:
             )  # fmt: skip
         return model
 
-    async def encode(
-        self,
-        function: Callable[Concatenate[PromptEncoder, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """Call ``function(encoder, *args)``, e.g. ``PromptEncoder.chat``.
-
-        It runs on the encoding thread, unless the request is small and nothing runs there.
-        """
-        loop = asyncio.get_running_loop()
-        started, record = time.perf_counter(), current_request.get()
-        deadline = self._deadline(record, None)
-
-        def encode() -> T:
-            if deadline is not None and time.monotonic() > deadline:
-                raise DeadlineError(
-                    "no time is left of what the request gives; try again in a moment",
-                    retry_after=1,
-                )
-            return function(self._prompts, *args, **kwargs)
-
-        def encode_apart() -> T:
-            with self._encoding_lock:
-                return encode()
-
-        try:
-            if self._is_small(record) and self._encoding_lock.acquire(blocking=False):
-                try:
-                    return encode()
-                finally:
-                    self._encoding_lock.release()
-            return await loop.run_in_executor(self._encoding, encode_apart)
-        finally:
-            if record is not None:
-                record.encodings.append((started, time.perf_counter()))
-
     def check_queue(self) -> None:
         """Refuse the current request where it may not be queued, whatever it asks.
 
@@ -200,65 +330,49 @@ class ModelService:
             QueueFullError: too much is queued.
             InvalidRequestError: its headers give it no time that makes sense.
         """
-        record = current_request.get()
-        if record is not None:
-            deadline = self._deadline(record, None)
-            self.engine.check_admission(record.tenant or "", deadline)
+        if (record := current_request.get()) is not None:
+            self._queue_check(record)("")
 
-    async def encode_request(
-        self,
-        function: Callable[Concatenate[PromptEncoder, Admit | None, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    async def encode(self, sources: Sequence[PromptSource]) -> list[Prompt]:
         """Encode the prompts of a request, unless too many are queued to take them.
 
         Only where a document's first request would be refused is each request's document looked
         for before its prompt is encoded.
 
-        Args:
-            function: encodes them. Its second argument is for ``PromptEncoder.infill``.
-            args, kwargs: its further arguments.
-
         Raises:
             QueueFullError: too much is queued.
+            InvalidRequestError: a prompt can't be encoded.
         """
-        record = current_request.get()
-        if record is None:
-            return await self.encode(function, None, *args, **kwargs)
-        admits = partial(
-            self.engine.check_admission, record.tenant or "", self._deadline(record, None)
+        record, admit = current_request.get(), None
+        if record is not None:
+            check = self._queue_check(record)
+            try:
+                check(NEW_DOCUMENT)
+            except QueueFullError:
+                admit = check
+        return await self._encoding.run(PromptEncoder.encode_all, sources, admit)
+
+    async def report_tokens(
+        self, prompts: Sequence[Prompt], tenant: str
+    ) -> list[TokenReport | None]:
+        """Return the tokens of each prompt, see ``PromptEncoder.report_tokens``."""
+        return await self._encoding.run(PromptEncoder.report_all, prompts, tenant)
+
+    async def tokenize(self, text: str, *, parse_special: bool) -> list[int]:
+        """Return a text's tokens."""
+        return await self._encoding.run(
+            lambda _: self.tokenizer.encode(text, parse_special=parse_special)
         )
-        try:
-            admits(NEW_DOCUMENT)
-        except QueueFullError:
-            pass
-        else:
-            return await self.encode(function, None, *args, **kwargs)
 
-        def admit(document: str | None) -> None:
-            admits(NEW_DOCUMENT if document is None else document)
+    def _queue_check(self, record: RequestRecord) -> Admit:
+        """Return what refuses a request's document where it may not be queued now."""
+        tenant, deadline = record.tenant or "", record.deadline()
 
-        return await self.encode(function, admit, *args, **kwargs)
+        def check(document: str | None) -> None:
+            known = NEW_DOCUMENT if document is None else document
+            self.engine.check_admission(tenant, deadline, known)
 
-    def _deadline(self, record: RequestRecord | None, default: float | None) -> float | None:
-        """Return when a request's client gives up, by ``time.monotonic``; None if it never does.
-
-        Args:
-            record: of the request.
-            default: seconds that it waits if it doesn't say so.
-        """
-        if record is None:
-            return None
-        seconds = client_timeout(record.headers) or default
-        if seconds is None:
-            return None
-        return time.monotonic() - (time.perf_counter() - record.arrived) + seconds
-
-    def _is_small(self, record: RequestRecord | None) -> bool:
-        """Whether a request is encoded sooner than handed over."""
-        size = None if record is None else record.body_bytes
-        return size is not None and size <= self._encodes_at_once
+        return check
 
     def generate(
         self,
@@ -285,6 +399,8 @@ class ModelService:
         if self._stopping:
             raise _stopping()
         record = current_request.get()
+        infilling = any(prompt.infilling for prompt in prompts)
+        default_timeout = self._completion_timeout if infilling else None
         generation = Generation(
             self.engine,
             self.metrics.of_tenant(tenant),
@@ -295,13 +411,10 @@ class ModelService:
             limits=self.limits,
             stream_interval=self._stream_interval if streamed else math.inf,
             # Must not hold the generation: with a cycle, its texts stay until garbage is collected.
-            on_complete=lambda responses: self._prefill_next(responses, tenant),
+            on_complete=lambda generations: self._prefill_next(generations, tenant),
             request_id="" if record is None else record.request_id,
             arrived=None if record is None else record.arrived,
-            deadline=self._deadline(
-                record,
-                self._completion_timeout if any(one.infilling for one in prompts) else None,
-            ),
+            deadline=None if record is None else record.deadline(default_timeout),
         )
         self._generations.add(generation)
         if record is not None:
@@ -334,13 +447,13 @@ class ModelService:
     def close(self) -> None:
         """End idle prefills and the encoding thread."""
         self._idle_prefill.close()
-        self._encoding.shutdown(cancel_futures=True)
+        self._encoding.close()
 
-    def _prefill_next(self, responses: Sequence[Response], tenant: str) -> None:
+    def _prefill_next(self, generations: Sequence[PromptGeneration], tenant: str) -> None:
         """Prepare for the next request of each prompt's document."""
-        for prompt, usage in ((response.prompt, response.usage) for response in responses):
-            document = None if prompt.report is None else prompt.report.document
-            inexact = prompt if usage.reused_tokens else None
+        for answered in generations:
+            document = answered.prompt.document or None
+            inexact = answered.prompt if answered.usage.reused_tokens else None
             if self._prefills_unasked and (document is not None or inexact is not None):
                 self._idle_prefill.start(document, tenant, inexact)
 

@@ -23,8 +23,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id, s
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from midfill.serving.server.generation import Generation
-from midfill.serving.server.request_record import RequestRecord
+from midfill.serving.server.request import Generation, RequestRecord
 from midfill.version import __version__
 
 _log = logging.getLogger(__name__)

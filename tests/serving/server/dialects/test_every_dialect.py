@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from running_server import RunningServer
 
 from midfill.serving.server.app import DIALECTS
-from midfill.serving.server.dialects.ollama_fields import Options
+from midfill.serving.server.dialects.ollama import Options
 
 MODEL = {"model": "tiny-llama"}
 MESSAGES = [{"role": "user", "content": "hi"}]

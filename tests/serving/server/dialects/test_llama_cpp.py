@@ -14,7 +14,7 @@ from running_server import RunningServer, start
 from tiny_checkpoints import tiny_tokenizer
 
 from midfill.frontend.sampling import SamplingParams
-from midfill.serving.server.dialects.llama_cpp_fields import LlamaCppFields
+from midfill.serving.server.dialects.llama_cpp import LlamaCppFields
 
 PREFIX, LINE, SUFFIX = "x = 1\ny = [2, 3]\n", "z = toke", ")\nprint(x)\n"
 INFILL: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import openai
 import pytest
 from running_server import RunningServer
 from tiny_checkpoints import tiny_tokenizer
@@ -248,3 +249,48 @@ def test_concurrent_requests_get_the_same_answers_as_alone(server: RunningServer
     alone = [ask(prompt) for prompt in prompts]
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(ask, prompts)) == alone
+
+
+BODY: dict[str, Any] = {
+    "prompt": "x = 1\ny =",
+    "temperature": 0,
+    "max_tokens": 6,
+    "ignore_eos": True,
+}
+
+
+def test_an_answers_tokens_are_named_on_request(server: RunningServer) -> None:
+    (choice,) = server.complete(**BODY, return_token_ids=True)["choices"]
+    assert len(choice["token_ids"]) == 6
+    text = server.post("/detokenize", {"tokens": choice["token_ids"]}).json()["content"]
+    assert text == choice["text"]
+    (plain,) = server.complete(**BODY)["choices"]
+    assert "token_ids" not in plain
+
+
+def test_the_models_card_names_its_fim_tokens(server: RunningServer) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert card["midfill"]["sentinels"] is True
+    prefix, suffix, middle = card["midfill"]["fim_tokens"]
+    assert len({prefix, suffix, middle}) == 3
+
+
+DEEPSEEK_BODY = {
+    "prompt": "x = 1\nz = toke",
+    "suffix": ")\nprint(x)\n",
+    "temperature": 0,
+    "max_tokens": 12,
+}
+
+
+@pytest.mark.parametrize("base", ["/beta", "/beta/v1"])
+def test_completions_with_a_suffix(server: RunningServer, base: str) -> None:
+    client = openai.OpenAI(base_url=server.url + base, api_key="none", max_retries=0)
+    answer = client.completions.create(model="tiny-llama", **DEEPSEEK_BODY)  # type: ignore[call-overload]
+    assert answer.choices[0].text == server.complete(**DEEPSEEK_BODY)["choices"][0]["text"] != ""
+    stream = client.completions.create(  # type: ignore[call-overload]
+        model="tiny-llama", **DEEPSEEK_BODY, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == answer.choices[0].text
+    with pytest.raises(openai.NotFoundError, match="there is no model"):
+        client.completions.create(model="deepseek-chat", prompt="a")

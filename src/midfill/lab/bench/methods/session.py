@@ -11,9 +11,9 @@ from midfill.config import ModelOptions
 from midfill.engine.loading import load_engine
 from midfill.engine.request import EngineOutput, EngineRequest, EngineSamplingParams
 from midfill.errors import GenerationError, InvalidRequestError
+from midfill.frontend.generation import PromptGeneration
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import PromptEncoder, fim_format
-from midfill.frontend.response import Response
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
 from midfill.methods.method import Method
@@ -215,10 +215,10 @@ class MethodSession:
     def infill(self, prompt: Prompt, methods: Sequence[str], max_tokens: int) -> list[str]:
         """Return the first line of the answer under each method, all in one batch."""
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=("\n",))
-        responses: dict[str, Response] = {}
+        responses: dict[str, PromptGeneration] = {}
         texts = dict.fromkeys(methods, "")
         for method in methods:
-            responses[method] = Response(prompt, sampling, self.tokenizer)
+            responses[method] = PromptGeneration(prompt, sampling, self.tokenizer)
             self._engine.add(prompt.with_method(method).request(method, sampling))
         while self._engine.has_work():
             for output in _checked(self._engine.step()):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 from fastapi import APIRouter, Request
 
-from midfill.serving.server.errors import ErrorBody, openai_error_body
+from midfill.serving.server.responses import ErrorBody, openai_error_body
 from midfill.serving.server.service import ModelService
 
 TenantOf = Callable[[Request], Awaitable[str]]

@@ -10,8 +10,8 @@ from midfill.errors import InvalidRequestError
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.llama_cpp_fields import error_body
-from midfill.serving.server.errors import ApiError
+from midfill.serving.server.dialects.llama_cpp import error_body
+from midfill.serving.server.responses import ApiError
 from midfill.serving.server.service import ModelService
 from midfill.version import __version__
 
@@ -69,7 +69,9 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Turn a text into tokens."""
         body = await read_json(request, TokenizeBody, limit, any_content_type=True)
-        ids = await service.encode(lambda _: _encode(tokenizer, body))
+        ids = await service.tokenize(body.content, parse_special=body.parse_special is not False)
+        if body.add_special and tokenizer.add_bos and tokenizer.bos_token_id is not None:
+            ids = [tokenizer.bos_token_id, *ids]
         if not body.with_pieces:
             return json_response({"tokens": ids})
         return json_response({"tokens": [{"id": i, "piece": _piece(tokenizer, i)} for i in ids]})
@@ -106,12 +108,6 @@ def _slot(service: ModelService, number: int) -> dict[str, Any]:
 
 def _name(tokenizer: Tokenizer, token_id: int | None) -> str:
     return "" if token_id is None else tokenizer.token_text(token_id)
-
-
-def _encode(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:
-    ids = tokenizer.encode(body.content, parse_special=body.parse_special is not False)
-    bos = tokenizer.bos_token_id
-    return [bos, *ids] if body.add_special and tokenizer.add_bos and bos is not None else ids
 
 
 def _bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

@@ -9,16 +9,14 @@ import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import Admit, PromptEncoder
+from midfill.frontend.prompt import PromptSource
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai_fields import usage_object
-from midfill.serving.server.errors import ApiError, openai_error_body
-from midfill.serving.server.event_stream import EventStream
-from midfill.serving.server.generation import HOLE_TEMPERATURE, Generation, limited_to_a_hole
+from midfill.serving.server.dialects.openai import usage_object
+from midfill.serving.server.request import HOLE_TEMPERATURE, Generation, limited_to_a_hole
+from midfill.serving.server.responses import ApiError, EventStream, openai_error_body
 from midfill.serving.server.service import ModelService
 
 
@@ -51,10 +49,11 @@ class FimBody(msgspec.Struct, kw_only=True):
         check_sampling(sampling, service.tokenizer.vocab_size, {"seed": "random_seed"})
         return sampling
 
-    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
-        """Return the prompt."""
-        request = InfillRequest(prefix=self.prompt, suffix=self.suffix or "", tenant=tenant)
-        return encoder.infill(request, admit=admit)
+    def source(self, tenant: str) -> PromptSource:
+        """Return what the prompt is made of."""
+        return PromptSource(
+            text=InfillRequest(prefix=self.prompt, suffix=self.suffix or "", tenant=tenant)
+        )
 
 
 def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
@@ -67,8 +66,8 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         body = await read_json(request, FimBody, service.max_body_bytes)
         model = service.check_model(body.model)
         sampling = body.sampling(service)
-        prompt = await service.encode_request(body.encode, tenant)
-        generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
+        prompts = await service.encode([body.source(tenant)])
+        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
         head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
         if body.stream:
             return EventStream(_chunks(head, generation), error_body)

@@ -1,10 +1,15 @@
-"""Ollama's POST /api/generate and POST /api/chat.
+"""Ollama's POST /api/generate and POST /api/chat, and what it tells of its models.
 
 A ``suffix`` that is not empty makes an infill request of /api/generate. Without one, and without
 ``raw``, the prompt is what a user says in a chat; only a prompt that is the model's own FIM
 template, filled in, is sent as such: editor plugins send these.
+
+Clients decide by POST /api/show whether to send a ``suffix``: Continue if ``template`` uses
+``.Suffix``, others if ``insert`` is among the capabilities.
 """
 
+import datetime
+import hashlib
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
@@ -13,25 +18,99 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.answer import AnswerDelta
-from midfill.frontend.generation import GeneratedAnswer
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import Admit, PromptEncoder
+from midfill.frontend.answer import AnswerDelta, Candidate, TokenLogprob
+from midfill.frontend.generation import GeneratedAnswer, Usage
+from midfill.frontend.prompt import PromptSource
+from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.infill.formats import FimFormat
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.ollama_fields import (
-    OllamaFields,
-    Options,
-    check_name,
-    error_body,
-    logprob_object,
-    metrics,
-    timestamp,
-)
-from midfill.serving.server.event_stream import JsonLines
-from midfill.serving.server.generation import Generation, limited_to_a_hole
+from midfill.serving.server.dialects.openai import floor_logprob
+from midfill.serving.server.request import Generation, Timings, limited_to_a_hole
+from midfill.serving.server.responses import ApiError, JsonLines, error_message
 from midfill.serving.server.service import ModelService
+from midfill.version import __version__
+
+_LATEST = ":latest"  # the tag that a name without one has
+
+
+_NANOSECONDS = 1e9
+
+
+_NAMES = {"max_tokens": "options.num_predict", "logprobs": "top_logprobs"}
+
+
+# Of the API that is spoken here; clients refuse to talk to versions that are too old for them.
+_API_VERSION = "0.13.0"
+
+
+class Options(msgspec.Struct, kw_only=True):
+    """A request's ``options``, with Ollama's defaults.
+
+    Ignored are those that concern loading a model (``num_ctx``), and what midfill lacks: mirostat,
+    and ``repeat_penalty``, which there looks at the last tokens only.
+    """
+
+    num_predict: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: list[str] | None = None
+
+
+class OllamaFields(msgspec.Struct, kw_only=True):
+    """Fields of /api/generate and /api/chat; null always means the default."""
+
+    model: str
+    stream: bool | None = None
+    options: Options | None = None
+    keep_alive: float | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # Refused rather than ignored, if they ask for something.
+    format: Any = None
+    think: bool | str | None = None
+
+    @property
+    def unloads(self) -> bool:
+        """Whether a request without a prompt asks to unload the model, which stays loaded here."""
+        return self.keep_alive in (0, "0", "0s", "0m")
+
+    def sampling(self, service: ModelService) -> SamplingParams:
+        """Return the sampling parameters, checked.
+
+        Raises:
+            InvalidRequestError: an option is out of range, or what is asked for is not supported.
+        """
+        for name in ("format", "think"):
+            if getattr(self, name):
+                raise InvalidRequestError(f"{name} is not supported", param=name)
+        given = self.options or Options()
+        limit = given.num_predict or 0
+        asked: dict[str, Any] = {
+            "temperature": 0.8 if given.temperature is None else given.temperature,
+            "top_k": 40 if given.top_k is None else max(given.top_k, 0),
+            "top_p": 0.9 if given.top_p is None else given.top_p,
+            "seed": None if given.seed == -1 else given.seed,
+            "stop": tuple(text for text in given.stop or () if text),
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
+        }
+        for name in ("min_p", "typical_p", "presence_penalty", "frequency_penalty"):
+            asked[name] = getattr(given, name)
+        sampling = SamplingParams(
+            max_tokens=limit if limit > 0 else service.context,
+            **{name: value for name, value in asked.items() if value is not None},
+        )
+        same = ("temperature", "top_p", "min_p", "typical_p", "seed", "stop")
+        names = {**_NAMES, **{name: f"options.{name}" for name in same}}
+        check_sampling(sampling, service.tokenizer.vocab_size, names)
+        return sampling
 
 
 class GenerateBody(OllamaFields, kw_only=True):
@@ -52,22 +131,20 @@ class GenerateBody(OllamaFields, kw_only=True):
         """Return the field that holds an answer's text."""
         return {"response": text}
 
-    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
-        """Return the prompt."""
+    def source(self, tenant: str) -> PromptSource:
+        """Return what the prompt is made of."""
         if self.template:
             raise InvalidRequestError("template is not supported", param="template")
-        request = InfillRequest(
+        text = InfillRequest(
             prefix=self.prompt or "",
             suffix=self.suffix or "",
             raw=not self.suffix,
             tenant=tenant,
         )
-        prompt = encoder.infill(request, admit=admit)
-        is_verbatim = prompt.report is not None and prompt.report.layout == "verbatim"
-        if self.raw or not is_verbatim or not encoder.has_chat_template:
-            return prompt
+        if self.raw:
+            return PromptSource(text=text)
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return encoder.chat([*system, {"role": "user", "content": request.prefix}])
+        return PromptSource(text=text, messages=[*system, {"role": "user", "content": text.prefix}])
 
 
 class ChatTurn(msgspec.Struct, kw_only=True):
@@ -92,13 +169,15 @@ class ChatBody(OllamaFields, kw_only=True):
         """Return the field that holds an answer's text."""
         return {"message": {"role": "assistant", "content": text}}
 
-    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
-        """Return the prompt."""
+    def source(self, tenant: str) -> PromptSource:
+        """Return what the prompt is made of."""
         if self.tools:
             raise InvalidRequestError("tools are not supported", param="tools")
-        turns = self.messages or []
-        return encoder.chat(
-            [{"role": turn.role.lower(), "content": turn.content or ""} for turn in turns]
+        return PromptSource(
+            messages=[
+                {"role": turn.role.lower(), "content": turn.content or ""}
+                for turn in self.messages or ()
+            ]
         )
 
 
@@ -125,15 +204,16 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         if body.only_loads:
             reason = "unload" if body.unloads else "load"
             return json_response(_message(body, "") | {"done": True, "done_reason": reason})
-        prompt = await service.encode_request(body.encode, tenant)
-        if prompt.infilling and (body.options or Options()).num_predict is None:
+        prompts = await service.encode([body.source(tenant)])
+        if prompts[0].infilling and (body.options or Options()).num_predict is None:
             sampling = limited_to_a_hole(sampling)
         streamed = body.stream is not False
-        generation = service.generate([prompt], sampling, tenant, streamed=streamed)
+        generation = service.generate(prompts, sampling, tenant, streamed=streamed)
         if streamed:
             return JsonLines(_lines(body, generation), error_body)
         return json_response(await _whole(body, generation))
 
+    router.routes.extend(model_routes(service, tenant_of).routes)
     return router
 
 
@@ -167,12 +247,164 @@ def _end(finish_reason: str, generation: Generation) -> dict[str, object]:
 
 
 def _logprobs(answer: AnswerDelta | GeneratedAnswer) -> dict[str, object]:
-    return {"logprobs": [logprob_object(one) for one in answer.logprobs]} if answer.logprobs else {}
+    return (
+        {"logprobs": [logprob_object(report) for report in answer.logprobs]}
+        if answer.logprobs
+        else {}
+    )
+
+
+def check_name(service: ModelService, name: str) -> None:
+    """Refuse another model's name; the tag ``latest`` may be left out or not.
+
+    Raises:
+        ApiError: 404.
+    """
+    service.check_model(name if name in service.names else name.removesuffix(_LATEST))
+
+
+def with_tag(name: str) -> str:
+    """Return a model's name with a tag."""
+    return name if ":" in name else name + _LATEST
+
+
+def timestamp(seconds: float | None = None) -> str:
+    """Return a time (now, if none is given) as Ollama writes it."""
+    zone = datetime.UTC
+    moment = (
+        datetime.datetime.now(zone)
+        if seconds is None
+        else datetime.datetime.fromtimestamp(seconds, zone)
+    )
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def metrics(usage: Usage, timings: Timings) -> dict[str, int]:
+    """Return what a request cost; durations are in nanoseconds."""
+    return {
+        "total_duration": int((timings.prompt + timings.generation) * _NANOSECONDS),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": int(timings.prompt * _NANOSECONDS),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": int(timings.generation * _NANOSECONDS),
+    }
+
+
+def logprob_object(report: TokenLogprob) -> dict[str, Any]:
+    """Return a token's log probability with those of the likeliest tokens."""
+    return {
+        **_candidate(report.chosen),
+        "top_logprobs": [_candidate(other) for other in report.top],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "token": candidate.text,
+        "logprob": floor_logprob(candidate.logprob),
+        "bytes": list(candidate.bytes),
+    }
+
+
+def error_body(error: ApiError) -> dict[str, object]:
+    """Return Ollama's shape of an error."""
+    return {"error": error_message(error)}
+
+
+class ShowBody(msgspec.Struct, kw_only=True):
+    """The body of POST /api/show; ``name`` is the older spelling of ``model``."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
+    """Return the router of the endpoints."""
+    router = APIRouter(dependencies=[Depends(tenant_of)])
+
+    @router.get("/api/version")
+    @router.head("/api/version", include_in_schema=False)
+    async def version() -> Response:
+        """Tell the version of the API."""
+        return json_response({"version": f"{_API_VERSION}+midfill.{__version__}"})
+
+    @router.get("/api/tags")
+    @router.head("/api/tags", include_in_schema=False)
+    async def tags() -> Response:
+        """List the model by each of its names."""
+        return json_response({"models": [_card(service, name) for name in service.names]})
+
+    @router.get("/api/ps")
+    async def running() -> Response:
+        """List the loaded models: the one that is served."""
+        card = _card(service, service.name)
+        loaded = {"size_vram": 0, "context_length": service.context}
+        return json_response({"models": [{**card, **loaded, "expires_at": "9999-12-31T23:59:59Z"}]})
+
+    @router.post("/api/show", openapi_extra=body_reference(ShowBody))
+    async def show(request: Request) -> Response:
+        """Describe the model."""
+        body = await read_json(request, ShowBody, service.max_body_bytes, any_content_type=True)
+        check_name(service, body.model or body.name or "")
+        infills = service.fim_format is not None
+        return json_response(
+            {
+                "modelfile": "",
+                "parameters": f"num_ctx {service.context}",
+                "template": _template(service.fim_format),
+                "details": _details(),
+                "model_info": {
+                    "general.architecture": "midfill",
+                    "midfill.context_length": service.context,
+                },
+                "capabilities": ["completion", "insert"] if infills else ["completion"],
+                "modified_at": timestamp(service.created),
+            }
+        )
+
+    return router
+
+
+def _card(service: ModelService, name: str) -> dict[str, Any]:
+    info = service.engine.info
+    return {
+        "name": with_tag(name),
+        "model": with_tag(name),
+        "modified_at": timestamp(service.created),
+        "size": 0 if info is None else info.weight_bytes,
+        "digest": hashlib.sha256(name.encode()).hexdigest(),
+        "details": _details(),
+    }
+
+
+def _details() -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": "midfill",
+        "families": ["midfill"],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def _template(format: FimFormat | None) -> str:
+    """Return the model's FIM format as Ollama's templates spell it."""
+    if format is None:
+        return "{{ .Prompt }}"
+    prefix, suffix = (
+        f"{format.prefix.text}{{{{ .Prompt }}}}",
+        f"{format.suffix.text}{{{{ .Suffix }}}}",
+    )
+    middle = "" if format.middle is None else format.middle.text
+    ordered = suffix + prefix if format.order == "spm" else prefix + suffix
+    return f"{{{{- if .Suffix }}}}{ordered}{middle}{{{{- else }}}}{{{{ .Prompt }}}}{{{{- end }}}}"
 
 
 DIALECT = Dialect(
     routes=routes,
-    bodies=(GenerateBody, ChatBody),
+    bodies=(GenerateBody, ChatBody, ShowBody),
     error_body=error_body,
     queued=("/api/generate", "/api/chat"),
 )

@@ -1,17 +1,22 @@
-"""POST /v1/completions: raw prompts, and infilling with a ``suffix`` or a filled-in template."""
+"""POST /v1/completions: raw prompts, and infilling with a ``suffix`` or a filled-in template.
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+DeepSeek's FIM endpoint is the same at the paths of its beta API.
+"""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.post_processing import PostProcessing
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import Admit, PromptEncoder
-from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.frontend.answer import Candidate, TokenLogprob
+from midfill.frontend.generation import PromptToken
+from midfill.frontend.prompt import Prompt, PromptSource
+from midfill.frontend.sampling import PostProcessing, SamplingParams, check_sampling
 from midfill.frontend.token_report import TokenReport
 from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest, RequestedLayout, WindowMode
@@ -19,18 +24,26 @@ from midfill.infill.trim import Brackets, Lines
 from midfill.infill.window import WindowRule
 from midfill.serving.server.bodies import body_reference, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai_completion_answer import CompletionAnswer
-from midfill.serving.server.dialects.openai_fields import GenerationFields
+from midfill.serving.server.dialects.openai import (
+    GenerationFields,
+    floor_logprob,
+    midfill_object,
+    model_routes,
+    usage_object,
+)
 from midfill.serving.server.dialects.tabby import Segments, complete_segments
-from midfill.serving.server.event_stream import EventStream
-from midfill.serving.server.generation import (
+from midfill.serving.server.request import (
     HOLE_TEMPERATURE,
+    Generation,
     check_answer_count,
     limited_to_a_hole,
 )
+from midfill.serving.server.responses import EventStream
 from midfill.serving.server.service import ModelService
 
 _DEFAULT_MAX_TOKENS = 16
+
+
 _MAX_CONTEXT_FILES = 256
 
 
@@ -161,9 +174,9 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
     def context(self) -> tuple[ContextFile, ...]:
         """Return the other files to show the model, in either spelling."""
-        extra = [ContextFile(one.text, one.filename or "") for one in self.input_extra or ()]
+        extra = [ContextFile(entry.text, entry.filename or "") for entry in self.input_extra or ()]
         own = self.midfill.context if self.midfill is not None else None
-        return (*extra, *(ContextFile(one.text, one.path or "") for one in own or ()))
+        return (*extra, *(ContextFile(entry.text, entry.path or "") for entry in own or ()))
 
 
 def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
@@ -171,6 +184,8 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/completions", openapi_extra=body_reference(CompletionRequest))
+    @router.post("/beta/completions", openapi_extra=body_reference(CompletionRequest))
+    @router.post("/beta/v1/completions", openapi_extra=body_reference(CompletionRequest))
     async def completions(request: Request, tenant: Annotated[str, Depends(tenant_of)]) -> Response:
         """Continue a prompt, or fill in between ``prompt`` and ``suffix``."""
         body = await read_json(request, CompletionRequest, service.max_body_bytes)
@@ -187,7 +202,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         sampling = _sampling(body, service)
         superseded = body.midfill.superseded if body.midfill is not None else None
         _check_method(body, service)
-        prompts = await service.encode_request(_encode_prompts, body, tenant)
+        prompts = await service.encode(_prompt_sources(body, service, tenant))
         sampling = _for_prompts(sampling, body, prompts)
         check_answer_count(len(prompts), sampling.n)
         generation = service.generate(
@@ -197,7 +212,7 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             streamed=bool(body.stream),
             supersedes=superseded,
         )
-        answer = CompletionAnswer(
+        answer = CompletionResponse(
             generation,
             model,
             answers=body.n or 1,
@@ -207,16 +222,19 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
             token_ids=bool(body.return_token_ids),
         )
         if body.midfill is not None and body.midfill.report == "tokens":
-            answer.reports = await service.encode(_report_tokens, prompts, tenant)
+            answer.reports = await service.report_tokens(prompts, tenant)
         if body.stream:
             return EventStream(answer.events())
         whole = await answer.whole()
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
+    router.routes.extend(model_routes(service, tenant_of).routes)
     return router
 
 
-DIALECT = Dialect(routes=routes, bodies=(CompletionRequest,), queued=("/v1/completions",))
+# DeepSeek's paths are those of its beta API.
+_PATHS = ("/v1/completions", "/beta/completions", "/beta/v1/completions")
+DIALECT = Dialect(routes=routes, bodies=(CompletionRequest,), queued=_PATHS)
 
 
 def _sampling(body: CompletionRequest, service: ModelService) -> SamplingParams:
@@ -279,10 +297,10 @@ def _for_prompts(
     return sampling if body.max_tokens is not None else limited_to_a_hole(sampling)
 
 
-def _encode_prompts(
-    encoder: PromptEncoder, admit: Admit | None, body: CompletionRequest, tenant: str
-) -> list[Prompt]:
-    """Encode what ``prompt`` holds: a text, texts, token ids, or lists of token ids."""
+def _prompt_sources(
+    body: CompletionRequest, service: ModelService, tenant: str
+) -> list[PromptSource]:
+    """Return what ``prompt`` holds: a text, texts, token ids, or lists of token ids."""
     given = body.prompt
     if given is None:
         raise InvalidRequestError("prompt is missing", param="prompt")
@@ -297,63 +315,51 @@ def _encode_prompts(
     if len({type(item) for item in items}) > 1 or isinstance(items[0], int):
         raise InvalidRequestError("prompt mixes texts and token ids", param="prompt")
     try:
-        return [_encode_prompt(encoder, admit, body, item, tenant) for item in items]
+        return [_prompt_source(body, item, names, service.window, tenant) for item in items]
     except InvalidRequestError as error:
         raise error.renamed(names) from None
 
 
-def _report_tokens(
-    encoder: PromptEncoder, prompts: Sequence[Prompt], tenant: str
-) -> list[TokenReport | None]:
-    return [encoder.report_tokens(prompt, tenant) for prompt in prompts]
-
-
-def _encode_prompt(
-    encoder: PromptEncoder, admit: Admit | None, body: CompletionRequest, item: object, tenant: str
-) -> Prompt:
-    """Encode a list of token ids, or a text: the prefix if there is a suffix, else a raw prompt."""
+def _prompt_source(
+    body: CompletionRequest,
+    item: object,
+    names: Mapping[str, str],
+    default_window: WindowRule,
+    tenant: str,
+) -> PromptSource:
+    """Return a list of token ids, or a text: the prefix if there is a suffix, else a raw prompt."""
     fields = body.midfill or MidfillFields()
+    text: InfillRequest | None = None
     if isinstance(item, list):
         if body.suffix is not None:
             raise InvalidRequestError(
                 "a prompt of token ids can't have a suffix; send text", param="suffix"
             )
-        prompt = encoder.tokens(item)
     else:
         assert isinstance(item, str)
-        prompt = _encode_text(encoder, admit, body, fields, item, tenant)
-    return prompt.with_empty_threshold(fields.empty_threshold).with_method(fields.method)
-
-
-def _encode_text(
-    encoder: PromptEncoder,
-    admit: Admit | None,
-    body: CompletionRequest,
-    fields: MidfillFields,
-    text: str,
-    tenant: str,
-) -> Prompt:
-    """Encode a text: the prefix where there is a suffix, otherwise a raw prompt."""
-    window = fields.window or "stable"
-    request = InfillRequest(
-        prefix=text,
-        suffix=body.suffix or "",
-        raw=body.suffix is None,
-        layout=fields.layout or "auto",
-        document=fields.document,
-        tenant=tenant,
-        window=window.rule(encoder.window) if isinstance(window, WindowFields) else window,
-        context=body.context(),
-        context_characters=_checked_characters(fields.context_characters),
-        open_line=fields.open_line,
-        path=fields.path or "",
-        repository=fields.repository or "",
-    )
-    return encoder.infill(
-        request,
+        window = fields.window or "stable"
+        text = InfillRequest(
+            prefix=item,
+            suffix=body.suffix or "",
+            raw=body.suffix is None,
+            layout=fields.layout or "auto",
+            document=fields.document,
+            tenant=tenant,
+            window=window.rule(default_window) if isinstance(window, WindowFields) else window,
+            context=body.context(),
+            context_characters=_checked_characters(fields.context_characters),
+            open_line=fields.open_line,
+            path=fields.path or "",
+            repository=fields.repository or "",
+        )
+    return PromptSource(
+        text=text,
+        token_ids=item if isinstance(item, list) else None,
         healing=fields.healing is not False,
         stop_token_ids=body.stop_token_ids or (),
-        admit=admit,
+        empty_threshold=fields.empty_threshold,
+        method=fields.method,
+        field_names=names,
     )
 
 
@@ -394,3 +400,150 @@ def _field_names(body: CompletionRequest) -> dict[str, str]:
     windows = {f"window.{name}": f"midfill.window.{name}" for name in ("before", "after")}
     own = {name: f"midfill.{name}" for name in ("path", "empty_threshold")}
     return {"context": context, **own, **windows}
+
+
+class CompletionResponse:
+    """One response.
+
+    Args:
+        generation: generates the answers, ``answers`` for each prompt.
+        model: the name that the client called the model by.
+        answers: how many answers per prompt to return; the best, if there are more.
+        echo: whether each text begins with the prompt's.
+        logprobs: whether to report log probabilities; of the echoed prompt, too.
+        usage: whether a stream ends with the usage.
+        token_ids: whether to name the answers' tokens.
+
+    Attributes:
+        reports: of the prompts' tokens, if the client wants them.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        model: str,
+        *,
+        answers: int,
+        echo: bool,
+        logprobs: bool,
+        usage: bool,
+        token_ids: bool = False,
+    ) -> None:
+        self.reports: list[TokenReport | None] = []
+        self._generation = generation
+        self._answers = answers
+        self._echo = echo
+        self._logprobs = logprobs
+        self._usage = usage
+        self._token_ids = token_ids
+        self._head: dict[str, object] = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def whole(self) -> dict[str, object]:
+        """Return the whole response."""
+        results = await self._generation.whole()
+        choices: list[dict[str, Any]] = []
+        for place, (response, result) in enumerate(
+            zip(self._generation.responses, results, strict=True)
+        ):
+            echoed = response.prompt.text if self._echo else ""
+            prompt = response.prompt_tokens if self._echo else ()
+            for index, best in enumerate(response.best_answers(self._answers)):
+                answer = result.answers[best]
+                choice = self._choice(place, index, echoed + answer.text)
+                choice["logprobs"] = self._logprobs_object(answer.logprobs, prompt, len(echoed))
+                choice["finish_reason"] = answer.finish_reason
+                choice["stop_reason"] = answer.stop_reason
+                if self._token_ids:
+                    choice["token_ids"] = answer.token_ids
+                choices.append(choice)
+        body = {**self._head, "choices": choices, "usage": usage_object(self._generation.usage)}
+        self._add_midfill(body, choices)
+        return body
+
+    async def events(self) -> AsyncGenerator[dict[str, object], None]:
+        """Yield the response in chunks; the first of each choice holds what is echoed."""
+        started: set[int] = set()
+        async for place, delta in self._generation.deltas():
+            response = self._generation.responses[place]
+            number = place * self._answers + delta.index
+            echoed = response.prompt.text if self._echo else ""
+            is_first = number not in started
+            prompt = response.prompt_tokens if self._echo and is_first else ()
+            choice = self._choice(place, delta.index, (echoed if is_first else "") + delta.text)
+            choice["logprobs"] = self._logprobs_object(delta.logprobs, prompt, len(echoed))
+            choice["finish_reason"] = delta.finish_reason
+            choice["stop_reason"] = delta.stop_reason
+            if self._token_ids:
+                choice["token_ids"] = delta.token_ids
+            chunk: dict[str, object] = {**self._head, "choices": [choice]}
+            if is_first:
+                started.add(number)
+                self._add_midfill(chunk, [choice])
+            if self._usage:
+                chunk["usage"] = None
+            yield chunk
+        if self._usage:
+            yield {**self._head, "choices": [], "usage": usage_object(self._generation.usage)}
+
+    def _choice(self, place: int, index: int, text: str) -> dict[str, Any]:
+        return {
+            "index": place * self._answers + index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+
+    def _add_midfill(self, body: dict[str, object], choices: Sequence[dict[str, Any]]) -> None:
+        """Add how prompts were laid out, to each choice if there are several prompts."""
+        responses = self._generation.responses
+        targets: list[dict[str, Any]] = list(choices) if len(responses) > 1 else [body]
+        for target in targets:
+            place = target.get("index", 0) // self._answers
+            found = midfill_object(responses[place].prompt, responses[place].usage)
+            if found is not None:
+                target["midfill"] = found
+                if self.reports:
+                    found["report"] = self.reports[place]
+
+    def _logprobs_object(
+        self, reports: Sequence[TokenLogprob], prompt: Sequence[PromptToken], start: int
+    ) -> dict[str, object] | None:
+        """Return OpenAI's ``logprobs``.
+
+        Args:
+            reports: of the answer's tokens.
+            prompt: the prompt's tokens, if they are reported, too.
+            start: where the answer's text starts.
+        """
+        if not self._logprobs:
+            return None
+        top: list[dict[str, float] | None] = [
+            None if token.logprob is None else _by_text(token.top, token.text, token.logprob)
+            for token in prompt
+        ]
+        return {
+            "tokens": [token.text for token in prompt] + [report.chosen.text for report in reports],
+            "token_logprobs": [
+                None if token.logprob is None else floor_logprob(token.logprob) for token in prompt
+            ]
+            + [floor_logprob(report.chosen.logprob) for report in reports],
+            "top_logprobs": top
+            + [
+                _by_text(report.top, report.chosen.text, report.chosen.logprob)
+                for report in reports
+            ],
+            "text_offset": [token.offset for token in prompt]
+            + [start + report.offset for report in reports],
+        }
+
+
+def _by_text(top: Sequence[Candidate], text: str, logprob: float) -> dict[str, float]:
+    """Return the log probabilities of the likeliest tokens, and of the token itself, by text."""
+    found = {candidate.text: floor_logprob(candidate.logprob) for candidate in top}
+    return {**found, text: floor_logprob(logprob)}

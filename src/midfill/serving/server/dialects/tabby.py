@@ -18,10 +18,8 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
-from midfill.frontend.post_processing import PostProcessing
-from midfill.frontend.prompt import Prompt
-from midfill.frontend.prompts import Admit, PromptEncoder
-from midfill.frontend.sampling import SamplingParams, check_sampling
+from midfill.frontend.prompt import PromptSource
+from midfill.frontend.sampling import PostProcessing, SamplingParams, check_sampling
 from midfill.infill.context_files import ContextFile
 from midfill.infill.request import InfillRequest
 from midfill.serving.server.bodies import body_reference, json_response, read_json
@@ -70,9 +68,13 @@ class Segments(msgspec.Struct, kw_only=True):
                 left -= len(snippet.body)
                 yield ContextFile(snippet.body, snippet.filepath)
 
-    def encode(self, encoder: PromptEncoder, admit: Admit | None, tenant: str) -> Prompt:
-        """Return the prompt. The model sees the file's path if its family has a token for files."""
-        shown = encoder.format is not None and encoder.format.file_separator is not None
+    def source(self, service: ModelService, tenant: str) -> PromptSource:
+        """Return what the prompt is made of.
+
+        The model sees the file's path if its family has a token for files.
+        """
+        format = service.fim_format
+        shown = format is not None and format.file_separator is not None
         request = InfillRequest(
             prefix=self.prefix,
             suffix=self.suffix or "",
@@ -83,7 +85,7 @@ class Segments(msgspec.Struct, kw_only=True):
             path=(self.filepath or "") if shown else "",
             repository=_repository_name(self.git_url or "") if shown else "",
         )
-        return encoder.infill(request, admit=admit)
+        return PromptSource(text=request)
 
 
 class Event(msgspec.Struct, kw_only=True):
@@ -117,8 +119,8 @@ async def complete_segments(
         post_processing=PostProcessing(lines="block"),
     )
     check_sampling(sampling, service.tokenizer.vocab_size)
-    prompt = await service.encode_request(segments.encode, tenant)
-    generation = service.generate([prompt], sampling, tenant, streamed=False)
+    prompts = await service.encode([segments.source(service, tenant)])
+    generation = service.generate(prompts, sampling, tenant, streamed=False)
     (result,) = await generation.whole()
     choices = [{"index": 0, "text": result.text}]
     return json_response({"id": f"cmpl-{uuid.uuid4()}", "choices": choices, "mode": "standard"})

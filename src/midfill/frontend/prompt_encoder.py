@@ -1,16 +1,22 @@
-"""PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat."""
+"""PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat.
 
+``ContextLimit`` refuses what is too long for the model's context, and what is empty;
+``FittingFiles`` chooses which of a client's other files are shown where not all of them fit.
+"""
+
+import bisect
 import dataclasses
+import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 
 from midfill.config import DEFAULT_DOCUMENT_MEMORY
 from midfill.errors import InvalidRequestError, OptionError
-from midfill.frontend.chat import Message, chat_template_of
-from midfill.frontend.context_bounds import FileTokens, context_bounds, find_file_tokens
-from midfill.frontend.context_limit import ContextLimit, context_tokens
-from midfill.frontend.fitting_context import FittingContext
-from midfill.frontend.prompt import ExpectedPrompt, LayoutReport, Prompt
+from midfill.frontend.chat import chat_template_of
+from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptSource
 from midfill.frontend.token_report import TokenReport, TokenReporter
 from midfill.infill.context_files import ContextFile, shown_text
 from midfill.infill.document_store import Memory
@@ -20,7 +26,12 @@ from midfill.infill.planner import Planner, PlannerOptions
 from midfill.infill.request import InfillRequest
 from midfill.infill.template import read_template
 from midfill.infill.window import WindowRule
-from midfill.models.checkpoints.checkpoint import FRAGMENTS_KEY, Checkpoint, DescribedModel
+from midfill.models.checkpoints.checkpoint import (
+    FRAGMENTS_KEY,
+    SNIPPETS_KEY,
+    Checkpoint,
+    DescribedModel,
+)
 from midfill.models.checkpoints.model_record import (
     cut_rule_of,
     empty_threshold_of,
@@ -34,15 +45,37 @@ from midfill.models.tokens.tokenizer import keeps_tokens_of
 
 # A low estimate, so that text remembered from earlier requests does not fill the context.
 _CHARACTERS_PER_TOKEN = 2
+
+
 # No window is longer than a context of such tokens: it would be tokenised in vain.
 _MAX_CHARACTERS_PER_TOKEN = 8
+
+
 _ANSWER_SHARE = 0.125  # of the context; a window leaves as much for the answer
+
+
 _WINDOW_SHARE = 0.85  # of the context; what a window may hold after one was too long
+
+
 _MAX_SHRINKS = 16
+
+
+_MOST, _LEAST = 9 / 16, 7 / 16  # of the context
+
+
+_MAX_TENANTS = 4096
+
+
+_TOO_LONG = "context_length_exceeded"
+
 
 Admit = Callable[[str | None], None]
 """Raises an error for a document that may not be asked about now: its id, as the planner gives it
 in ``Planner.find_document``."""
+
+
+FileTokens = Callable[[str, tuple[int, ...], tuple[int, ...]], tuple[int, ...]]
+"""``find_file_tokens`` for one tokenizer."""
 
 
 class PromptEncoder:
@@ -103,7 +136,7 @@ class PromptEncoder:
         self._file_tokens: FileTokens = lru_cache(maxsize=16)(
             partial(find_file_tokens, token_bytes=self._tokenizer.token_bytes)
         )
-        self._fitting = FittingContext(context, self._count_shown)
+        self._fitting = FittingFiles(context, self._count_shown)
 
     @property
     def has_chat_template(self) -> bool:
@@ -114,6 +147,39 @@ class PromptEncoder:
         """Return what is remembered, by kind. May be called on any thread."""
         tokens = Memory(self._layouts.held_bytes, self._layouts.max_bytes)
         return {**self._planner.memory(), "tokens": tokens}
+
+    def encode_all(self, sources: Sequence[PromptSource], admit: Admit | None) -> list[Prompt]:
+        """Return the prompts of a request; see ``encode``."""
+        return [self.encode(source, admit) for source in sources]
+
+    def encode(self, source: PromptSource, admit: Admit | None = None) -> Prompt:
+        """Return the prompt that a client asks for.
+
+        Args:
+            source: what it is made of.
+            admit: see ``infill``.
+
+        Raises:
+            InvalidRequestError: see ``infill``, ``tokens`` and ``chat``.
+            MidfillError: ``admit`` refuses the document.
+        """
+        try:
+            if source.text is not None:
+                prompt = self.infill(
+                    source.text,
+                    healing=source.healing,
+                    stop_token_ids=source.stop_token_ids,
+                    admit=admit,
+                )
+                if source.messages is not None and prompt.is_verbatim and self.has_chat_template:
+                    prompt = self.chat(source.messages)
+            elif source.token_ids is not None:
+                prompt = self.tokens(source.token_ids)
+            else:
+                prompt = self.chat(source.messages or ())
+            return prompt.with_empty_threshold(source.empty_threshold).with_method(source.method)
+        except InvalidRequestError as error:
+            raise error.renamed(source.field_names) from None
 
     def infill(
         self,
@@ -242,7 +308,7 @@ class PromptEncoder:
             suffix=suffix,
             layout=layout,
             parts=tuple(parts),
-            contexts=context_bounds(layout, parts, self.format, self._file_tokens),
+            contexts=file_bounds(layout, parts, self.format, self._file_tokens),
         )
         end = layout.segments[-1] if layout.segments else None
         is_open = isinstance(end, TextSegment) and end.role in ("prefix", "increment")
@@ -265,7 +331,7 @@ class PromptEncoder:
             prompt, token_ids=ids[:kept], begins_with=healing.required, report=report
         )
 
-    def expected_prompt(self, document: str) -> ExpectedPrompt | None:
+    def expected_prompt(self, document: str) -> Prompt | None:
         """Return the prompt to compute in idle time after a document's last one, if any.
 
         Args:
@@ -273,7 +339,7 @@ class PromptEncoder:
         """
         return self._expected(self._planner.expected_layout(document))
 
-    def expected_with_snippets(self, request: InfillRequest) -> ExpectedPrompt | None:
+    def expected_with_snippets(self, request: InfillRequest) -> Prompt | None:
         """Return the prompt to compute in idle time when a client announces other snippets, if any.
 
         Args:
@@ -287,13 +353,18 @@ class PromptEncoder:
         files = self._fitting.choose_and_record(files, request.tenant)
         return dataclasses.replace(request, context=files)
 
-    def _expected(self, layout: PromptLayout | None) -> ExpectedPrompt | None:
+    def _expected(self, layout: PromptLayout | None) -> Prompt | None:
         ids = [] if layout is None else self._layouts.encode(layout)
-        return ExpectedPrompt(ids, layout) if layout and 0 < len(ids) < self.context else None
+        return Prompt(ids, "", layout=layout) if 0 < len(ids) < self.context else None
 
-    def record_computed(self, expected: ExpectedPrompt) -> None:
+    def record_computed(self, expected: Prompt) -> None:
         """Record that an expected prompt is in the engine's cache now."""
+        assert expected.layout is not None
         self._planner.record_computed(expected.layout)
+
+    def report_all(self, prompts: Sequence[Prompt], tenant: str) -> list[TokenReport | None]:
+        """Return what ``report_tokens`` does of each prompt."""
+        return [self.report_tokens(prompt, tenant) for prompt in prompts]
 
     def report_tokens(self, prompt: Prompt, tenant: str = "") -> TokenReport | None:
         """Return a prompt's tokens and what it would cost in PSM order; None if it has no layout.
@@ -362,3 +433,187 @@ def fim_format(
         except InvalidRequestError as error:
             raise OptionError(f"--fim-tokens: {error}") from None
     return find_format(checkpoint.config.family, special_tokens, checkpoint.metadata)
+
+
+def fingerprint_of(checkpoint: Checkpoint) -> str:
+    """Return a digest of what decides a model's answers: its weights, and its rules of layout."""
+    rules = (cut_rule_of(checkpoint), window_rule_of(checkpoint), end_bias_of(checkpoint))
+    text = f"{checkpoint.fingerprint} {rules} {checkpoint.metadata.get(FRAGMENTS_KEY) is True}"
+    if threshold := empty_threshold_of(checkpoint):  # off, it leaves earlier digests valid
+        text += f" {threshold}"
+    if opens_lines_of(checkpoint):
+        text += " opens lines"
+    if SNIPPETS_KEY in checkpoint.metadata:
+        text += f" snippets {snippet_characters_of(checkpoint)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLimit:
+    """Checks the lengths of what clients send.
+
+    Attributes:
+        context: maximum number of tokens of a prompt and its answer.
+        longest_token: characters of the longest token.
+    """
+
+    context: int
+    longest_token: int
+
+    @property
+    def max_characters(self) -> int:
+        """No longer text fits, however few tokens it has."""
+        return self.context * self.longest_token
+
+    def check_characters(self, characters: int, field: str = "prompt") -> None:
+        """Refuse a text that can't fit, before time is spent on tokenising it.
+
+        Raises:
+            InvalidRequestError: it can't fit.
+        """
+        if characters > self.max_characters:
+            raise InvalidRequestError.of_field(
+                field,
+                f"has {characters} characters; the context is {self.context} tokens",
+                code=_TOO_LONG,
+            )
+
+    def check_tokens(self, count: int, field: str = "prompt") -> None:
+        """Refuse a prompt that is empty or leaves no room for an answer.
+
+        Raises:
+            InvalidRequestError: it is, or does.
+        """
+        if count == 0:
+            raise InvalidRequestError.of_field(field, "is empty")
+        if count >= self.context:
+            has = "and prompt together have" if field == "context" else "has"
+            raise InvalidRequestError.of_field(
+                field,
+                f"{has} {count} tokens; the context of {self.context} tokens leaves no room for"
+                " an answer",
+                code=_TOO_LONG,
+            )
+
+    def check_layout(self, layout: PromptLayout, parts: Sequence[Sequence[int]]) -> None:
+        """Do the same for a laid-out prompt, naming "context" if it would fit without other files.
+
+        Args:
+            layout: the layout.
+            parts: the ids of its parts, as of ``LayoutEncoder.encode_parts``.
+        """
+        tokens, extra = sum(map(len, parts)), context_tokens(layout, parts)
+        too_long = "context" if extra and tokens - extra < self.context else "prompt"
+        self.check_tokens(tokens, too_long)
+
+
+def context_tokens(layout: PromptLayout, parts: Sequence[Sequence[int]]) -> int:
+    """Return how many of a layout's tokens show other files; ``parts`` as in ``check_layout``."""
+    return sum(
+        len(part)
+        for segment, part in zip(layout.segments, parts[1:], strict=True)
+        if isinstance(segment, TextSegment) and segment.role == "context"
+    )
+
+
+def file_bounds(
+    layout: PromptLayout,
+    parts: Sequence[Sequence[int]],
+    format: FimFormat | None,
+    file_tokens: FileTokens,
+) -> tuple[int, ...]:
+    """Return the number of each shown file's first token, and of what follows them.
+
+    A file ends with the separator after it. In families without separators, a token that joins the
+    end of a file to the next one belongs to the next.
+
+    Args:
+        layout: of a prompt.
+        parts: the ids of BOS and of each of its segments.
+        format: the model's.
+        file_tokens: see ``find_file_tokens``.
+    """
+    separator = None if format is None else format.file_separator
+    segments, at = layout.segments, len(parts[0])
+    bounds: list[int] = []
+    for number, segment in enumerate(segments):
+        start, at = at, at + len(parts[number + 1])
+        if not isinstance(segment, TextSegment) or segment.role != "context":
+            continue
+        after = segments[number + 1] if number + 1 < len(segments) else None
+        before = segments[number - 1] if number else None
+        if separator is None:
+            found = file_tokens(segment.text, segment.files, tuple(parts[number + 1]))
+            bounds += [start + place for place in found]
+        elif before == separator == after:
+            bounds += [start, at + len(parts[number + 2])]
+    return tuple(dict.fromkeys(bounds))
+
+
+def find_file_tokens(
+    text: str,
+    files: tuple[int, ...],
+    ids: tuple[int, ...],
+    *,
+    token_bytes: Callable[[int], bytes],
+) -> tuple[int, ...]:
+    """Return the numbers of the tokens in which files begin, and of the first one after them.
+
+    Args:
+        text: the files, and what follows them.
+        files: see ``TextSegment``.
+        ids: the text's tokens.
+        token_bytes: returns a token's bytes.
+
+    Returns:
+        As many as ``files``; nothing where the tokens aren't the text as it is.
+    """
+    ends = list(accumulate(len(token_bytes(token_id)) for token_id in ids))
+    if not ends or ends[-1] != len(text.encode()):
+        return ()
+    places = (len(text[:place].encode()) for place in files)
+    return tuple(bisect.bisect_right(ends, place) for place in places)
+
+
+class FittingFiles:
+    """Remembers where each tenant's last choice of files began.
+
+    The first files are left out. If that were done to the last token, a client that sends one more
+    file each time would have its first one left out each time, and what follows it computed again.
+    So a choice stands while the files take up to 9/16 of the context; then the first are left out
+    until they take 7/16 at most. The share does not depend on the document, so that typing does not
+    change what is left out.
+
+    Args:
+        context: the model's, in tokens.
+        count: returns the tokens of a file as it is shown; of a very long one, any large number.
+    """
+
+    def __init__(self, context: int, count: Callable[[ContextFile], int]) -> None:
+        self._most, self._least = int(_MOST * context), int(_LEAST * context)
+        self._count = count
+        self._firsts: OrderedDict[str, int] = OrderedDict()  # hash of the first file, by tenant
+
+    def choose_and_record(
+        self, files: Sequence[ContextFile], tenant: str
+    ) -> tuple[ContextFile, ...]:
+        """Return the last of the files, as many as fit."""
+        sizes = []
+        for total in accumulate(self._count(file) for file in reversed(files)):
+            sizes.append(total)
+            if total > self._most:
+                break
+        most = sum(size <= self._most for size in sizes)
+        if most == len(files):
+            return tuple(files)
+        least = sum(size <= self._least for size in sizes)
+        standing = self._firsts.get(tenant)
+        kept = next(
+            (count for count in range(most, least, -1) if hash(files[-count]) == standing), least
+        )
+        if kept:
+            self._firsts[tenant] = hash(files[-kept])
+            self._firsts.move_to_end(tenant)
+        if len(self._firsts) > _MAX_TENANTS:
+            self._firsts.popitem(last=False)
+        return tuple(files[len(files) - kept :])

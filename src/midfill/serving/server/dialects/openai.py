@@ -1,4 +1,8 @@
-"""POST /v1/chat/completions: conversations, with the model's own chat template."""
+"""What OpenAI's endpoints share, POST /v1/chat/completions, and GET /v1/models.
+
+Unknown fields are ignored, as by OpenAI and vLLM. Known fields that are not supported are refused
+rather than silently ignored. Conversations are rendered with the model's own chat template.
+"""
 
 import time
 import uuid
@@ -11,17 +15,126 @@ from fastapi.responses import Response
 
 from midfill.errors import InvalidRequestError
 from midfill.frontend.answer import Candidate, TokenLogprob
+from midfill.frontend.generation import Usage
+from midfill.frontend.prompt import Prompt, PromptSource
 from midfill.frontend.sampling import SamplingParams, check_sampling
 from midfill.serving.server.bodies import body_reference, read_json
 from midfill.serving.server.dialects.dialect import Dialect, TenantOf
-from midfill.serving.server.dialects.openai_fields import (
-    GenerationFields,
-    floor_logprob,
-    usage_object,
-)
-from midfill.serving.server.event_stream import EventStream
-from midfill.serving.server.generation import Generation
+from midfill.serving.server.request import Generation
+from midfill.serving.server.responses import EventStream
 from midfill.serving.server.service import ModelService
+
+LOWEST_LOGPROB = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """OpenAI's ``stream_options``."""
+
+    include_usage: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """Fields of both endpoints; null always means the default.
+
+    The fields from ``top_k`` to ``include_stop_str_in_output`` are vLLM's additions.
+    """
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    def sampling(self, *, default_max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Return the sampling parameters that the fields ask for, not yet checked."""
+        given: dict[str, Any] = {
+            "max_tokens": default_max_tokens if self.max_tokens is None else self.max_tokens,
+            "logprobs": logprobs,
+            # vLLM's former value for "all tokens".
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
+            "stop_token_ids": self.stop_token_ids and tuple(self.stop_token_ids),
+        }
+        for name in (
+            "temperature", "top_p", "n", "presence_penalty", "frequency_penalty", "logit_bias",
+            "seed", "min_p", "typical_p", "repetition_penalty", "ignore_eos",
+            "include_stop_str_in_output",
+        ):  # fmt: skip
+            given[name] = getattr(self, name)
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage.
+
+        Raises:
+            InvalidRequestError: stream_options without stream.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options is only for stream = true", param="stream_options"
+            )
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def usage_object(usage: Usage) -> dict[str, object]:
+    """Return OpenAI's ``usage`` object; without cached tokens where nobody knows them."""
+    fields: dict[str, object] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+    if usage.knows_cached:
+        fields["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return fields
+
+
+def midfill_object(prompt: Prompt, usage: Usage) -> dict[str, object] | None:
+    """Return the response's ``midfill`` object; None if the prompt has no layout."""
+    if prompt.report is None:
+        return None
+    fields: dict[str, object] = {
+        "layout": prompt.report.layout,
+        "sentinels": prompt.report.sentinels,
+    }
+    if usage.knows_cached:
+        fields["cached_tokens"] = usage.cached_tokens
+        fields["computed_tokens"] = usage.computed_tokens
+    if usage.reused_tokens:
+        fields["reused_tokens"] = usage.reused_tokens
+    if prompt.report.cut is not None:
+        fields["cut"] = prompt.report.cut
+    if prompt.report.window is not None:
+        before, after = prompt.report.window
+        fields["window"] = {"before": before, "after": after}
+    if prompt.report.template is not None:
+        fields["template"] = prompt.report.template
+    if prompt.report.document is not None:
+        fields["document"] = prompt.report.document
+    if prompt.report.healed:
+        fields["healed"] = prompt.report.healed
+    if prompt.line_break:
+        fields["opened_line"] = True
+    return fields
+
+
+def floor_logprob(logprob: float) -> float:
+    """Return a log probability that JSON can hold."""
+    return max(logprob, LOWEST_LOGPROB)
 
 
 class TextPart(msgspec.Struct, kw_only=True):
@@ -62,7 +175,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     response_format: dict[str, msgspec.Raw] | None = None
 
 
-def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
+def chat_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
     """Return the router of the endpoint."""
     router = APIRouter()
 
@@ -76,18 +189,15 @@ def routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
         _refuse_unsupported(body)
         sampling = _sampling(body, service)
         messages = [message.fields() for message in body.messages]
-        prompt = await service.encode_request(lambda encoder, _: encoder.chat(messages))
-        generation = service.generate([prompt], sampling, tenant, streamed=bool(body.stream))
-        answer = _ChatCompletion(body, sampling.n, generation, model)
+        prompts = await service.encode([PromptSource(messages=messages)])
+        generation = service.generate(prompts, sampling, tenant, streamed=bool(body.stream))
+        answer = _ChatResponse(body, sampling.n, generation, model)
         if body.stream:
             return EventStream(answer.events())
         whole = await answer.whole()
         return Response(msgspec.json.encode(whole), media_type="application/json")
 
     return router
-
-
-DIALECT = Dialect(routes=routes, bodies=(ChatRequest,), queued=("/v1/chat/completions",))
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:
@@ -124,7 +234,7 @@ def _sampling(body: ChatRequest, service: ModelService) -> SamplingParams:
     return sampling
 
 
-class _ChatCompletion:
+class _ChatResponse:
     """One response, whole or as a stream of chunks."""
 
     def __init__(self, body: ChatRequest, answers: int, generation: Generation, model: str) -> None:
@@ -196,17 +306,52 @@ class _ChatCompletion:
             return None
         content = [
             {
-                **_candidate_object(report.chosen),
-                "top_logprobs": [_candidate_object(candidate) for candidate in report.top],
+                **_chat_logprob(report.chosen),
+                "top_logprobs": [_chat_logprob(candidate) for candidate in report.top],
             }
             for report in reports
         ]
         return {"content": content, "refusal": None}
 
 
-def _candidate_object(candidate: Candidate) -> dict[str, object]:
+def _chat_logprob(candidate: Candidate) -> dict[str, object]:
     return {
         "token": candidate.text,
         "bytes": list(candidate.bytes),
         "logprob": floor_logprob(candidate.logprob),
     }
+
+
+def model_routes(service: ModelService, tenant_of: TenantOf) -> APIRouter:
+    """Return the router of the list and of its entries: one per name of the model."""
+    router = APIRouter(dependencies=[Depends(tenant_of)])
+
+    format = service.fim_format
+    sentinels: dict[str, object] = {"sentinels": format is not None}
+    if format is not None and format.order == "psm" and format.middle is not None:
+        parts = (format.prefix, format.suffix, format.middle)
+        sentinels["fim_tokens"] = [part.text for part in parts]
+
+    def card(name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "midfill",
+            "root": service.name,  # vLLM's names for the model itself, and for its context
+            "max_model_len": service.context,
+            "midfill": sentinels,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, object]:
+        return {"object": "list", "data": [card(name) for name in service.names]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, object]:
+        return card(service.check_model(name))
+
+    return router
+
+
+DIALECT = Dialect(routes=chat_routes, bodies=(ChatRequest,), queued=("/v1/chat/completions",))

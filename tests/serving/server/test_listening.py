@@ -13,7 +13,7 @@ from running_server import start
 
 from midfill.config import TlsFiles
 from midfill.errors import MidfillError
-from midfill.serving.server.tls import ServerTls
+from midfill.serving.server.listening import ServerTls
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from hypothesis import given
 from tiny_checkpoints import tiny_tokenizer
 
 from midfill.engine.request import TokenLogprobs
-from midfill.frontend.prompt_tokens import PromptToken, prompt_tokens
+from midfill.frontend.generation import PromptToken, prompt_tokens
 from midfill.models.tokens.tokenizer import Tokenizer
 
 TINY = Tokenizer(tiny_tokenizer())

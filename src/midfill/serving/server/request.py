@@ -1,12 +1,14 @@
-"""Generation: the answers to one API request, from the engine's tokens to text."""
+"""One API request in the server: its answers while they are generated, and what is known of it."""
 
 import contextlib
 import dataclasses
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
 
@@ -14,9 +16,8 @@ from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineOutput
 from midfill.errors import InvalidRequestError, UnavailableError
 from midfill.frontend.answer import AnswerDelta
-from midfill.frontend.generation import GenerationResult, whole_answers
+from midfill.frontend.generation import GenerationResult, PromptGeneration, Usage, whole_answers
 from midfill.frontend.prompt import Prompt
-from midfill.frontend.response import Response, Usage
 from midfill.frontend.sampling import SamplingParams
 from midfill.models.tokens.tokenizer import Tokenizer
 from midfill.serving.server.limits import RateLimits
@@ -24,8 +25,18 @@ from midfill.serving.server.metrics import TenantMetrics
 from midfill.serving.server.served_engine import ServedEngine
 
 MAX_ANSWERS_PER_REQUEST = 1024
+
+
 HOLE_TEMPERATURE = 0.2  # of an infill request that names none; Codestral's
+
+
 _HOLE_MAX_TOKENS, _HOLE_SOFT_MAX_TOKENS = 128, 96
+
+
+_OWN = b"x-request-timeout"
+
+
+_LIBRARIES = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +97,7 @@ class Generation:
         tenant: str,
         limits: RateLimits,
         stream_interval: float,
-        on_complete: Callable[[Sequence[Response]], None],
+        on_complete: Callable[[Sequence[PromptGeneration]], None],
         request_id: str = "",
         arrived: float | None = None,
         deadline: float | None = None,
@@ -124,7 +135,7 @@ class Generation:
             for index, prompt in enumerate(prompts)
         ]
         self._places = {request.request_id: i for i, request in enumerate(self._requests)}
-        self.responses = [Response(prompt, sampling, tokenizer) for prompt in prompts]
+        self.responses = [PromptGeneration(prompt, sampling, tokenizer) for prompt in prompts]
         self.finish_reasons: list[str] = []
         self._started = time.perf_counter()
         self._arrived = self._started if arrived is None else arrived
@@ -292,3 +303,116 @@ def limited_to_a_hole(sampling: SamplingParams) -> SamplingParams:
     """
     ends = dataclasses.replace(sampling.post_processing, soft_max_tokens=_HOLE_SOFT_MAX_TOKENS)
     return msgspec.structs.replace(sampling, max_tokens=_HOLE_MAX_TOKENS, post_processing=ends)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestRecord:
+    """One request. Times are ``time.perf_counter()``'s.
+
+    Attributes:
+        request_id: the client's ``X-Request-Id``, or a new one.
+        method, path: of the request.
+        headers: of the request, names in lower case.
+        arrived: when its head had arrived.
+        tenant: who sent it; None if that was not asked, "" if there are no keys.
+        body_bytes: size of its body; None until it is read.
+        encodings: start and end of each time that it had something encoded, waiting included.
+        model: name of the model that answers; None if none does.
+        generation: its answers; None if it has none.
+        error: code of the error that the client gets, or the error's kind; None without one.
+        status: the HTTP status; None until it is sent.
+        complete: whether the whole response was sent.
+        abandoned: whether the client disconnected before that.
+        trace_id: id of its trace; None if it has none.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    arrived: float
+    headers: Sequence[tuple[bytes, bytes]] = ()
+    tenant: str | None = None
+    body_bytes: int | None = None
+    encodings: list[tuple[float, float]] = field(default_factory=list)
+    model: str | None = None
+    generation: Generation | None = None
+    error: str | None = None
+    status: int | None = None
+    complete: bool = False
+    abandoned: bool = False
+    trace_id: str | None = None
+
+    def deadline(self, default: float | None = None) -> float | None:
+        """Return when the client gives up, by ``time.monotonic``; None if it never does.
+
+        Args:
+            default: seconds that it waits if it doesn't say so.
+
+        Raises:
+            InvalidRequestError: its headers give it no time that makes sense.
+        """
+        seconds = client_timeout(self.headers) or default
+        if seconds is None:
+            return None
+        return time.monotonic() - (time.perf_counter() - self.arrived) + seconds
+
+
+current_request: ContextVar[RequestRecord | None] = ContextVar("current_request", default=None)
+"""The request that is being handled in a context."""
+
+
+class Superseding:
+    """Ends older requests of a document that a newer one replaces, as their client has marked them.
+
+    Only requests whose client has given the document a name take part. A dialect passes it to
+    ``ModelService.generate``. A request for the same text never ends another, since some clients
+    send each request several times. What takes part is known as long as anybody holds it.
+    """
+
+    def __init__(self) -> None:
+        self._groups: WeakValueDictionary[tuple[str, str], _Group] = WeakValueDictionary()
+
+    def enter(self, generation: Generation, tenant: str, document: str) -> None:
+        """End the older requests of a document whose text differs, and remember this one."""
+        group = self._groups.get((tenant, document)) or _Group()
+        self._groups[tenant, document] = group
+        for older in tuple(group.generations):
+            if older.texts != generation.texts:
+                older.supersede()
+        group.generations.add(generation)
+        generation.group = group
+
+
+class _Group:
+    """The requests of one document; each of them keeps it alive."""
+
+    def __init__(self) -> None:
+        self.generations: WeakSet[Generation] = WeakSet()
+
+
+def client_timeout(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
+    """Return the seconds that a client waits, by its headers; None if it does not say.
+
+    ``X-Request-Timeout`` is midfill's own. OpenAI's libraries send their timeout without being
+    asked: ``X-Stainless-Read-Timeout`` (Python) and ``X-Stainless-Timeout`` (JavaScript).
+
+    Raises:
+        InvalidRequestError: midfill's own header is no number of seconds above 0.
+    """
+    given = dict(headers)
+    if _OWN in given:
+        seconds = _seconds(given[_OWN])
+        if seconds is None:
+            raise InvalidRequestError.of_field(
+                "X-Request-Timeout", "must be a number of seconds above 0, such as 10 or 2.5"
+            )
+        return seconds
+    return next((_seconds(given[name]) for name in _LIBRARIES if name in given), None)
+
+
+def _seconds(value: bytes) -> float | None:
+    try:
+        seconds = float(value)
+    except ValueError:
+        return None
+    return seconds if 0.0 < seconds < math.inf else None

@@ -1,13 +1,16 @@
-"""Stop strings that are tokens: own ones end an answer as tokens, foreign ones don't matter."""
+"""Prompts for the engine, and stop strings that are tokens.
+
+The model's own end an answer as tokens, those of other families don't matter.
+"""
 
 from pathlib import Path
 
 import pytest
 from client_prompts import CLIENT_PROMPTS, NEXT_EDIT_PROMPTS, ClientPrompt
 
-from midfill.frontend.prompts import PromptEncoder, fim_format
+from midfill.frontend.prompt import with_token_stops
+from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
-from midfill.frontend.token_stops import with_token_stops
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 
