@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from numba import types
+from numba.core import sigutils
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
+
+from midfill.kernels.cpu.compiled import CompiledCache
 
 
 class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]
@@ -85,6 +88,14 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
     def linked_signatures(self) -> list[Any]:
         """Argument types with which other kernels call this one."""
         return list(self._linked.signatures)
+
+    def compile(self, sig: Any) -> Any:
+        """Return the entry point for argument types; compile or load it if needed."""
+        args, _ = sigutils.normalize_signature(sig)
+        if tuple(args) in self.overloads or not isinstance(self._cache, CompiledCache):
+            return super().compile(sig)
+        with self._cache.compiling(sig, self.targetctx.codegen()):
+            return super().compile(sig)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Compile for a call in another kernel; see Numba's dispatcher."""
