@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 from numba.core.codegen import JITCodeLibrary
 
-from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_type
+from midfill.kernels.cpu.jit import inlined_kernel, kernel, kernel_by_type, optimized_first
 from midfill.kernels.cpu.linking import Kernel
 
 
 def chain() -> tuple[Kernel, ...]:
-    """Return three kernels, the first of which calls the second, and that one the third."""
+    """Return three kernels, the first of which calls the second, and that one the third.
 
+    The third is optimised before it is linked.
+    """
+
+    @optimized_first
     @kernel
     def scaled(x, at, factor):  # type: ignore[no-untyped-def]
         return x[at] * factor
@@ -49,16 +53,17 @@ def test_what_others_call_becomes_machine_code_with_them_alone(
     finalize = JITCodeLibrary._finalize_specific
 
     def counted(library: Any) -> None:
-        made.append(library.name)
+        if library.name.startswith("chain."):  # and not Numba's own
+            made.append(library.name.rsplit(".", 1)[-1])
         finalize(library)
 
     monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", counted)
     total, pair, scaled = chain()
     assert total(X) == 40.0
-    assert [name.rsplit(".", 1)[-1] for name in made] == ["total"]
+    assert made == ["total"]
     assert [len(each.signatures) for each in (total, pair, scaled)] == [1, 0, 0]
     assert pair(X, 1) == 5.0
-    assert [name.rsplit(".", 1)[-1] for name in made] == ["total", "pair"]
+    assert made == ["total", "pair"]
 
 
 def test_a_literal_counts_as_any_other_argument_of_its_type() -> None:

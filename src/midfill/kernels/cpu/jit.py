@@ -68,6 +68,17 @@ def inlined_kernel(function: F) -> F:
     return _compiled(function, inline=True)
 
 
+def optimized_first(function: F) -> F:
+    """Let a kernel be optimised by itself before it is linked to its callers, and again with them.
+
+    LLVM orders the loads of a product's loops differently then, which reads weights from memory a
+    few percent faster.
+    """
+    compiled: Any = function
+    compiled.optimize_first()
+    return function
+
+
 def kernel_by_type(choose: Callable[..., Any]) -> Any:
     """Make a function for kernels to call, of which only what a call needs is compiled, inlined.
 

@@ -15,7 +15,7 @@ from midfill.kernels.cpu.amx_products import (
     configure_amx,
     release_amx,
 )
-from midfill.kernels.cpu.jit import inlined_kernel, kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel, optimized_first
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, Uint8Array
 from midfill.kernels.cpu.panel_products import (
     MAX_AMX_ROWS,
@@ -129,6 +129,7 @@ class Tiling(NamedTuple):
     products: Float32Array
 
 
+@optimized_first
 @inlined_kernel
 def _multiply_panel(
     x: Activations, at: int, rows: int, weights: LinearWeights, panel: int, number: int,
@@ -173,6 +174,7 @@ def _claimed_panels(claim: int, panels: int, threads: int) -> tuple[int, int]:
     return first, min(first + size, panels)
 
 
+@optimized_first
 @kernel
 def linear(
     context: ThreadContext, x: Activations, x_at: int, weights: LinearWeights, layer: int,
@@ -238,6 +240,7 @@ def activate(x: Any, kind: int) -> Any:
     return multiply(x, subtract(one, divide(one, add(exp(add(u, u)), one))))
 
 
+@optimized_first
 @kernel
 def gated_linear(
     context: ThreadContext, x: Activations, x_at: int, rows: int, weights: GateUpWeights,

@@ -5,7 +5,8 @@ call. A caller then links the optimised code in and all of that begins anew. The
 forward pass lie ten calls deep, so most of their code would be compiled ten times.
 
 Here a kernel that is called by another one is only translated to LLVM's IR. It is optimised, and
-becomes machine code, once: inside of the function that Python calls.
+becomes machine code, once: inside of the function that Python calls. A few kernels are optimised by
+themselves as well (``Kernel.optimize_first``).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +32,19 @@ class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]
         for library in dict.fromkeys(self._linking_libraries):
             self._reload_init.update(library._reload_init)
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._optimize()
         self._finalize_dynamic_globals()
         self._finalized = True
+
+    def _optimize(self) -> None:
+        pass
+
+
+class _OptimizedLibrary(_LinkedLibrary):
+    """IR that is optimised before it is linked."""
+
+    def _optimize(self) -> None:
+        self._optimize_final_module()
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -40,9 +52,10 @@ class _LinkedLowering(NativeLowering):  # type: ignore[misc]
     """Translation of a kernel's typed code to IR, without wrappers."""
 
     _name = "linked_lowering"
+    _library: type[_LinkedLibrary] = _LinkedLibrary
 
     def run_pass(self, state: Any) -> bool:
-        state.library = _LinkedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library = self._library(state.targetctx.codegen(), state.func_id.func_qualname)
         flags = state.flags
         flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
         super().run_pass(state)
@@ -54,16 +67,32 @@ class _LinkedLowering(NativeLowering):  # type: ignore[misc]
         return True
 
 
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _OptimizedLowering(_LinkedLowering):
+    """Translation to IR that is optimised."""
+
+    _name = "optimized_lowering"
+    _library = _OptimizedLibrary
+
+
 class LinkedCompiler(CompilerBase):  # type: ignore[misc]
     """Numba's compiler for kernels that only other kernels call."""
+
+    _lowering: type[_LinkedLowering] = _LinkedLowering
 
     def define_pipelines(self) -> list[Any]:
         """Return Numba's usual pipeline, with another lowering."""
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.add_pass_after(_LinkedLowering, NativeLowering)
+        passes.add_pass_after(self._lowering, NativeLowering)
         passes.passes = [step for step in passes.passes if step[0] is not NativeLowering]
         passes.finalize()
         return [passes]
+
+
+class _OptimizingCompiler(LinkedCompiler):
+    """The compiler of kernels that are optimised before they are linked."""
+
+    _lowering = _OptimizedLowering
 
 
 class Kernel(CPUDispatcher):  # type: ignore[misc]
@@ -80,8 +109,15 @@ class Kernel(CPUDispatcher):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         options = {**options, "nopython": True}
         super().__init__(function, targetoptions=options)
-        self._linked = CPUDispatcher(
-            function, targetoptions=dict(options), pipeline_class=LinkedCompiler
+        self._linked = self._part(LinkedCompiler)
+
+    def optimize_first(self) -> None:
+        """Let the code be optimised by itself before it is linked, and again after that."""
+        self._linked = self._part(_OptimizingCompiler)
+
+    def _part(self, compiler: type[LinkedCompiler]) -> CPUDispatcher:
+        return CPUDispatcher(
+            self.py_func, targetoptions=dict(self.targetoptions), pipeline_class=compiler
         )
 
     @property
