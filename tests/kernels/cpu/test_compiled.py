@@ -106,6 +106,19 @@ def test_processes_that_compile_at_once_store_what_is_right_for_each(
     assert answer(started(tmp_path, " ".join(dtypes))) == [[20.0] * 4, 0]
 
 
+def test_one_process_compiles_what_several_need_at_once(tmp_path: Path) -> None:
+    processes = [started(tmp_path, "float32 int64") for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()
+    answers = [answer(process) for process in processes]
+    assert [results for results, _ in answers] == [[20.0] * 2] * 3
+    assert sum(compiled for _, compiled in answers) == 2
+
+
 def test_a_folder_that_cannot_be_written_changes_no_answer(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for misses in (1, 1):

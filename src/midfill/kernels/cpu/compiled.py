@@ -17,12 +17,13 @@ import os
 import pickle
 import stat
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _PRIVATE_FOLDER, _PRIVATE_FILE = 0o700, 0o600
+_MAX_WAIT_SECONDS = 600.0
 
 
 class CompiledCache:
@@ -52,6 +54,23 @@ class CompiledCache:
     def cache_path(self) -> str:
         """Return the folder, for Numba's statistics."""
         return str(self._folder)
+
+    @contextmanager
+    def compiling(self, signature: Any, codegen: Any) -> Iterator[None]:
+        """Let one process at a time compile a signature; those that wait find it in the cache.
+
+        A process that waits for long, or that can't write to the cache, goes on by itself.
+        """
+        path = self._path(signature, codegen)
+        with ExitStack() as stack:
+            if not path.exists():
+                lock = self._folder.parent / f"{self._folder.name}-{path.name[-16:]}.lock"
+                with suppress(OSError, Timeout):
+                    self._folder.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
+                    stack.enter_context(
+                        FileLock(lock, timeout=_MAX_WAIT_SECONDS, mode=_PRIVATE_FILE)
+                    )
+            yield
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """Return the function compiled for a signature and this chip, or None if not cached."""

@@ -18,6 +18,7 @@ import numba
 from numba.extending import overload
 
 from midfill.kernels.cpu.compiled import CompiledCache
+from midfill.kernels.cpu.linking import Kernel, LinkedCompiler
 from midfill.system.cache import cache_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -45,7 +46,7 @@ def _compiled(function: F, *, makes_arrays: bool = False, inline: bool = False) 
     options = _OPTIONS | {"_nrt": makes_arrays}
     if inline:
         options["forceinline"] = True
-    compiled: F = numba.njit(**options)(function)
+    compiled: Any = Kernel(function, options)
     return compiled
 
 
@@ -67,6 +68,17 @@ def inlined_kernel(function: F) -> F:
     return _compiled(function, inline=True)
 
 
+def optimized_first(function: F) -> F:
+    """Let a kernel be optimised by itself before it is linked to its callers, and again with them.
+
+    LLVM orders the loads of a product's loops differently then, which reads weights from memory a
+    few percent faster.
+    """
+    compiled: Any = function
+    compiled.optimize_first()
+    return function
+
+
 def kernel_by_type(choose: Callable[..., Any]) -> Any:
     """Make a function for kernels to call, of which only what a call needs is compiled, inlined.
 
@@ -80,7 +92,8 @@ def kernel_by_type(choose: Callable[..., Any]) -> Any:
     def implementation(*kinds: Any) -> Any:
         return choose(*kinds).py_func
 
-    overload(chosen, jit_options=_OPTIONS | {"forceinline": True}, strict=False)(implementation)
+    options = _OPTIONS | {"forceinline": True, "pipeline_class": LinkedCompiler}
+    overload(chosen, jit_options=options, strict=False)(implementation)
     return chosen
 
 

@@ -15,7 +15,7 @@ from midfill.kernels.cpu.amx_products import (
     configure_amx,
     release_amx,
 )
-from midfill.kernels.cpu.jit import inlined_kernel, kernel
+from midfill.kernels.cpu.jit import inlined_kernel, kernel, optimized_first
 from midfill.kernels.cpu.memory import Float32Array, Int64Array, Uint8Array
 from midfill.kernels.cpu.panel_products import (
     MAX_AMX_ROWS,
@@ -129,6 +129,7 @@ class Tiling(NamedTuple):
     products: Float32Array
 
 
+@optimized_first
 @inlined_kernel
 def _multiply_panel(
     x: Activations, at: int, rows: int, weights: LinearWeights, panel: int, number: int,
@@ -173,6 +174,7 @@ def _claimed_panels(claim: int, panels: int, threads: int) -> tuple[int, int]:
     return first, min(first + size, panels)
 
 
+@optimized_first
 @kernel
 def linear(
     context: ThreadContext, x: Activations, x_at: int, weights: LinearWeights, layer: int,
@@ -192,7 +194,6 @@ def linear(
     panels = (weights.outputs + PANEL - 1) // PANEL
     first_panel, bias_at = layer * panels, layer * weights.outputs
     products = tiling.products
-    top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
     on_amx = False
     while True:
         claim = take_work(context.sync, 1)
@@ -207,7 +208,7 @@ def linear(
                     configure_amx()
                     on_amx = True
                 at = x_at + row * weights.inputs
-                _multiply_panel(x, at, count, weights, first_panel + panel, number, products, top)
+                _multiply_panel(x, at, count, weights, first_panel + panel, number, products, 0)
                 for r in range(count):
                     for lane in range(0, PANEL, LANES):
                         column = panel * PANEL + lane
@@ -239,6 +240,7 @@ def activate(x: Any, kind: int) -> Any:
     return multiply(x, subtract(one, divide(one, add(exp(add(u, u)), one))))
 
 
+@optimized_first
 @kernel
 def gated_linear(
     context: ThreadContext, x: Activations, x_at: int, rows: int, weights: GateUpWeights,
@@ -259,9 +261,8 @@ def gated_linear(
     gate, up = weights.gate, weights.up
     panels = up.outputs // PANEL
     first_panel, bias_at = layer * panels, layer * up.outputs
-    products = tiling.products
-    top: Any = np.int64(0)  # a literal would be a type of its own, and be compiled for again
-    up_tile: Any = np.int64(MAX_AMX_ROWS * PANEL)
+    products, up_tile = tiling.products, MAX_AMX_ROWS * PANEL
+    first_half = 0 if weights.gated else 1
     on_amx = False
     while True:
         claim = take_work(context.sync, 1)
@@ -276,9 +277,11 @@ def gated_linear(
                     configure_amx()
                     on_amx = True
                 at = x_at + row * up.inputs
-                if weights.gated:
-                    _multiply_panel(x, at, count, gate, first_panel + panel, number, products, top)
-                _multiply_panel(x, at, count, up, first_panel + panel, number, products, up_tile)
+                for half in range(first_half, 2):
+                    _multiply_panel(
+                        x, at, count, gate if half == 0 else up, first_panel + panel, number,
+                        products, half * up_tile,
+                    )  # fmt: skip
                 for r in range(count):
                     target = (row + r) * up.outputs + panel * PANEL
                     for lane in range(0, PANEL, LANES):

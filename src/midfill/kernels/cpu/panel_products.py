@@ -9,7 +9,7 @@ import numpy as np
 
 from midfill.kernels.cpu.amx_products import AMX_ROWS, amx_product
 from midfill.kernels.cpu.dots import quantized_product
-from midfill.kernels.cpu.jit import kernel
+from midfill.kernels.cpu.jit import kernel, optimized_first
 from midfill.kernels.cpu.matmul import (
     multiply_f32_1,
     multiply_f32_2,
@@ -41,6 +41,7 @@ SCRATCH_AT = 2 * MAX_AMX_ROWS * PANEL
 """Element of a thread's ``Tiling.products`` from which on products on AMX have their memory."""
 
 
+@optimized_first
 @kernel
 def multiply_f32(
     x: Float32Array, at: int, stride: int, rows: int, packed: Uint8Array, panel_at: int,
@@ -72,6 +73,7 @@ def _quantized_kernel(weight_format: WeightFormat) -> Any:
     )
     multiply_on_amx = amx_product(weight_format)
 
+    @optimized_first
     @kernel
     def multiply(
         x: Uint8Array, at: int, stride: int, rows: int, groups: int, packed: Uint8Array,
@@ -105,6 +107,7 @@ _multiply_q6_k = _quantized_kernel(WeightFormat.Q6_K)
 _multiply_q8_0 = _quantized_kernel(WeightFormat.Q8_0)
 
 
+@optimized_first
 @kernel
 def multiply_quants(
     x: Uint8Array, at: int, stride: int, rows: int, groups: int, packed: Uint8Array,

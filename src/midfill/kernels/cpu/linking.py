@@ -1,0 +1,145 @@
+"""Compilation of kernels that call each other: one function for Python, or a part of its callers.
+
+Numba optimises every function by itself, makes machine code of it and a wrapper that Python can
+call. A caller then links the optimised code in and all of that begins anew. The kernels of a
+forward pass lie ten calls deep, so most of their code would be compiled ten times.
+
+Here a kernel that is called by another one is only translated to LLVM's IR. It is optimised, and
+becomes machine code, once: inside of the function that Python calls. A few kernels are optimised by
+themselves as well (``Kernel.optimize_first``).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from numba import types
+from numba.core import sigutils
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import register_pass
+from numba.core.registry import CPUDispatcher
+from numba.core.typed_passes import NativeLowering
+
+from midfill.kernels.cpu.compiled import CompiledCache
+
+
+class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """IR of a kernel and of all kernels that it calls."""
+
+    def finalize(self) -> None:
+        """Link the called kernels in; optimise nothing and make no machine code."""
+        self._raise_if_finalized()
+        for library in dict.fromkeys(self._linking_libraries):
+            self._reload_init.update(library._reload_init)
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._optimize()
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+    def _optimize(self) -> None:
+        pass
+
+
+class _OptimizedLibrary(_LinkedLibrary):
+    """IR that is optimised before it is linked."""
+
+    def _optimize(self) -> None:
+        self._optimize_final_module()
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _LinkedLowering(NativeLowering):  # type: ignore[misc]
+    """Translation of a kernel's typed code to IR, without wrappers."""
+
+    _name = "linked_lowering"
+    _library: type[_LinkedLibrary] = _LinkedLibrary
+
+    def run_pass(self, state: Any) -> bool:
+        state.library = self._library(state.targetctx.codegen(), state.func_id.func_qualname)
+        flags = state.flags
+        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+        super().run_pass(state)
+        # Callers look the function up by its entry point, which must be a builtin of its own.
+        entry_point = [].copy  # type: ignore[var-annotated]
+        lowered = state["cr"]
+        state.targetctx.insert_user_function(entry_point, lowered.fndesc, [state.library])
+        state["cr"] = lowered._replace(cfunc=entry_point)
+        return True
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _OptimizedLowering(_LinkedLowering):
+    """Translation to IR that is optimised."""
+
+    _name = "optimized_lowering"
+    _library = _OptimizedLibrary
+
+
+class LinkedCompiler(CompilerBase):  # type: ignore[misc]
+    """Numba's compiler for kernels that only other kernels call."""
+
+    _lowering: type[_LinkedLowering] = _LinkedLowering
+
+    def define_pipelines(self) -> list[Any]:
+        """Return Numba's usual pipeline, with another lowering."""
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes.add_pass_after(self._lowering, NativeLowering)
+        passes.passes = [step for step in passes.passes if step[0] is not NativeLowering]
+        passes.finalize()
+        return [passes]
+
+
+class _OptimizingCompiler(LinkedCompiler):
+    """The compiler of kernels that are optimised before they are linked."""
+
+    _lowering = _OptimizedLowering
+
+
+class Kernel(CPUDispatcher):  # type: ignore[misc]
+    """A function that Python calls as it does Numba's, and that other kernels link.
+
+    Inside of them, an argument that is a literal counts as any other of its type: each literal
+    would be a type of its own, for which all code is compiled again.
+
+    Args:
+        function: the Python function.
+        options: of Numba's ``njit``.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        options = {**options, "nopython": True}
+        super().__init__(function, targetoptions=options)
+        self._linked = self._part(LinkedCompiler)
+
+    def optimize_first(self) -> None:
+        """Let the code be optimised by itself before it is linked, and again after that."""
+        self._linked = self._part(_OptimizingCompiler)
+
+    def _part(self, compiler: type[LinkedCompiler]) -> CPUDispatcher:
+        return CPUDispatcher(
+            self.py_func, targetoptions=dict(self.targetoptions), pipeline_class=compiler
+        )
+
+    @property
+    def linked_signatures(self) -> list[Any]:
+        """Argument types with which other kernels call this one."""
+        return list(self._linked.signatures)
+
+    def compile(self, sig: Any) -> Any:
+        """Return the entry point for argument types; compile or load it if needed."""
+        args, _ = sigutils.normalize_signature(sig)
+        if tuple(args) in self.overloads or not isinstance(self._cache, CompiledCache):
+            return super().compile(sig)
+        with self._cache.compiling(sig, self.targetctx.codegen()):
+            return super().compile(sig)
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """Compile for a call in another kernel; see Numba's dispatcher."""
+        return self._linked.get_call_template(
+            tuple(types.unliteral(kind) for kind in args),
+            {name: types.unliteral(kind) for name, kind in dict(kws).items()},
+        )
+
+    def get_overload(self, sig: Any) -> Any:
+        """Return the entry point that such a call names; see Numba's dispatcher."""
+        return self._linked.get_overload(sig)
