@@ -51,7 +51,7 @@ FILES = [(what, place) for what, place in PLACES if re.fullmatch(r"[\w/]+\.\w+",
 
 @pytest.mark.parametrize(("what", "file"), FILES, ids=[f"{what}: {f}" for what, f in FILES])
 def test_files_to_be_touched_by_an_addition_exist(what: str, file: str) -> None:
-    pattern = file.replace("NAME", "*")
+    pattern = file.replace("NAME", "*").replace("KIND", "*")
     assert any(PACKAGE.glob(pattern)) or any(ROOT.glob(pattern)), f"{what}: no {file}"
 
 

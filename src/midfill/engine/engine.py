@@ -116,6 +116,9 @@ class Engine:
             kinds: of methods beside those of the shelf.
             kv_source: what exported KV is bound to; None binds it to the runner's layout alone.
             warm_tier: keeps KV that may be evicted; None keeps none.
+
+        Raises:
+            InvalidRequestError: ``method`` is of several that can't stand together.
         """
         self._runner = runner
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -127,6 +130,7 @@ class Engine:
         self._queues = RequestQueues(runner.slots, options.max_running)
         self._deadlines = Deadlines(self._queues.__contains__)
         self._methods = MethodKinds(runner, self._queues.pool, kinds)
+        self._methods.check(method)
         self._method, self._find_method = method, find_method
         self._undelivered: list[EngineOutput] = []
         self._next_sequence_id = 0

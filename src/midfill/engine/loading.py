@@ -19,6 +19,7 @@ from midfill.engine.scheduling.policies.smart_spec import SmartSpec
 from midfill.engine.scheduling.scheduler import SchedulerPolicy
 from midfill.engine.scheduling.step_cost import StepCost, StepTimeLimit
 from midfill.engine.step.speculation import Speculation
+from midfill.errors import InvalidRequestError, OptionError
 from midfill.kernels.cpu.jit import compiled_folder
 from midfill.kv.blob import KvIdentity
 from midfill.kv.tiers.warm_tier import WarmTier
@@ -74,19 +75,22 @@ def load_engine(
     source = IdentitySource(
         lambda: kv_identity(checkpoint, runner, options), options.warm_tier.scope
     )
-    engine = Engine(
-        runner if wrap is None else wrap(runner),
-        checkpoint.tokenizer.eos_token_ids,
-        EngineOptions(max_running=options.max_running, context=options.context),
-        policy=scheduler_policy(options, runner.config.layers),
-        speculation=speculation(options),
-        step_limit=step_limit(options),
-        token_bytes=checkpoint.tokenizer.token_bytes,
-        method=shelf.default,
-        find_method=lambda name: extra[name] if name in extra else shelf.find(name),
-        kv_source=source,
-        warm_tier=_open_warm_tier(options, source, runner, checkpoint.tokenizer),
-    )
+    try:
+        engine = Engine(
+            runner if wrap is None else wrap(runner),
+            checkpoint.tokenizer.eos_token_ids,
+            EngineOptions(max_running=options.max_running, context=options.context),
+            policy=scheduler_policy(options, runner.config.layers),
+            speculation=speculation(options),
+            step_limit=step_limit(options),
+            token_bytes=checkpoint.tokenizer.token_bytes,
+            method=shelf.default,
+            find_method=lambda name: extra[name] if name in extra else shelf.find(name),
+            kv_source=source,
+            warm_tier=_open_warm_tier(options, source, runner, checkpoint.tokenizer),
+        )
+    except InvalidRequestError as error:
+        raise OptionError(f"--method {options.method}: {error}") from None
     info = EngineInfo(
         backend=runner.description,
         layers=runner.config.layers,

@@ -4,8 +4,13 @@ A kind is a folder beside this file with a ``MethodKind``. A new kind is one ent
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from midfill.arrays import Int32Array
 from midfill.kv.pool import KVPool
+from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.contexts.sequence import ContextKind
 from midfill.methods.evict.eviction import Eviction
 from midfill.methods.evict.sequence import EvictionKind
@@ -50,6 +55,16 @@ class MethodKinds:
             *further,
         )
 
+    def check(self, method: Method | None) -> None:
+        """Check that a method's parts can stand together, on a request that all of them act on.
+
+        Raises:
+            InvalidRequestError: two of them can't; names both, and why.
+        """
+        trial = _Trial()
+        facts = RequestFacts(trial.prompt_length, trial.prompt_length, contexts=(1, 300, 600))
+        self.attach(method, facts, trial)
+
     def attach(
         self, method: Method | None, request: RequestFacts, sequence: SequenceView
     ) -> SequenceMethod:
@@ -90,3 +105,23 @@ class MethodKinds:
         for kind in self._kinds:
             context = kind.longest_prompt(methods, context)
         return context
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A sequence that is never run; implements ``SequenceView``."""
+
+    tenant: str = ""
+    prompt_length: int = 1024
+    length: int = 1024
+    max_length: int = 1025
+    computed: int = 0
+    checked_tokens: int = 0
+    may_be_empty: bool = False
+    next_scored: int | None = None
+    kv: SequenceKV | None = None
+
+    @property
+    def tokens(self) -> Int32Array:
+        """[1024] int32."""
+        return np.zeros(self.prompt_length, np.int32)

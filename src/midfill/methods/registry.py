@@ -7,11 +7,12 @@ nobody uses.
 import dataclasses
 import difflib
 import importlib
+import re
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from midfill.errors import InvalidRequestError
-from midfill.methods.method import Method, ModelSpecific
+from midfill.methods.method import CombinedMethod, Method, ModelSpecific
 
 OFF = "none"
 """A specification that asks for no method."""
@@ -140,17 +141,29 @@ def resolve_method(specification: str) -> Method | ModelSpecific | None:
     """Return the method that "name" or "name:option=value,option=value" stands for.
 
     Args:
-        specification: "" or "none" for no method.
+        specification: "" or "none" for no method; several, joined with "+", for all of them
+            together: "minference+snapkv:budget=256".
 
     Raises:
         InvalidRequestError: there is no such method or option, or a value doesn't fit.
     """
-    name, _, listed = specification.partition(":")
-    if name in ("", OFF) and not listed:
+    parts = split_specification(specification)
+    if not parts:
         return None
-    check_name(name)
-    method: Method | ModelSpecific = make_options(METHODS[name].load(), name, listed)
-    return method
+    found = []
+    for part in parts:
+        name, _, listed = part.partition(":")
+        check_name(name)
+        method: Method = make_options(METHODS[name].load(), name, listed)
+        found.append((name, method))
+    return found[0][1] if len(found) == 1 else CombinedMethod(tuple(found))
+
+
+def split_specification(specification: str) -> list[str]:
+    """Return the specifications of the methods that one names together; none for no method."""
+    if specification in ("", OFF):
+        return []
+    return re.split(r"\+(?=[a-z])", specification)  # a "+" in a number's exponent divides nothing
 
 
 def make_options(factory: type[Any], name: str, listed: str) -> Any:

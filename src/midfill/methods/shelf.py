@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from midfill.errors import InvalidRequestError, OptionError
 from midfill.methods.method import Method, ModelSpecific
-from midfill.methods.registry import OFF, check_name, parse_name, resolve_method
+from midfill.methods.registry import (
+    OFF,
+    check_name,
+    parse_name,
+    resolve_method,
+    split_specification,
+)
 from midfill.methods.served_model import ServedModel
 
 ANY = "any"
@@ -42,9 +48,13 @@ class AllowedMethods:
             InvalidRequestError: there is no such method or option, or requests may not use it.
         """
         resolve_method(specification)
-        name = parse_name(specification)
-        if specification == self.default or ANY in self.names or name in self.names:
+        if specification == self.default or ANY in self.names:
             return
+        names = [parse_name(part) for part in split_specification(specification)] or [OFF]
+        refused = [name for name in names if name not in self.names]
+        if not refused:
+            return
+        name = refused[0]
         others = f"; they may use {', '.join(self.names)}" if self.names else ""
         raise InvalidRequestError(
             f"requests may not use {name!r} here{others}; whoever runs the server can allow it"
