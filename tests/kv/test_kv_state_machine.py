@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from midfill.arrays import Int32Array
 from midfill.kv.branches import Branches
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_node import BranchRoot, CacheRoot
+from midfill.kv.radix_cache import BranchRoot, CacheRoot
 from midfill.kv.sequence_kv import SequenceKV
 
 Path = tuple[int, ...]

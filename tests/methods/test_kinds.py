@@ -76,7 +76,9 @@ class ToySequence(SequenceMethod):
 
     def barrier(self, sequence: SequenceView) -> int | None:
         end = sequence.computed // CHUNK * CHUNK + CHUNK
-        return min(end, sequence.prompt_length) if end - CHUNK < sequence.prompt_length else None
+        return (
+            min(end, sequence.prompt_length) if sequence.computed < sequence.prompt_length else None
+        )
 
     def indivisible(self, computed: int) -> int:
         return min(CHUNK, len(PROMPT) - computed) if computed < len(PROMPT) else 0
@@ -182,6 +184,6 @@ def test_requests_beside_it_keep_their_bits_and_so_does_it(runner: Runner) -> No
     alone = {
         one.request_id: serve(engine(runner), [one])[one.request_id, 0] for one in (plain, toy)
     }
-    both = serve(engine(runner), [plain, toy], after_step=preempting_every(4))
+    both = serve(engine(runner), [plain, toy], after_step=preempting_every(11))
     for name, expected in alone.items():
         assert both[name, 0].tokens == expected.tokens

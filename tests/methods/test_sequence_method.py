@@ -149,7 +149,7 @@ def test_a_request_that_names_them_is_refused_and_nothing_else_is_disturbed(
 
 
 def test_a_specification_may_name_several() -> None:
-    found = resolve_method("snapkv:budget=9+ape:scale=1e-1")
+    found = resolve_method("snapkv:budget=99+ape:scale=1e-1")
     assert isinstance(found, CombinedMethod)
     assert [name for name, _ in found.methods] == ["snapkv", "ape"]
     with pytest.raises(InvalidRequestError, match="no method 'snap'; did you mean 'snapkv'"):

@@ -34,9 +34,8 @@ from midfill.engine.scheduling.scheduler import SchedulerPolicy, StepPlan
 from midfill.engine.scheduling.step_cost import StepTimeLimit
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
-from midfill.engine.sequences.tenant_stats import TenantCounters
 from midfill.engine.step.batching import ScheduledSequence, observed_rows, schedule
-from midfill.engine.step.counters import EngineCounters
+from midfill.engine.step.counters import EngineCounters, TenantCounters
 from midfill.engine.step.layered_step import run_step
 from midfill.engine.step.plan_execution import PlanExecution
 from midfill.engine.step.prompt_scores import record_scores

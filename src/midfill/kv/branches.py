@@ -10,8 +10,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from midfill.arrays import Int32Array
-from midfill.kv.radix_cache import CachedPrefix, RadixCache
-from midfill.kv.radix_node import BranchRoot
+from midfill.kv.radix_cache import BranchRoot, CachedPrefix, RadixCache
 
 _MAX_BRANCHES = 64
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from midfill.arrays import Int32Array
+from midfill.kv.pool import SlotAllocator
 from midfill.kv.ragged import RaggedIndex
-from midfill.kv.slots import SlotAllocator
 
 
 class CompressedPrefix:

@@ -6,7 +6,7 @@ from midfill.arrays import Int32Array
 from midfill.kv.branches import Branch
 from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_node import CacheRoot, RadixNode
+from midfill.kv.radix_cache import CacheRoot, RadixNode
 
 
 class SequenceKV:

@@ -18,6 +18,7 @@ from midfill.methods.method import Method, methods_in
 from midfill.methods.reuse.sequence import ReuseKind
 from midfill.methods.rows.sequence import PruningKind
 from midfill.methods.sequence_method import (
+    NO_METHOD,
     MethodKind,
     RequestFacts,
     SequenceMethod,
@@ -43,6 +44,7 @@ class MethodKinds:
             pool: the runner's slots.
             further: kinds beside those that the shelf has.
         """
+        self._slots = runner.slots
         sparse = SparsePrefillKind(runner.config)
         self.key_pairs: KeyPairs = sparse.pairs
         # In the order in which they arrange a sequence's rows.
@@ -74,6 +76,8 @@ class MethodKinds:
             InvalidRequestError: the request wants what a method can't do, or two of its methods
                 can't stand together.
         """
+        if method is None:
+            return NO_METHOD
         found = [
             kind.attach(name, each, request, sequence)
             for kind in self._kinds
@@ -89,6 +93,8 @@ class MethodKinds:
             request: see above.
             context: how many positions the model has.
         """
+        if method is None:
+            return min(context, self._slots)
         methods = [each for _, each in methods_in(method)]
         for kind in self._kinds:
             context = kind.max_length(methods, request, context)

@@ -18,8 +18,7 @@ from typing import Literal, NamedTuple, Protocol
 from midfill.arrays import Float32Array, Int32Array
 from midfill.errors import InvalidRequestError
 from midfill.kv.branches import Branch
-from midfill.kv.radix_cache import CachedPrefix
-from midfill.kv.radix_node import CacheRoot
+from midfill.kv.radix_cache import CachedPrefix, CacheRoot
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.runners.forward.attention import AttentionPlan
 from midfill.runners.forward.layer_rows import LayerRows, RowChanges

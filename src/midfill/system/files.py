@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import numpy as np
-import numpy.typing as npt
-
 from midfill.errors import MidfillError
+
+if TYPE_CHECKING:  # the command line writes files, and starts without numpy
+    import numpy.typing as npt
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.partial")
 _ABANDONED_SECONDS = 3600.0
@@ -143,7 +143,7 @@ def _reporting_failures(target: Path, errors: tuple[type[Exception], ...]) -> It
         ) from None
 
 
-def release_pages(array: npt.NDArray[Any]) -> None:
+def release_pages(array: "npt.NDArray[Any]") -> None:
     """Let the system have back what was read of the mapped file that an array views.
 
     What is needed again is read again. Does nothing for other arrays.
@@ -153,7 +153,7 @@ def release_pages(array: npt.NDArray[Any]) -> None:
         owner.madvise(mmap.MADV_DONTNEED)
 
 
-def read_ahead(array: npt.NDArray[Any]) -> None:
+def read_ahead(array: "npt.NDArray[Any]") -> None:
     """Have the system read what a contiguous array views of a mapped file, without waiting.
 
     Does nothing for other arrays.
@@ -161,14 +161,18 @@ def read_ahead(array: npt.NDArray[Any]) -> None:
     owner = _map_of(array)
     if owner is None or not hasattr(mmap, "MADV_WILLNEED"):
         return
+    import numpy as np
+
     start = array.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     with suppress(OSError):  # a file system without it
         owner.madvise(mmap.MADV_WILLNEED, first, start + array.nbytes - first)
 
 
-def _map_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
+def _map_of(array: "npt.NDArray[Any]") -> mmap.mmap | None:
     """Return the mapped file that an array views, None if it is in memory."""
+    import numpy as np
+
     owner: Any = array
     while isinstance(owner, np.ndarray) and owner.base is not None:
         owner = owner.base

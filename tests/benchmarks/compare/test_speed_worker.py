@@ -18,6 +18,9 @@ from benchmarks.compare.copies import Version, VersionCopy
 from benchmarks.compare.speed_worker import SpeedWorker
 from midfill.errors import MidfillError
 
+ROOT = Path(__file__).parents[3]
+SOURCES = (ROOT / "src", ROOT)
+
 
 def version(source: Path) -> VersionCopy:
     return VersionCopy("old", Version(commit="a" * 40), source)
@@ -112,12 +115,9 @@ class TestEnding:
             change(stand_in, "yield Delta(1)", "time.sleep(60)")
         program = f"""
 from pathlib import Path
-from midfill.lab.bench.versions.copies import Version, VersionCopy
-from midfill.lab.bench.versions.speed_worker import SpeedWorker
-from midfill.system.process import ended_by_sigterm
 from benchmarks.compare.copies import Version, VersionCopy
 from benchmarks.compare.speed_worker import SpeedWorker
-from midfill.system.termination import ended_by_sigterm
+from midfill.system.process import ended_by_sigterm
 copy = VersionCopy("old", Version(commit="a"), Path({str(stand_in.source)!r}))
 with ended_by_sigterm(), SpeedWorker(copy, Path({str(tmp_path)!r})) as worker:
     worker.load("model", None)
@@ -127,7 +127,7 @@ with ended_by_sigterm(), SpeedWorker(copy, Path({str(tmp_path)!r})) as worker:
 """
         comparison = subprocess.Popen(
             [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": str(Path(midfill.__file__).parents[1])},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, SOURCES))},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,

@@ -25,7 +25,7 @@ from midfill.kv.blob import (
     decode_blob,
 )
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_node import CacheRoot, RadixNode
+from midfill.kv.radix_cache import CacheRoot, RadixNode
 from midfill.kv.ragged import cells_of_slots
 from midfill.runners.forward.cells import UInt8Array
 from midfill.runners.forward.runner import Runner

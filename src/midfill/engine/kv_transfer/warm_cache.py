@@ -32,7 +32,7 @@ from midfill.engine.sequences.sequence import Sequence
 from midfill.errors import OptionError
 from midfill.kv.blob import RAW, BlobError, KvBlob, KvIdentity, bind_tenant, chain
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_node import CacheRoot, MethodRoot
+from midfill.kv.radix_cache import CacheRoot, MethodRoot
 from midfill.kv.tiers.folders import ChunkFolder, open_disk_folder
 from midfill.kv.tiers.load_policy import MeasuredRate, chunks_to_load, patience
 from midfill.kv.tiers.warm_tier import ChunkCodec, TierLoad, WantedChunk, WarmTier

@@ -17,7 +17,7 @@ from midfill.engine.request import (
 from midfill.engine.sampling.empty_answer import EmptyAnswerCheck
 from midfill.engine.sampling.sampler import RandomStream, takes_likeliest
 from midfill.engine.scheduling.drafting import Calibration
-from midfill.kv.radix_node import CacheRoot, MethodRoot
+from midfill.kv.radix_cache import CacheRoot, MethodRoot
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.sequence_method import NO_METHOD, Prefill, SequenceMethod
 from midfill.models.tokens.healing import HealingConstraint

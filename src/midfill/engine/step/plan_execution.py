@@ -9,8 +9,7 @@ from midfill.engine.request import EngineOutput
 from midfill.engine.scheduling.scheduler import Chunk, StepPlan
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
-from midfill.engine.sequences.tenant_stats import TenantCounters
-from midfill.engine.step.counters import EngineCounters
+from midfill.engine.step.counters import EngineCounters, TenantCounters
 from midfill.kv.sequence_kv import SequenceKV
 
 _log = logging.getLogger(__name__)

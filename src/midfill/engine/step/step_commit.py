@@ -7,9 +7,8 @@ from midfill.engine.kv_transfer.warm_cache import KvTraffic
 from midfill.engine.request import EngineOutput
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
-from midfill.engine.sequences.tenant_stats import TenantCounters
 from midfill.engine.step.batching import ScheduledSequence
-from midfill.engine.step.counters import EngineCounters
+from midfill.engine.step.counters import EngineCounters, TenantCounters
 from midfill.engine.step.plan_execution import PlanExecution, method_failure
 from midfill.engine.step.verification import Verification
 from midfill.kv.sequence_kv import SequenceKV

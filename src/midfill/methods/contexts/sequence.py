@@ -22,7 +22,7 @@ from midfill.arrays import BoolArray, Int32Array
 from midfill.errors import InvalidRequestError
 from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
-from midfill.kv.radix_node import CacheRoot, MethodRoot
+from midfill.kv.radix_cache import CacheRoot, MethodRoot
 from midfill.kv.ragged import RaggedIndex, cells_of_slots
 from midfill.kv.sequence_kv import SequenceKV
 from midfill.methods.contexts.method import ParallelMethod

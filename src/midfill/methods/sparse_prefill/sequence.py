@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from midfill.arrays import Int32Array, Int64Array
-from midfill.kv.radix_node import CacheRoot, MethodRoot
+from midfill.kv.radix_cache import CacheRoot, MethodRoot
 from midfill.methods.sequence_method import (
     Aspect,
     PlainLengths,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from midfill.kv.slots import OutOfSlotsError, SlotAllocator
+from midfill.kv.pool import OutOfSlotsError, SlotAllocator
 
 
 def test_a_new_pool_allocates_ascending_slots() -> None:
