@@ -48,8 +48,8 @@ from midfill.kv.tiers.warm_tier import WarmTier
 from midfill.methods.kinds import MethodKinds
 from midfill.methods.method import Method
 from midfill.methods.sequence_method import MethodKind, RequestFacts
-from midfill.methods.sparse_prefill.sequence import KeyPairs
 from midfill.models.config import ModelConfig
+from midfill.runners.forward.attention import KeyPairs
 from midfill.runners.forward.runner import Runner
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from midfill.methods.sequence_method import (
     SequenceView,
     compose,
 )
-from midfill.methods.sparse_prefill.sequence import KeyPairs, SparsePrefillKind
+from midfill.methods.sparse_prefill.sequence import SparsePrefillKind
+from midfill.runners.forward.attention import KeyPairs
 from midfill.runners.forward.runner import Runner
 
 

@@ -9,7 +9,7 @@ from midfill.engine.request import EngineStats, TenantStats
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.speculation import DraftCounts
-from midfill.methods.sparse_prefill.sequence import KeyPairs
+from midfill.runners.forward.attention import KeyPairs
 
 _log = logging.getLogger(__name__)
 

@@ -14,8 +14,6 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import replace
 
-import numpy as np
-
 from midfill.arrays import Int32Array, Int64Array
 from midfill.kv.radix_cache import CacheRoot, MethodRoot
 from midfill.methods.sequence_method import (
@@ -29,27 +27,9 @@ from midfill.methods.sequence_method import (
 )
 from midfill.methods.sparse_prefill.method import PrefillMethod
 from midfill.models.config import ModelConfig
-from midfill.runners.forward.attention import AttentionPlan, LayerProbe, SpanLists
+from midfill.runners.forward.attention import AttentionPlan, KeyPairs, LayerProbe, SpanLists
 
 _MAX_NUMBERS = 4096
-
-
-class KeyPairs:
-    """Counts products of queries with keys in chunks that a method has listed.
-
-    Attributes:
-        computed: [layers, query_heads] int64, those that were computed.
-        causal: [layers] int64, those that dense attention has per query head for the same rows.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.computed: Int64Array = np.zeros((config.layers, config.query_heads), np.int64)
-        self.causal: Int64Array = np.zeros(config.layers, np.int64)
-
-    @property
-    def totals(self) -> tuple[int, int]:
-        """Return what was computed and what dense attention has, in all layers and heads."""
-        return int(self.computed.sum()), int(self.causal.sum()) * self.computed.shape[1]
 
 
 class ChunkNumbers:

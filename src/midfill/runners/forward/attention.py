@@ -150,6 +150,24 @@ class KeyLister(Protocol):
         ...
 
 
+class KeyPairs:
+    """Counts products of queries with keys, of rows whose keys were listed.
+
+    Attributes:
+        computed: [layers, query_heads] int64, those that were computed.
+        causal: [layers] int64, those that dense attention has per query head for the same rows.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.computed: Int64Array = np.zeros((config.layers, config.query_heads), np.int64)
+        self.causal: Int64Array = np.zeros(config.layers, np.int64)
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Return what was computed and what dense attention has, in all layers and heads."""
+        return int(self.computed.sum()), int(self.causal.sum()) * self.computed.shape[1]
+
+
 @dataclass(frozen=True)
 class KeyPart:
     """Keys that a request's rows attend to apart from those in its own slots.

@@ -17,9 +17,9 @@ from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.frontend.sampling import SamplingParams
 from midfill.infill.request import InfillRequest
 from midfill.methods.method import Method
-from midfill.methods.sparse_prefill.sequence import KeyPairs
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
 from midfill.models.checkpoints.opening import open_model
+from midfill.runners.forward.attention import KeyPairs
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.forward.runner import Runner
 
