@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,7 @@ class ScriptedReplicas:
         self.script = list(script)
         self.avoided: list[list[str]] = []
         self.hints: list[KvHint] = []
+        self.deadlines: list[float | None] = []
         self.cancelled = 0
         self.present = {"a": ReplicaNumbers(), "b": ReplicaNumbers()}
 
@@ -61,6 +63,7 @@ class ScriptedReplicas:
         """Yield a line of the script; what is an error is raised. After its last line, hang."""
         self.avoided.append(list(avoid))
         self.hints.append(hint)
+        self.deadlines.append(request.deadline)
         try:
             for message in self.script.pop(0):
                 if isinstance(message, MidfillError):
@@ -113,6 +116,19 @@ def test_another_replica_continues_where_one_was_lost() -> None:
     )
     assert answer(replicas) == ([1, 2, 3, 4], "stop", None)
     assert replicas.avoided == [[], ["a"]]
+
+
+def test_every_replica_that_is_asked_has_the_deadline() -> None:
+    replicas = ScriptedReplicas([Accepted("a"), LOST], [Accepted("b"), output(1, ends=True)])
+
+    async def run() -> None:
+        asked = msgspec.structs.replace(request(), deadline=1e12)
+        with RemoteEngine(replicas, INFO).submit(asked) as stream:
+            async for _ in stream:
+                pass
+
+    asyncio.run(run())
+    assert replicas.deadlines == [1e12, 1e12]
 
 
 def test_an_engine_that_restarts_within_its_replica_is_a_lost_one() -> None:

@@ -43,9 +43,10 @@ class ServeReplicas:
         self, request: EngineRequest, document: str, avoid: list[str], hint: KvHint
     ) -> AsyncGenerator[FromReplica, None]:
         """Yield a replica's messages; see ``remote_engine.Replicas``."""
+        # Another machine's clock counts from another time.
         left = None if request.deadline is None else request.deadline - time.monotonic()
         messages = self._generate.remote(
-            msgspec.msgpack.encode(request),
+            msgspec.msgpack.encode(msgspec.structs.replace(request, deadline=None)),
             seconds=left,
             document=document,
             avoid=list(avoid),
