@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tiny_checkpoints import write_tiny
 
-from midfill.lab.bench.methods.session import MethodSession
+if TYPE_CHECKING:
+    from midfill.lab.bench.methods.session import MethodSession
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +18,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def session(tiny_model: str) -> Iterator[MethodSession]:
+def session(tiny_model: str) -> Iterator["MethodSession"]:
+    from midfill.lab.bench.methods.session import MethodSession  # here: it needs torch
+
     one = MethodSession(tiny_model, threads=1)
     yield one
     one.close()

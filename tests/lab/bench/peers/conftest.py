@@ -1,25 +1,31 @@
 """Models to compare servers on, and programs that stand in for servers."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from stand_in import Program, write_program
 from tiny_checkpoints import write_tiny
 from tiny_gguf import write_gguf
 
-from midfill.lab.bench.peers.servers import ComparedModel, open_compared
+if TYPE_CHECKING:
+    from midfill.lab.bench.peers.servers import ComparedModel
 
 
 @pytest.fixture(scope="session")
-def folder_model(tmp_path_factory: pytest.TempPathFactory) -> ComparedModel:
+def folder_model(tmp_path_factory: pytest.TempPathFactory) -> "ComparedModel":
     """A tiny model as a Hugging Face folder."""
+    from midfill.lab.bench.peers.servers import open_compared  # here: it needs torch
+
     folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
     return open_compared(str(write_tiny("llama", folder, max_position_embeddings=8192)), None)
 
 
 @pytest.fixture(scope="session")
-def gguf_model(tmp_path_factory: pytest.TempPathFactory) -> ComparedModel:
+def gguf_model(tmp_path_factory: pytest.TempPathFactory) -> "ComparedModel":
     """A tiny model as a GGUF file."""
+    from midfill.lab.bench.peers.servers import open_compared  # here: it needs torch
+
     return open_compared(str(write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")), None)
 
 
