@@ -111,8 +111,12 @@ class RunningServer:
 
     def engine_processes(self) -> list[int]:
         """Return the ids of the engine processes in the order in which they were started."""
+        # -ww: ps cuts commands at $COLUMNS otherwise, and some environments set it.
         listing = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
+            ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         rows = [line.split(maxsplit=3) for line in listing.stdout.splitlines()]
         return sorted(
