@@ -61,6 +61,18 @@ def pytest_make_collect_report(
     return report
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """Skip tests that get to a library that is not installed."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ModuleNotFoundError) and cause.name in _MISSING:
+            pytest.skip(f"needs {cause.name}")
+        raise
+
+
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of 320 tokens and 512 tokens of context, with FIM tokens and a chat template."""

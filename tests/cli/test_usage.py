@@ -48,6 +48,8 @@ SERVE, COMPLETE = "(see 'midfill serve --help')", "(see 'midfill complete --help
 )  # fmt: skip
 def test_a_wrong_use_is_one_line_and_status_2(line: str, said: str) -> None:
     done = CliRunner().invoke(app, line.split(), prog_name="midfill")
+    if not isinstance(done.exception, SystemExit):
+        raise AssertionError(f"ended with {done.exception!r}") from done.exception
     assert (done.exit_code, done.stderr) == (2, f"midfill: {said}\n")
 
 

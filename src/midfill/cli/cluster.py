@@ -160,10 +160,10 @@ def up(
     from midfill.serving.cluster.spec import FrontSpec, ModelSpec, require_ray
     from midfill.system.machine import available_threads
 
+    size.check()
     require_ray()
     from midfill.serving.cluster.command import start
 
-    size.check()
     spec = ModelSpec(
         model=_absolute(model or DEFAULT_MODEL),
         adapter=None if adapter is None else _absolute(adapter),

@@ -17,19 +17,16 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-import msgspec
 import torch
 
 from midfill.lab.bench.documents import unseen_documents
+from midfill.lab.bench.methods.results import Score, Task
 from midfill.lab.bench.methods.session import MethodSession
 from midfill.lab.evaluation.holes import draw_holes
 from midfill.lab.evaluation.problems import Problem
 from midfill.lab.evaluation.source_files import SourceFile
 from midfill.models.tokens.tokenizer import Tokenizer
-
-Task = Literal["needle", "multi-key", "turns", "requests", "code"]
 
 
 @dataclass(frozen=True)
@@ -51,24 +48,6 @@ class Probe:
     tokens: tuple[int, ...]
     compress_after: int
     answers: tuple[tuple[int, int], ...]
-
-
-class Score(msgspec.Struct, frozen=True):
-    """How a known answer fared.
-
-    Attributes:
-        tokens: of the answer.
-        likeliest: whether each was the likeliest, so that a greedy answer would be this one.
-        logprob: mean log-probability of its tokens, in nats.
-        divergence: mean Kullback-Leibler divergence from full KV's distributions, in nats.
-        agreement: share of its tokens at which full KV has the same likeliest token.
-    """
-
-    tokens: int
-    likeliest: bool
-    logprob: float
-    divergence: float
-    agreement: float
 
 
 def score_probe(

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-from midfill.lab.bench.methods.probes import Score, Task
 from midfill.lab.bench.methods.results import (
     FULL,
     FULL_KV,
     MethodsOptions,
     MethodsReport,
     ModelResult,
+    Score,
+    Task,
     Variant,
 )
 from midfill.system.reporting import ResultTable

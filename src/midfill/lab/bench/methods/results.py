@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from midfill.errors import MidfillError, OptionError
-from midfill.lab.bench.methods.probes import Score, Task
 from midfill.methods.registry import (
     METHODS,
     OFF,
@@ -16,6 +16,8 @@ from midfill.methods.registry import (
     resolve_method,
 )
 from midfill.system.machine import Machine
+
+Task = Literal["needle", "multi-key", "turns", "requests", "code"]
 
 
 class MethodsOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +69,24 @@ QUICK = MethodsOptions(
     decoded=24,
     repeats=1,
 )
+
+
+class Score(msgspec.Struct, frozen=True):
+    """How a known answer fared.
+
+    Attributes:
+        tokens: of the answer.
+        likeliest: whether each was the likeliest, so that a greedy answer would be this one.
+        logprob: mean log-probability of its tokens, in nats.
+        divergence: mean Kullback-Leibler divergence from full KV's distributions, in nats.
+        agreement: share of its tokens at which full KV has the same likeliest token.
+    """
+
+    tokens: int
+    likeliest: bool
+    logprob: float
+    divergence: float
+    agreement: float
 
 
 class ProbeResult(msgspec.Struct, frozen=True):

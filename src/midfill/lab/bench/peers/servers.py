@@ -20,7 +20,6 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.model_store import resolve
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.models.config import tensor_shapes
-from midfill.runners.cpu.runner import multiplies_bfloat16
 from midfill.version import __version__
 
 _BANNER_WEIGHTS = re.compile(r"weights (?P<size>[\d.]+) (?P<unit>bytes|KB|MB|GB)")
@@ -208,6 +207,8 @@ def launch_midfill(
         speculation: whether it drafts tokens, as it does by default.
         kinds: of loads to measure on it; "decode" alone is a server of its own.
     """
+    from midfill.runners.cpu.runner import multiplies_bfloat16  # loads torch
+
     decode_alone = kinds == ("decode",)
     flags = ["--threads", str(room.threads), "--adapter", "none"]
     flags += ["--kv-memory", str(room.kv_tokens * _kv_bytes(model))]
