@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,25 @@ def documents(count: int, name: str, characters: int = 300) -> list[str]:
     ]
 
 
+def reported_documents(cluster: RunningCluster, seconds: float = 6) -> dict[str, int]:
+    """Return each replica's documents, once no report in ``seconds`` has changed them.
+
+    Replicas report every two seconds, so what an earlier test sent may not be counted yet.
+    """
+    found: dict[str, int] = {}
+    since = time.monotonic()
+
+    def steady() -> bool:
+        nonlocal found, since
+        now = {name: one["documents"] for name, one in cluster.status()["replicas"].items()}
+        if now != found:
+            found, since = now, time.monotonic()
+        return time.monotonic() - since > seconds
+
+    wait_for(steady)
+    return found
+
+
 def test_replicas_give_the_answers_of_one_server(
     cluster: RunningCluster, tiny_folder: Path
 ) -> None:
@@ -56,19 +76,15 @@ def test_replicas_give_the_answers_of_one_server(
 
 def test_a_document_stays_with_the_replica_that_holds_its_kv(cluster: RunningCluster) -> None:
     texts = documents(8, "house")
-    held = {name: each["documents"] for name, each in cluster.status()["replicas"].items()}
+    held = reported_documents(cluster)
     for text in texts:
         cluster.complete(prompt=text, suffix="\n", max_tokens=1)
     for text in texts:
         usage = cluster.complete(prompt=text + " x", suffix="\n", max_tokens=1)["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         assert cached > 0.8 * usage["prompt_tokens"]
-
-    def spread() -> bool:
-        now = cluster.status()["replicas"]
-        return sum(now[name]["documents"] - held[name] for name in held) == len(texts)
-
-    wait_for(spread)
+    now = reported_documents(cluster)
+    assert sum(now[name] - held[name] for name in held) == len(texts)
 
 
 def test_every_dialect_is_spoken(cluster: RunningCluster) -> None:
