@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from naive_attention import naive_attention
 
 from midfill.kernels.cpu import attention, attention_metadata
 from midfill.kernels.cpu.activations import Activations
@@ -16,6 +17,8 @@ from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.standby import sync_size
 from midfill.kernels.cpu.thread_pool import ThreadContext
 from midfill.kv.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
+from midfill.runners.forward.attention import AttentionPlan
+from midfill.runners.forward.batch import ForwardBatch
 
 QUERY_HEADS, KV_HEADS, DIM = 6, 2, 32
 GROUP = QUERY_HEADS // KV_HEADS
@@ -91,17 +94,23 @@ NO_QUANTS = np.zeros(0, np.uint8)
 CELLS = np.zeros(2 * SEGMENT, np.int32)
 
 
-def naive(pool: Pool, slots: np.ndarray, queries: np.ndarray, window: int) -> np.ndarray:
-    """queries: the last rows of a request whose keys are in ``slots``."""
-    out = np.empty((len(queries), QUERY_HEADS, DIM))
-    for i, row in enumerate(queries):
-        end = len(slots) - len(queries) + i + 1
-        seen = slots[max(0, end - window) if window else 0 : end]
-        for head in range(QUERY_HEADS):
-            scores = pool.keys[seen, head // GROUP] @ pool.scaled(row[head])
-            weights = np.exp(scores - scores.max())
-            out[i, head] = weights @ pool.values[seen, head // GROUP] / weights.sum()
-    return out.reshape(len(queries), -1)
+def expected(
+    pool: Pool,
+    slots: np.ndarray,
+    queries: np.ndarray,
+    window: int = 0,
+    index: RaggedIndex | None = None,
+) -> np.ndarray:
+    """Return what the definition gives for the last rows of a request with these slots."""
+    rows, ends = np.arange(len(queries), dtype=np.int32), [0, len(queries)]
+    batch = ForwardBatch(
+        rows, rows, rows, np.array(ends, np.int32), np.array([0, len(slots)], np.int32),
+        slots.astype(np.int32), rows[-1:], attention=(AttentionPlan(index),),
+    )  # fmt: skip
+    keys, values = (torch.from_numpy(part)[None] for part in (pool.keys, pool.values))
+    scaled = torch.from_numpy(np.array([pool.scaled(row) for row in queries], np.float64))
+    out = naive_attention(batch, 0, window or None, 1.0, scaled, keys, values)
+    return out.reshape(len(queries), -1).numpy()
 
 
 def attend(
@@ -207,7 +216,7 @@ def test_equals_softmax_over_the_keys_a_row_may_see(
     slots = np.random.default_rng(length).permutation(1200)[:length]
     rows = queries(min(length, 21), length)
     got = attend(pool, [(slots, rows)], window=window, split=split)
-    np.testing.assert_allclose(got, naive(pool, slots, rows, window), atol=tolerance(pool, 2e-6))
+    np.testing.assert_allclose(got, expected(pool, slots, rows, window), atol=tolerance(pool, 2e-6))
 
 
 @pytest.mark.parametrize("window", [0, 100])
@@ -274,32 +283,6 @@ def test_gathered_rows_share_a_batch_with_others_and_see_cells(pool: Pool) -> No
     np.testing.assert_array_equal(together, np.concatenate(apart))
 
 
-def naive_ragged(
-    pool: Pool, index: RaggedIndex, slots: np.ndarray, queries: np.ndarray
-) -> np.ndarray:
-    """Each head sees its cells, with their terms, then the slots up to the row's own."""
-    out = np.empty((len(queries), QUERY_HEADS, DIM))
-    terms = index.terms or KeyTerms.neutral(len(index.cells))
-    for i, row in enumerate(queries):
-        own = slots[: len(slots) - len(queries) + i + 1]
-        for head in range(QUERY_HEADS):
-            kv_head = head // GROUP
-            part = slice(index.indptr[kv_head], index.indptr[kv_head + 1])
-            seen = np.concatenate((index.cells[part], kv_head * pool.slots + own))
-            rest = np.zeros(len(own))
-            keys, values = (
-                numbers[seen % pool.slots, seen // pool.slots]
-                for numbers in (pool.keys, pool.values)
-            )
-            scores = keys @ pool.scaled(row[head])
-            scores *= np.concatenate((terms.score_factor[part], rest + 1))
-            scores += np.concatenate((terms.score_bias[part], rest))
-            weights = np.exp(scores - scores.max())
-            values = values * np.concatenate((terms.value_factor[part], rest + 1))[:, None]
-            out[i, head] = weights @ values / weights.sum()
-    return out.reshape(len(queries), -1)
-
-
 def ragged_index(
     pool: Pool, counts: Sequence[int], rng: np.random.Generator, *, terms: bool = False
 ) -> RaggedIndex:
@@ -328,7 +311,7 @@ def test_heads_see_their_own_cells_before_the_slots(
         slots, own = rng.permutation(pool.slots)[: rows + 7], queries(rows, rows)
         got = attend(pool, [(slots, own)], split=split, indices=[index])
         np.testing.assert_allclose(
-            got, naive_ragged(pool, index, slots, own), atol=tolerance(pool, 4e-6)
+            got, expected(pool, slots, own, index=index), atol=tolerance(pool, 4e-6)
         )
 
 
