@@ -22,8 +22,6 @@ from benchmarks.plugins.clients import (
     Asking,
     Continue,
     LanguageServer,
-    LlamaVim,
-    LlamaVscode,
     Minuet,
     Plugin,
     Sent,
@@ -33,6 +31,7 @@ from benchmarks.plugins.clients import (
     Zed,
 )
 from benchmarks.plugins.counting_engine import CountingEngine, Counts
+from benchmarks.plugins.llama_cpp import LlamaVim, LlamaVscode
 from benchmarks.report import publish
 from midfill.cli.bench.options import JsonOption
 from midfill.cli.options import (
