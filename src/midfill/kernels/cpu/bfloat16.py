@@ -39,7 +39,7 @@ _ONES = 0x3F803F80
 """A pair of ones."""
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
+class _BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite has no type for."""
 
     def _to_string(self) -> str:

@@ -33,7 +33,7 @@ F32_VECTOR = ir.VectorType(F32, LANES)
 Codegen = Callable[..., Any]
 
 
-class F32x16(types.Type):  # type: ignore[misc]
+class F32x16(types.Type):
     """Numba type of a vector of 16 float32."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ f32x16 = F32x16()
 
 
 @register_model(F32x16)
-class _F32x16Model(models.PrimitiveModel):  # type: ignore[misc]
+class _F32x16Model(models.PrimitiveModel):
     def __init__(self, data_model_manager: Any, front_end_type: Any) -> None:
         super().__init__(data_model_manager, front_end_type, F32_VECTOR)
 
