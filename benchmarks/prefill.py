@@ -27,8 +27,7 @@ from midfill.lab.bench.methods.probes import Haystacks, Probe, needle_probes
 from midfill.lab.bench.methods.results import split_specifications
 from midfill.lab.bench.methods.session import MethodSession
 from midfill.methods.registry import methods_of, parse_name, resolve_method
-from midfill.methods.sparse_prefill.chunks import ChunkRule
-from midfill.methods.sparse_prefill.method import PrefillMethod
+from midfill.methods.sparse_prefill.method import ChunkRule, PrefillMethod
 from midfill.methods.sparse_prefill.minference import LOCAL, SINKS
 from midfill.methods.sparse_prefill.patterns import cross_mask
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL

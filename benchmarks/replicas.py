@@ -29,7 +29,6 @@ from midfill.cli.options import ModelArgument
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
 from midfill.cli.values import parse_counts
-from midfill.config import RouterName
 from midfill.errors import MidfillError
 from midfill.lab.bench.clients import HttpClient, Measurement
 from midfill.lab.bench.documents import standard_library_documents
@@ -37,6 +36,7 @@ from midfill.lab.bench.editing import SESSION_KINDS, edit_session
 from midfill.lab.bench.rounds import RoundsOptions, payload
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.serving.cluster.spec import require_ray
+from midfill.serving.options import RouterName
 from midfill.system.cache import cache_folder
 from midfill.system.machine import Machine, describe_machine
 from midfill.system.reporting import ResultTable

@@ -27,9 +27,10 @@ from midfill.cli.bench.options import JsonOption, LoadedModelOption
 from midfill.cli.options import ThreadsOption
 from midfill.cli.outputs import DocsOption
 from midfill.cli.progress import show_steps
-from midfill.config import ModelOptions, ServeOptions
+from midfill.config import ModelOptions
 from midfill.lab.bench.documents import standard_library_documents
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL, resolve, resolve_adapter
+from midfill.serving.options import ServeOptions
 from midfill.serving.server.app import create_app
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.run import open_service

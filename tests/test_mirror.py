@@ -22,7 +22,6 @@ TESTED_THROUGH = {
     "engine/step/verification": "engine/step/test_speculation.py",
     "frontend/template_worker": "frontend/test_chat.py",
     "kernels/cpu/entropy/rans": "methods/store/test_cachegen.py",
-    "kernels/cpu/cell_rotation": "runners/cpu/test_cells.py",
     "kernels/cpu/parts/*": "runners/cpu/test_parts.py",
     "kernels/cpu/decoder*": "runners/cpu/test_runner.py",
     "kernels/cpu/attention_parts": "runners/cpu/test_parts.py",

@@ -113,27 +113,6 @@ def poisson_arrivals(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a placement was chosen for.
-
-    Attributes:
-        rate: requests per second.
-        prompt, output: mean tokens.
-    """
-
-    rate: float
-    prompt: float
-    output: float
-
-    def differs(self, other: "Demand", tolerance: float = 0.25) -> bool:
-        """Whether another demand is so different that a new placement should be searched."""
-        pairs = (
-            (self.rate, other.rate), (self.prompt, other.prompt), (self.output, other.output),
-        )  # fmt: skip
-        return any(abs(after - before) > tolerance * before for before, after in pairs)
-
-
 _FIRST_TOKEN_ID = 50  # beyond bytes and special tokens in most vocabularies
 
 

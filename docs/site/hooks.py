@@ -38,6 +38,7 @@ one release when they change. The first example is in [the README](../index.md).
 """
 _PUBLIC: Mapping[str, Sequence[str] | None] = {
     "midfill.LLM": None,
+    "midfill.llm.LoadOptions": None,
     "midfill.llm.InfillOptions": None,
     "midfill.infill.request.InfillRequest": (),
     "midfill.SamplingParams": (),

@@ -48,6 +48,32 @@ class InfillOptions(TypedDict, total=False):
     repository: str
 
 
+class LoadOptions(TypedDict, total=False):
+    """Options of ``LLM``; each has the default of the field of ``ModelOptions``.
+
+    Attributes:
+        backend: what runs the model: "cpu", "torch", or "auto".
+        device: of the torch backend, such as "cuda:1".
+        weights: how the CPU kernels store weights: "auto" (as in the file), "f32", or rounded to
+            "q4" or "q8" where they have more bits.
+        threads: of the CPU; None takes all cores this process may use.
+        context: maximum tokens of a prompt and its answer; None takes the model's.
+        kv_memory: bytes for KV; None is sized from free memory.
+        speculation: draft tokens that copy from the text; never changes an answer.
+        method: compresses the KV of every prompt, as in "cake:budget=256", or takes it from
+            elsewhere, as in "cacheblend"; see ``midfill methods``.
+    """
+
+    backend: Backend
+    device: str | None
+    weights: WeightsOption
+    threads: int | None
+    context: int | None
+    kv_memory: int | None
+    speculation: bool
+    method: str
+
+
 class InProcessEngine:
     """An engine that any number of threads may call. No thread is dedicated to running it.
 
@@ -160,65 +186,42 @@ class LLM:
         self,
         model: str = DEFAULT_MODEL,
         *,
-        backend: Backend = "auto",
-        device: str | None = None,
-        weights: WeightsOption = "auto",
-        threads: int | None = None,
-        context: int | None = None,
-        kv_memory: int | None = None,
         kv_dtype: KvDtype = "auto",
         adapter: str | Path | None = None,
-        speculation: bool = True,
-        method: str = "none",
         fim_tokens: tuple[str, str, str] | None = None,
         window: WindowRule | None = None,
         progress: Progress | None = None,
+        **options: Unpack[LoadOptions],
     ) -> None:
         """Load a model; fetch it first if it is not stored yet.
 
         Args:
             model: a path, ORG/NAME on the Hugging Face hub, or a name ``midfill models`` lists.
-            backend: what runs the model: "cpu", "torch", or "auto".
-            device: of the torch backend, such as "cuda:1".
-            weights: how the CPU kernels store weights: "auto" (as in the file), "f32", or rounded
-                to "q4" or "q8" where they have more bits.
-            threads: of the CPU; None takes all cores this process may use.
-            context: maximum tokens of a prompt and its answer; None takes the model's.
-            kv_memory: bytes for KV; None is sized from free memory.
             kv_dtype: how the CPU kernels store KV: "auto", "f32", "f16", "bf16", "i8".
             adapter: folder of a LoRA adapter to merge into the model, or "none". None takes the
                 adapter that midfill ships for a model of this name, if there is one.
-            speculation: draft tokens that copy from the text; never changes an answer.
-            method: compresses the KV of every prompt, as in "cake:budget=256", or takes it from
-                elsewhere, as in "cacheblend"; see ``midfill methods``.
             fim_tokens: the prefix, suffix and middle token, for models that midfill doesn't know.
             window: how much of a long document to show the model around the caret; None takes what
                 the model or its adapter says.
             progress: called with (stage, done, total).
+            options: see ``LoadOptions``.
 
         Raises:
             MidfillError: the model can't be found or loaded.
         """
         folder = resolve_adapter(model, None if adapter is None else str(adapter))
-        options = ModelOptions(
-            backend=backend,
-            device=device,
-            weights=weights,
-            threads=threads,
-            context=context,
-            kv_memory=kv_memory,
+        loaded = ModelOptions(
             kv_cache_dtype=kv_dtype,
             adapter=None if folder is None else str(folder),
-            speculation=speculation,
-            method=method,
             allow_methods=("any",),
+            **options,
         )
         started = time.perf_counter()
-        checkpoint = open_model(resolve(model, progress), folder, weights)
+        checkpoint = open_model(resolve(model, progress), folder, loaded.weights)
         self.fim_format = fim_format(checkpoint, fim_tokens)
         self.tokenizer = checkpoint.tokenizer
         self.fingerprint = fingerprint_of(checkpoint)
-        engine, self._runner, self.info = load_engine(checkpoint, options, progress, started)
+        engine, self._runner, self.info = load_engine(checkpoint, loaded, progress, started)
         self._engine = InProcessEngine(engine)
         self._prompts = PromptEncoder(checkpoint, self.fim_format, self.info.context, window)
         self._encoding = threading.Lock()

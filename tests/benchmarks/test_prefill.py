@@ -20,7 +20,7 @@ from benchmarks.prefill import (
 )
 from midfill.errors import MidfillError
 from midfill.methods.registry import methods_of
-from midfill.methods.sparse_prefill.chunks import ChunkRule
+from midfill.methods.sparse_prefill.method import ChunkRule
 from midfill.models.checkpoints.model_store import DEFAULT_MODEL
 from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe
 

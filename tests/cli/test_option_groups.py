@@ -11,15 +11,9 @@ from typer.testing import CliRunner
 
 from midfill.cli.app import app as midfill
 from midfill.cli.option_groups import FlagsOf, option_of, with_option_groups
-from midfill.config import (
-    API_KEY_VARIABLE,
-    ModelOptions,
-    ServeOptions,
-    TlsFiles,
-    WindowSize,
-    Workers,
-)
+from midfill.config import ModelOptions, Workers
 from midfill.errors import MidfillError
+from midfill.serving.options import API_KEY_VARIABLE, ServeOptions, TlsFiles, WindowSize
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from midfill.cli.values import (
     parse_size,
     parse_window,
 )
-from midfill.config import FimTokens, WindowSize
+from midfill.config import FimTokens
+from midfill.serving.options import WindowSize
 
 
 @pytest.mark.parametrize(

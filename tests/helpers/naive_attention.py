@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from midfill.kv.ragged import KeyTerms, RaggedIndex
+from midfill.arrays import Int32Array
+from midfill.kv.ragged import KeyTerms, RaggedIndex, cells_of_slots
 from midfill.runners.forward.attention import QUERY_BLOCK, AttentionPlan, KeyPart, SpanLists
 from midfill.runners.forward.batch import ForwardBatch
 
@@ -92,3 +93,14 @@ def _head(index: RaggedIndex, place: int) -> tuple[np.ndarray, np.ndarray]:
     terms = index.terms or KeyTerms.neutral(len(index.cells))
     arrays = (terms.score_factor, terms.score_bias, terms.value_factor)
     return index.cells[span], np.stack([term[span] for term in arrays])
+
+
+def uniform_ragged_index(slots: Int32Array, heads: int, total_slots: int) -> RaggedIndex:
+    """Return the index under which every layer and head keeps the same slots.
+
+    Args:
+        slots, heads, total_slots: see ``cells_of_slots``.
+    """
+    cells = cells_of_slots(slots, heads, total_slots).reshape(-1)
+    indptr = np.arange(heads + 1, dtype=np.int32) * np.int32(len(slots))
+    return RaggedIndex(cells, indptr)

@@ -45,6 +45,11 @@ class Answer:
         self.error = output.error
 
 
+def same(found: Answer, expected: Answer) -> bool:
+    """Whether tokens and log probabilities are equal, to the last bit."""
+    return (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
+
+
 @dataclass(frozen=True)
 class FixedCost(StepCost):
     """A step cost that learns nothing: each further row costs ``row`` times the first."""

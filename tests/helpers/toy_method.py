@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import AddedKeys, Selection
 from midfill.models.config import ModelConfig
 from midfill.runners.forward.attention import LayerProbe, SpanLists

@@ -5,7 +5,7 @@ from itertools import takewhile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from midfill.infill.context_files import ContextFile, ContextOrder, context_segments
+from midfill.infill.context_files import ContextFile, ContextOrder, FittingFiles, context_segments
 from midfill.infill.formats import FimFormat, Sentinel
 from midfill.infill.layout import TextSegment
 
@@ -151,3 +151,67 @@ def test_no_context_is_no_segment() -> None:
 def test_context_is_text_even_if_it_spells_sentinels() -> None:
     segments = context_segments(QWEN, [ContextFile("<SEP><PRE>", "a")])
     assert [s.role for s in segments if isinstance(s, TextSegment)] == ["context"]
+
+
+def numbered(number: int) -> ContextFile:
+    return ContextFile(f"{number}", f"{number}.py")
+
+
+def fitting(size: int = 10) -> FittingFiles:
+    """A context of 160 tokens, of which files of one size may take 90, or 70 after a choice."""
+    return FittingFiles(160, lambda _: size)
+
+
+def test_what_fits_is_kept_whole() -> None:
+    files = [numbered(number) for number in range(9)]
+    assert fitting().choose_and_record(files, "") == tuple(files)
+    assert fitting().choose_and_record([], "") == ()
+
+
+def test_a_growing_list_loses_its_first_files_a_few_at_a_time() -> None:
+    one, kept, firsts = fitting(), 0, []
+    for count in range(1, 40):
+        chosen = one.choose_and_record([numbered(number) for number in range(count)], "")
+        assert chosen[-1] == numbered(count - 1)
+        firsts.append(chosen[0].path)
+        kept = len(chosen)
+        assert min(count, 7) <= kept <= 9
+    assert len(set(firsts)) <= 1 + 40 // 3
+
+
+def test_a_choice_stands_while_files_come_and_go() -> None:
+    one = fitting()
+    files = [numbered(number) for number in range(20)]
+    first = one.choose_and_record(files, "")
+    assert first == tuple(files[-7:])
+    assert one.choose_and_record([*files, numbered(20)], "") == (*first, numbered(20))
+    assert one.choose_and_record([*files, numbered(20), numbered(21)], "") == (
+        *first,
+        numbered(20),
+        numbered(21),
+    )
+    assert len(one.choose_and_record([*files, numbered(20), numbered(21), numbered(22)], "")) == 7
+
+
+def test_tenants_choose_for_themselves() -> None:
+    one = fitting()
+    files = [numbered(number) for number in range(20)]
+    one.choose_and_record(files, "a")
+    assert len(one.choose_and_record([*files, numbered(20)], "a")) == 8
+    assert len(one.choose_and_record([*files, numbered(20)], "b")) == 7
+
+
+def test_a_file_that_never_fits_is_left_out() -> None:
+    assert fitting(200).choose_and_record([numbered(1)], "") == ()
+
+
+@given(st.lists(st.lists(st.integers(1, 80), max_size=20), max_size=6))
+def test_the_last_files_are_kept_and_never_too_many(requests: list[list[int]]) -> None:
+    one = FittingFiles(160, lambda file: int(file.text))
+    for sizes in requests:
+        files = [ContextFile(f"{size}", f"{place}") for place, size in enumerate(sizes)]
+        kept = one.choose_and_record(files, "")
+        assert kept == tuple(files[len(files) - len(kept) :])
+        total = sum(int(file.text) for file in kept)
+        assert total <= 90
+        assert len(kept) == len(files) or total + sizes[len(files) - len(kept) - 1] > 70

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from naive_attention import uniform_ragged_index
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.engine import Engine, EngineOptions
@@ -12,7 +13,7 @@ from midfill.engine.request import EngineSamplingParams
 from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.kv.compressed_prefix import CompressedPrefix
 from midfill.kv.pool import KVPool
-from midfill.kv.ragged import RaggedIndex, cells_of_slots, uniform_ragged_index
+from midfill.kv.ragged import RaggedIndex, cells_of_slots
 from midfill.methods.sequence_method import (
     PlainLengths,
     Prefill,

@@ -16,7 +16,7 @@ from midfill.methods.registry import resolve_method
 from midfill.methods.shelf import AllowedMethods
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
-from serving import Answer, build_engine, preempting_every, request, serve
+from serving import Answer, build_engine, preempting_every, request, same, serve
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0)
 SPARSE = "flexprefill:chunk=64,dense=64,least=64,gamma=0.4"
@@ -52,10 +52,6 @@ def engine(runner: CpuRunner, specification: str, budget: int = 512) -> Engine:
 def ask(engine: Engine) -> Answer:
     asked = request("r", PROMPT, PARAMS, contexts=tuple(BOUNDS))
     return serve(engine, [asked])["r", 0]
-
-
-def same(found: Answer, expected: Answer) -> bool:
-    return found.tokens == expected.tokens and found.logprobs == expected.logprobs
 
 
 @pytest.mark.parametrize("first", [SPARSE, APART])

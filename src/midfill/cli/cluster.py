@@ -9,7 +9,8 @@ import typer
 
 from midfill.cli.option_groups import FlagsOf, with_option_groups
 from midfill.cli.options import AdapterOption, ModelArgument
-from midfill.config import ModelOptions, RouterName, ServeOptions
+from midfill.config import ModelOptions
+from midfill.serving.options import RouterName, ServeOptions
 from midfill.version import __version__
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from midfill.cli.option_groups import FlagsOf, with_option_groups
-from midfill.config import ServeOptions
+from midfill.serving.options import ServeOptions
 
 if TYPE_CHECKING:
     from midfill.serving.gateway.run import Gateway

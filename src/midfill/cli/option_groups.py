@@ -1,7 +1,7 @@
 """Options that commands take as a group: the fields of one object, declared once.
 
 A group is a dataclass whose fields are annotated as Typer takes them, or some or all ``Flag``s of a
-class of ``config`` (``FlagsOf``).
+class of ``config`` or ``serving.options`` (``FlagsOf``).
 """
 
 import dataclasses
@@ -16,9 +16,14 @@ from typing import Annotated, Any, Optional, Union, get_args, get_origin, get_ty
 
 import typer
 
+from midfill import config
 from midfill.cli import values
 from midfill.config import Flag
 from midfill.errors import MidfillError
+from midfill.serving import options
+
+_DECLARING = (config.__name__, options.__name__)
+"""Modules whose classes can be fields of such a class."""
 
 PARSERS: dict[str, Callable[[str], Any]] = {
     "size": values.parse_size,
@@ -214,12 +219,11 @@ def _hints(kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _held(hint: Any) -> Any:
-    """Return the class of ``config`` that a field holds, if it holds one, or None of it."""
+    """Return the class of options that a field holds, if it holds one, or None of it."""
     union = get_origin(hint) in (Union, types.UnionType)
     kinds = [kind for kind in (get_args(hint) if union else (hint,)) if kind is not type(None)]
-    if len(kinds) == 1 and isinstance(kinds[0], type) and kinds[0].__module__ == Flag.__module__:
-        return kinds[0]
-    return None
+    is_class = len(kinds) == 1 and isinstance(kinds[0], type)
+    return kinds[0] if is_class and kinds[0].__module__ in _DECLARING else None
 
 
 def _fields(kind: Any, path: tuple[str, ...], found: dict[tuple[str, ...], Any]) -> dict[str, Any]:

@@ -5,15 +5,8 @@ from typing import Annotated
 import typer
 
 from midfill.cli.option_groups import option_of
-from midfill.config import (
-    Backend,
-    FimTokens,
-    KvDtype,
-    ModelOptions,
-    ServeOptions,
-    WeightsOption,
-    WindowSize,
-)
+from midfill.config import Backend, FimTokens, KvDtype, ModelOptions, WeightsOption
+from midfill.serving.options import ServeOptions, WindowSize
 
 _MODEL_HELP = (
     "A .gguf file, a model folder, ORG/NAME on the Hugging Face hub, or a name that"

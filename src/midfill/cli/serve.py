@@ -10,7 +10,7 @@ from msgspec import structs
 
 from midfill.cli.option_groups import FlagsOf, with_option_groups
 from midfill.cli.options import ModelArgument
-from midfill.config import ServeOptions
+from midfill.serving.options import ServeOptions
 
 if TYPE_CHECKING:
     from midfill.config import ModelOptions

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from midfill.config import API_KEY_VARIABLE
+from midfill.serving.options import API_KEY_VARIABLE
 
 UrlOption = Annotated[str, typer.Option(metavar="URL", help="The server.")]
 KeyOption = Annotated[

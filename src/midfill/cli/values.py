@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import typer
 
-from midfill.config import FimTokens, WindowSize
+from midfill.config import FimTokens
+from midfill.serving.options import WindowSize
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)

@@ -29,17 +29,14 @@ class Loaded(Protocol):
     @property
     def address(self) -> str:
         """What the target is known by; never changes."""
-        ...
 
     @property
     def running(self) -> int:
         """Requests in progress."""
-        ...
 
     @property
     def slots(self) -> int:
         """As many requests run at once without much harm."""
-        ...
 
 
 T = TypeVar("T", bound=Loaded)

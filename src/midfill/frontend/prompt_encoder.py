@@ -1,13 +1,11 @@
 """PromptEncoder: turns what clients send into token ids: texts, ids, a caret's text, a chat.
 
-``ContextLimit`` refuses what is too long for the model's context, and what is empty;
-``FittingFiles`` chooses which of a client's other files are shown where not all of them fit.
+``ContextLimit`` refuses what is too long for the model's context, and what is empty.
 """
 
 import bisect
 import dataclasses
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,7 +16,7 @@ from midfill.errors import InvalidRequestError, OptionError
 from midfill.frontend.chat import chat_template_of
 from midfill.frontend.prompt import LayoutReport, Message, Prompt, PromptSource
 from midfill.frontend.token_report import TokenReport, TokenReporter
-from midfill.infill.context_files import ContextFile, shown_text
+from midfill.infill.context_files import ContextFile, FittingFiles, shown_text
 from midfill.infill.document_store import Memory
 from midfill.infill.formats import FimFormat, custom_format, find_format
 from midfill.infill.layout import PromptLayout, TextSegment
@@ -46,25 +44,14 @@ from midfill.models.tokens.tokenizer import keeps_tokens_of
 # A low estimate, so that text remembered from earlier requests does not fill the context.
 _CHARACTERS_PER_TOKEN = 2
 
-
 # No window is longer than a context of such tokens: it would be tokenised in vain.
 _MAX_CHARACTERS_PER_TOKEN = 8
 
-
 _ANSWER_SHARE = 0.125  # of the context; a window leaves as much for the answer
-
 
 _WINDOW_SHARE = 0.85  # of the context; what a window may hold after one was too long
 
-
 _MAX_SHRINKS = 16
-
-
-_MOST, _LEAST = 9 / 16, 7 / 16  # of the context
-
-
-_MAX_TENANTS = 4096
-
 
 _TOO_LONG = "context_length_exceeded"
 
@@ -573,47 +560,3 @@ def find_file_tokens(
         return ()
     places = (len(text[:place].encode()) for place in files)
     return tuple(bisect.bisect_right(ends, place) for place in places)
-
-
-class FittingFiles:
-    """Remembers where each tenant's last choice of files began.
-
-    The first files are left out. If that were done to the last token, a client that sends one more
-    file each time would have its first one left out each time, and what follows it computed again.
-    So a choice stands while the files take up to 9/16 of the context; then the first are left out
-    until they take 7/16 at most. The share does not depend on the document, so that typing does not
-    change what is left out.
-
-    Args:
-        context: the model's, in tokens.
-        count: returns the tokens of a file as it is shown; of a very long one, any large number.
-    """
-
-    def __init__(self, context: int, count: Callable[[ContextFile], int]) -> None:
-        self._most, self._least = int(_MOST * context), int(_LEAST * context)
-        self._count = count
-        self._firsts: OrderedDict[str, int] = OrderedDict()  # hash of the first file, by tenant
-
-    def choose_and_record(
-        self, files: Sequence[ContextFile], tenant: str
-    ) -> tuple[ContextFile, ...]:
-        """Return the last of the files, as many as fit."""
-        sizes = []
-        for total in accumulate(self._count(file) for file in reversed(files)):
-            sizes.append(total)
-            if total > self._most:
-                break
-        most = sum(size <= self._most for size in sizes)
-        if most == len(files):
-            return tuple(files)
-        least = sum(size <= self._least for size in sizes)
-        standing = self._firsts.get(tenant)
-        kept = next(
-            (count for count in range(most, least, -1) if hash(files[-count]) == standing), least
-        )
-        if kept:
-            self._firsts[tenant] = hash(files[-kept])
-            self._firsts.move_to_end(tenant)
-        if len(self._firsts) > _MAX_TENANTS:
-            self._firsts.popitem(last=False)
-        return tuple(files[len(files) - kept :])

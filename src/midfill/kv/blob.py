@@ -13,7 +13,6 @@ truncated, damaged, of another version or of something else is refused with a Bl
 
 import hashlib
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -75,23 +74,6 @@ def bind_tenant(tenant: str, scope: str = "") -> bytes:
 def chain(parent: bytes, tokens: Int32Array) -> bytes:
     """Return the digest of [n] int32 ``tokens`` after those that ``parent`` stands for."""
     return hashlib.sha256(parent + _token_bytes(tokens)).digest()
-
-
-def chunk_keys(root: bytes, tokens: Int32Array, size: int) -> Iterator[bytes]:
-    """Yield the digest of the first ``size`` tokens, of the first 2 x ``size``, and so on.
-
-    Each covers everything before, so it names a chunk together with all that its KV depends on.
-    Tokens that fill no chunk are left out.
-
-    Args:
-        root: ``KvIdentity.root``.
-        tokens: [n] int32.
-        size: tokens per chunk.
-    """
-    key = root
-    for end in range(size, len(tokens) + 1, size):
-        key = chain(key, tokens[end - size : end])
-        yield key
 
 
 @dataclass(frozen=True, eq=False)

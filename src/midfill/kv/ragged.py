@@ -85,14 +85,3 @@ def cells_of_slots(slots: Int32Array, heads: int, total_slots: int) -> Int32Arra
         total_slots: slots of the KV cache.
     """
     return np.arange(heads, dtype=np.int32)[:, None] * np.int32(total_slots) + slots[None, :]
-
-
-def uniform_ragged_index(slots: Int32Array, heads: int, total_slots: int) -> RaggedIndex:
-    """Return the index under which every layer and head keeps the same slots.
-
-    Args:
-        slots, heads, total_slots: see ``cells_of_slots``.
-    """
-    cells = cells_of_slots(slots, heads, total_slots).reshape(-1)
-    indptr = np.arange(heads + 1, dtype=np.int32) * np.int32(len(slots))
-    return RaggedIndex(cells, indptr)

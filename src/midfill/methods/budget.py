@@ -5,6 +5,22 @@ import math
 from midfill.errors import InvalidRequestError
 
 
+def require(holds: bool, message: str, method: str = "") -> None:
+    """Refuse the hyper-parameters of a method that don't fulfil a condition.
+
+    Args:
+        holds: whether they do.
+        message: what they have to be.
+        method: name that the message begins with, if any.
+
+    Raises:
+        InvalidRequestError: they don't.
+    """
+    if not holds:
+        message = f"{method}: {message}" if method else message
+        raise InvalidRequestError(message, param="method")
+
+
 def check_budget(budget: float, window: int) -> None:
     """Check a budget against the tokens that a method always keeps.
 
@@ -15,18 +31,15 @@ def check_budget(budget: float, window: int) -> None:
     Raises:
         InvalidRequestError: it is not positive, not whole, or leaves nothing to choose.
     """
-    if not 0 < budget < math.inf:
-        raise InvalidRequestError(f"budget must be above 0, not {budget:g}", param="method")
-    if budget >= 1 and budget != int(budget):
-        raise InvalidRequestError(
-            f"budget must be a whole number of tokens, or a share below 1, not {budget:g}",
-            param="method",
-        )
-    if 1 <= budget <= window:
-        raise InvalidRequestError(
-            f"budget must be above the {window} tokens that are always kept, not {budget:g}",
-            param="method",
-        )
+    require(0 < budget < math.inf, f"budget must be above 0, not {budget:g}")
+    require(
+        budget < 1 or budget == int(budget),
+        f"budget must be a whole number of tokens, or a share below 1, not {budget:g}",
+    )
+    require(
+        not (1 <= budget <= window),
+        f"budget must be above the {window} tokens that are always kept, not {budget:g}",
+    )
 
 
 def check_observation(window: int, kernel: int, least: int = 1) -> None:
@@ -40,12 +53,8 @@ def check_observation(window: int, kernel: int, least: int = 1) -> None:
     Raises:
         InvalidRequestError: the window is too small, or the kernel is no positive odd number.
     """
-    if window < least:
-        raise InvalidRequestError(f"window must be at least {least}, not {window}", param="method")
-    if kernel < 1 or kernel % 2 == 0:
-        raise InvalidRequestError(
-            f"kernel must be a positive odd number, not {kernel}", param="method"
-        )
+    require(window >= least, f"window must be at least {least}, not {window}")
+    require(kernel >= 1 and kernel % 2 == 1, f"kernel must be a positive odd number, not {kernel}")
 
 
 def check_cascade(cascade: int) -> None:
@@ -54,8 +63,7 @@ def check_cascade(cascade: int) -> None:
     Raises:
         InvalidRequestError: it is neither 0 nor 1.
     """
-    if cascade not in (0, 1):
-        raise InvalidRequestError(f"cascade must be 0 or 1, not {cascade}", param="method")
+    require(cascade in (0, 1), f"cascade must be 0 or 1, not {cascade}")
 
 
 def check_interval(interval: int) -> None:
@@ -64,10 +72,7 @@ def check_interval(interval: int) -> None:
     Raises:
         InvalidRequestError: it is negative.
     """
-    if interval < 0:
-        raise InvalidRequestError(
-            f"interval must be 0 or more tokens, not {interval}", param="method"
-        )
+    require(interval >= 0, f"interval must be 0 or more tokens, not {interval}")
 
 
 def budget_tokens(budget: float, prompt: int, window: int) -> int:

@@ -22,7 +22,6 @@ class ModelSpecific(Protocol):
         Raises:
             InvalidRequestError: they don't suit each other; the message says why, and what to do.
         """
-        ...
 
 
 @dataclass(frozen=True)

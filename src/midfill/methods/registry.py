@@ -35,7 +35,8 @@ class MethodEntry:
         kind: one of ``KINDS``.
         title: as its paper calls it.
         source: where it was published.
-        module, factory: the dataclass of its hyper-parameters.
+        module, factory: the dataclass of its hyper-parameters; a module below ``midfill.methods``
+            begins with a dot.
     """
 
     name: str
@@ -47,7 +48,7 @@ class MethodEntry:
 
     def load(self) -> type[Any]:
         """Return the dataclass of the method's hyper-parameters."""
-        found: type[Any] = getattr(importlib.import_module(self.module), self.factory)
+        found: type[Any] = getattr(importlib.import_module(self.module, __package__), self.factory)
         return found
 
     def options(self) -> dict[str, object]:
@@ -60,74 +61,41 @@ def defaults(factory: type[Any]) -> dict[str, object]:
     return {field.name: field.default for field in dataclasses.fields(factory)}
 
 
-_EVICT = "midfill.methods.evict"
-_SPARSE_PREFILL = "midfill.methods.sparse_prefill"
-_REUSE = "midfill.methods.reuse"
-_ROWS = "midfill.methods.rows"
-
 METHODS = {
     entry.name: entry
     for entry in (
-        MethodEntry(
-            "cake", "evict", "CAKE", "Qin et al., ICLR 2025, arXiv 2503.12491",
-            f"{_EVICT}.cake", "Cake",
-        ),
-        MethodEntry(
-            "h2o", "evict", "H2O", "Zhang et al., NeurIPS 2023, arXiv 2306.14048",
-            f"{_EVICT}.h2o", "H2O",
-        ),
-        MethodEntry(
-            "lacache", "evict", "LaCache", "Shi et al., ICML 2025, arXiv 2507.14204",
-            f"{_EVICT}.lacache", "LaCache",
-        ),
-        MethodEntry(
-            "snapkv", "evict", "SnapKV", "Li et al., NeurIPS 2024, arXiv 2404.14469",
-            f"{_EVICT}.snapkv", "SnapKV",
-        ),
-        MethodEntry(
-            "streamingllm", "evict", "StreamingLLM", "Xiao et al., ICLR 2024, arXiv 2309.17453",
-            f"{_EVICT}.streaming_llm", "StreamingLLM",
-        ),
-        MethodEntry(
-            "compresskv", "evict", "CompressKV", "Lin et al., 2025, arXiv 2508.02401",
-            f"{_EVICT}.compresskv", "CompressKV",
-        ),
-        MethodEntry(
-            "uncomp", "evict", "UNComp", "Xiong et al., 2024, arXiv 2410.03090",
-            f"{_EVICT}.uncomp", "UNComp",
-        ),
-        MethodEntry(
-            "razorattention", "evict", "RazorAttention", "Tang et al., ICLR 2025, arXiv 2407.15891",
-            f"{_EVICT}.razorattention", "RazorAttention",
-        ),
-        MethodEntry(
-            "duoattention", "evict", "DuoAttention", "Xiao et al., ICLR 2025, arXiv 2410.10819",
-            f"{_EVICT}.duoattention", "DuoAttention",
-        ),
-        MethodEntry(
-            "minference", "prefill", "MInference", "Jiang et al., NeurIPS 2024, arXiv 2407.02490",
-            f"{_SPARSE_PREFILL}.minference", "MInference",
-        ),
-        MethodEntry(
-            "flexprefill", "prefill", "FlexPrefill", "Lai et al., ICLR 2025, arXiv 2502.20766",
-            f"{_SPARSE_PREFILL}.flexprefill", "FlexPrefill",
-        ),
-        MethodEntry(
-            "cacheblend", "reuse", "CacheBlend", "Yao et al., EuroSys 2025, arXiv 2405.16444",
-            f"{_REUSE}.cacheblend", "CacheBlend",
-        ),
-        MethodEntry(
-            "ape", "reuse", "APE", "Yang et al., ICLR 2025, arXiv 2502.05431",
-            "midfill.methods.contexts.ape", "Ape",
-        ),
-        MethodEntry(
-            "lazyllm", "rows", "LazyLLM", "Fu et al., 2024, arXiv 2407.14057",
-            f"{_ROWS}.lazyllm", "LazyLLM",
-        ),
-        MethodEntry(
-            "uncomp-stage", "rows", "UNComp's stages", "Xiong et al., 2024, arXiv 2410.03090",
-            f"{_ROWS}.uncomp_stage", "UNCompStage",
-        ),
+        MethodEntry("cake", "evict", "CAKE",
+            "Qin et al., ICLR 2025, arXiv 2503.12491", ".evict.cake", "Cake"),
+        MethodEntry("h2o", "evict", "H2O",
+            "Zhang et al., NeurIPS 2023, arXiv 2306.14048", ".evict.h2o", "H2O"),
+        MethodEntry("lacache", "evict", "LaCache",
+            "Shi et al., ICML 2025, arXiv 2507.14204", ".evict.lacache", "LaCache"),
+        MethodEntry("snapkv", "evict", "SnapKV",
+            "Li et al., NeurIPS 2024, arXiv 2404.14469", ".evict.snapkv", "SnapKV"),
+        MethodEntry("streamingllm", "evict", "StreamingLLM",
+            "Xiao et al., ICLR 2024, arXiv 2309.17453", ".evict.streaming_llm", "StreamingLLM"),
+        MethodEntry("compresskv", "evict", "CompressKV",
+            "Lin et al., 2025, arXiv 2508.02401", ".evict.compresskv", "CompressKV"),
+        MethodEntry("uncomp", "evict", "UNComp",
+            "Xiong et al., 2024, arXiv 2410.03090", ".evict.uncomp", "UNComp"),
+        MethodEntry("razorattention", "evict", "RazorAttention",
+            "Tang et al., ICLR 2025, arXiv 2407.15891", ".evict.razorattention", "RazorAttention"),
+        MethodEntry("duoattention", "evict", "DuoAttention",
+            "Xiao et al., ICLR 2025, arXiv 2410.10819", ".evict.duoattention", "DuoAttention"),
+        MethodEntry("minference", "prefill", "MInference",
+            "Jiang et al., NeurIPS 2024, arXiv 2407.02490",
+            ".sparse_prefill.minference", "MInference"),
+        MethodEntry("flexprefill", "prefill", "FlexPrefill",
+            "Lai et al., ICLR 2025, arXiv 2502.20766",
+            ".sparse_prefill.flexprefill", "FlexPrefill"),
+        MethodEntry("cacheblend", "reuse", "CacheBlend",
+            "Yao et al., EuroSys 2025, arXiv 2405.16444", ".reuse.cacheblend", "CacheBlend"),
+        MethodEntry("ape", "reuse", "APE",
+            "Yang et al., ICLR 2025, arXiv 2502.05431", ".contexts.ape", "Ape"),
+        MethodEntry("lazyllm", "rows", "LazyLLM",
+            "Fu et al., 2024, arXiv 2407.14057", ".rows.lazyllm", "LazyLLM"),
+        MethodEntry("uncomp-stage", "rows", "UNComp's stages",
+            "Xiong et al., 2024, arXiv 2410.03090", ".rows.uncomp_stage", "UNCompStage"),
     )
 }  # fmt: skip
 

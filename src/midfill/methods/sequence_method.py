@@ -416,7 +416,6 @@ class MethodKind(Protocol):
         Raises:
             InvalidRequestError: the request wants what the method can't do.
         """
-        ...
 
     def max_length(self, methods: Sequence[object], request: RequestFacts, most: int) -> int:
         """Return how many tokens of a request, prompt and answer together, can be served.
@@ -426,7 +425,6 @@ class MethodKind(Protocol):
             request: see above.
             most: without methods of this kind.
         """
-        ...
 
     def longest_prompt(self, methods: Sequence[object], context: int) -> int:
         """Return how long a prompt may be, its answer's first token included.
@@ -435,7 +433,6 @@ class MethodKind(Protocol):
             methods: its request's, of this kind and others.
             context: without methods of this kind.
         """
-        ...
 
 
 class PlainLengths:

@@ -14,7 +14,6 @@ from benchmarks.disaggregation.simulator import (
 )
 from benchmarks.disaggregation.workload import (
     Arrival,
-    Demand,
     Lengths,
     Served,
     Targets,
@@ -193,11 +192,6 @@ class TestWorkload:
         served = [Served(arrival, 1.0, 2.0), Served(arrival, 3.0, 4.0), Served(arrival, 1.0, 9.0)]
         assert attainment(served, Targets(ttft=1.5, tpot=0.2)) == pytest.approx(1 / 3)
         assert attainment(served, Targets(ttft=1.5, tpot=0.2).scaled(10)) == 1.0
-
-    def test_a_placement_is_searched_anew_when_the_demand_drifts(self) -> None:
-        demand = Demand(rate=2.0, prompt=1000.0, output=100.0)
-        assert not demand.differs(Demand(rate=2.2, prompt=900.0, output=100.0))
-        assert demand.differs(Demand(rate=2.0, prompt=1500.0, output=100.0))
 
     def test_an_empty_history_is_refused(self) -> None:
         with pytest.raises(MidfillError, match="past requests"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from naive_attention import naive_attention
+from naive_attention import naive_attention, uniform_ragged_index
 
 from midfill.kernels.cpu import attention, attention_metadata
 from midfill.kernels.cpu.activations import Activations
@@ -16,7 +16,7 @@ from midfill.kernels.cpu.segment_rows import SEGMENT
 from midfill.kernels.cpu.softmax import SoftmaxSums
 from midfill.kernels.cpu.standby import sync_size
 from midfill.kernels.cpu.thread_pool import ThreadContext
-from midfill.kv.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
+from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.runners.forward.attention import AttentionPlan
 from midfill.runners.forward.batch import ForwardBatch
 

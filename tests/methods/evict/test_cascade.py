@@ -25,7 +25,7 @@ from midfill.models.config import ModelConfig
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.runner import Runner
 from midfill.runners.torch.runner import TorchRunner
-from serving import Answer, build_engine, request, serve
+from serving import Answer, build_engine, request, same, serve
 
 LAYERS, BUDGET, WINDOW, LENGTH = 3, 24, 4, 100
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -54,11 +54,6 @@ def prompt(length: int = LENGTH, seed: int = 0) -> list[int]:
 def alone(runner: Runner, tokens: list[int], method: Cake = ONE_SHOT, **fields: object) -> Answer:
     engine = build_engine(runner, token_budget=512, method=method)
     return serve(engine, [request("r", tokens, PARAMS, **fields)])["r", 0]
-
-
-def same(found: Answer, expected: Answer) -> bool:
-    """Whether tokens and log probabilities are equal, to the last bit."""
-    return found.tokens == expected.tokens and found.logprobs == expected.logprobs
 
 
 class MostHeld:

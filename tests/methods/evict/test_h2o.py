@@ -10,9 +10,8 @@ from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.request import EngineSamplingParams
 from midfill.errors import InvalidRequestError
-from midfill.methods.evict.h2o import H2O, HeavyHitters
+from midfill.methods.evict.h2o import H2O, HeavyHitters, ObservationMemory, block_digests
 from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.observation_memory import ObservationMemory, block_digests
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from serving import build_engine, request, serve

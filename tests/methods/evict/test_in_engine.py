@@ -1,11 +1,11 @@
 """Every method in the engine, on a tiny model: exact where it keeps all, equal under any load."""
 
 import random
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 
 import pytest
 from made_methods import small_method, whole_method
+from method_load import Alone
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.request import EngineSamplingParams
@@ -14,11 +14,10 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.torch.runner import TorchRunner
-from serving import Answer, Answers, FixedCost, build_engine, preempting_every, request, serve
+from serving import Answers, build_engine, request, same, serve
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 each_method = pytest.mark.parametrize("name", methods_of("evict"))
-Alone = Callable[[str, tuple[int, ...]], Answer]
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +38,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def alone(runner: CpuRunner) -> Alone:
-    @cache
-    def answer(name: str, tokens: tuple[int, ...]) -> Answer:
-        one = build_engine(runner, token_budget=512, method=small_method(name, runner.config))
-        return serve(one, [request("r", tokens, PARAMS)])["r", 0]
-
-    return answer
-
-
-def same(found: Answer, expected: Answer) -> bool:
-    """Whether tokens and log probabilities are equal, to the last bit."""
-    return found.tokens == expected.tokens and found.logprobs == expected.logprobs
+    return Alone(runner, PARAMS)
 
 
 @each_method
@@ -76,25 +65,16 @@ def test_fewer_keys_change_the_answer_but_not_its_first_token(
 
 @each_method
 @pytest.mark.parametrize("budget", [7, 64])
-def test_load_changes_no_bit(runner: CpuRunner, alone: Alone, name: str, budget: int) -> None:
-    prompts = {f"r{length}": prompt(length, length) for length in (1, 3, 47, 48, 49, 80, 110)}
-    for cost in (None, FixedCost(0.0)):
-        one = build_engine(
-            runner, token_budget=budget, method=small_method(name, runner.config), step_cost=cost
-        )
-        found = serve(one, [request(key, tokens, PARAMS) for key, tokens in prompts.items()])
-        assert all(same(found[key, 0], alone(name, tokens)) for key, tokens in prompts.items())
+def test_load_changes_no_bit(alone: Alone, name: str, budget: int) -> None:
+    alone.check_load(
+        name, [prompt(length, length) for length in (1, 3, 47, 48, 49, 80, 110)], budget
+    )
 
 
 @each_method
 @pytest.mark.parametrize("steps", [5, 13])
-def test_preemption_changes_no_bit(runner: CpuRunner, alone: Alone, name: str, steps: int) -> None:
-    prompts = {f"r{length}": prompt(length, length) for length in (20, 60, 100)}
-    one = build_engine(runner, token_budget=512, method=small_method(name, runner.config))
-    requests = [request(key, tokens, PARAMS) for key, tokens in prompts.items()]
-    found = serve(one, requests, after_step=preempting_every(steps))
-    assert one.stats().preemptions > 0
-    assert all(same(found[key, 0], alone(name, tokens)) for key, tokens in prompts.items())
+def test_preemption_changes_no_bit(alone: Alone, name: str, steps: int) -> None:
+    alone.check_preemption(name, [prompt(length, length) for length in (20, 60, 100)], steps)
 
 
 @each_method

@@ -10,8 +10,7 @@ from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.engine import Engine
 from midfill.engine.request import EngineSamplingParams
-from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.methods.registry import resolve_method
 from midfill.models.checkpoints.opening import open_checkpoint

@@ -27,7 +27,16 @@ from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.rope import layer_frequencies, shift_keys
 from midfill.runners.torch.runner import TorchRunner
-from serving import Answer, FixedCost, build_engine, next_logits, preempting_every, request, serve
+from serving import (
+    Answer,
+    FixedCost,
+    build_engine,
+    next_logits,
+    preempting_every,
+    request,
+    same,
+    serve,
+)
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 BLEND = CacheBlend(ratio=0.2, check_layer=0, min_run=8)
@@ -91,10 +100,6 @@ def after(engine: Engine, *prompts: list[int]) -> Engine:
 
 def exact(runner: CpuRunner, tokens: list[int]) -> Answer:
     return ask(engine_of(runner), tokens, "none")
-
-
-def same(found: Answer, expected: Answer) -> bool:
-    return (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
 
 
 class NaiveBlend:

@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from made_methods import STREAMING_PREFILL, small_method, whole_method
+from method_load import Alone
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.engine.request import EngineSamplingParams
@@ -15,12 +16,11 @@ from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner
 from midfill.runners.torch.runner import TorchRunner
-from serving import Answer, FixedCost, build_engine, preempting_every, request, serve
+from serving import Answer, build_engine, request, same, serve
 
 PARAMS = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
 THREE = EngineSamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0, n=3)
 each_method = pytest.mark.parametrize("name", [*methods_of("prefill"), STREAMING_PREFILL])
-Alone = Callable[[str, tuple[int, ...]], Answer]
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def alone(runner: CpuRunner) -> Alone:
-    @cache
-    def answer(name: str, tokens: tuple[int, ...]) -> Answer:
-        one = build_engine(runner, token_budget=512, method=small_method(name, runner.config))
-        return serve(one, [request("r", tokens, PARAMS)])["r", 0]
-
-    return answer
+    return Alone(runner, PARAMS)
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +51,6 @@ def dense(runner: CpuRunner) -> Callable[[tuple[int, ...]], Answer]:
         return serve(build_engine(runner), [request("r", tokens, PARAMS)])["r", 0]
 
     return answer
-
-
-def same(found: Answer, expected: Answer) -> bool:
-    """Whether tokens and log probabilities are equal, to the last bit."""
-    return found.tokens == expected.tokens and found.logprobs == expected.logprobs
 
 
 @each_method
@@ -94,25 +84,14 @@ def test_some_keys_change_answers_and_cost_less(
 
 @each_method
 @pytest.mark.parametrize("budget", [7, 100])
-def test_load_changes_no_bit(runner: CpuRunner, alone: Alone, name: str, budget: int) -> None:
-    prompts = {f"r{length}": prompt(length, length) for length in (1, 63, 64, 65, 200, 330)}
-    for cost in (None, FixedCost(0.0)):
-        one = build_engine(
-            runner, token_budget=budget, method=small_method(name, runner.config), step_cost=cost
-        )
-        found = serve(one, [request(key, tokens, PARAMS) for key, tokens in prompts.items()])
-        assert all(same(found[key, 0], alone(name, tokens)) for key, tokens in prompts.items())
+def test_load_changes_no_bit(alone: Alone, name: str, budget: int) -> None:
+    alone.check_load(name, [prompt(length, length) for length in (1, 63, 64, 65, 200, 330)], budget)
 
 
 @each_method
 @pytest.mark.parametrize("steps", [3, 7])
-def test_preemption_changes_no_bit(runner: CpuRunner, alone: Alone, name: str, steps: int) -> None:
-    prompts = {f"r{length}": prompt(length, length) for length in (90, 200, 330)}
-    one = build_engine(runner, token_budget=512, method=small_method(name, runner.config))
-    requests = [request(key, tokens, PARAMS) for key, tokens in prompts.items()]
-    found = serve(one, requests, after_step=preempting_every(steps))
-    assert one.stats().preemptions > 0
-    assert all(same(found[key, 0], alone(name, tokens)) for key, tokens in prompts.items())
+def test_preemption_changes_no_bit(alone: Alone, name: str, steps: int) -> None:
+    alone.check_preemption(name, [prompt(length, length) for length in (90, 200, 330)], steps)
 
 
 @each_method

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from midfill.errors import InvalidRequestError
-from midfill.methods.sparse_prefill.chunks import ChunkRule
 from midfill.methods.sparse_prefill.flexprefill import (
     FlexPrefill,
     choose_pairs,
@@ -15,6 +14,7 @@ from midfill.methods.sparse_prefill.flexprefill import (
     cross_pairs,
     divergence,
 )
+from midfill.methods.sparse_prefill.method import ChunkRule
 from midfill.methods.sparse_prefill.minference import (
     CANDIDATES,
     HeadPatterns,

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from naive_attention import uniform_ragged_index
 from tiny_checkpoints import VOCAB, write_variant
 
 from midfill.config import KvDtype
-from midfill.kv.ragged import RaggedIndex, cells_of_slots, uniform_ragged_index
+from midfill.kv.ragged import RaggedIndex, cells_of_slots
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_checkpoint
 from midfill.runners.cpu.runner import CpuRunner

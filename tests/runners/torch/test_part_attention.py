@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive_attention import naive_attention
+from naive_attention import naive_attention, uniform_ragged_index
 from sparse_planners import MadePlanner, scattered
 
-from midfill.kv.ragged import KeyTerms, RaggedIndex, uniform_ragged_index
+from midfill.kv.ragged import KeyTerms, RaggedIndex
 from midfill.runners.forward.attention import AttentionPlan, KeyPart
 from midfill.runners.forward.batch import ForwardBatch
 from midfill.runners.torch.dense_attention import attend, prepare_metadata

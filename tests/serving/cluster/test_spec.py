@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from midfill.config import ModelOptions, WindowSize
+from midfill.config import ModelOptions
 from midfill.errors import MidfillError
 from midfill.serving.cluster.spec import EnginesSpec, FrontSpec, ModelSpec, by_queue, read_spec
+from midfill.serving.options import WindowSize
 
 
 def test_a_spec_survives_being_written_to_a_config_file() -> None:

@@ -13,11 +13,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import RunningServer, start
 
-from midfill.config import ModelOptions, ServeOptions
+from midfill.config import ModelOptions
 from midfill.engine.process.client import EngineClient
 from midfill.errors import MidfillError, RateLimitError
 from midfill.frontend.prompt_encoder import PromptEncoder, fim_format
 from midfill.models.checkpoints.opening import open_model
+from midfill.serving.options import ServeOptions
 from midfill.serving.server.app import create_app
 from midfill.serving.server.auth import GUESS_SECONDS, MAX_GUESSES, KeyGuesses, KeyRing
 from midfill.serving.server.key_file import add_key, key_digest, remove_keys, set_limits

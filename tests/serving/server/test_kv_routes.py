@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from running_server import RunningServer, start
 
-from midfill.config import ServeOptions
 from midfill.errors import MidfillError
 from midfill.kv.blob import decode_blob
+from midfill.serving.options import ServeOptions
 
 KEY = "a key for moving"
 SENT = {"Authorization": f"Bearer {KEY}"}

@@ -17,7 +17,8 @@ from running_server import RunningServer, start
 from tiny_adapters import FIM, write_adapter, write_record
 from tiny_checkpoints import write_tiny
 
-from midfill.config import ModelOptions, ServeOptions
+from midfill.config import ModelOptions
+from midfill.serving.options import ServeOptions
 from midfill.serving.server.run import run_server
 
 CONTEXT = 16_384

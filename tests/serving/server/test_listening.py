@@ -11,8 +11,8 @@ import pytest
 import trustme
 from running_server import start
 
-from midfill.config import TlsFiles
 from midfill.errors import MidfillError
+from midfill.serving.options import TlsFiles
 from midfill.serving.server.listening import ServerTls
 
 

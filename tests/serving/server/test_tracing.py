@@ -10,8 +10,8 @@ import pytest
 from running_server import RunningServer, start
 from trace_collector import TraceCollector, attributes, collecting, port_of
 
-from midfill.config import ServeOptions
 from midfill.errors import MidfillError
+from midfill.serving.options import ServeOptions
 from midfill.system.extras import require
 
 pytest.importorskip("opentelemetry.sdk")

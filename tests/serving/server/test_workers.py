@@ -11,8 +11,9 @@ import pytest
 from running_server import RunningServer, start
 from tiny_checkpoints import write_tiny
 
-from midfill.config import ModelOptions, ServeOptions, Workers
+from midfill.config import ModelOptions, Workers
 from midfill.errors import MidfillError
+from midfill.serving.options import ServeOptions
 
 WORKERS = ("--prefill-workers", "1", "--decode-workers", "1")
 KEY = "0123456789abcdef"

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 
+import msgspec
+
 from midfill.engine.process.outputs import OutputStream
 from midfill.engine.request import EngineRequest, EngineStats, TenantStats, TierStats
 from midfill.errors import GenerationError, MidfillError
@@ -107,7 +109,7 @@ def total_stats(present: Iterable[EngineStats], past: Iterable[EngineStats] = ()
         for name in sums.keys() - GAUGES:
             sums[name] += getattr(stats, name)
     tier = _total_tier(tiers) if tiers else None
-    return EngineStats(**sums, warm_tier=tier)  # type: ignore[arg-type]
+    return msgspec.structs.replace(EngineStats(), **sums, warm_tier=tier)
 
 
 def _total_tier(tiers: Iterable[TierStats]) -> TierStats:
@@ -122,7 +124,7 @@ def _total_tier(tiers: Iterable[TierStats]) -> TierStats:
             sums = by_folder.setdefault(name, {})
             for folder, number in value.items():
                 sums[folder] = sums.get(folder, 0) + number
-    return TierStats(**by_folder, **counts)  # type: ignore[arg-type]
+    return msgspec.convert({**by_folder, **counts}, TierStats)
 
 
 def total_tenants(

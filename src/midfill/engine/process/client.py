@@ -18,28 +18,7 @@ from midfill.config import (
     LogOptions,
     ModelOptions,
 )
-from midfill.engine.messages import (
-    Cancel,
-    EndTransfer,
-    EngineInfo,
-    ExportKv,
-    Failed,
-    FindKv,
-    FromEngine,
-    ImportKv,
-    Loading,
-    Ping,
-    Pong,
-    Ready,
-    Rejected,
-    RequestFailed,
-    Start,
-    StepReport,
-    Submit,
-    ToEngine,
-    TransferDone,
-    TransferRefused,
-)
+from midfill.engine import messages
 from midfill.engine.process.outputs import OutputStream
 from midfill.engine.process.supervision import EngineProcess, RestartDelay, Watchdog
 from midfill.engine.request import EngineOutput, EngineRequest, EngineStats, TenantStats
@@ -101,11 +80,11 @@ class EngineClient:
             step_timeout: seconds that a step may take; 0 lets it take for ever.
         """
         self.state: EngineState = "starting"
-        self.info: EngineInfo | None = None
+        self.info: messages.EngineInfo | None = None
         self.stats = EngineStats()
         self.tenants: dict[str, TenantStats] = {}
         self.restarts = 0
-        self._start = Start(str(path), options, logs or LogOptions())
+        self._start = messages.Start(str(path), options, logs or LogOptions())
         self._on_progress = on_progress
         self._admission = Admission(max_queued_tokens, max_tenant_tokens)
         self._step_timeout = step_timeout
@@ -117,10 +96,10 @@ class EngineClient:
         self._answered = False  # whether the current process has produced any output
         self._supervisor: asyncio.Task[None] | None = None
         self._streams: dict[str, OutputStream] = {}
-        self._first_start: asyncio.Future[EngineInfo] | None = None
+        self._first_start: asyncio.Future[messages.EngineInfo] | None = None
         self._memory_folder: MemoryFolder | None = None
         self._transfer_numbers = itertools.count()
-        self._transfers: dict[str, asyncio.Future[TransferDone]] = {}
+        self._transfers: dict[str, asyncio.Future[messages.TransferDone]] = {}
 
     @property
     def queued_tokens(self) -> int:
@@ -138,7 +117,7 @@ class EngineClient:
         load_seconds = self.info.load_seconds if self.info is not None else 0.0
         return min(max(math.ceil(load_seconds), 1), _MAX_RETRY_SECONDS)
 
-    async def start(self) -> EngineInfo:
+    async def start(self) -> messages.EngineInfo:
         """Start the engine and wait until it is ready.
 
         Raises:
@@ -188,7 +167,7 @@ class EngineClient:
             tokens = sum(len(request.token_ids) for request in asking)
             first = asking[0]
             self._admission.check(first.tenant, tokens, first.deadline, now, first.document)
-        process.send(*map(Submit, requests))
+        process.send(*map(messages.Submit, requests))
         stream = OutputStream(self, requests)
         for request in requests:
             self._streams[request.request_id] = stream
@@ -212,7 +191,7 @@ class EngineClient:
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Have the engine end a request, or one of its answers, if it is unfinished."""
         if request_id in self._streams and self._is_up and self._process is not None:
-            self._process.send(Cancel(request_id, index))
+            self._process.send(messages.Cancel(request_id, index))
 
     @property
     def kv_bytes(self) -> int:
@@ -248,7 +227,7 @@ class EngineClient:
             EngineDeadError: the engine is not ready, or died.
         """
         tokens = list(token_ids)
-        return (await self._transfer(lambda number: FindKv(number, tenant, tokens))).tokens
+        return (await self._transfer(lambda number: messages.FindKv(number, tenant, tokens))).tokens
 
     async def export_kv(self, tenant: str, token_ids: Sequence[int], start: int = 0) -> bytes:
         """Return an encoded ``KvBlob`` of what is cached of a prompt's first tokens.
@@ -260,7 +239,9 @@ class EngineClient:
             KvTransferError: nothing of it is cached, or nothing after ``start``.
         """
         tokens = list(token_ids)
-        return (await self._transfer(lambda number: ExportKv(number, tenant, tokens, start))).blob
+        return (
+            await self._transfer(lambda number: messages.ExportKv(number, tenant, tokens, start))
+        ).blob
 
     async def import_kv(self, tenant: str, blob: bytes, before: Sequence[int] = ()) -> int:
         """Put an encoded ``KvBlob`` into a tenant's prefix cache.
@@ -276,13 +257,15 @@ class EngineClient:
             KvTransferError: the blob is damaged, or of another model or tenant.
         """
         tokens = list(before)
-        return (await self._transfer(lambda number: ImportKv(number, tenant, blob, tokens))).tokens
+        return (
+            await self._transfer(lambda number: messages.ImportKv(number, tenant, blob, tokens))
+        ).tokens
 
-    async def _transfer(self, message: Callable[[str], ToEngine]) -> TransferDone:
+    async def _transfer(self, message: Callable[[str], messages.ToEngine]) -> messages.TransferDone:
         """Send a message with a new transfer's id; return its answer. A cancelled one is ended."""
         process = self._running_process()
         transfer_id = f"kv-transfer-{next(self._transfer_numbers)}"
-        result: asyncio.Future[TransferDone] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[messages.TransferDone] = asyncio.get_running_loop().create_future()
         self._transfers[transfer_id] = result
         process.send(message(transfer_id))
         try:
@@ -290,10 +273,10 @@ class EngineClient:
         except asyncio.CancelledError:
             self._transfers.pop(transfer_id, None)
             if self._is_up and self._process is process:
-                process.send(EndTransfer(transfer_id))
+                process.send(messages.EndTransfer(transfer_id))
             raise
 
-    def _end_transfer(self, transfer_id: str, answer: TransferDone | MidfillError) -> None:
+    def _end_transfer(self, transfer_id: str, answer: messages.TransferDone | MidfillError) -> None:
         """Give a transfer its answer, or the error it ends with; ignored if nobody awaits it."""
         future = self._transfers.pop(transfer_id, None)
         if future is None or future.done():
@@ -332,8 +315,8 @@ class EngineClient:
             process.send(self._start)
             if self._step_timeout:
                 watch = asyncio.create_task(self._watch(process), name="engine watchdog")
-            async with contextlib.aclosing(process.messages()) as messages:
-                async for message in messages:
+            async with contextlib.aclosing(process.received()) as received:
+                async for message in received:
                     self._hear()
                     self._handle(message)
             reason = f"the engine process ended (exit status {process.exit_status})"
@@ -365,7 +348,7 @@ class EngineClient:
             await asyncio.sleep(self._watchdog.tick_seconds)
             watchdog = self._watchdog
             if self._is_up:
-                process.send(Ping())
+                process.send(messages.Ping())
             elif self.info is None:
                 continue  # the first load may compile kernels, which takes what it takes
             else:
@@ -380,37 +363,37 @@ class EngineClient:
             if self.state == "ready" and watchdog.late:
                 self.state = "unresponsive"
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: messages.FromEngine) -> None:
         """Act on a message of the engine."""
         match message:
-            case StepReport(outputs, stats, tenants):
+            case messages.StepReport(outputs, stats, tenants):
                 self.stats = stats
                 if tenants is not None:
                     self.tenants = tenants
                 for output in outputs:
                     self._route(output)
-            case Rejected(request_id, text, param, code):
+            case messages.Rejected(request_id, text, param, code):
                 self._fail(request_id, InvalidRequestError(text, param=param, code=code))
-            case TransferDone():
+            case messages.TransferDone():
                 self._end_transfer(message.transfer_id, message)
-            case TransferRefused(transfer_id, text):
+            case messages.TransferRefused(transfer_id, text):
                 self._end_transfer(transfer_id, KvTransferError(text))
-            case RequestFailed(request_id, text):
+            case messages.RequestFailed(request_id, text):
                 self._end_transfer(request_id, KvTransferError(text))
                 self._fail(request_id, GenerationError(text))
-            case Pong():
+            case messages.Pong():
                 pass
-            case Loading(stage, done, total):
+            case messages.Loading(stage, done, total):
                 if self._on_progress is not None and self.info is None:
                     self._on_progress(stage, done, total)
-            case Ready(info):
+            case messages.Ready(info):
                 if self.info is not None:
                     _log.warning("the engine is ready again")
                 self.state, self.info = "ready", info
                 self._admission.work.slots = info.slots
                 if self._first_start is not None and not self._first_start.done():
                     self._first_start.set_result(info)
-            case Failed():
+            case messages.Failed():
                 if self.info is not None:
                     _log.error("the engine can't restart: %s", message.message)
                 self._fail_first_start(message.as_error("the engine can't start: "))

@@ -24,26 +24,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from midfill.engine.messages import (
-    Cancel,
-    EndTransfer,
-    EngineInfo,
-    ExportKv,
-    Failed,
-    FindKv,
-    FromEngine,
-    ImportKv,
-    Loading,
-    Ping,
-    Pong,
-    Ready,
-    Rejected,
-    RequestFailed,
-    Start,
-    StepReport,
-    Submit,
-    TransferDone,
-)
+from midfill.engine import messages
 from midfill.engine.process.outputs import OutputBuffer
 from midfill.engine.request import EngineRequest
 from midfill.errors import InvalidRequestError, MidfillError
@@ -63,9 +44,17 @@ _SAVE_SECONDS = 2.0  # less than the server waits for this process to end
 _MEMORY_KILL_SCORE = 300  # of 1000; a process like any other has 0
 _MAX_MESSAGES_PER_STEP = 256  # so that a flood of messages can't keep the engine from stepping
 
-_Handled = Submit | Cancel | ExportKv | ImportKv | FindKv | EndTransfer | Ping
+_Handled = (
+    messages.Submit
+    | messages.Cancel
+    | messages.ExportKv
+    | messages.ImportKv
+    | messages.FindKv
+    | messages.EndTransfer
+    | messages.Ping
+)
 
-Send = Callable[[FromEngine], None]
+Send = Callable[[messages.FromEngine], None]
 
 
 class _Channel:
@@ -79,10 +68,10 @@ class _Channel:
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: messages.FromEngine) -> None:
         """Queue a message; never blocks. KV is a frame of its own, which nobody copies."""
         kv = []
-        if isinstance(message, TransferDone) and message.blob:
+        if isinstance(message, messages.TransferDone) and message.blob:
             kv, message = [message.blob], msgspec.structs.replace(message, blob=b"")
         self._socket.send_multipart([msgspec.msgpack.encode(message), *kv], copy=False)
 
@@ -112,17 +101,17 @@ def main(address: str) -> NoReturn:
     started = time.perf_counter()
     try:
         _, payload, _ = channel.receive()
-        start = msgspec.msgpack.decode(payload, type=Start)
+        start = msgspec.msgpack.decode(payload, type=messages.Start)
         configure_logs(start.logs, process="engine")
         engine, buffer, info = _load(start, started, channel.send)
     except Exception as error:
         if not isinstance(error, MidfillError):
             traceback.print_exc()
-        channel.send(Failed.of(error))
+        channel.send(messages.Failed.of(error))
         channel.close()
         sys.exit(1)
     end.before = lambda: engine.kv_traffic.close(_SAVE_SECONDS)
-    channel.send(Ready(info))
+    channel.send(messages.Ready(info))
     engine.prepare()  # while the server gets ready, too
     freeze_objects()
     run_loop(engine, buffer, channel)
@@ -147,7 +136,9 @@ def run_loop(engine: "Engine", buffer: OutputBuffer, channel: _Channel) -> NoRet
         if outputs or is_due:
             # The tenants may be many, so not each step reports them.
             channel.send(
-                StepReport(outputs, engine.stats(), engine.tenant_stats() if is_due else None)
+                messages.StepReport(
+                    outputs, engine.stats(), engine.tenant_stats() if is_due else None
+                )
             )
         if is_due:
             reported = now
@@ -178,22 +169,22 @@ class Inbox:
         """
         try:
             match self._decoder.decode(payload):
-                case Submit(request):
+                case messages.Submit(request):
                     self._submit(request)
-                case Cancel(cancelled, index):
+                case messages.Cancel(cancelled, index):
                     self._engine.cancel(cancelled, index)
-                case ExportKv(transfer_id, tenant, token_ids, start):
+                case messages.ExportKv(transfer_id, tenant, token_ids, start):
                     tokens = np.array(token_ids, np.int32)
                     self._transfers.start_export(transfer_id, tenant, tokens, start)
-                case ImportKv(transfer_id, tenant, blob, before):
+                case messages.ImportKv(transfer_id, tenant, blob, before):
                     tokens = np.array(before, np.int32)
                     self._transfers.start_import(transfer_id, tenant, kv or blob, tokens)
-                case EndTransfer(transfer_id):
+                case messages.EndTransfer(transfer_id):
                     self._transfers.end(transfer_id)
-                case FindKv(transfer_id, tenant, token_ids):
+                case messages.FindKv(transfer_id, tenant, token_ids):
                     self._transfers.find(transfer_id, tenant, np.array(token_ids, np.int32))
-                case Ping():
-                    self._send(Pong())
+                case messages.Ping():
+                    self._send(messages.Pong())
         except Exception:
             name = request_id.decode(errors="replace")
             _log.exception("request %s could not be handled", name)
@@ -201,7 +192,7 @@ class Inbox:
             with contextlib.suppress(Exception):
                 self._engine.cancel(name)
             text = "the engine could not handle this request; the server's log has the details"
-            self._send(RequestFailed(name, text))
+            self._send(messages.RequestFailed(name, text))
 
     @property
     def _transfers(self) -> "KvTransfers":
@@ -211,7 +202,7 @@ class Inbox:
         try:
             self._engine.add(request)
         except InvalidRequestError as error:
-            self._send(Rejected(request.request_id, str(error), error.param, error.code))
+            self._send(messages.Rejected(request.request_id, str(error), error.param, error.code))
         else:
             self._buffer.register(request)
 
@@ -223,13 +214,15 @@ def _volunteer_for_memory_kill() -> None:
         path.write_text(str(max(int(path.read_text()), _MEMORY_KILL_SCORE)))
 
 
-def _load(start: Start, started: float, send: Send) -> tuple["Engine", OutputBuffer, EngineInfo]:
+def _load(
+    start: messages.Start, started: float, send: Send
+) -> tuple["Engine", OutputBuffer, messages.EngineInfo]:
     """Load the model and build its engine.
 
     Raises:
         MidfillError: the checkpoint or the options can't be used.
     """
-    send(Loading("loading libraries", 0, 1))
+    send(messages.Loading("loading libraries", 0, 1))
     # The heavy imports: only this process pays for them.
     from midfill.engine.loading import load_engine
     from midfill.models.checkpoints.opening import open_model
@@ -250,7 +243,7 @@ def _throttled(send: Send) -> Progress:
         if 0 < done < total and now - last < _PROGRESS_SECONDS:
             return
         last = now
-        send(Loading(stage, done, total))
+        send(messages.Loading(stage, done, total))
 
     return progress
 

@@ -35,11 +35,9 @@ class RequestOwner(Protocol):
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Have the engine end a request, or one of its answers, if it is unfinished."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """Route no more outputs of a request."""
-        ...
 
 
 class OutputStream(AsyncIterator[EngineOutput]):

@@ -12,19 +12,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from midfill.engine.messages import (
-    Cancel,
-    EndTransfer,
-    ExportKv,
-    FindKv,
-    FromEngine,
-    ImportKv,
-    Ping,
-    Start,
-    Submit,
-    ToEngine,
-    TransferDone,
-)
+from midfill.engine import messages
 
 _ABORT_SECONDS = 1.0  # to write where it hangs
 _STOP_SECONDS = 5.0  # between being asked to stop and being killed
@@ -46,7 +34,9 @@ class EngineProcess:
         self._folder = folder
         self._socket = socket
         self._child = child
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._decoder: msgspec.msgpack.Decoder[messages.FromEngine] = msgspec.msgpack.Decoder(
+            messages.FromEngine
+        )
 
     @classmethod
     async def spawn(cls) -> "EngineProcess":
@@ -82,16 +72,16 @@ class EngineProcess:
         """None while it runs; negative for the signal that ended it."""
         return self._child.returncode
 
-    def send(self, *messages: ToEngine) -> None:
+    def send(self, *queued: messages.ToEngine) -> None:
         """Queue messages, all or none. Never blocks: the socket's queue is unbounded.
 
         Raises:
             OverflowError: a message holds an integer of more than 64 bits.
         """
-        for frames in [_encode(message) for message in messages]:
+        for frames in [_encode(message) for message in queued]:
             self._socket.send_multipart(frames, copy=False)
 
-    async def messages(self) -> AsyncGenerator[FromEngine, None]:
+    async def received(self) -> AsyncGenerator[messages.FromEngine, None]:
         """Yield what the engine sends, until the process has ended and all of it is read.
 
         Raises:
@@ -112,7 +102,7 @@ class EngineProcess:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 payload, *kv = received.result()
                 message = self._decoder.decode(payload)
-                if kv and isinstance(message, TransferDone):
+                if kv and isinstance(message, messages.TransferDone):
                     message = msgspec.structs.replace(message, blob=kv[0])
                 yield message
         finally:
@@ -141,27 +131,27 @@ class EngineProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _encode(message: ToEngine) -> tuple[bytes, ...]:
+def _encode(message: messages.ToEngine) -> tuple[bytes, ...]:
     """Return frames: the id of the request or transfer that it is about, its msgpack, KV if any.
 
     With the id apart, the engine can name the request even if it can't decode the message.
     """
     match message:
-        case Submit(request):
+        case messages.Submit(request):
             request_id = request.request_id
-        case Cancel(request_id):
+        case messages.Cancel(request_id):
             pass
         case (
-            ExportKv(request_id)
-            | ImportKv(request_id)
-            | FindKv(request_id)
-            | EndTransfer(request_id)
+            messages.ExportKv(request_id)
+            | messages.ImportKv(request_id)
+            | messages.FindKv(request_id)
+            | messages.EndTransfer(request_id)
         ):
             pass
-        case Start() | Ping():
+        case messages.Start() | messages.Ping():
             request_id = ""
     kv: tuple[bytes, ...] = ()
-    if isinstance(message, ImportKv):  # beside it: encoded, it would be copied
+    if isinstance(message, messages.ImportKv):  # beside it: encoded, it would be copied
         kv, message = (message.blob,), msgspec.structs.replace(message, blob=b"")
     return (request_id.encode(), msgspec.msgpack.encode(message), *kv)
 

@@ -23,6 +23,7 @@ import torch
 
 from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from midfill.engine.request import EngineSamplingParams, TokenLogprobs
+from midfill.runners.forward.likeliest import argmax
 from midfill.runners.torch.threads import one_thread
 
 # A temperature below this means greedy: dividing by it would leave one token anyway.
@@ -206,29 +207,14 @@ def adjust_logits(logits: torch.Tensor, spec: SampleRow) -> torch.Tensor:
 def _start_rows(vectors: list[torch.Tensor], specs: Sequence[SampleRow]) -> list[_Row | None]:
     """Return each row with its likeliest token; None for rows without a finite logit."""
     rows: list[_Row | None] = []
-    for logits, spec, (best, value) in zip(vectors, specs, _argmax(vectors), strict=True):
+    for logits, spec, (best, value) in zip(vectors, specs, argmax(vectors), strict=True):
         # argmax returns a NaN or an infinity, if it sees all of the logits.
         clean = spec.allowed is None and math.isfinite(value)
         if not clean:
             logits = mask_nonfinite(logits)
-            best, value = _argmax([logits])[0]
+            best, value = argmax([logits])[0]
         rows.append(_Row(spec, logits, clean, best) if math.isfinite(value) else None)
     return rows
-
-
-def _argmax(vectors: list[torch.Tensor]) -> list[tuple[int, float]]:
-    """Return (index, value) of the largest value of each vector."""
-    if not vectors:
-        return []
-    if vectors[0].device.type == "cpu":
-        # numpy's argmax is a dozen times faster than torch's on the CPU.
-        arrays = [vector.numpy() for vector in vectors]
-        places = [int(array.argmax()) for array in arrays]
-        return [(best, float(array[best])) for array, best in zip(arrays, places, strict=True)]
-    stacked = torch.stack(vectors)
-    ids = stacked.argmax(-1)
-    values = stacked.gather(-1, ids[:, None])[:, 0]
-    return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 def _draw(rows: list[_Row]) -> None:

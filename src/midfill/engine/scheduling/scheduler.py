@@ -81,18 +81,15 @@ class CacheView(Protocol):
 
         Its last token must run, and so must those whose logits score its prompt.
         """
-        ...
 
     def common_prefix(self, first: int, second: int) -> int:
         """Return how many leading tokens of ``second`` a queued sequence could take over.
 
         0 for different tenants; its last token never counts.
         """
-        ...
 
     def released_by(self, victims: Sequence[int]) -> int:
         """Return how many slots preempting these running sequences would make available."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -205,4 +202,3 @@ class SchedulerPolicy(Protocol):
 
     def plan(self, state: ScheduleState) -> StepPlan:
         """Return the plan of one step; a pure function."""
-        ...

@@ -1,9 +1,9 @@
-"""StepCost: how long a step takes, by its rows and the keys they read; how many rows are too slow.
+"""StepCost: how long a step takes, by its rows and the keys they read.
 
-The cost decides which drafts pay. ``StepTimeLimit`` says how many rows a step may have, so that
-nobody waits long for its end: a request that arrives during a step waits for that to end, also
-where the step computes a prompt that nobody wants any more. With a large model, a step of the whole
-token budget takes longer than a keystroke should.
+The policy of drafts compares this cost with what a draft may gain. ``StepTimeLimit`` limits the
+rows of a step: a request that arrives during a step waits until it ends, even if the step computes
+a prompt that is no longer wanted. With a large model, a step that uses the whole token budget would
+delay the answer to a keystroke too long.
 """
 
 from bisect import bisect_left, bisect_right
@@ -136,7 +136,7 @@ class StepTimeLimit:
         self._steps = 0
 
     def max_rows(self, state: ScheduleState) -> int | None:
-        """Return how many rows a step may have; None: as many as the policy likes."""
+        """Return the maximum number of rows of the next step; None sets no limit."""
         keys = _next_prompt_keys(state)
         if self._steps < MIN_STEPS or keys is None:
             return None

@@ -163,15 +163,14 @@ class RequestQueues:
             siblings: the result of ``Sequence.fork``.
         """
         first, *others = siblings
-        assert first.kv is not None
         first.answer_indices = first.answer_indices[:1]
         places = max(self._max_running - len(self.running), 0)
-        if not first.method.shares_slots(first.kv.prefix is not None):
+        if not first.method.shares_slots(first.held.prefix is not None):
             places = 0
         for other in others:
             self._register(other)
         for other in others[:places]:
-            other.kv = first.kv.fork()
+            other.kv = first.held.fork()
             other.computed = first.computed
             other.method = first.method.fork()
             self.running.append(other)

@@ -166,6 +166,12 @@ class Sequence:
         return self._tokens[: self.length]
 
     @property
+    def held(self) -> SequenceKV:
+        """Its KV; only for a sequence that holds slots."""
+        assert self.kv is not None
+        return self.kv
+
+    @property
     def cache_root(self) -> CacheRoot:
         """The prefix cache's tree that it shares: the tenant's own, or one of its method."""
         if self.loaded_variant:

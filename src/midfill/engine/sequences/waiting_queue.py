@@ -1,6 +1,6 @@
 """WaitingQueue: the sequences that wait to be admitted, and in which order."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 
 from midfill.engine.scheduling.policies.deficit_round_robin import DeficitRoundRobin, Turn, Turns
@@ -82,9 +82,8 @@ class WaitingQueue:
 
     def counts(self) -> dict[str, int]:
         """Return how many sequences of each tenant wait."""
-        counts = {tenant: len(queued) for tenant, queued in self._new.items()}
-        for sequence in self._resuming.values():
-            counts[sequence.tenant] = counts.get(sequence.tenant, 0) + 1
+        counts = Counter({tenant: len(queued) for tenant, queued in self._new.items()})
+        counts.update(sequence.tenant for sequence in self._resuming.values())
         return counts
 
     def head(self, limit: int) -> list[Sequence]:

@@ -256,8 +256,7 @@ def pack(parts: SequenceOf[BatchRows]) -> ForwardBatch:
 
 def _rows_of(entry: ScheduledSequence) -> BatchRows:
     """Return the rows that a sequence runs through all layers."""
-    sequence, kv = entry.sequence, entry.sequence.kv
-    assert kv is not None
+    sequence, kv = entry.sequence, entry.sequence.held
     start, end = sequence.computed, sequence.computed + entry.rows
     positions = np.arange(start, end, dtype=np.int32)
     plan = None if kv.prefix is None else AttentionPlan(kv.prefix.index)
@@ -277,8 +276,7 @@ def _rows_of(entry: ScheduledSequence) -> BatchRows:
 
 def layer_batch_rows(entry: ScheduledSequence, rows: LayerRows) -> BatchRows:
     """Return the rows that a sequence runs through some layers."""
-    sequence, kv = entry.sequence, entry.sequence.kv
-    assert kv is not None
+    sequence, kv = entry.sequence, entry.sequence.held
     in_order = rows.keys is None and int(rows.numbers[-1]) - int(rows.numbers[0]) < len(rows)
     slots = kv.slots if rows.slots is None else rows.slots
     if rows.keys is None:

@@ -1,6 +1,7 @@
 """EngineCounters: what an engine has done since its start."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -58,23 +59,10 @@ class EngineCounters:
             slots_total=pool.slots.total,
             slots_free=pool.slots.free_slots,
             slots_cached=pool.cache.evictable_tokens,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            reused_tokens=self.reused_tokens,
-            computed_tokens=self.computed_tokens,
-            generated_tokens=self.generated_tokens,
-            preemptions=self.preemptions,
             evicted_tokens=pool.cache.evicted_tokens,
             cache_nodes=pool.cache.nodes,
             cache_index_bytes=pool.index_bytes,
-            steps=self.steps,
-            busy_seconds=self.busy_seconds,
-            forward_seconds=self.forward_seconds,
-            sampling_seconds=self.sampling_seconds,
             background=len(queues.background),
-            background_tokens=self.background_tokens,
-            layered_prompts=self.layered_prompts,
-            layered_fallbacks=self.layered_fallbacks,
             drafts=drafts.drafts,
             draft_tokens=drafts.tokens,
             accepted_tokens=drafts.accepted,
@@ -84,10 +72,11 @@ class EngineCounters:
             exported_bytes=traffic.transfers.exported_bytes,
             imported_bytes=traffic.transfers.imported_bytes,
             warm_tier=traffic.tier_stats(),
+            **vars(self),
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class _Counters:
     """Counters of one tenant; ``TenantStats`` documents each."""
 
@@ -121,30 +110,18 @@ class TenantCounters:
             running: the sequences that hold slots.
             waiting: how many of each tenant wait.
         """
-        now_running = _count(running)
+        now_running = Counter(sequence.tenant for sequence in running)
         tenants = dict.fromkeys((*self._counters, *waiting))
         none = _Counters()
         return {
             tenant: TenantStats(
-                running=now_running.get(tenant, 0),
+                running=now_running[tenant],
                 waiting=waiting.get(tenant, 0),
-                prompt_tokens=counters.prompt_tokens,
-                cached_tokens=counters.cached_tokens,
-                generated_tokens=counters.generated_tokens,
+                **vars(counters),
             )
             for tenant in tenants
             for counters in (self._counters.get(tenant, none),)
         }
 
     def _of(self, sequence: Sequence) -> _Counters:
-        counters = self._counters.get(sequence.tenant)
-        if counters is None:
-            counters = self._counters[sequence.tenant] = _Counters()
-        return counters
-
-
-def _count(sequences: Iterable[Sequence]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for sequence in sequences:
-        counts[sequence.tenant] = counts.get(sequence.tenant, 0) + 1
-    return counts
+        return self._counters.setdefault(sequence.tenant, _Counters())

@@ -10,7 +10,6 @@ from midfill.engine.scheduling.scheduler import Chunk, StepPlan
 from midfill.engine.sequences.request_queues import RequestQueues
 from midfill.engine.sequences.sequence import Sequence
 from midfill.engine.step.counters import EngineCounters, TenantCounters
-from midfill.kv.sequence_kv import SequenceKV
 
 _log = logging.getLogger(__name__)
 
@@ -60,16 +59,16 @@ class PlanExecution:
             self._queues.match_prefix(sequences[chunk.sequence_id])
         slots = pool.allocate(len(plan.decodes)).tolist()
         for sequence_id, slot in zip(plan.decodes, slots, strict=True):
-            _held(sequences[sequence_id]).append(slot)
+            sequences[sequence_id].held.append(slot)
         for sequence in admitted:
             slots = sequence.method.slots_needed(sequence.length)
             needed = sequence.length - sequence.computed if slots is None else slots
-            _held(sequence).reserve(needed)
+            sequence.held.reserve(needed)
         for chunk in plan.background:
             sequence = sequences[chunk.sequence_id]
-            _held(sequence).reserve(min(chunk.tokens, sequence.length - sequence.computed))
+            sequence.held.reserve(min(chunk.tokens, sequence.length - sequence.computed))
         for chunk in plan.drafts:
-            _held(sequences[chunk.sequence_id]).reserve(chunk.tokens)
+            sequences[chunk.sequence_id].held.reserve(chunk.tokens)
         outputs: list[EngineOutput] = []
         for sequence in admitted:  # once nothing is evicted any more in this step
             if not sequence.method.is_null:
@@ -150,9 +149,3 @@ def method_failure(sequence: Sequence, error: Exception) -> str:
     title = sequence.method.title
     _log.exception("%s failed", title)
     return f"{title} failed: {error}"
-
-
-def _held(sequence: Sequence) -> SequenceKV:
-    """Return the KV of a sequence that holds slots."""
-    assert sequence.kv is not None
-    return sequence.kv

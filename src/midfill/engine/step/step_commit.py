@@ -11,7 +11,6 @@ from midfill.engine.step.batching import ScheduledSequence
 from midfill.engine.step.counters import EngineCounters, TenantCounters
 from midfill.engine.step.plan_execution import PlanExecution, method_failure
 from midfill.engine.step.verification import Verification
-from midfill.kv.sequence_kv import SequenceKV
 
 
 class StepCommit:
@@ -68,7 +67,7 @@ class StepCommit:
             self._queues.release(sequence)
             return self._queues.end(sequence, "stop") if finished else []
         if not entry.sampled:
-            _held(sequence).cache_prefix(sequence.cache_keys(sequence.computed))
+            sequence.held.cache_prefix(sequence.cache_keys(sequence.computed))
             if not sequence.method.is_null:
                 return self._decide_prefilling(sequence)
         return []
@@ -83,7 +82,7 @@ class StepCommit:
         """
         outputs: list[EngineOutput] = []
         if self._decide(sequence, outputs):
-            kv, pool = _held(sequence), self._queues.pool
+            kv, pool = sequence.held, self._queues.pool
             missing = sequence.length - kv.first - kv.reserved
             if pool.available >= missing:
                 kv.reserve(missing)
@@ -119,7 +118,7 @@ class StepCommit:
         if not first.decoding:
             # An answer that started again may have other tokens than those that were computed.
             computed = min(first.computed, first.length - 1)
-            _held(first).cache_prefix(first.cache_keys(computed))
+            first.held.cache_prefix(first.cache_keys(computed))
             self._kv_traffic.note(first)
         fits, failure = True, ""
         if not first.decoding:  # where siblings fork, they share what stays
@@ -158,9 +157,3 @@ class StepCommit:
         if one.finish_reason is not None:
             self._queues.finish(sequence)
         return one.output()
-
-
-def _held(sequence: Sequence) -> SequenceKV:
-    """Return the KV of a sequence that holds slots."""
-    assert sequence.kv is not None
-    return sequence.kv

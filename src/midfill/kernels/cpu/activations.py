@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.memory import Float32Array, Uint8Array
 from midfill.kernels.cpu.simd import (
@@ -27,7 +27,6 @@ from midfill.kernels.cpu.simd import (
     I32,
     I32_VECTOR,
     LANES,
-    Codegen,
     absolute,
     address,
     f32x16,
@@ -61,27 +60,18 @@ class Activations(NamedTuple):
     quants: Uint8Array
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _round(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, f32x16)
+def _round(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
     """Return the nearest whole number, ties to even, lane by lane."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return llvm_call(builder, "llvm.rint.v16f32", [arguments[0]], F32_VECTOR)
-
-    return f32x16(f32x16), codegen
+    return llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _put_bytes(typing_context: Any, array: Any, offset: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(types.void, OWN, INDEX, f32x16)
+def _put_bytes(context: Any, builder: Any, kinds: Any, array: Any, offset: Any, value: Any) -> None:
     """Write whole numbers -128..127 as 16 int8 at byte ``offset`` of a uint8 array."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        whole = builder.fptosi(arguments[2], I32_VECTOR)
-        store_unaligned(builder, builder.trunc(whole, ir.VectorType(I8, LANES)), pointer)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, f32x16), codegen
+    pointer = address(context, builder, kinds[0], array, offset)
+    whole = builder.fptosi(value, I32_VECTOR)
+    store_unaligned(builder, builder.trunc(whole, ir.VectorType(I8, LANES)), pointer)
 
 
 def _sums_of_halves(builder: Any, low: Any, high: Any) -> tuple[Any, Any]:
@@ -101,34 +91,27 @@ def _sums_of_halves(builder: Any, low: Any, high: Any) -> tuple[Any, Any]:
     return first, second
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _put_sums(
-    typing_context: Any, array: Any, offset: Any, scale: Any, low: Any, high: Any
-) -> tuple[Any, Codegen]:
+@generated(types.void, OWN, INDEX, types.float32, f32x16, f32x16)
+def _put_sums(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
     """Write the four numbers that follow the quants of the block at byte ``offset``.
 
     ``low`` and ``high`` are the quants, as float32.
     """
+    array, offset, scale, low, high = arguments
+    pointer = address(context, builder, kinds[0], array, offset)
+    first, second = _sums_of_halves(builder, low, high)
+    total = builder.fadd(first, second)
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, offset, scale, low, high = arguments
-        pointer = address(context, builder, signature.args[0], array, offset)
-        first, second = _sums_of_halves(builder, low, high)
-        total = builder.fadd(first, second)
+    def biased(value: Any) -> Any:
+        return builder.fptosi(builder.fmul(value, F32(-128.0)), I32)
 
-        def biased(value: Any) -> Any:
-            return builder.fptosi(builder.fmul(value, F32(-128.0)), I32)
-
-        for at, value in (
-            (SCALE, scale),
-            (SCALED_SUM, builder.fmul(scale, total)),
-            (OFFSET, biased(total)),
-            (HALF_OFFSET, biased(first)),
-        ):
-            store_unaligned(builder, value, builder.gep(pointer, [integer(at)]))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, types.float32, f32x16, f32x16), codegen
+    for at, value in (
+        (SCALE, scale),
+        (SCALED_SUM, builder.fmul(scale, total)),
+        (OFFSET, biased(total)),
+        (HALF_OFFSET, biased(first)),
+    ):
+        store_unaligned(builder, value, builder.gep(pointer, [integer(at)]))
 
 
 @kernel

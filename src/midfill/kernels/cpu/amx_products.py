@@ -24,9 +24,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from midfill.kernels.cpu.activations import ACTIVATION_BLOCK_BYTES, SCALE, SCALED_SUM
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 from midfill.kernels.cpu.memory import LINE
 from midfill.kernels.cpu.panel_blocks import (
     VECTORS,
@@ -42,7 +42,6 @@ from midfill.kernels.cpu.simd import (
     I32_VECTOR,
     I64,
     LANES,
-    Codegen,
     address,
     broadcast,
     constant,
@@ -90,30 +89,20 @@ def _amx(builder: ir.IRBuilder, name: str, *arguments: Any) -> None:
     llvm_call(builder, f"llvm.x86.{name}", operands, ir.VoidType())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def configure_amx(typing_context: Any) -> tuple[Any, Codegen]:
+@generated(types.void)
+def configure_amx(context: Any, builder: Any, kinds: Any) -> None:
     """Give this thread's tile registers their shapes; products need that."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if has_feature(context, AMX_FEATURE):
-            shapes = ir.Constant(ir.ArrayType(I8, 64), bytearray(_tile_shapes()))
-            config = cgutils.global_constant(builder, "amx_shapes", shapes)
-            _amx(builder, "ldtilecfg", builder.bitcast(config, I8.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if has_feature(context, AMX_FEATURE):
+        shapes = ir.Constant(ir.ArrayType(I8, 64), bytearray(_tile_shapes()))
+        config = cgutils.global_constant(builder, "amx_shapes", shapes)
+        _amx(builder, "ldtilecfg", builder.bitcast(config, I8.as_pointer()))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def release_amx(typing_context: Any) -> tuple[Any, Codegen]:
+@generated(types.void)
+def release_amx(context: Any, builder: Any, kinds: Any) -> None:
     """Give the tile registers back: a thread without them is switched as fast as any."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if has_feature(context, AMX_FEATURE):
-            _amx(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if has_feature(context, AMX_FEATURE):
+        _amx(builder, "tilerelease")
 
 
 class _AmxProducts:
@@ -257,20 +246,8 @@ def amx_product(weight_format: WeightFormat) -> Any:
     """Generate the product of rows with panels of one format on AMX."""
     layout = LAYOUTS[weight_format]
 
-    def operation(
-        typing_context: Any,
-        x: Any,
-        x_offset: Any,
-        x_stride: Any,
-        rows: Any,
-        groups: Any,
-        panel: Any,
-        panel_offset: Any,
-        ahead: Any,
-        tile: Any,
-        tile_offset: Any,
-        scratch_offset: Any,
-    ) -> tuple[Any, Codegen]:
+    @generated(types.void, OWN, INDEX, INDEX, INDEX, INDEX, OWN, INDEX, INDEX, OWN, INDEX, INDEX)
+    def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         """Compute tile[rows, 32] = rows of activation blocks @ a packed panel.
 
         Tile registers must be configured. Generates nothing where the chip has no AMX: a product's
@@ -284,19 +261,10 @@ def amx_product(weight_format: WeightFormat) -> Any:
             ahead: see ``dots.quantized_product``.
             tile: float32, [rows, 32] at tile_offset, and SCRATCH_FLOATS at scratch_offset.
         """
+        if has_feature(context, AMX_FEATURE):
+            _generate(context, builder, layout, kinds, arguments)
 
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            if has_feature(context, AMX_FEATURE):
-                _generate(context, builder, layout, signature.args, arguments)
-            return context.get_dummy_value()
-
-        index = types.intp
-        signature = types.void(
-            x, index, index, index, index, panel, index, index, tile, index, index
-        )
-        return signature, codegen
-
-    return intrinsic(operation)
+    return operation
 
 
 def _generate(

@@ -11,15 +11,14 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I16,
     I32,
     I32_VECTOR,
     LANES,
-    Codegen,
     address,
     constant,
     f32x16,
@@ -40,7 +39,7 @@ _ONES = 0x3F803F80
 """A pair of ones."""
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
+class _BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite has no type for."""
 
     def _to_string(self) -> str:
@@ -114,43 +113,28 @@ def add_pair_products(context: Any, builder: ir.IRBuilder, total: Any, a: Any, b
     return fused_multiply_add(builder, a_lower, b_lower, total)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def load_pairs(typing_context: Any, array: Any, word: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, OWN, INDEX)
+def load_pairs(context: Any, builder: Any, kinds: Any, array: Any, word: Any) -> Any:
     """Load the 16 bfloat16 of 8 words of a float32 array, as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        return load_bfloat16s(builder, pointer)
-
-    return f32x16(array, types.intp), codegen
+    pointer = address(context, builder, kinds[0], array, word)
+    return load_bfloat16s(builder, pointer)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def store_pairs(typing_context: Any, array: Any, word: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(types.void, OWN, INDEX, f32x16)
+def store_pairs(context: Any, builder: Any, kinds: Any, array: Any, word: Any, value: Any) -> None:
     """Round 16 numbers to bfloat16 and store them in 8 words of a float32 array."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        store_bfloat16s(builder, arguments[2], pointer)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, f32x16), codegen
+    pointer = address(context, builder, kinds[0], array, word)
+    store_bfloat16s(builder, value, pointer)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def store_weights(
-    typing_context: Any, array: Any, word: Any, first: Any, second: Any, total: Any
-) -> tuple[Any, Codegen]:
+@generated(f32x16, OWN, INDEX, f32x16, f32x16, f32x16)
+def store_weights(context: Any, builder: Any, kinds: Any, *arguments: Any) -> Any:
     """Round 32 weights, store them in 16 words of an array and add them, as rounded, to a total.
 
     Lane i of the total takes weights 2i + 1 and 2i.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array, word, first, second, total = arguments
-        pairs = round_to_pairs(context, builder, first, second)
-        pointer = address(context, builder, signature.args[0], array, word)
-        store_unaligned(builder, pairs, pointer)
-        return add_pair_products(context, builder, total, pairs, integers(_ONES))
-
-    return f32x16(array, types.intp, f32x16, f32x16, f32x16), codegen
+    array, word, first, second, total = arguments
+    pairs = round_to_pairs(context, builder, first, second)
+    pointer = address(context, builder, kinds[0], array, word)
+    store_unaligned(builder, pairs, pointer)
+    return add_pair_products(context, builder, total, pairs, integers(_ONES))

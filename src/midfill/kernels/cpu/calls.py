@@ -10,9 +10,8 @@ from typing import Any
 
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from midfill.kernels.cpu.simd import Codegen
+from midfill.kernels.cpu.intrinsics import OWN, generated
 
 
 def kernel_address(function: Callable[..., Any], *arguments: Any) -> int:
@@ -26,16 +25,11 @@ def kernel_address(function: Callable[..., Any], *arguments: Any) -> int:
     return address
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def call_kernel(typing_context: Any, address: Any, arguments: Any) -> tuple[Any, Codegen]:
+@generated(types.void, OWN, OWN)
+def call_kernel(context: Any, builder: Any, kinds: Any, address: Any, arguments: Any) -> None:
     """Call the entry point at an address, which was compiled for arguments of these types."""
-
-    def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kinds = signature.args[1].types
-        function = context.call_conv.get_function_type(types.none, kinds)
-        callee = builder.inttoptr(values[0], function.as_pointer())
-        unpacked = cgutils.unpack_tuple(builder, values[1])
-        context.call_conv.call_function(builder, callee, types.none, kinds, unpacked)
-        return context.get_dummy_value()
-
-    return types.void(address, arguments), codegen
+    taken = kinds[1].types
+    function = context.call_conv.get_function_type(types.none, taken)
+    callee = builder.inttoptr(address, function.as_pointer())
+    unpacked = cgutils.unpack_tuple(builder, arguments)
+    context.call_conv.call_function(builder, callee, types.none, taken, unpacked)

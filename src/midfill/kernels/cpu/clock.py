@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
 
+from midfill.kernels.cpu.intrinsics import generated
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.memory import Int64Array
-from midfill.kernels.cpu.simd import I64, Codegen, llvm_call
+from midfill.kernels.cpu.simd import I64, llvm_call
 from midfill.kernels.cpu.thread_pool import ThreadContext, barrier
 
 PHASES = (
@@ -31,16 +31,12 @@ CLOCK_WIDTH = 16
 _LAST_READING = len(PHASES)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _ticks(typing_context: Any) -> tuple[Any, Codegen]:
+@generated(types.int64)
+def _ticks(context: Any, builder: Any, kinds: Any) -> Any:
     """Return the chip's counter."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if platform.machine().lower() not in ("x86_64", "amd64"):
-            return I64(0)
-        return llvm_call(builder, "llvm.readcyclecounter", [], I64)
-
-    return types.int64(), codegen
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return I64(0)
+    return llvm_call(builder, "llvm.readcyclecounter", [], I64)
 
 
 @kernel

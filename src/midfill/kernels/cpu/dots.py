@@ -14,7 +14,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from midfill.kernels.cpu.activations import (
     ACTIVATION_BLOCK_BYTES,
@@ -23,6 +22,7 @@ from midfill.kernels.cpu.activations import (
     SCALE,
     SCALED_SUM,
 )
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 from midfill.kernels.cpu.panel_blocks import (
     VECTORS,
     fetch_ahead,
@@ -39,7 +39,6 @@ from midfill.kernels.cpu.simd import (
     I32_VECTOR,
     I64,
     LANES,
-    Codegen,
     address,
     broadcast,
     constant,
@@ -128,13 +127,6 @@ def add_products(
     return sums
 
 
-def splat_i32(builder: ir.IRBuilder, scalar: Any) -> Any:
-    """Return a vector with an int32 scalar in every lane."""
-    undefined = ir.Constant(I32_VECTOR, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, I32(0))
-    return builder.shuffle_vector(first, undefined, integers(0))
-
-
 class _QuantProducts:
     """Generator of the products of some rows with one panel of quants.
 
@@ -200,9 +192,9 @@ class _QuantProducts:
         for r, x_block in enumerate(x_blocks):
             first = integers(0)
             if zero:
-                first = splat_i32(builder, load_as(builder, x_block, integer(OFFSET), I32))
+                first = broadcast(builder, load_as(builder, x_block, integer(OFFSET), I32))
                 if self._layout.scales == 2:
-                    half = splat_i32(builder, load_as(builder, x_block, integer(HALF_OFFSET), I32))
+                    half = broadcast(builder, load_as(builder, x_block, integer(HALF_OFFSET), I32))
                     first = half if part == 0 else builder.sub(first, half)
                 # The block has -128 * sum.
                 first = builder.ashr(first, integers((128 // zero).bit_length() - 1))
@@ -217,7 +209,7 @@ class _QuantProducts:
         for four in range(fours):
             at = builder.add(x_at, integer(4 * four))
             for r, x_block in enumerate(x_blocks):
-                activations = splat_i32(builder, load_as(builder, x_block, at, I32))
+                activations = broadcast(builder, load_as(builder, x_block, at, I32))
                 for v in range(VECTORS):
                     added = add_products(
                         self._context, builder, builder.load(self._sums[r, v]),
@@ -253,18 +245,8 @@ def quantized_product(rows: int, weight_format: WeightFormat) -> Any:
     """Generate the product of ``rows`` rows with panels of one format."""
     layout = LAYOUTS[weight_format]
 
-    def operation(
-        typing_context: Any,
-        x: Any,
-        x_offset: Any,
-        x_stride: Any,
-        groups: Any,
-        panel: Any,
-        panel_offset: Any,
-        ahead: Any,
-        tile: Any,
-        tile_offset: Any,
-    ) -> tuple[Any, Codegen]:
+    @generated(types.void, OWN, INDEX, INDEX, INDEX, OWN, INDEX, INDEX, OWN, INDEX)
+    def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         """Compute tile[rows, 32] = rows of activation blocks @ a packed panel.
 
         A panel's first tile reads it from memory, and prefetches a few groups ahead. Later tiles
@@ -279,26 +261,19 @@ def quantized_product(rows: int, weight_format: WeightFormat) -> Any:
                 tile, which prefetches at a distance of its own. With one row, tiles are first ones.
             tile: float32, [rows, 32] at tile_offset.
         """
+        x, x_offset, x_stride, groups, panel, panel_offset, ahead, tile, at = arguments
+        start = address(context, builder, kinds[0], x, x_offset)
+        x_rows = [builder.gep(start, [builder.mul(x_stride, integer(r))]) for r in range(rows)]
+        panel_pointer = address(context, builder, kinds[4], panel, panel_offset)
+        products = _QuantProducts(context, builder, layout, rows)
+        count = builder.udiv(groups, integer(layout.groups))
+        with cgutils.for_range(builder, count, intp=I64) as number:
+            offset = builder.mul(number.index, integer(layout.block_bytes))
+            block = builder.gep(panel_pointer, [offset])
+            x_step = integer(layout.groups * ACTIVATION_BLOCK_BYTES)
+            x_at = builder.mul(number.index, x_step)
+            x_blocks = [builder.gep(row, [x_at]) for row in x_rows]
+            products.add_block(block, x_blocks, ahead)
+        products.store(address(context, builder, kinds[7], tile, at))
 
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x, x_offset, x_stride, groups, panel, panel_offset, ahead, tile, at = arguments
-            kinds = signature.args
-            start = address(context, builder, kinds[0], x, x_offset)
-            x_rows = [builder.gep(start, [builder.mul(x_stride, integer(r))]) for r in range(rows)]
-            panel_pointer = address(context, builder, kinds[4], panel, panel_offset)
-            products = _QuantProducts(context, builder, layout, rows)
-            count = builder.udiv(groups, integer(layout.groups))
-            with cgutils.for_range(builder, count, intp=I64) as number:
-                offset = builder.mul(number.index, integer(layout.block_bytes))
-                block = builder.gep(panel_pointer, [offset])
-                x_step = integer(layout.groups * ACTIVATION_BLOCK_BYTES)
-                x_at = builder.mul(number.index, x_step)
-                x_blocks = [builder.gep(row, [x_at]) for row in x_rows]
-                products.add_block(block, x_blocks, ahead)
-            products.store(address(context, builder, kinds[7], tile, at))
-            return context.get_dummy_value()
-
-        index = types.intp
-        return types.void(x, index, index, index, panel, index, index, tile, index), codegen
-
-    return intrinsic(operation)
+    return operation

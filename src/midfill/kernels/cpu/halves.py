@@ -9,8 +9,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 from midfill.kernels.cpu.simd import (
     F16,
     F32,
@@ -19,7 +19,6 @@ from midfill.kernels.cpu.simd import (
     I32,
     I32_VECTOR,
     LANES,
-    Codegen,
     address,
     constant,
     has_feature,
@@ -93,23 +92,19 @@ def _round_by_integers(builder: ir.IRBuilder, value: Any) -> Any:
     return builder.trunc(result, I16_VECTOR)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def half_to_float(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
+@generated(types.float32, OWN, INDEX)
+def half_to_float(context: Any, builder: Any, kinds: Any, array: Any, offset: Any) -> Any:
     """Return the float16 at byte ``offset`` of a uint8 array, as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        half = builder.load(builder.bitcast(pointer, I16.as_pointer()))
-        half.align = 1
-        if _native(context):
-            return builder.fpext(builder.bitcast(half, F16), F32)
-        bits = builder.zext(half, I32)
-        sign = builder.shl(builder.and_(bits, I32(0x8000)), I32(16))
-        magnitude = builder.shl(builder.and_(bits, I32(0x7FFF)), I32(13))
-        scaled = builder.fmul(builder.bitcast(magnitude, F32), F32(2.0**112))
-        special = builder.icmp_unsigned(">=", magnitude, I32(_INFINITY))
-        largest = builder.or_(magnitude, I32(0x7F800000))
-        result = builder.select(special, largest, builder.bitcast(scaled, I32))
-        return builder.bitcast(builder.or_(result, sign), F32)
-
-    return types.float32(array, types.intp), codegen
+    pointer = address(context, builder, kinds[0], array, offset)
+    half = builder.load(builder.bitcast(pointer, I16.as_pointer()))
+    half.align = 1
+    if _native(context):
+        return builder.fpext(builder.bitcast(half, F16), F32)
+    bits = builder.zext(half, I32)
+    sign = builder.shl(builder.and_(bits, I32(0x8000)), I32(16))
+    magnitude = builder.shl(builder.and_(bits, I32(0x7FFF)), I32(13))
+    scaled = builder.fmul(builder.bitcast(magnitude, F32), F32(2.0**112))
+    special = builder.icmp_unsigned(">=", magnitude, I32(_INFINITY))
+    largest = builder.or_(magnitude, I32(0x7F800000))
+    result = builder.select(special, largest, builder.bitcast(scaled, I32))
+    return builder.bitcast(builder.or_(result, sign), F32)

@@ -8,7 +8,7 @@ package, so a change there compiles nothing else anew.
 
 import hashlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,6 +95,32 @@ def kernel_by_type(choose: Callable[..., Any]) -> Any:
     options = _OPTIONS | {"forceinline": True, "pipeline_class": LinkedCompiler}
     overload(chosen, jit_options=options, strict=False)(implementation)
     return chosen
+
+
+def kernel_by_number(kernels: Mapping[int, Callable[..., Any]]) -> Any:
+    """Make an inlined kernel that calls the one of several that its first argument names.
+
+    Numbers are compared in the order of ``kernels``, the likeliest first; the last one is called
+    for all others. Every kernel returns nothing and takes the arguments after the number.
+    """
+    (number, named), *others = kernels.items()
+
+    @inlined_kernel
+    def call(chosen: int, *arguments: Any) -> None:
+        named(*arguments)
+
+    if not others:
+        return call
+    otherwise = kernel_by_number(dict(others))
+
+    @inlined_kernel
+    def choose(chosen: int, *arguments: Any) -> None:
+        if chosen == number:
+            named(*arguments)
+        else:
+            otherwise(chosen, *arguments)
+
+    return choose
 
 
 def entry_point(function: F) -> F:

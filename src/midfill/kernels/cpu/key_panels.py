@@ -13,22 +13,23 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from midfill.kernels.cpu.kv_products import Sums, row_pointers
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
+from midfill.kernels.cpu.jit import kernel_by_number
 from midfill.kernels.cpu.kv_spans import SpanCode
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I32_VECTOR,
     I64,
     LANES,
-    Codegen,
+    Sums,
     address,
     broadcast,
     constant,
     has_feature,
     integer,
     load_unaligned,
+    row_pointers,
     store_unaligned,
 )
 
@@ -54,36 +55,27 @@ def transpose(builder: ir.IRBuilder, rows: Sequence[Any]) -> list[Any]:
     return matrix
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def transpose_keys(
-    typing_context: Any, keys: Any, key: Any, head_dim: Any, ahead: Any, panel: Any
-) -> tuple[Any, Codegen]:
+@generated(types.void, OWN, INDEX, INDEX, OWN, OWN)
+def transpose_keys(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
     """Transpose 16 keys of a span, from number ``key`` on, to panel[head_dim, 16] in float32.
 
     Beyond the span's end, its last key is repeated. Entries of the same numbers are prefetched
     from the span ``ahead``.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        keys, key, dim, ahead, panel = arguments
-        kinds = signature.args
-        span = SpanCode(context, builder, kinds[0], keys, dim)
-        prefetched = SpanCode(context, builder, kinds[3], ahead, dim)
-        start = address(context, builder, kinds[4], panel, integer(0))
-        entries = [span.entry(builder.add(key, integer(i))) for i in range(LANES)]
-        for i in range(0, LANES, 4):
-            prefetched.prefetch(builder.add(key, integer(i)), 4)
-        chunks = builder.sdiv(dim, integer(LANES))
-        with cgutils.for_range(builder, chunks, intp=I64) as chunk:
-            d = builder.mul(chunk.index, integer(LANES))
-            columns = transpose(builder, [span.load(entry, d) for entry in entries])
-            target = builder.gep(start, [builder.mul(d, integer(LANES))])
-            for i, column in enumerate(columns):
-                store_unaligned(builder, column, builder.gep(target, [integer(i * LANES)]))
-        return context.get_dummy_value()
-
-    index = types.intp
-    return types.void(keys, index, index, ahead, panel), codegen
+    keys, key, dim, ahead, panel = arguments
+    span = SpanCode(context, builder, kinds[0], keys, dim)
+    prefetched = SpanCode(context, builder, kinds[3], ahead, dim)
+    start = address(context, builder, kinds[4], panel, integer(0))
+    entries = [span.entry(builder.add(key, integer(i))) for i in range(LANES)]
+    for i in range(0, LANES, 4):
+        prefetched.prefetch(builder.add(key, integer(i)), 4)
+    chunks = builder.sdiv(dim, integer(LANES))
+    with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+        d = builder.mul(chunk.index, integer(LANES))
+        columns = transpose(builder, [span.load(entry, d) for entry in entries])
+        target = builder.gep(start, [builder.mul(d, integer(LANES))])
+        for i, column in enumerate(columns):
+            store_unaligned(builder, column, builder.gep(target, [integer(i * LANES)]))
 
 
 class _PanelScores:
@@ -150,16 +142,8 @@ def _add_tree(builder: ir.IRBuilder, terms: Sequence[Any]) -> Any:
 def _score_panel(rows: int) -> Callable[..., None]:
     """Generate the kernel for ``rows`` query rows."""
 
-    def operation(
-        typing_context: Any,
-        queries: Any,
-        queries_at: Any,
-        head_dim: Any,
-        panel: Any,
-        scores: Any,
-        scores_at: Any,
-        scores_stride: Any,
-    ) -> tuple[Any, Codegen]:
+    @generated(types.void, OWN, INDEX, INDEX, OWN, OWN, INDEX, INDEX)
+    def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         """Compute scores[r, 0:16] = queries[r] times the 16 keys of a panel.
 
         Args:
@@ -167,27 +151,17 @@ def _score_panel(rows: int) -> Callable[..., None]:
             panel: float32 [head_dim * 16].
             scores: float32, rows scores_stride apart, from scores_at on.
         """
+        queries, queries_at, dim, panel, scores, scores_at, stride = arguments
+        start = address(context, builder, kinds[0], queries, queries_at)
+        query_rows = row_pointers(builder, start, dim, rows)
+        keys = address(context, builder, kinds[3], panel, integer(0))
+        results = _PanelScores(context, builder, query_rows, keys, dim).scores()
+        start = address(context, builder, kinds[4], scores, scores_at)
+        targets = row_pointers(builder, start, stride, rows)
+        for result, target in zip(results, targets, strict=True):
+            store_unaligned(builder, result, target)
 
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            queries, queries_at, dim, panel, scores, scores_at, stride = arguments
-            kinds = signature.args
-            start = address(context, builder, kinds[0], queries, queries_at)
-            query_rows = row_pointers(builder, start, dim, rows)
-            keys = address(context, builder, kinds[3], panel, integer(0))
-            results = _PanelScores(context, builder, query_rows, keys, dim).scores()
-            start = address(context, builder, kinds[4], scores, scores_at)
-            targets = row_pointers(builder, start, stride, rows)
-            for result, target in zip(results, targets, strict=True):
-                store_unaligned(builder, result, target)
-            return context.get_dummy_value()
-
-        index = types.intp
-        return types.void(queries, index, index, panel, scores, index, index), codegen
-
-    generated: Callable[..., None] = intrinsic(operation)
-    return generated
+    return operation
 
 
-score_panel_3 = _score_panel(3)
-score_panel_4 = _score_panel(4)
-score_panel_5 = _score_panel(5)
+score_panel = kernel_by_number({rows: _score_panel(rows) for rows in (4, 3, 5)})

@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from midfill.kernels.cpu.bfloat16 import load_bfloat16s, store_bfloat16s
 from midfill.kernels.cpu.halves import load_halves, store_halves
-from midfill.kernels.cpu.jit import kernel
-from midfill.kernels.cpu.memory import Float32Array, small_page_zeros
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
+from midfill.kernels.cpu.jit import entry_point, kernel
+from midfill.kernels.cpu.memory import Float32Array, Int32Array, Int64Array, small_page_zeros
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I8,
@@ -34,7 +34,6 @@ from midfill.kernels.cpu.simd import (
     I32_VECTOR,
     I64,
     LANES,
-    Codegen,
     absolute,
     address,
     f32x16,
@@ -46,6 +45,7 @@ from midfill.kernels.cpu.simd import (
     maximum,
     multiply,
     splat,
+    store,
     store_unaligned,
 )
 
@@ -135,69 +135,52 @@ def load_entry_vector(context: Any, builder: ir.IRBuilder, array_type: Any, poin
     return builder.sitofp(quants, F32_VECTOR)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def is_quantized(typing_context: Any, entries: Any) -> tuple[Any, Codegen]:
+@generated(types.boolean, OWN)
+def is_quantized(context: Any, builder: Any, kinds: Any, entries: Any) -> Any:
     """Return whether entries are quants with a scale; known when the kernel is compiled."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return context.get_constant(types.boolean, signature.args[0].dtype == types.int8)
-
-    return types.boolean(entries), codegen
+    return context.get_constant(types.boolean, kinds[0].dtype == types.int8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def load_entry(typing_context: Any, entries: Any, offset: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, OWN, INDEX)
+def load_entry(context: Any, builder: Any, kinds: Any, entries: Any, offset: Any) -> Any:
     """Load lanes 0..15 from entries[offset:offset + 16], as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        return load_entry_vector(context, builder, signature.args[0], pointer)
-
-    return f32x16(entries, types.intp), codegen
+    pointer = address(context, builder, kinds[0], entries, offset)
+    return load_entry_vector(context, builder, kinds[0], pointer)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def store_entry(typing_context: Any, entries: Any, offset: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(types.void, OWN, INDEX, f32x16)
+def store_entry(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
     """Store entries[offset:offset + 16] = value, rounded to the nearest that the format holds."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        pointer = address(context, builder, kind, arguments[0], arguments[1])
-        value = arguments[2]
-        if kind.dtype == types.float32:
-            store_unaligned(builder, value, pointer)
-        elif kind.dtype == types.uint16:
-            store_halves(context, builder, value, pointer)
-        elif kind.dtype == types.int16:
-            store_bfloat16s(builder, value, pointer)
-        else:
-            whole = llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
-            quants = builder.trunc(builder.fptosi(whole, I32_VECTOR), I8_VECTOR)
-            store_unaligned(builder, quants, pointer)
-        return context.get_dummy_value()
-
-    return types.void(entries, types.intp, f32x16), codegen
+    entries, offset, value = arguments
+    kind = kinds[0]
+    pointer = address(context, builder, kind, entries, offset)
+    if kind.dtype == types.float32:
+        store_unaligned(builder, value, pointer)
+    elif kind.dtype == types.uint16:
+        store_halves(context, builder, value, pointer)
+    elif kind.dtype == types.int16:
+        store_bfloat16s(builder, value, pointer)
+    else:
+        whole = llvm_call(builder, "llvm.rint.v16f32", [value], F32_VECTOR)
+        quants = builder.trunc(builder.fptosi(whole, I32_VECTOR), I8_VECTOR)
+        store_unaligned(builder, quants, pointer)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def touch_page(typing_context: Any, entries: Any, offset: Any, size: Any) -> tuple[Any, Codegen]:
+@generated(types.void, OWN, INDEX, INDEX)
+def touch_page(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
     """If entries[offset:offset + size] is the first entry of a page of memory, write to the page.
 
     What is there stays as it is.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = signature.args[0]
-        pointer = address(context, builder, kind, arguments[0], arguments[1])
-        entry_size = builder.mul(arguments[2], integer(kind.dtype.bitwidth // 8))
-        place = builder.and_(builder.ptrtoint(pointer, I64), integer(mmap.PAGESIZE - 1))
-        with builder.if_then(builder.icmp_unsigned("<", place, entry_size), likely=False):
-            word = builder.bitcast(pointer, I32.as_pointer())
-            # 0 for 0, which isn't optimised away. Reading first would ask for the page twice.
-            builder.cmpxchg(word, I32(0), I32(0), "monotonic", "monotonic")
-        return context.get_dummy_value()
-
-    return types.void(entries, types.intp, types.intp), codegen
+    entries, offset, size = arguments
+    kind = kinds[0]
+    pointer = address(context, builder, kind, entries, offset)
+    entry_size = builder.mul(size, integer(kind.dtype.bitwidth // 8))
+    place = builder.and_(builder.ptrtoint(pointer, I64), integer(mmap.PAGESIZE - 1))
+    with builder.if_then(builder.icmp_unsigned("<", place, entry_size), likely=False):
+        word = builder.bitcast(pointer, I32.as_pointer())
+        # 0 for 0, which isn't optimised away. Reading first would ask for the page twice.
+        builder.cmpxchg(word, I32(0), I32(0), "monotonic", "monotonic")
 
 
 @kernel
@@ -218,3 +201,36 @@ def write_entry(
     factor = splat(_STEPS / span if span > np.float32(0.0) else np.float32(0.0))
     for d in range(0, head_dim, LANES):
         store_entry(entries, at + d, multiply(load(x, x_at + d), factor))
+
+
+@entry_point
+def rotate_cells(
+    thread: int, threads: int, sync: Int64Array,
+    cells: Int32Array, turns: Int32Array, cos: Float32Array, sin: Float32Array, head_dim: int,
+    keys: KVArray, scales: Float32Array, rotated: KVArray, rotated_scales: Float32Array,
+    scratch: Float32Array,
+) -> None:  # fmt: skip
+    """Write the keys of some cells, rotated, to ``rotated``; run by all threads of a pool.
+
+    Args:
+        thread, threads, sync: see ``thread_pool``.
+        cells: int32 [n], numbers of entries in ``keys``.
+        turns: int32 [n], by which row of ``cos`` and ``sin`` each key turns.
+        cos, sin: float32 [angles * head_dim / 2].
+        head_dim: elements of a key.
+        keys, scales: of the KV cache.
+        rotated, rotated_scales: the same for n entries; what is written.
+        scratch: float32 [threads * head_dim].
+    """
+    half, at = head_dim // 2, thread * head_dim
+    for entry in range(len(cells) * thread // threads, len(cells) * (thread + 1) // threads):
+        cell, angles = int(cells[entry]), int(turns[entry]) * half
+        factor = splat(scales[cell] if is_quantized(keys) else np.float32(1.0))
+        for d in range(0, head_dim, LANES):
+            store(scratch, at + d, multiply(load_entry(keys, cell * head_dim + d), factor))
+        for d in range(half):
+            first, second = scratch[at + d], scratch[at + half + d]
+            c, s = cos[angles + d], sin[angles + d]
+            scratch[at + d] = first * c - second * s
+            scratch[at + half + d] = second * c + first * s
+        write_entry(scratch, at, head_dim, rotated, rotated_scales, entry)

@@ -13,8 +13,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
+from midfill.kernels.cpu.jit import kernel_by_number
 from midfill.kernels.cpu.kv_spans import SpanCode
 from midfill.kernels.cpu.simd import (
     F32,
@@ -22,13 +23,12 @@ from midfill.kernels.cpu.simd import (
     I32,
     I64,
     LANES,
-    Codegen,
+    Sums,
     address,
     broadcast,
-    constant,
-    fused_multiply_add,
     integer,
     load_unaligned,
+    row_pointers,
     store_unaligned,
 )
 
@@ -85,38 +85,6 @@ def _fold_sixteen(builder: ir.IRBuilder, fours: Sequence[Any]) -> Any:
     return builder.shuffle_vector(low, high, _lanes(order))
 
 
-class Sums:
-    """rows x columns running sums of vectors, which LLVM keeps in registers; they start at 0."""
-
-    def __init__(self, builder: ir.IRBuilder, rows: int, columns: int) -> None:
-        self._builder = builder
-        self._sums = [
-            [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(columns)]
-            for _ in range(rows)
-        ]
-        self.clear()
-
-    def clear(self) -> None:
-        """Set all sums to 0."""
-        for row in self._sums:
-            for total in row:
-                self._builder.store(constant(0.0), total)
-
-    def add(self, row: int, column: int, a: Any, b: Any) -> None:
-        """Add a * b to a sum."""
-        builder, total = self._builder, self._sums[row][column]
-        builder.store(fused_multiply_add(builder, a, b, builder.load(total)), total)
-
-    def row(self, row: int) -> list[Any]:
-        """Return a row's sums."""
-        return [self._builder.load(total) for total in self._sums[row]]
-
-
-def row_pointers(builder: ir.IRBuilder, start: Any, stride: Any, rows: int) -> list[Any]:
-    """Return pointers to rows that are ``stride`` elements apart."""
-    return [builder.gep(start, [builder.mul(stride, integer(r))]) for r in range(rows)]
-
-
 def _four_keys(
     builder: ir.IRBuilder, query_rows: Sequence[Any], keys: SpanCode, index: Any, chunks: Any
 ) -> Sums:
@@ -136,18 +104,8 @@ def _four_keys(
 def _score_keys(rows: int) -> Any:
     """Generate the kernel for ``rows`` query rows."""
 
-    def operation(
-        typing_context: Any,
-        queries: Any,
-        queries_at: Any,
-        head_dim: Any,
-        keys: Any,
-        key: Any,
-        ahead: Any,
-        scores: Any,
-        scores_at: Any,
-        scores_stride: Any,
-    ) -> tuple[Any, Codegen]:
+    @generated(types.void, OWN, INDEX, INDEX, OWN, INDEX, OWN, OWN, INDEX, INDEX)
+    def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         """Compute scores[r, 0:16] = queries[r] times 16 keys of a span, from number ``key`` on.
 
         Args:
@@ -157,58 +115,39 @@ def _score_keys(rows: int) -> Any:
             scores: float32, rows scores_stride apart, from scores_at on; meaningless beyond the
                 span's end.
         """
+        queries, queries_at, dim, keys, key, ahead, scores, at, stride = arguments
+        span = SpanCode(context, builder, kinds[3], keys, dim)
+        prefetched = SpanCode(context, builder, kinds[5], ahead, dim)
+        start = address(context, builder, kinds[0], queries, queries_at)
+        query_rows = row_pointers(builder, start, dim, rows)
+        chunks = builder.sdiv(dim, integer(LANES))
+        folded = cgutils.alloca_once(builder, _EIGHT, 4 * rows)
+        left = builder.sub(span.length, key)
+        full = builder.icmp_signed(">", left, integer(LANES))
+        wanted = builder.select(full, integer(LANES), left)
+        # Four keys at a time, in order, which is what prefetchers follow. The number of
+        # rounds is not a constant, or LLVM would merge them and run out of registers.
+        rounds = builder.sdiv(builder.add(wanted, integer(3)), integer(4))
+        with cgutils.for_range(builder, rounds, intp=I64) as four:
+            index = builder.add(key, builder.mul(four.index, integer(4)))
+            prefetched.prefetch(index, 4)
+            sums = _four_keys(builder, query_rows, span, index, chunks)
+            for r in range(rows):
+                place = builder.gep(folded, [builder.add(four.index, integer(4 * r))])
+                builder.store(_fold_four(builder, sums.row(r)), place)
+        start = address(context, builder, kinds[6], scores, at)
+        for r, target in enumerate(row_pointers(builder, start, stride, rows)):
+            four = [builder.load(builder.gep(folded, [integer(4 * r + i)])) for i in range(4)]
+            store_unaligned(builder, _fold_sixteen(builder, four), target)
 
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            queries, queries_at, dim, keys, key, ahead, scores, at, stride = arguments
-            kinds = signature.args
-            span = SpanCode(context, builder, kinds[3], keys, dim)
-            prefetched = SpanCode(context, builder, kinds[5], ahead, dim)
-            start = address(context, builder, kinds[0], queries, queries_at)
-            query_rows = row_pointers(builder, start, dim, rows)
-            chunks = builder.sdiv(dim, integer(LANES))
-            folded = cgutils.alloca_once(builder, _EIGHT, 4 * rows)
-            left = builder.sub(span.length, key)
-            full = builder.icmp_signed(">", left, integer(LANES))
-            wanted = builder.select(full, integer(LANES), left)
-            # Four keys at a time, in order, which is what prefetchers follow. The number of
-            # rounds is not a constant, or LLVM would merge them and run out of registers.
-            rounds = builder.sdiv(builder.add(wanted, integer(3)), integer(4))
-            with cgutils.for_range(builder, rounds, intp=I64) as four:
-                index = builder.add(key, builder.mul(four.index, integer(4)))
-                prefetched.prefetch(index, 4)
-                sums = _four_keys(builder, query_rows, span, index, chunks)
-                for r in range(rows):
-                    place = builder.gep(folded, [builder.add(four.index, integer(4 * r))])
-                    builder.store(_fold_four(builder, sums.row(r)), place)
-            start = address(context, builder, kinds[6], scores, at)
-            for r, target in enumerate(row_pointers(builder, start, stride, rows)):
-                four = [builder.load(builder.gep(folded, [integer(4 * r + i)])) for i in range(4)]
-                store_unaligned(builder, _fold_sixteen(builder, four), target)
-            return context.get_dummy_value()
-
-        index = types.intp
-        return types.void(queries, index, index, keys, index, ahead, scores, index, index), codegen
-
-    return intrinsic(operation)
+    return operation
 
 
 def _weigh_values(rows: int, vectors: int) -> Any:
     """Generate the kernel for ``rows`` rows of weights and ``vectors`` * 16 dimensions."""
 
-    def operation(
-        typing_context: Any,
-        weights: Any,
-        weights_at: Any,
-        weights_stride: Any,
-        values: Any,
-        first: Any,
-        end: Any,
-        head_dim: Any,
-        dim: Any,
-        ahead: Any,
-        sums: Any,
-        sums_at: Any,
-    ) -> tuple[Any, Codegen]:
+    @generated(types.void, OWN, INDEX, INDEX, OWN, INDEX, INDEX, INDEX, INDEX, OWN, OWN, INDEX)
+    def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         """Compute sums[r, :width] = weights[r, first:end] @ V[first:end, dim:dim + width].
 
         Args:
@@ -217,52 +156,28 @@ def _weigh_values(rows: int, vectors: int) -> Any:
             ahead: a KVSpan whose entries first to end are prefetched.
             sums: float32, rows head_dim apart, from sums_at on.
         """
+        weights, at, stride, values, first, end, head_dim, dim, ahead, sums, to = arguments
+        span = SpanCode(context, builder, kinds[3], values, head_dim)
+        prefetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
+        start = address(context, builder, kinds[0], weights, at)
+        weight_rows = row_pointers(builder, start, stride, rows)
+        totals = Sums(builder, rows, vectors)
+        with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
+            prefetched.prefetch(loop.index, 1)
+            entry = span.entry(loop.index)
+            parts = [span.load(entry, builder.add(dim, integer(v * LANES))) for v in range(vectors)]
+            for r, row in enumerate(weight_rows):
+                weight = broadcast(builder, builder.load(builder.gep(row, [loop.index])))
+                for v, part in enumerate(parts):
+                    totals.add(r, v, weight, part)
+        start = address(context, builder, kinds[9], sums, to)
+        totals.write(row_pointers(builder, start, head_dim, rows))
 
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            weights, at, stride, values, first, end, head_dim, dim, ahead, sums, to = arguments
-            kinds = signature.args
-            span = SpanCode(context, builder, kinds[3], values, head_dim)
-            prefetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
-            start = address(context, builder, kinds[0], weights, at)
-            weight_rows = row_pointers(builder, start, stride, rows)
-            totals = Sums(builder, rows, vectors)
-            with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
-                prefetched.prefetch(loop.index, 1)
-                entry = span.entry(loop.index)
-                parts = [
-                    span.load(entry, builder.add(dim, integer(v * LANES))) for v in range(vectors)
-                ]
-                for r, row in enumerate(weight_rows):
-                    weight = broadcast(builder, builder.load(builder.gep(row, [loop.index])))
-                    for v, part in enumerate(parts):
-                        totals.add(r, v, weight, part)
-            start = address(context, builder, kinds[9], sums, to)
-            for r, target in enumerate(row_pointers(builder, start, head_dim, rows)):
-                for v, total in enumerate(totals.row(r)):
-                    place = builder.gep(target, [integer(v * LANES)])
-                    store_unaligned(builder, total, place)
-            return context.get_dummy_value()
-
-        index = types.intp
-        signature = types.void(
-            weights, index, index, values, index, index, index, index, ahead, sums, index
-        )
-        return signature, codegen
-
-    return intrinsic(operation)
+    return operation
 
 
-score_keys_1 = _score_keys(1)
-score_keys_2 = _score_keys(2)
-score_keys_3 = _score_keys(3)
-score_keys_4 = _score_keys(4)
-weigh_values_1x32 = _weigh_values(1, 2)
-weigh_values_2x32 = _weigh_values(2, 2)
-weigh_values_3x32 = _weigh_values(3, 2)
-weigh_values_4x32 = _weigh_values(4, 2)
-weigh_values_5x32 = _weigh_values(5, 2)
-weigh_values_1x64 = _weigh_values(1, 4)
-weigh_values_2x64 = _weigh_values(2, 4)
-weigh_values_3x64 = _weigh_values(3, 4)
-weigh_values_4x64 = _weigh_values(4, 4)
-weigh_values_5x64 = _weigh_values(5, 4)
+score_keys = kernel_by_number({rows: _score_keys(rows) for rows in (4, 3, 2, 1)})
+weigh_values_wide, weigh_values_narrow = (
+    kernel_by_number({rows: _weigh_values(rows, vectors) for rows in (4, 3, 5, 2, 1)})
+    for vectors in (4, 2)
+)

@@ -23,7 +23,7 @@ from numba.core.typed_passes import NativeLowering
 from midfill.kernels.cpu.compiled import CompiledCache
 
 
-class _LinkedLibrary(JITCodeLibrary):  # type: ignore[misc]
+class _LinkedLibrary(JITCodeLibrary):
     """IR of a kernel and of all kernels that it calls."""
 
     def finalize(self) -> None:
@@ -48,7 +48,7 @@ class _OptimizedLibrary(_LinkedLibrary):
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class _LinkedLowering(NativeLowering):  # type: ignore[misc]
+class _LinkedLowering(NativeLowering):
     """Translation of a kernel's typed code to IR, without wrappers."""
 
     _name = "linked_lowering"
@@ -75,7 +75,7 @@ class _OptimizedLowering(_LinkedLowering):
     _library = _OptimizedLibrary
 
 
-class LinkedCompiler(CompilerBase):  # type: ignore[misc]
+class LinkedCompiler(CompilerBase):
     """Numba's compiler for kernels that only other kernels call."""
 
     _lowering: type[_LinkedLowering] = _LinkedLowering
@@ -95,7 +95,7 @@ class _OptimizingCompiler(LinkedCompiler):
     _lowering = _OptimizedLowering
 
 
-class Kernel(CPUDispatcher):  # type: ignore[misc]
+class Kernel(CPUDispatcher):
     """A function that Python calls as it does Numba's, and that other kernels link.
 
     Inside of them, an argument that is a literal counts as any other of its type: each literal

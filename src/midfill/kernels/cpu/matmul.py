@@ -11,78 +11,33 @@ loop over a Numba array achieves.
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
+from midfill.kernels.cpu.jit import kernel_by_number
 from midfill.kernels.cpu.simd import (
     F32,
     F32_VECTOR,
-    I8,
     I64,
     LANES,
-    Codegen,
+    Sums,
     address,
     broadcast,
-    constant,
-    fused_multiply_add,
     integer,
     load_unaligned,
-    store_unaligned,
+    row_pointers,
 )
 from midfill.kernels.cpu.weight_formats import PANEL
 
 VECTORS = PANEL // LANES
-I8_VECTOR = ir.VectorType(I8, LANES)
-
-
-class _Accumulators:
-    """rows x 32 sums in registers; x is [rows, k] with a row stride."""
-
-    def __init__(self, builder: ir.IRBuilder, rows: int, x: Any, x_stride: Any) -> None:
-        self._builder = builder
-        self._sums = [
-            [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(VECTORS)]
-            for _ in range(rows)
-        ]
-        for row in self._sums:
-            for total in row:
-                builder.store(constant(0.0), total)
-        self._x_rows = [builder.gep(x, [builder.mul(x_stride, integer(r))]) for r in range(rows)]
-
-    def add(self, k: Any, weights: list[Any]) -> None:
-        """Add the products of input k."""
-        builder = self._builder
-        for x_row, totals in zip(self._x_rows, self._sums, strict=True):
-            x = broadcast(builder, builder.load(builder.gep(x_row, [k])))
-            for weight, total in zip(weights, totals, strict=True):
-                builder.store(fused_multiply_add(builder, x, weight, builder.load(total)), total)
-
-    def write(self, tile: Any) -> None:
-        """Store the sums to tile[rows, 32]."""
-        builder = self._builder
-        for r, totals in enumerate(self._sums):
-            for v, total in enumerate(totals):
-                pointer = builder.gep(tile, [integer(r * PANEL + v * LANES)])
-                store_unaligned(builder, builder.load(total), pointer)
 
 
 def _multiply_floats(rows: int) -> Any:
     """Generate the kernel for ``rows`` rows and a float32 panel."""
 
-    def operation(
-        typing_context: Any,
-        x: Any,
-        x_offset: Any,
-        x_stride: Any,
-        count: Any,
-        panel: Any,
-        panel_offset: Any,
-        panel_stride: Any,
-        tile: Any,
-        tile_offset: Any,
-    ) -> tuple[Any, Codegen]:
+    @generated(types.void, OWN, INDEX, INDEX, INDEX, OWN, INDEX, INDEX, OWN, INDEX)
+    def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         """Compute tile[rows, 32] = x[rows, count] @ panel[count, 32].
 
         Args:
@@ -91,37 +46,29 @@ def _multiply_floats(rows: int) -> Any:
             panel: float32 or uint8, from element panel_offset on; panel_stride floats per input.
             tile: float32, [rows, 32] at tile_offset.
         """
+        x, x_offset, x_stride, count, panel, panel_offset, panel_stride, tile, at = arguments
+        x_pointer = address(context, builder, kinds[0], x, x_offset)
+        panel_pointer = builder.bitcast(
+            address(context, builder, kinds[4], panel, panel_offset), F32.as_pointer()
+        )
+        x_rows = row_pointers(builder, x_pointer, x_stride, rows)
+        sums = Sums(builder, rows, VECTORS)
+        with cgutils.for_range(builder, count, intp=I64) as loop:
+            row = builder.gep(panel_pointer, [builder.mul(loop.index, panel_stride)])
+            weights = [
+                load_unaligned(builder, builder.gep(row, [integer(v * LANES)]), F32_VECTOR)
+                for v in range(VECTORS)
+            ]
+            for r, x_row in enumerate(x_rows):
+                value = broadcast(builder, builder.load(builder.gep(x_row, [loop.index])))
+                for v, weight in enumerate(weights):
+                    sums.add(r, v, value, weight)
+        start = address(context, builder, kinds[7], tile, at)
+        sums.write(row_pointers(builder, start, integer(PANEL), rows))
 
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x, x_offset, x_stride, count, panel, panel_offset, panel_stride, tile, at = arguments
-            kinds = signature.args
-            x_pointer = address(context, builder, kinds[0], x, x_offset)
-            panel_pointer = builder.bitcast(
-                address(context, builder, kinds[4], panel, panel_offset), F32.as_pointer()
-            )
-            sums = _Accumulators(builder, rows, x_pointer, x_stride)
-            with cgutils.for_range(builder, count, intp=I64) as loop:
-                row = builder.gep(panel_pointer, [builder.mul(loop.index, panel_stride)])
-                weights = [
-                    load_unaligned(builder, builder.gep(row, [integer(v * LANES)]), F32_VECTOR)
-                    for v in range(VECTORS)
-                ]
-                sums.add(loop.index, weights)
-            sums.write(address(context, builder, kinds[7], tile, at))
-            return context.get_dummy_value()
-
-        index = types.intp
-        signature = types.void(x, index, index, index, panel, index, index, tile, index)
-        return signature, codegen
-
-    return intrinsic(operation)
+    return operation
 
 
-multiply_f32_1 = _multiply_floats(1)
-multiply_f32_2 = _multiply_floats(2)
-multiply_f32_3 = _multiply_floats(3)
-multiply_f32_4 = _multiply_floats(4)
-multiply_f32_5 = _multiply_floats(5)
-multiply_f32_6 = _multiply_floats(6)
-multiply_f32_7 = _multiply_floats(7)
-multiply_f32_8 = _multiply_floats(8)
+multiply_floats = kernel_by_number(
+    {rows: _multiply_floats(rows) for rows in (8, 1, 2, 3, 4, 5, 6, 7)}
+)

@@ -14,11 +14,11 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from midfill.kernels.cpu.bfloat16 import add_pair_products
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
+from midfill.kernels.cpu.jit import kernel_by_number
 from midfill.kernels.cpu.key_panels import transpose
-from midfill.kernels.cpu.kv_products import row_pointers
 from midfill.kernels.cpu.kv_spans import SpanCode
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
@@ -27,12 +27,13 @@ from midfill.kernels.cpu.simd import (
     I32_VECTOR,
     I64,
     LANES,
-    Codegen,
+    Sums,
     address,
     broadcast,
     constant,
     integer,
     load_unaligned,
+    row_pointers,
     store_unaligned,
 )
 
@@ -45,11 +46,8 @@ _BOTH = 2 * LANES
 _I16_VECTOR = ir.VectorType(I16, _BOTH)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def pack_keys(
-    typing_context: Any, keys: Any, key: Any, head_dim: Any, ahead: Any, panel: Any, at: Any,
-    width: Any,
-) -> tuple[Any, Codegen]:  # fmt: skip
+@generated(types.void, OWN, INDEX, INDEX, OWN, OWN, INDEX, INDEX)
+def pack_keys(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
     """Write 16 keys of a span, from number ``key`` on, to columns of panel[head_dim / 2, width].
 
     Beyond the span's end, its last key is repeated. Entries of the same numbers are prefetched
@@ -61,36 +59,26 @@ def pack_keys(
         panel: float32, words.
         at: the first column.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        keys, key, dim, ahead, panel, at, width = arguments
-        kinds = signature.args
-        span = SpanCode(context, builder, kinds[0], keys, dim)
-        prefetched = SpanCode(context, builder, kinds[3], ahead, dim)
-        start = address(context, builder, kinds[4], panel, at)
-        entries = [span.entry(builder.add(key, integer(i))) for i in range(LANES)]
-        for i in range(0, LANES, 4):
-            prefetched.prefetch(builder.add(key, integer(i)), 4)
-        chunks = builder.sdiv(dim, integer(_BOTH))
-        with cgutils.for_range(builder, chunks, intp=I64) as chunk:
-            d = builder.mul(chunk.index, integer(_BOTH))
-            rows = [load_unaligned(builder, builder.gep(e, [d]), F32_VECTOR) for e in entries]
-            word = builder.mul(chunk.index, builder.mul(width, integer(LANES)))
-            target = builder.gep(start, [word])
-            for i, column in enumerate(transpose(builder, rows)):
-                place = builder.gep(target, [builder.mul(width, integer(i))])
-                store_unaligned(builder, column, place)
-        return context.get_dummy_value()
-
-    index = types.intp
-    return types.void(keys, index, index, ahead, panel, index, index), codegen
+    keys, key, dim, ahead, panel, at, width = arguments
+    span = SpanCode(context, builder, kinds[0], keys, dim)
+    prefetched = SpanCode(context, builder, kinds[3], ahead, dim)
+    start = address(context, builder, kinds[4], panel, at)
+    entries = [span.entry(builder.add(key, integer(i))) for i in range(LANES)]
+    for i in range(0, LANES, 4):
+        prefetched.prefetch(builder.add(key, integer(i)), 4)
+    chunks = builder.sdiv(dim, integer(_BOTH))
+    with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+        d = builder.mul(chunk.index, integer(_BOTH))
+        rows = [load_unaligned(builder, builder.gep(e, [d]), F32_VECTOR) for e in entries]
+        word = builder.mul(chunk.index, builder.mul(width, integer(LANES)))
+        target = builder.gep(start, [word])
+        for i, column in enumerate(transpose(builder, rows)):
+            place = builder.gep(target, [builder.mul(width, integer(i))])
+            store_unaligned(builder, column, place)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def pack_values(
-    typing_context: Any, values: Any, first: Any, end: Any, head_dim: Any, dim: Any, width: Any,
-    ahead: Any, panel: Any,
-) -> tuple[Any, Codegen]:  # fmt: skip
+@generated(types.void, OWN, INDEX, INDEX, INDEX, INDEX, INDEX, OWN, OWN)
+def pack_values(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
     """Write pairs first to end of a span's entries to panel[end - first, width].
 
     Pair i is entries 2i and 2i + 1; beyond the span's end, its last entry is repeated. Entries of
@@ -103,29 +91,22 @@ def pack_values(
         ahead: a KVSpan.
         panel: float32, words.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        values, first, end, head_dim, dim, width, ahead, panel = arguments
-        kinds = signature.args
-        span = SpanCode(context, builder, kinds[0], values, head_dim)
-        prefetched = SpanCode(context, builder, kinds[6], ahead, head_dim)
-        start = address(context, builder, kinds[7], panel, integer(0))
-        chunks = builder.sdiv(width, integer(_BOTH))
-        with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
-            entry = builder.mul(loop.index, integer(2))
-            prefetched.prefetch(entry, 2)
-            pair = _pair_of(builder, span, entry, dim)
-            row = builder.gep(start, [builder.mul(builder.sub(loop.index, first), width)])
-            with cgutils.for_range(builder, chunks, intp=I64) as chunk:
-                d = builder.mul(chunk.index, integer(_BOTH))
-                numbers = [load_unaligned(builder, builder.gep(p, [d]), _I16_VECTOR) for p in pair]
-                for i, words in enumerate(_interleave(builder, *numbers)):
-                    place = builder.gep(row, [builder.add(d, integer(i * LANES))])
-                    store_unaligned(builder, words, place)
-        return context.get_dummy_value()
-
-    index = types.intp
-    return types.void(values, index, index, index, index, index, ahead, panel), codegen
+    values, first, end, head_dim, dim, width, ahead, panel = arguments
+    span = SpanCode(context, builder, kinds[0], values, head_dim)
+    prefetched = SpanCode(context, builder, kinds[6], ahead, head_dim)
+    start = address(context, builder, kinds[7], panel, integer(0))
+    chunks = builder.sdiv(width, integer(_BOTH))
+    with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
+        entry = builder.mul(loop.index, integer(2))
+        prefetched.prefetch(entry, 2)
+        pair = _pair_of(builder, span, entry, dim)
+        row = builder.gep(start, [builder.mul(builder.sub(loop.index, first), width)])
+        with cgutils.for_range(builder, chunks, intp=I64) as chunk:
+            d = builder.mul(chunk.index, integer(_BOTH))
+            numbers = [load_unaligned(builder, builder.gep(p, [d]), _I16_VECTOR) for p in pair]
+            for i, words in enumerate(_interleave(builder, *numbers)):
+                place = builder.gep(row, [builder.add(d, integer(i * LANES))])
+                store_unaligned(builder, words, place)
 
 
 def _pair_of(builder: ir.IRBuilder, span: SpanCode, entry: Any, dim: Any) -> list[Any]:
@@ -163,10 +144,8 @@ def _paired(places: list[list[Any]], totals: list[list[Any]]) -> Iterator[tuple[
 def _multiply_pairs(rows: int, vectors: int) -> Any:
     """Generate the kernel for ``rows`` rows and a panel of ``vectors`` * 16 columns."""
 
-    def operation(
-        typing_context: Any, a: Any, a_at: Any, a_stride: Any, pairs: Any, panel: Any,
-        added: Any, out: Any, out_at: Any, out_stride: Any,
-    ) -> tuple[Any, Codegen]:  # fmt: skip
+    @generated(types.void, OWN, INDEX, INDEX, INDEX, OWN, types.boolean, OWN, INDEX, INDEX)
+    def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         """Compute out[rows, width] = a[rows, pairs] times panel[pairs, width].
 
         Args:
@@ -176,70 +155,43 @@ def _multiply_pairs(rows: int, vectors: int) -> Any:
             added: whether the products are added to what ``out`` holds.
             out: float32, rows out_stride apart, from out_at on.
         """
-
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            a, a_at, a_stride, pairs, panel, added, out, out_at, out_stride = arguments
-            kinds = signature.args
-            start = address(context, builder, kinds[0], a, a_at)
-            a_rows = row_pointers(builder, start, a_stride, rows)
-            panel_start = address(context, builder, kinds[4], panel, integer(0))
-            start = address(context, builder, kinds[6], out, out_at)
-            targets = row_pointers(builder, start, out_stride, rows)
-            places = [
-                [builder.gep(target, [integer(v * LANES)]) for v in range(vectors)]
-                for target in targets
+        a, a_at, a_stride, pairs, panel, added, out, out_at, out_stride = arguments
+        start = address(context, builder, kinds[0], a, a_at)
+        a_rows = row_pointers(builder, start, a_stride, rows)
+        panel_start = address(context, builder, kinds[4], panel, integer(0))
+        start = address(context, builder, kinds[6], out, out_at)
+        targets = row_pointers(builder, start, out_stride, rows)
+        places = [
+            [builder.gep(target, [integer(v * LANES)]) for v in range(vectors)]
+            for target in targets
+        ]
+        totals = _first_totals(builder, places, added)
+        with cgutils.for_range(builder, pairs, intp=I64) as loop:
+            at = builder.mul(loop.index, integer(vectors * LANES))
+            columns = [
+                load_unaligned(
+                    builder,
+                    builder.gep(panel_start, [builder.add(at, integer(v * LANES))]),
+                    I32_VECTOR,
+                )
+                for v in range(vectors)
             ]
-            totals = _first_totals(builder, places, added)
-            with cgutils.for_range(builder, pairs, intp=I64) as loop:
-                at = builder.mul(loop.index, integer(vectors * LANES))
-                columns = [
-                    load_unaligned(
-                        builder,
-                        builder.gep(panel_start, [builder.add(at, integer(v * LANES))]),
-                        I32_VECTOR,
-                    )
-                    for v in range(vectors)
-                ]
-                for row, sums in zip(a_rows, totals, strict=True):
-                    word = _broadcast_word(builder, row, loop.index)
-                    for total, column in zip(sums, columns, strict=True):
-                        before = builder.load(total)
-                        after = add_pair_products(context, builder, before, word, column)
-                        builder.store(after, total)
-            for place, total in _paired(places, totals):
-                store_unaligned(builder, builder.load(total), place)
-            return context.get_dummy_value()
+            for row, sums in zip(a_rows, totals, strict=True):
+                word = _broadcast_word(builder, row, loop.index)
+                for total, column in zip(sums, columns, strict=True):
+                    before = builder.load(total)
+                    after = add_pair_products(context, builder, before, word, column)
+                    builder.store(after, total)
+        for place, total in _paired(places, totals):
+            store_unaligned(builder, builder.load(total), place)
 
-        index = types.intp
-        signature = types.void(a, index, index, index, panel, types.boolean, out, index, index)
-        return signature, codegen
-
-    return intrinsic(operation)
+    return operation
 
 
-multiply_pairs_1x32 = _multiply_pairs(1, 2)
-multiply_pairs_2x32 = _multiply_pairs(2, 2)
-multiply_pairs_3x32 = _multiply_pairs(3, 2)
-multiply_pairs_4x32 = _multiply_pairs(4, 2)
-multiply_pairs_5x32 = _multiply_pairs(5, 2)
-multiply_pairs_6x32 = _multiply_pairs(6, 2)
-multiply_pairs_1x64 = _multiply_pairs(1, 4)
-multiply_pairs_2x64 = _multiply_pairs(2, 4)
-multiply_pairs_3x64 = _multiply_pairs(3, 4)
-multiply_pairs_4x64 = _multiply_pairs(4, 4)
-multiply_pairs_5x64 = _multiply_pairs(5, 4)
-multiply_pairs_6x64 = _multiply_pairs(6, 4)
-
-
-def _zero_totals(builder: ir.IRBuilder, rows: int, vectors: int) -> list[list[Any]]:
-    """Return running sums of 0 that LLVM keeps in registers."""
-    totals = [
-        [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(vectors)]
-        for _ in range(rows)
-    ]
-    for total in (each for row in totals for each in row):
-        builder.store(constant(0.0), total)
-    return totals
+multiply_pairs_wide, multiply_pairs_narrow = (
+    kernel_by_number({rows: _multiply_pairs(rows, vectors) for rows in (6, 3, 4, 5, 2, 1)})
+    for vectors in (4, 2)
+)
 
 
 def _broadcast_word(builder: ir.IRBuilder, row: Any, place: Any) -> Any:
@@ -273,10 +225,8 @@ def _add_value_pair(
 def _weigh_pairs_in_place(rows: int) -> Any:
     """Generate the kernel for ``rows`` rows of weights, and values of 64 dimensions."""
 
-    def operation(
-        typing_context: Any, weights: Any, weights_at: Any, weights_stride: Any, values: Any,
-        first: Any, end: Any, head_dim: Any, dim: Any, ahead: Any, out: Any, out_at: Any,
-    ) -> tuple[Any, Codegen]:  # fmt: skip
+    @generated(types.void, OWN, INDEX, INDEX, OWN, INDEX, INDEX, INDEX, INDEX, OWN, OWN, INDEX)
+    def operation(context: Any, builder: Any, kinds: Any, *arguments: Any) -> None:
         """Compute out[rows, 64] = weights[rows, first:end] times pairs of V, dim to dim + 64.
 
         Args:
@@ -285,42 +235,25 @@ def _weigh_pairs_in_place(rows: int) -> Any:
             ahead: a KVSpan whose entries of the same numbers are prefetched.
             out: float32, rows head_dim apart, from out_at on.
         """
+        weights, at, stride, values, first, end, head_dim, dim, ahead, out, to = arguments
+        span = SpanCode(context, builder, kinds[3], values, head_dim)
+        prefetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
+        start = address(context, builder, kinds[0], weights, at)
+        weight_rows = row_pointers(builder, start, stride, rows)
+        totals = Sums(builder, rows, WIDE // LANES)
+        with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
+            entry = builder.mul(loop.index, integer(2))
+            prefetched.prefetch(entry, 2)
+            pair = _pair_of(builder, span, entry, dim)
+            place = builder.sub(loop.index, first)
+            words = [_broadcast_word(builder, row, place) for row in weight_rows]
+            _add_value_pair(context, builder, pair, words, totals.places)
+        start = address(context, builder, kinds[9], out, to)
+        totals.write(row_pointers(builder, start, head_dim, rows))
 
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            weights, at, stride, values, first, end, head_dim, dim, ahead, out, to = arguments
-            kinds = signature.args
-            span = SpanCode(context, builder, kinds[3], values, head_dim)
-            prefetched = SpanCode(context, builder, kinds[8], ahead, head_dim)
-            start = address(context, builder, kinds[0], weights, at)
-            weight_rows = row_pointers(builder, start, stride, rows)
-            totals = _zero_totals(builder, rows, WIDE // LANES)
-            with cgutils.for_range(builder, end, start=first, intp=I64) as loop:
-                entry = builder.mul(loop.index, integer(2))
-                prefetched.prefetch(entry, 2)
-                pair = _pair_of(builder, span, entry, dim)
-                place = builder.sub(loop.index, first)
-                words = [_broadcast_word(builder, row, place) for row in weight_rows]
-                _add_value_pair(context, builder, pair, words, totals)
-            start = address(context, builder, kinds[9], out, to)
-            targets = row_pointers(builder, start, head_dim, rows)
-            for target, row in zip(targets, totals, strict=True):
-                for v, total in enumerate(row):
-                    place = builder.gep(target, [integer(v * LANES)])
-                    store_unaligned(builder, builder.load(total), place)
-            return context.get_dummy_value()
-
-        index = types.intp
-        signature = types.void(
-            weights, index, index, values, index, index, index, index, ahead, out, index
-        )
-        return signature, codegen
-
-    return intrinsic(operation)
+    return operation
 
 
-weigh_pairs_1 = _weigh_pairs_in_place(1)
-weigh_pairs_2 = _weigh_pairs_in_place(2)
-weigh_pairs_3 = _weigh_pairs_in_place(3)
-weigh_pairs_4 = _weigh_pairs_in_place(4)
-weigh_pairs_5 = _weigh_pairs_in_place(5)
-weigh_pairs_6 = _weigh_pairs_in_place(6)
+weigh_pairs_in_place = kernel_by_number(
+    {rows: _weigh_pairs_in_place(rows) for rows in (3, 1, 2, 4, 5, 6)}
+)

@@ -8,10 +8,9 @@ weights of a row are divided by the sum of their rounded selves.
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.extending import intrinsic
 
 from midfill.kernels.cpu.bfloat16 import store_pairs, store_weights
+from midfill.kernels.cpu.intrinsics import generated
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array
@@ -19,33 +18,17 @@ from midfill.kernels.cpu.pair_panels import (
     MAX_PAIR_ROWS,
     NARROW,
     WIDE,
-    multiply_pairs_1x32,
-    multiply_pairs_1x64,
-    multiply_pairs_2x32,
-    multiply_pairs_2x64,
-    multiply_pairs_3x32,
-    multiply_pairs_3x64,
-    multiply_pairs_4x32,
-    multiply_pairs_4x64,
-    multiply_pairs_5x32,
-    multiply_pairs_5x64,
-    multiply_pairs_6x32,
-    multiply_pairs_6x64,
+    multiply_pairs_narrow,
+    multiply_pairs_wide,
     pack_keys,
     pack_values,
-    weigh_pairs_1,
-    weigh_pairs_2,
-    weigh_pairs_3,
-    weigh_pairs_4,
-    weigh_pairs_5,
-    weigh_pairs_6,
+    weigh_pairs_in_place,
 )
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, blind_rows, empty, keys_seen
 from midfill.kernels.cpu.simd import (
     F32_VECTOR,
     I32_VECTOR,
     LANES,
-    Codegen,
     constant,
     f32x16,
     fma,
@@ -77,29 +60,25 @@ def panel_words(head_dim: int) -> int:
     return WIDE * max(head_dim // 2, MANY_PAIRS)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def power_of_two(typing_context: Any, x: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, f32x16)
+def power_of_two(context: Any, builder: Any, kinds: Any, x: Any) -> Any:
     """Return 2^x for x <= 0, as exactly as bfloat16 asks for; exactly 1 at 0, and 0 at -127.
 
     2^x = 2^n * 2^r with n = round(x). Adding 1.5 * 2^23 rounds to a whole number and leaves it in
     the lowest bits, from where it is added to the exponent of 2^r. Below -126 results are
     subnormal and meaningless.
     """
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        least = constant(_LEAST_EXPONENT)
-        x = builder.select(builder.fcmp_ordered(">", arguments[0], least), arguments[0], least)
-        magic = constant(12582912.0)
-        shifted = builder.fadd(x, magic)
-        r = builder.fsub(x, builder.fsub(shifted, magic))
-        result = constant(_POLYNOMIAL[0])
-        for coefficient in _POLYNOMIAL[1:]:
-            result = fused_multiply_add(builder, result, r, constant(coefficient))
-        exponent = builder.shl(builder.bitcast(shifted, I32_VECTOR), integers(23))
-        bits = builder.add(builder.bitcast(result, I32_VECTOR), exponent)
-        return builder.bitcast(bits, F32_VECTOR)
-
-    return f32x16(f32x16), codegen
+    least = constant(_LEAST_EXPONENT)
+    x = builder.select(builder.fcmp_ordered(">", x, least), x, least)
+    magic = constant(12582912.0)
+    shifted = builder.fadd(x, magic)
+    r = builder.fsub(x, builder.fsub(shifted, magic))
+    result = constant(_POLYNOMIAL[0])
+    for coefficient in _POLYNOMIAL[1:]:
+        result = fused_multiply_add(builder, result, r, constant(coefficient))
+    exponent = builder.shl(builder.bitcast(shifted, I32_VECTOR), integers(23))
+    bits = builder.add(builder.bitcast(result, I32_VECTOR), exponent)
+    return builder.bitcast(bits, F32_VECTOR)
 
 
 @inlined_kernel
@@ -117,39 +96,16 @@ def _next_rows(left: int) -> int:
     return 4 if left == MAX_PAIR_ROWS + 1 else MAX_PAIR_ROWS
 
 
-def _multiplier(one: Any, two: Any, three: Any, four: Any, five: Any, six: Any) -> Any:
-    """Make a kernel that calls the one of six generated for its number of rows."""
-
-    @kernel
-    def multiply(
-        n: int, a: Float32Array, at: int, stride: int, pairs: int, panel: Float32Array,
-        added: bool, out: Float32Array, to: int, out_stride: int,
-    ) -> None:  # fmt: skip
-        """Compute n rows of ``out`` = rows of ``a`` times a panel; see ``_multiply_pairs``."""
-        if n == 6:
-            six(a, at, stride, pairs, panel, added, out, to, out_stride)
-        elif n == 3:
-            three(a, at, stride, pairs, panel, added, out, to, out_stride)
-        elif n == 4:
-            four(a, at, stride, pairs, panel, added, out, to, out_stride)
-        elif n == 5:
-            five(a, at, stride, pairs, panel, added, out, to, out_stride)
-        elif n == 2:
-            two(a, at, stride, pairs, panel, added, out, to, out_stride)
-        else:
-            one(a, at, stride, pairs, panel, added, out, to, out_stride)
-
-    return multiply
-
-
-_multiply_wide = _multiplier(
-    multiply_pairs_1x64, multiply_pairs_2x64, multiply_pairs_3x64, multiply_pairs_4x64,
-    multiply_pairs_5x64, multiply_pairs_6x64,
-)  # fmt: skip
-_multiply_narrow = _multiplier(
-    multiply_pairs_1x32, multiply_pairs_2x32, multiply_pairs_3x32, multiply_pairs_4x32,
-    multiply_pairs_5x32, multiply_pairs_6x32,
-)  # fmt: skip
+@kernel
+def _multiply(
+    wide: bool, n: int, a: Float32Array, at: int, stride: int, pairs: int, panel: Float32Array,
+    added: bool, out: Float32Array, to: int, out_stride: int,
+) -> None:  # fmt: skip
+    """Compute n rows of ``out`` = rows of ``a`` times a panel; see ``_multiply_pairs``."""
+    if wide:
+        multiply_pairs_wide(n, a, at, stride, pairs, panel, added, out, to, out_stride)
+    else:
+        multiply_pairs_narrow(n, a, at, stride, pairs, panel, added, out, to, out_stride)
 
 
 @inlined_kernel
@@ -179,10 +135,7 @@ def score_pairs(
         while row < rows.total:
             n = _next_rows(rows.total - row)
             at, to = row * depth, row * SEGMENT + key
-            if wide:
-                _multiply_wide(n, queries, at, depth, depth, panel, False, scores, to, SEGMENT)
-            else:
-                _multiply_narrow(n, queries, at, depth, depth, panel, False, scores, to, SEGMENT)
+            _multiply(wide, n, queries, at, depth, depth, panel, False, scores, to, SEGMENT)
             row += n
         key += width
 
@@ -272,10 +225,8 @@ def _weigh_block(
         n = _next_rows(rows.total - row)
         from_row, to = row * SEGMENT + first, at + row * dim
         count = min(end, (keys_seen(rows, row + n - 1) + 1) // 2) - first
-        if width == WIDE:
-            _multiply_wide(n, weights, from_row, SEGMENT, count, panel, added, sums, to, dim)
-        else:
-            _multiply_narrow(n, weights, from_row, SEGMENT, count, panel, added, sums, to, dim)
+        wide = width == WIDE
+        _multiply(wide, n, weights, from_row, SEGMENT, count, panel, added, sums, to, dim)
         row += n
 
 
@@ -285,21 +236,12 @@ def _weigh_in_place(
     sums: Float32Array, at: int,
 ) -> None:  # fmt: skip
     """Compute ``weigh_pairs`` for 1 to 6 rows, over pairs first to end, without panels."""
-    dim, stride, n = rows.head_dim, SEGMENT, rows.total
+    dim, n = rows.head_dim, rows.total
     for d in range(0, dim, WIDE):
         to = at + d
-        if n == 3:
-            weigh_pairs_3(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
-        elif n == 1:
-            weigh_pairs_1(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
-        elif n == 2:
-            weigh_pairs_2(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
-        elif n == 4:
-            weigh_pairs_4(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
-        elif n == 5:
-            weigh_pairs_5(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
-        else:
-            weigh_pairs_6(weights, first, stride, values, first, end, dim, d, ahead, sums, to)
+        weigh_pairs_in_place(
+            n, weights, first, SEGMENT, values, first, end, dim, d, ahead, sums, to
+        )
         ahead = empty(ahead)
 
 

@@ -9,17 +9,8 @@ import numpy as np
 
 from midfill.kernels.cpu.amx_products import AMX_ROWS, amx_product
 from midfill.kernels.cpu.dots import quantized_product
-from midfill.kernels.cpu.jit import kernel, optimized_first
-from midfill.kernels.cpu.matmul import (
-    multiply_f32_1,
-    multiply_f32_2,
-    multiply_f32_3,
-    multiply_f32_4,
-    multiply_f32_5,
-    multiply_f32_6,
-    multiply_f32_7,
-    multiply_f32_8,
-)
+from midfill.kernels.cpu.jit import kernel, kernel_by_number, optimized_first
+from midfill.kernels.cpu.matmul import multiply_floats
 from midfill.kernels.cpu.memory import Float32Array, Uint8Array
 from midfill.kernels.cpu.panel_blocks import fetched_bytes
 from midfill.kernels.cpu.weight_formats import (
@@ -30,8 +21,6 @@ from midfill.kernels.cpu.weight_formats import (
     block_bytes,
     block_inputs,
 )
-
-_Q3_K, _Q4_0, _Q4_1, _Q4_K, _Q5_0, _Q5_1, _Q5_K, _Q6_K, _Q8_0, _F32 = map(int, WeightFormat)
 
 MAX_QUANTIZED_ROWS = 4
 """Maximum rows of a tile with quantised weights, but for those on AMX."""
@@ -48,28 +37,13 @@ def multiply_f32(
     tile: Float32Array, tile_at: int,
 ) -> None:  # fmt: skip
     """Compute tile[rows, 32] = x[rows, stride] @ panel[stride, 32] for 1 to 8 rows."""
-    if rows == 8:
-        multiply_f32_8(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 1:
-        multiply_f32_1(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 2:
-        multiply_f32_2(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 3:
-        multiply_f32_3(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 4:
-        multiply_f32_4(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 5:
-        multiply_f32_5(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    elif rows == 6:
-        multiply_f32_6(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
-    else:
-        multiply_f32_7(x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
+    multiply_floats(rows, x, at, stride, stride, packed, panel_at, PANEL, tile, tile_at)
 
 
 def _quantized_kernel(weight_format: WeightFormat) -> Any:
     """Return the kernel that multiplies rows by a panel of one format."""
-    multiply_1, multiply_2, multiply_3, multiply_4 = (
-        quantized_product(rows, weight_format) for rows in range(1, MAX_QUANTIZED_ROWS + 1)
+    multiply_rows = kernel_by_number(
+        {rows: quantized_product(rows, weight_format) for rows in (1, 2, 3, MAX_QUANTIZED_ROWS)}
     )
     multiply_on_amx = amx_product(weight_format)
 
@@ -80,14 +54,8 @@ def _quantized_kernel(weight_format: WeightFormat) -> Any:
         panel_at: int, ahead: int, tile: Float32Array, tile_at: int,
     ) -> None:  # fmt: skip
         """Compute tile[rows, 32] = activation blocks @ a panel, for 1 to 4 rows, or on AMX."""
-        if rows == 1:
-            multiply_1(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-        elif rows == 2:
-            multiply_2(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-        elif rows == 3:
-            multiply_3(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
-        elif rows == 4:
-            multiply_4(x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
+        if rows <= MAX_QUANTIZED_ROWS:
+            multiply_rows(rows, x, at, stride, groups, packed, panel_at, ahead, tile, tile_at)
         else:
             multiply_on_amx(
                 x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at, SCRATCH_AT
@@ -96,15 +64,10 @@ def _quantized_kernel(weight_format: WeightFormat) -> Any:
     return multiply
 
 
-_multiply_q3_k = _quantized_kernel(WeightFormat.Q3_K)
-_multiply_q4_0 = _quantized_kernel(WeightFormat.Q4_0)
-_multiply_q4_1 = _quantized_kernel(WeightFormat.Q4_1)
-_multiply_q4_k = _quantized_kernel(WeightFormat.Q4_K)
-_multiply_q5_0 = _quantized_kernel(WeightFormat.Q5_0)
-_multiply_q5_1 = _quantized_kernel(WeightFormat.Q5_1)
-_multiply_q5_k = _quantized_kernel(WeightFormat.Q5_K)
-_multiply_q6_k = _quantized_kernel(WeightFormat.Q6_K)
-_multiply_q8_0 = _quantized_kernel(WeightFormat.Q8_0)
+_COMMON = (WeightFormat.Q4_1, WeightFormat.Q8_0, WeightFormat.Q4_K, WeightFormat.Q6_K)
+_multiply_in_format = kernel_by_number(
+    {int(each): _quantized_kernel(each) for each in dict.fromkeys((*_COMMON, *LAYOUTS))}
+)
 
 
 @optimized_first
@@ -114,24 +77,9 @@ def multiply_quants(
     panel_at: int, weight_format: int, ahead: int, tile: Float32Array, tile_at: int,
 ) -> None:  # fmt: skip
     """Compute tile[rows, 32] = rows of activation blocks @ a panel of any quantised format."""
-    if weight_format == _Q4_1:
-        _multiply_q4_1(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-    elif weight_format == _Q8_0:
-        _multiply_q8_0(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-    elif weight_format == _Q4_K:
-        _multiply_q4_k(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-    elif weight_format == _Q6_K:
-        _multiply_q6_k(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-    elif weight_format == _Q4_0:
-        _multiply_q4_0(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-    elif weight_format == _Q5_0:
-        _multiply_q5_0(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-    elif weight_format == _Q5_K:
-        _multiply_q5_k(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-    elif weight_format == _Q5_1:
-        _multiply_q5_1(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
-    elif weight_format == _Q3_K:
-        _multiply_q3_k(x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at)
+    _multiply_in_format(
+        weight_format, x, at, stride, rows, groups, packed, panel_at, ahead, tile, tile_at
+    )
 
 
 _BYTES_PER_GROUP = np.array([block_bytes(f) * GROUP // block_inputs(f) for f in WeightFormat])

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from midfill.kernels.cpu.bfloat16 import load_pairs, store_pairs
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
 from midfill.kernels.cpu.kv_cache import LayerKV
 from midfill.kernels.cpu.memory import Float32Array, Int32Array
 from midfill.kernels.cpu.segment_rows import SEGMENT
-from midfill.kernels.cpu.simd import LANES, fma, load, multiply, store
+from midfill.kernels.cpu.simd import LANES, fma, load, store
 from midfill.kv.ragged import KeyTerms, RaggedIndex
 
 SCORE_FACTOR, SCORE_BIAS, VALUE_FACTOR = 0, 1, 2
@@ -123,7 +122,7 @@ def list_cells(
 
 
 @kernel
-def _gather(
+def gather_term(
     ragged: RaggedCells, keys: HeadKeys, term: int, first: int, neutral: float,
     gathered: Float32Array, at: int,
 ) -> None:  # fmt: skip
@@ -152,37 +151,9 @@ def change_scores(
         scores: float32 [rows * 256].
     """
     for part in range(0, min(count, keys.cells - start), LANES):
-        _gather(ragged, keys, SCORE_FACTOR, start + part, 1.0, gathered, 0)
-        _gather(ragged, keys, SCORE_BIAS, start + part, 0.0, gathered, LANES)
+        gather_term(ragged, keys, SCORE_FACTOR, start + part, 1.0, gathered, 0)
+        gather_term(ragged, keys, SCORE_BIAS, start + part, 0.0, gathered, LANES)
         factor, bias = load(gathered, 0), load(gathered, LANES)
         for row in range(rows):
             at = row * SEGMENT + part
             store(scores, at, fma(load(scores, at), factor, bias))
-
-
-@kernel
-def scale_weights(
-    ragged: RaggedCells, keys: HeadKeys, start: int, count: int, gathered: Float32Array,
-    rows: int, weights: Float32Array,
-) -> None:  # fmt: skip
-    """weights[rows, 256] *= value factor, for the keys of a segment; arguments as above."""
-    for part in range(0, min(count, keys.cells - start), LANES):
-        _gather(ragged, keys, VALUE_FACTOR, start + part, 1.0, gathered, 0)
-        factor = load(gathered, 0)
-        for row in range(rows):
-            at = row * SEGMENT + part
-            store(weights, at, multiply(load(weights, at), factor))
-
-
-@kernel
-def scale_weight_pairs(
-    ragged: RaggedCells, keys: HeadKeys, start: int, count: int, gathered: Float32Array,
-    rows: int, weights: Float32Array,
-) -> None:  # fmt: skip
-    """``scale_weights`` for weights in pairs (pair_segments.py), rounded again."""
-    for part in range(0, min(count, keys.cells - start), LANES):
-        _gather(ragged, keys, VALUE_FACTOR, start + part, 1.0, gathered, 0)
-        factor = load(gathered, 0)
-        for row in range(rows):
-            word = row * SEGMENT + part // 2
-            store_pairs(weights, word, multiply(load_pairs(weights, word), factor))

@@ -20,15 +20,10 @@ from midfill.kernels.cpu.pair_segments import (
     softmax_pairs,
     weigh_pairs,
 )
-from midfill.kernels.cpu.ragged_cells import (
-    HeadKeys,
-    RaggedCells,
-    scale_weight_pairs,
-    scale_weights,
-)
+from midfill.kernels.cpu.ragged_cells import VALUE_FACTOR, HeadKeys, RaggedCells, gather_term
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, keys_seen
 from midfill.kernels.cpu.segments import score_segment, weigh_segment
-from midfill.kernels.cpu.simd import load, multiply, store
+from midfill.kernels.cpu.simd import LANES, load, multiply, store
 from midfill.kernels.cpu.softmax import softmax_row
 
 
@@ -64,22 +59,6 @@ def _softmax_pairs(
     first_row: int,
 ) -> None:  # fmt: skip
     softmax_pairs(rows, count, scores, states, first_row)
-
-
-@kernel
-def _scale_weights(
-    entries: KVArray, ragged: RaggedCells, keys: HeadKeys, start: int, count: int,
-    gathered: Float32Array, rows: int, weights: Float32Array,
-) -> None:  # fmt: skip
-    scale_weights(ragged, keys, start, count, gathered, rows, weights)
-
-
-@kernel
-def _scale_pairs(
-    entries: KVArray, ragged: RaggedCells, keys: HeadKeys, start: int, count: int,
-    gathered: Float32Array, rows: int, weights: Float32Array,
-) -> None:  # fmt: skip
-    scale_weight_pairs(ragged, keys, start, count, gathered, rows, weights)
 
 
 @inlined_kernel
@@ -133,18 +112,29 @@ def softmax_segment(entries: Any, *_: Any) -> Any:
 
 
 @kernel_by_type
-def apply_value_factors(entries: Any, *_: Any) -> Any:
-    """Multiply weights by the terms of cells; arguments: entries, those of ``scale_weights``."""
-    return _scale_pairs if _is_paired(entries) else _scale_weights
-
-
-@kernel_by_type
 def scale_column(entries: Any, *_: Any) -> Any:
     """Multiply the weights [rows, 256] of 16 keys, from ``column`` on, by a vector of factors.
 
     Arguments: (entries, weights, column, rows, factor).
     """
     return _scale_pair_column if _is_paired(entries) else _scale_column
+
+
+@kernel
+def apply_value_factors(
+    entries: KVArray, ragged: RaggedCells, keys: HeadKeys, start: int, count: int,
+    gathered: Float32Array, rows: int, weights: Float32Array,
+) -> None:  # fmt: skip
+    """weights[rows, 256] *= value factor, for the keys of a segment.
+
+    Args:
+        entries: the values, whose format is that of the weights.
+        start: the segment's first key; ``count`` as there are keys in it.
+        gathered: 16 floats of a thread's own.
+    """
+    for part in range(0, min(count, keys.cells - start), LANES):
+        gather_term(ragged, keys, VALUE_FACTOR, start + part, 1.0, gathered, 0)
+        scale_column(entries, weights, part, rows, load(gathered, 0))
 
 
 @kernel_by_type

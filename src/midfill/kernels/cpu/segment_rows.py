@@ -40,7 +40,8 @@ class SegmentRows(NamedTuple):
 
 @inlined_kernel
 def keys_seen(rows: SegmentRows, row: int) -> int:
-    """Return up to which key of the segment a row sees; beyond 0..SEGMENT if none, or all."""
+    """Return where the keys end that a row sees in the segment; outside 0..SEGMENT if it sees none
+    of them, or all."""
     query = row // rows.group
     if len(rows.limits) == 0:
         return rows.limit + query

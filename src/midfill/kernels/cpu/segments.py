@@ -5,31 +5,9 @@ A tile of few rows reads K in place; for many rows keys are transposed to panels
 whole segment, so that its sums stay in registers.
 """
 
-from typing import Any
-
 from midfill.kernels.cpu.jit import inlined_kernel, kernel
-from midfill.kernels.cpu.key_panels import (
-    score_panel_3,
-    score_panel_4,
-    score_panel_5,
-    transpose_keys,
-)
-from midfill.kernels.cpu.kv_products import (
-    score_keys_1,
-    score_keys_2,
-    score_keys_3,
-    score_keys_4,
-    weigh_values_1x32,
-    weigh_values_1x64,
-    weigh_values_2x32,
-    weigh_values_2x64,
-    weigh_values_3x32,
-    weigh_values_3x64,
-    weigh_values_4x32,
-    weigh_values_4x64,
-    weigh_values_5x32,
-    weigh_values_5x64,
-)
+from midfill.kernels.cpu.key_panels import score_panel, transpose_keys
+from midfill.kernels.cpu.kv_products import score_keys, weigh_values_narrow, weigh_values_wide
 from midfill.kernels.cpu.kv_spans import KVSpan
 from midfill.kernels.cpu.memory import Float32Array
 from midfill.kernels.cpu.segment_rows import SEGMENT, SegmentRows, blind_rows, empty, keys_seen
@@ -56,18 +34,8 @@ def _score_in_place(
     while row < rows.total:
         query, to, stride = row * dim, row * SEGMENT, SEGMENT
         n = min(rows.total - row, 4) if rows.total - row != 5 else 3
-        if n == 4:
-            for key in range(0, keys.length, LANES):
-                score_keys_4(queries, query, dim, keys, key, ahead, scores, to + key, stride)
-        elif n == 3:
-            for key in range(0, keys.length, LANES):
-                score_keys_3(queries, query, dim, keys, key, ahead, scores, to + key, stride)
-        elif n == 2:
-            for key in range(0, keys.length, LANES):
-                score_keys_2(queries, query, dim, keys, key, ahead, scores, to + key, stride)
-        else:
-            for key in range(0, keys.length, LANES):
-                score_keys_1(queries, query, dim, keys, key, ahead, scores, to + key, stride)
+        for key in range(0, keys.length, LANES):
+            score_keys(n, queries, query, dim, keys, key, ahead, scores, to + key, stride)
         ahead = empty(ahead)
         row += n
 
@@ -82,12 +50,7 @@ def _score_panel(
     while row < rows.total:
         n = _next_rows(rows.total - row)
         query, to = row * dim, at + row * SEGMENT
-        if n == 4:
-            score_panel_4(queries, query, dim, panel, scores, to, SEGMENT)
-        elif n == 3:
-            score_panel_3(queries, query, dim, panel, scores, to, SEGMENT)
-        else:
-            score_panel_5(queries, query, dim, panel, scores, to, SEGMENT)
+        score_panel(n, queries, query, dim, panel, scores, to, SEGMENT)
         row += n
 
 
@@ -140,38 +103,6 @@ def multiply_scales(
             store(scores, at, multiply(load(scores, at), factor))
 
 
-def _weigher(one: Any, two: Any, three: Any, four: Any, five: Any) -> Any:
-    """Make a kernel that calls the one of five generated for its number of rows."""
-
-    @inlined_kernel
-    def weigh(
-        n: int, weights: Float32Array, at: int, values: KVSpan, first: int, end: int,
-        head_dim: int, d: int, ahead: KVSpan, sums: Float32Array, to: int,
-    ) -> None:  # fmt: skip
-        """Compute sums[n] at ``to`` = weights[n, first:end] at ``at`` @ V from dimension d on."""
-        s = SEGMENT
-        if n == 4:
-            four(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-        elif n == 3:
-            three(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-        elif n == 5:
-            five(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-        elif n == 2:
-            two(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-        else:
-            one(weights, at, s, values, first, end, head_dim, d, ahead, sums, to)
-
-    return weigh
-
-
-_weigh_wide = _weigher(
-    weigh_values_1x64, weigh_values_2x64, weigh_values_3x64, weigh_values_4x64, weigh_values_5x64
-)
-_weigh_narrow = _weigher(
-    weigh_values_1x32, weigh_values_2x32, weigh_values_3x32, weigh_values_4x32, weigh_values_5x32
-)
-
-
 @inlined_kernel
 def weigh_segment(
     weights: Float32Array, rows: SegmentRows, values: KVSpan, ahead: KVSpan, sums: Float32Array,
@@ -196,10 +127,14 @@ def weigh_segment(
         while d < dim:
             from_row, to = row * SEGMENT, at + row * dim + d
             if d + 64 <= dim:
-                _weigh_wide(n, weights, from_row, values, first, end, dim, d, ahead, sums, to)
+                weigh_values_wide(
+                    n, weights, from_row, SEGMENT, values, first, end, dim, d, ahead, sums, to
+                )
                 d += 64
             else:
-                _weigh_narrow(n, weights, from_row, values, first, end, dim, d, ahead, sums, to)
+                weigh_values_narrow(
+                    n, weights, from_row, SEGMENT, values, first, end, dim, d, ahead, sums, to
+                )
                 d += 32
             ahead = empty(ahead)
         row += n

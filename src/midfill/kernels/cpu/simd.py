@@ -14,7 +14,9 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
+
+from midfill.kernels.cpu.intrinsics import INDEX, OWN, generated
 
 LANES = 16
 
@@ -31,7 +33,7 @@ F32_VECTOR = ir.VectorType(F32, LANES)
 Codegen = Callable[..., Any]
 
 
-class F32x16(types.Type):  # type: ignore[misc]
+class F32x16(types.Type):
     """Numba type of a vector of 16 float32."""
 
     def __init__(self) -> None:
@@ -42,7 +44,7 @@ f32x16 = F32x16()
 
 
 @register_model(F32x16)
-class _F32x16Model(models.PrimitiveModel):  # type: ignore[misc]
+class _F32x16Model(models.PrimitiveModel):
     def __init__(self, data_model_manager: Any, front_end_type: Any) -> None:
         super().__init__(data_model_manager, front_end_type, F32_VECTOR)
 
@@ -122,10 +124,10 @@ def has_feature(context: Any, name: str) -> bool:
 
 
 def broadcast(builder: ir.IRBuilder, scalar: Any) -> Any:
-    """Return a vector with a float32 scalar in every lane."""
-    undefined = ir.Constant(F32_VECTOR, ir.Undefined)
+    """Return a vector with a scalar, float32 or int32, in every lane."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(I32_VECTOR, [0] * LANES))
+    return builder.shuffle_vector(first, undefined, integers(0))
 
 
 def llvm_call(builder: ir.IRBuilder, name: str, arguments: Sequence[Any], result: Any) -> Any:
@@ -138,6 +140,49 @@ def llvm_call(builder: ir.IRBuilder, name: str, arguments: Sequence[Any], result
 def fused_multiply_add(builder: ir.IRBuilder, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once."""
     return llvm_call(builder, "llvm.fma.v16f32", [a, b, c], F32_VECTOR)
+
+
+class Sums:
+    """rows x columns running sums of vectors, which LLVM keeps in registers; they start at 0.
+
+    Attributes:
+        places: where they are, [rows][columns] pointers.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, rows: int, columns: int) -> None:
+        self._builder = builder
+        self.places = [
+            [cgutils.alloca_once_value(builder, constant(0.0)) for _ in range(columns)]
+            for _ in range(rows)
+        ]
+        self.clear()
+
+    def clear(self) -> None:
+        """Set all sums to 0."""
+        for row in self.places:
+            for total in row:
+                self._builder.store(constant(0.0), total)
+
+    def add(self, row: int, column: int, a: Any, b: Any) -> None:
+        """Add a * b to a sum."""
+        builder, total = self._builder, self.places[row][column]
+        builder.store(fused_multiply_add(builder, a, b, builder.load(total)), total)
+
+    def row(self, row: int) -> list[Any]:
+        """Return a row's sums."""
+        return [self._builder.load(total) for total in self.places[row]]
+
+    def write(self, targets: Sequence[Any]) -> None:
+        """Store each row's sums, one after the other, from one of the pointers on."""
+        for row, target in enumerate(targets):
+            for column, total in enumerate(self.row(row)):
+                place = self._builder.gep(target, [integer(column * LANES)])
+                store_unaligned(self._builder, total, place)
+
+
+def row_pointers(builder: ir.IRBuilder, start: Any, stride: Any, rows: int) -> list[Any]:
+    """Return pointers to rows that are ``stride`` elements apart."""
+    return [builder.gep(start, [builder.mul(stride, integer(r))]) for r in range(rows)]
 
 
 _EXP_COEFFICIENTS = (
@@ -193,48 +238,32 @@ def exponential(builder: ir.IRBuilder, x: Any) -> Any:
 # ---- vector operations for Numba functions ---------------------------------------------------
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def splat(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, types.float32)
+def splat(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
     """Return a vector with ``value`` in every lane."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return broadcast(builder, arguments[0])
-
-    return f32x16(types.float32), codegen
+    return broadcast(builder, value)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def load(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, OWN, INDEX)
+def load(context: Any, builder: Any, kinds: Any, array: Any, offset: Any) -> Any:
     """Load lanes 0..15 from array[offset:offset + 16] (float32)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        return load_unaligned(builder, pointer, F32_VECTOR)
-
-    return f32x16(array, types.intp), codegen
+    pointer = address(context, builder, kinds[0], array, offset)
+    return load_unaligned(builder, pointer, F32_VECTOR)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def store(typing_context: Any, array: Any, offset: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(types.void, OWN, INDEX, f32x16)
+def store(context: Any, builder: Any, kinds: Any, array: Any, offset: Any, value: Any) -> None:
     """Store array[offset:offset + 16] = value (float32)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        store_unaligned(builder, arguments[2], pointer)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, f32x16), codegen
+    pointer = address(context, builder, kinds[0], array, offset)
+    store_unaligned(builder, value, pointer)
 
 
 def _binary(emit: Callable[[ir.IRBuilder, Any, Any], Any], doc: str) -> Any:
-    def operation(typing_context: Any, a: Any, b: Any) -> tuple[Any, Codegen]:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return emit(builder, arguments[0], arguments[1])
-
-        return f32x16(f32x16, f32x16), codegen
+    def operation(context: Any, builder: Any, kinds: Any, a: Any, b: Any) -> Any:
+        return emit(builder, a, b)
 
     operation.__doc__ = doc
-    return intrinsic(operation)
+    return generated(f32x16, f32x16, f32x16)(operation)
 
 
 def _maximum(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
@@ -248,101 +277,60 @@ divide = _binary(lambda builder, a, b: builder.fdiv(a, b), "Return a / b, lane b
 maximum = _binary(_maximum, "Return the larger of a and b, lane by lane.")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def where_larger(typing_context: Any, a: Any, b: Any, x: Any, y: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, f32x16, f32x16, f32x16, f32x16)
+def where_larger(context: Any, builder: Any, kinds: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
     """Return x in lanes where a > b, and y in the others."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a, b, x, y = arguments
-        return builder.select(builder.fcmp_ordered(">", a, b), x, y)
-
-    return f32x16(f32x16, f32x16, f32x16, f32x16), codegen
+    return builder.select(builder.fcmp_ordered(">", a, b), x, y)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def absolute(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, f32x16)
+def absolute(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
     """Return |value|, lane by lane."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return llvm_call(builder, "llvm.fabs.v16f32", [arguments[0]], F32_VECTOR)
-
-    return f32x16(f32x16), codegen
+    return llvm_call(builder, "llvm.fabs.v16f32", [value], F32_VECTOR)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def fma(typing_context: Any, a: Any, b: Any, c: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, f32x16, f32x16, f32x16)
+def fma(context: Any, builder: Any, kinds: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once, lane by lane."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return fused_multiply_add(builder, *arguments)
-
-    return f32x16(f32x16, f32x16, f32x16), codegen
+    return fused_multiply_add(builder, a, b, c)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def exp(typing_context: Any, x: Any) -> tuple[Any, Codegen]:
+@generated(f32x16, f32x16)
+def exp(context: Any, builder: Any, kinds: Any, x: Any) -> Any:
     """Return exp(x), lane by lane; see ``exponential``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return exponential(builder, arguments[0])
-
-    return f32x16(f32x16), codegen
+    return exponential(builder, x)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def sum_lanes(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(types.float32, f32x16)
+def sum_lanes(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
     """Return the sum of the 16 lanes, added as a balanced tree."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return tree_reduce(builder, arguments[0], builder.fadd)
-
-    return types.float32(f32x16), codegen
+    return tree_reduce(builder, value, builder.fadd)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def max_lanes(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(types.float32, f32x16)
+def max_lanes(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
     """Return the largest of the 16 lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return tree_reduce(builder, arguments[0], lambda a, b: _maximum(builder, a, b))
-
-    return types.float32(f32x16), codegen
+    return tree_reduce(builder, value, lambda a, b: _maximum(builder, a, b))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def keep_lanes(
-    typing_context: Any, value: Any, first: Any, end: Any, other: Any
-) -> tuple[Any, Codegen]:
+@generated(f32x16, f32x16, INDEX, INDEX, types.float32)
+def keep_lanes(context: Any, builder: Any, kinds: Any, *arguments: Any) -> Any:
     """Return lanes first <= i < end of ``value``, and ``other`` elsewhere."""
+    value, first, end, other = arguments
+    indices = ir.Constant(I32_VECTOR, list(range(LANES)))
 
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value, first, end, other = arguments
-        indices = ir.Constant(I32_VECTOR, list(range(LANES)))
-
-        def splat_int(bound: Any) -> Any:
-            undefined = ir.Constant(I32_VECTOR, ir.Undefined)
-            vector = builder.insert_element(
-                undefined, builder.trunc(bound, I32), ir.Constant(I32, 0)
-            )
-            return builder.shuffle_vector(vector, undefined, ir.Constant(I32_VECTOR, [0] * LANES))
-
-        inside = builder.and_(
-            builder.icmp_signed(">=", indices, splat_int(first)),
-            builder.icmp_signed("<", indices, splat_int(end)),
-        )
-        return builder.select(inside, value, broadcast(builder, other))
-
-    return f32x16(f32x16, types.intp, types.intp, types.float32), codegen
+    low, high = (broadcast(builder, builder.trunc(bound, I32)) for bound in (first, end))
+    inside = builder.and_(
+        builder.icmp_signed(">=", indices, low),
+        builder.icmp_signed("<", indices, high),
+    )
+    return builder.select(inside, value, broadcast(builder, other))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def float_at(typing_context: Any, array: Any, offset: Any) -> tuple[Any, Codegen]:
+@generated(types.float32, OWN, INDEX)
+def float_at(context: Any, builder: Any, kinds: Any, array: Any, offset: Any) -> Any:
     """Return the float32 at byte ``offset`` of a uint8 array."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = address(context, builder, signature.args[0], arguments[0], arguments[1])
-        value = builder.load(builder.bitcast(pointer, F32.as_pointer()))
-        value.align = 1
-        return value
-
-    return types.float32(array, types.intp), codegen
+    pointer = address(context, builder, kinds[0], array, offset)
+    value = builder.load(builder.bitcast(pointer, F32.as_pointer()))
+    value.align = 1
+    return value

@@ -16,7 +16,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from midfill.kernels.cpu.atomics import (
     atomic_load,
@@ -25,9 +24,10 @@ from midfill.kernels.cpu.atomics import (
     sched_yield,
     spin_pause,
 )
+from midfill.kernels.cpu.intrinsics import OWN, generated
 from midfill.kernels.cpu.jit import entry_point, kernel
 from midfill.kernels.cpu.memory import Int64Array
-from midfill.kernels.cpu.simd import I64, Codegen, address
+from midfill.kernels.cpu.simd import I64, address
 
 SPINS_BEFORE_YIELD = 64
 """A few microseconds. A thread that spins for longer may hold the very core that the others wait
@@ -57,40 +57,26 @@ def _signature(value: Any) -> int:
     return zlib.crc32(str(value).encode())
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def publish(typing_context: Any, sync: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(types.void, OWN, OWN)
+def publish(context: Any, builder: Any, kinds: Any, sync: Any, value: Any) -> None:
     """Leave a value for the workers; it lives until the calling function returns."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = cgutils.alloca_once_value(builder, arguments[1])
-        at = address(context, builder, signature.args[0], arguments[0], ir.Constant(I64, ARGUMENTS))
-        builder.store_atomic(builder.ptrtoint(pointer, I64), at, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(sync, value), codegen
+    pointer = cgutils.alloca_once_value(builder, value)
+    at = address(context, builder, kinds[0], sync, ir.Constant(I64, ARGUMENTS))
+    builder.store_atomic(builder.ptrtoint(pointer, I64), at, "release", 8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def published(typing_context: Any, sync: Any, like: Any) -> tuple[Any, Codegen]:
+@generated(OWN, OWN, OWN)
+def published(context: Any, builder: Any, kinds: Any, sync: Any, like: Any) -> Any:
     """Return what was published, which is of the type of ``like``."""
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at = address(context, builder, signature.args[0], arguments[0], ir.Constant(I64, ARGUMENTS))
-        held = builder.load_atomic(at, "acquire", 8)
-        return builder.load(builder.inttoptr(held, arguments[1].type.as_pointer()))
-
-    return like(sync, like), codegen
+    at = address(context, builder, kinds[0], sync, ir.Constant(I64, ARGUMENTS))
+    held = builder.load_atomic(at, "acquire", 8)
+    return builder.load(builder.inttoptr(held, like.type.as_pointer()))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def signature_of(typing_context: Any, value: Any) -> tuple[Any, Codegen]:
+@generated(types.int64, OWN)
+def signature_of(context: Any, builder: Any, kinds: Any, value: Any) -> Any:
     """Return a number that stands for a value's type."""
-    number = _signature(value)
-
-    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(I64, number)
-
-    return types.int64(value), codegen
+    return ir.Constant(I64, _signature(kinds[0]))
 
 
 @kernel

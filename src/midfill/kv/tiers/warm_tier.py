@@ -41,7 +41,6 @@ class ChunkCodec(Protocol):
     @property
     def name(self) -> str:
         """See the class."""
-        ...
 
     def encode(self, data: bytes, tokens: int) -> bytes:
         """Return the code of the KV of some tokens, laid out as ``kv.blob.RAW``.
@@ -49,7 +48,6 @@ class ChunkCodec(Protocol):
         Raises:
             ValueError: it can't be coded.
         """
-        ...
 
     def decode(self, code: bytes | memoryview, tokens: int) -> bytes:
         """Return KV like that of which ``code`` is.
@@ -57,7 +55,6 @@ class ChunkCodec(Protocol):
         Raises:
             BlobError: the code makes no sense.
         """
-        ...
 
 
 class WantedChunk(NamedTuple):

@@ -17,7 +17,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from midfill.kernels.cpu.dots import add_products, splat_i32
+from midfill.kernels.cpu.dots import add_products
 from midfill.kernels.cpu.jit import kernel
 from midfill.kernels.cpu.simd import (
     I32,
@@ -106,10 +106,10 @@ def _chained_codes(typing_context: Any, rounds: Any, seed: Any) -> tuple[Any, Co
             cgutils.alloca_once_value(builder, ir.Constant(I32_VECTOR, [0] * LANES))
             for _ in range(_CHAINS)
         ]
-        weights = splat_i32(builder, seed)
+        weights = broadcast(builder, seed)
         with cgutils.for_range(builder, rounds, intp=I64) as loop:
             # Another number each round, or the compiler would hoist the product out of the loop.
-            x = splat_i32(builder, builder.add(seed, builder.trunc(loop.index, I32)))
+            x = broadcast(builder, builder.add(seed, builder.trunc(loop.index, I32)))
             for cell in sums:
                 added = add_products(context, builder, builder.load(cell), weights, x, small=True)
                 builder.store(added, cell)

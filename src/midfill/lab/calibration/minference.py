@@ -19,7 +19,7 @@ from midfill.errors import InvalidRequestError
 from midfill.methods.calibration import Tables
 from midfill.methods.model_probe import ModelProbe
 from midfill.methods.needles import needle_text
-from midfill.methods.sparse_prefill.chunks import PROBED_ROWS
+from midfill.methods.sparse_prefill.method import PROBED_ROWS
 from midfill.methods.sparse_prefill.minference import (
     CANDIDATES,
     VERSION,

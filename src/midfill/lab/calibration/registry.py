@@ -25,19 +25,15 @@ class CalibrationWork(Protocol):
     @property
     def steps(self) -> int:
         """How many steps there are."""
-        ...
 
     def start(self) -> Tables:
         """Return the tables before the first step."""
-        ...
 
     def step(self, number: int, tables: Tables) -> Tables:
         """Return the tables after step ``number``, from 0; depends on its arguments alone."""
-        ...
 
     def close(self) -> None:
         """Free the model."""
-        ...
 
 
 class Calibrator(Protocol):
@@ -55,7 +51,6 @@ class Calibrator(Protocol):
         Raises:
             MidfillError: the model doesn't suit the method, or can't be loaded.
         """
-        ...
 
 
 def resolve_calibrator(specification: str) -> tuple[str, Calibrator]:

@@ -96,7 +96,6 @@ class Model(Protocol):
         Raises:
             MidfillError: a prompt is too long, or the server failed.
         """
-        ...
 
     def count_computed(self, requests: Sequence[InfillRequest]) -> list[int]:
         """Return the prompt tokens that each request computes; all are asked at once.
@@ -104,7 +103,6 @@ class Model(Protocol):
         Raises:
             MidfillError: a prompt is too long, or nobody counts them.
         """
-        ...
 
 
 class LocalModel:

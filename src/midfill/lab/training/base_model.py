@@ -142,8 +142,7 @@ def _set_rope_frequencies(model: nn.Module, config: ModelConfig) -> None:
         if hasattr(module, "inv_freq"):
             module.register_buffer("inv_freq", frequencies, persistent=False)
             module.register_buffer("original_inv_freq", frequencies.clone(), persistent=False)
-            module.attention_scaling = factor  # type: ignore[assignment]
-            module.rope_type = "default"  # type: ignore[assignment]
+            vars(module).update(attention_scaling=factor, rope_type="default")
 
 
 PACKED_ATTENTION = "midfill_packed"

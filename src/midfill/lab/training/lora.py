@@ -125,7 +125,7 @@ class _MergedLayer:
         if self._module.disable_adapters or self._module.merged:
             unchanged: torch.Tensor = self._base(x)
             return unchanged
-        result: torch.Tensor = _MergedLinear.apply(  # type: ignore[no-untyped-call]
+        result: torch.Tensor = _MergedLinear.apply(  # type: ignore[no-untyped-call]  # by torch
             x, self._merged, self._down, self._up, self._scale
         )
         return result if self._base.bias is None else result + self._base.bias

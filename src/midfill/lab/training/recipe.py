@@ -259,8 +259,8 @@ def build(kind: type[_Built], values: object, path: str = "") -> _Built:
 
 
 def _checked_value(name: str, value: object, hint: Any) -> object:
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, f"{name}.")  # type: ignore[arg-type]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return build(hint, value, f"{name}.")
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         if value not in arguments:

@@ -11,7 +11,7 @@ instruction.
 
 from dataclasses import dataclass
 
-from midfill.errors import InvalidRequestError
+from midfill.methods.budget import require
 from midfill.methods.served_model import ServedModel
 
 
@@ -34,10 +34,7 @@ class Ape:
     def __post_init__(self) -> None:
         for name in ("temperature", "scale"):
             value = getattr(self, name)
-            if not 0.0 < value <= 1.0:
-                raise InvalidRequestError(
-                    f"ape: {name} must be above 0 and at most 1, not {value:g}", param="method"
-                )
+            require(0.0 < value <= 1.0, f"ape: {name} must be above 0 and at most 1, not {value:g}")
 
     def for_model(self, model: ServedModel) -> "Ape":
         """Return the method.
@@ -45,9 +42,8 @@ class Ape:
         Raises:
             InvalidRequestError: some layers of the model have a sliding window.
         """
-        if model.config.sliding_window is not None:
-            raise InvalidRequestError(
-                "ape: a model whose layers have a sliding window doesn't see all files at once",
-                param="method",
-            )
+        require(
+            model.config.sliding_window is None,
+            "ape: a model whose layers have a sliding window doesn't see all files at once",
+        )
         return self

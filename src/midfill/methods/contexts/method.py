@@ -21,9 +21,7 @@ class ParallelMethod(Protocol):
     @property
     def temperature(self) -> float:
         """Divides the scores of the files' tokens."""
-        ...
 
     @property
     def scale(self) -> float:
         """Of the files' mass."""
-        ...

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
-from midfill.errors import InvalidRequestError
 from midfill.methods.budget import (
     budget_tokens,
     check_budget,
     check_cascade,
     check_observation,
+    require,
 )
-from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.evict.method_defaults import OneShot
+from midfill.methods.evict.method import OneShot, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.window_attention import (
     average_pool,
@@ -60,8 +59,7 @@ class Cake(OneShot):
         check_budget(self.budget, self.window)
         check_cascade(self.cascade)
         for name in ("tau1", "tau2"):
-            if getattr(self, name) <= 0:
-                raise InvalidRequestError(f"{name} must be above 0", param="method")
+            require(getattr(self, name) > 0, f"{name} must be above 0")
 
     @property
     def observed_rows(self) -> int:

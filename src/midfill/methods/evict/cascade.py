@@ -47,7 +47,6 @@ class LayerTrimmer(Protocol):
             [kv_heads, n] int32, tokens by their number in the prompt, the best first; those that
             are left out don't stay.
         """
-        ...
 
     def sizes(self) -> Int64Array:
         """Return how many of the ranked tokens each layer so far keeps per head, at least 1.
@@ -55,7 +54,6 @@ class LayerTrimmer(Protocol):
         Together at most ``layers * kept_tokens``, of all layers of the model. A layer that was
         trimmed doesn't grow again, whatever is said.
         """
-        ...
 
 
 @runtime_checkable
@@ -65,12 +63,10 @@ class CascadingMethod(Protocol):
     @property
     def observed_rows(self) -> int:
         """How many of the prompt's last rows have their queries observed."""
-        ...
 
     @property
     def cascades(self) -> bool:
         """Whether prompts are trimmed while they are prefilled."""
-        ...
 
     def kept_tokens(self, prompt: int) -> int | None:
         """Return how many tokens per layer, on average, stay of a prompt; None if all do.
@@ -78,7 +74,6 @@ class CascadingMethod(Protocol):
         Args:
             prompt: its tokens.
         """
-        ...
 
     def start_cascade(self, config: ModelConfig, prompt: int) -> LayerTrimmer:
         """Return a trimmer for a new prompt that doesn't stay as a whole.
@@ -87,7 +82,6 @@ class CascadingMethod(Protocol):
             config: the model; layers that have a window beside others that haven't are left out.
             prompt: its tokens.
         """
-        ...
 
 
 class CascadeSize:

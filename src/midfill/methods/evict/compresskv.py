@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Float64Array, Int32Array, Int64Array
-from midfill.errors import InvalidRequestError
-from midfill.methods.budget import budget_tokens, check_budget, check_observation
+from midfill.methods.budget import budget_tokens, check_budget, check_observation, require
 from midfill.methods.calibration_store import load_tables
-from midfill.methods.evict.method import CompressionMethod, SequenceKeys
-from midfill.methods.evict.method_defaults import OneShot
+from midfill.methods.evict.method import CompressionMethod, OneShot, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.window_attention import average_pool, head_attention, top_keys
@@ -52,24 +50,22 @@ class CompressKV:
     def __post_init__(self) -> None:
         check_observation(self.window, self.kernel)
         check_budget(self.budget, self.window)
-        if self.heads < 1:
-            raise InvalidRequestError(f"heads must be at least 1, not {self.heads}", param="method")
-        if self.least <= self.window:
-            raise InvalidRequestError(
-                f"least must be above the window's {self.window}, not {self.least}", param="method"
-            )
-        if not self.most >= 1:
-            raise InvalidRequestError(f"most must be 1 or more, not {self.most:g}", param="method")
+        require(self.heads >= 1, f"heads must be at least 1, not {self.heads}")
+        require(
+            self.least > self.window,
+            f"least must be above the window's {self.window}, not {self.least}",
+        )
+        require(self.most >= 1, f"most must be 1 or more, not {self.most:g}")
 
     def for_model(self, model: ServedModel) -> CompressionMethod:
         """See ``ModelSpecific.for_model``."""
         refuse_windows(NAME, model.config)
         tables, config = load_tables(NAME, VERSION, model), model.config
         heads, errors = tables["heads"], tables["errors"]
-        if heads.shape != (config.layers, config.query_heads) or errors.shape != (config.layers,):
-            raise InvalidRequestError(
-                f"{NAME}: the tables are of a model with other layers or heads", param="method"
-            )
+        require(
+            heads.shape == (config.layers, config.query_heads) and errors.shape == (config.layers,),
+            f"{NAME}: the tables are of a model with other layers or heads",
+        )
         ranked = np.argsort(-heads, axis=1, kind="stable")[:, : self.heads]
         return RetrievalVotes(
             self, tuple(tuple(layer) for layer in ranked.tolist()), tuple(errors.tolist())

@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 
 from midfill.arrays import BoolArray, Float64Array
-from midfill.errors import InvalidRequestError
+from midfill.methods.budget import require
 from midfill.methods.calibration_store import load_tables
 from midfill.methods.evict.method import CompressionMethod
 from midfill.methods.evict.streaming_heads import (
@@ -26,7 +26,7 @@ from midfill.methods.evict.streaming_heads import (
     refuse_windows,
 )
 from midfill.methods.served_model import ServedModel
-from midfill.methods.sparse_prefill.chunks import ChunkRule
+from midfill.methods.sparse_prefill.method import ChunkRule
 from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists
 
 NAME, VERSION = "duoattention", 1
@@ -57,10 +57,7 @@ class DuoAttention:
         check_rule(self.rule)
         if self.chunk:
             ChunkRule(self.chunk, 0)
-        if not 0 <= self.sparsity <= 1:
-            raise InvalidRequestError(
-                f"sparsity must be from 0 to 1, not {self.sparsity:g}", param="method"
-            )
+        require(0 <= self.sparsity <= 1, f"sparsity must be from 0 to 1, not {self.sparsity:g}")
 
     @property
     def rule(self) -> StreamingRule:

@@ -14,20 +14,81 @@ and evict together. Keys are evicted at the end of each interval; until then row
 """
 
 import sys
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.errors import InvalidRequestError
-from midfill.methods.budget import budget_tokens, check_budget, check_interval
-from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.budget import budget_tokens, check_budget, check_interval, require
+from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.window_attention import received_attention, top_keys
-from midfill.methods.observation_memory import ObservationMemory, block_digests
 from midfill.models.config import ModelConfig
+
+_MAX_BYTES = 64 << 20
+
+
+def block_digests(tokens: Int32Array, block: int, tenant: str) -> list[bytes]:
+    """Return digests of a prompt's beginnings, one per whole block before its last token.
+
+    Args:
+        tokens: [n] int32, the prompt.
+        block: tokens of a block.
+        tenant: whose prompt it is; equal prompts of others have other digests.
+    """
+    running = blake2b(tenant.encode(errors="surrogatepass"), digest_size=16)
+    running.update(b"\0")
+    digests = []
+    for end in range(block, len(tokens), block):
+        running.update(tokens[end - block : end].tobytes())
+        digests.append(running.copy().digest())
+    return digests
+
+
+class ObservationMemory:
+    """Scores of keys by digest; what was used least recently goes first.
+
+    Args:
+        max_bytes: of all scores.
+    """
+
+    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._scores: OrderedDict[bytes, list[Float32Array]] = OrderedDict()
+
+    def longest(self, digests: Sequence[bytes]) -> tuple[int, list[Float32Array]]:
+        """Return how many blocks are known of a prompt, and the scores after them; (0, []): none.
+
+        Args:
+            digests: of the prompt's blocks, see ``block_digests``.
+        """
+        for place in reversed(range(len(digests))):
+            found = self._scores.get(digests[place])
+            if found is not None:
+                self._scores.move_to_end(digests[place])
+                return place + 1, found
+        return 0, []
+
+    def remember(self, digest: bytes, scores: list[Float32Array]) -> None:
+        """Keep the scores after some block; nobody may change them."""
+        if digest in self._scores:
+            self._scores.move_to_end(digest)
+            return
+        self._scores[digest] = scores
+        self._bytes += _size(scores)
+        while self._bytes > self._max_bytes:
+            _, dropped = self._scores.popitem(last=False)
+            self._bytes -= _size(dropped)
+
+
+def _size(scores: list[Float32Array]) -> int:
+    return sum(each.nbytes for each in scores)
+
 
 _BLOCK = 64
 
@@ -50,10 +111,7 @@ class H2O(MethodDefaults):
     def __post_init__(self) -> None:
         check_budget(self.budget, 0)
         check_interval(self.interval)
-        if not 0 <= self.recent <= 1:
-            raise InvalidRequestError(
-                f"recent must be a share from 0 to 1, not {self.recent:g}", param="method"
-            )
+        require(0 <= self.recent <= 1, f"recent must be a share from 0 to 1, not {self.recent:g}")
 
     @property
     def observed_rows(self) -> int:

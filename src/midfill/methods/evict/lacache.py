@@ -21,10 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Int32Array
-from midfill.errors import InvalidRequestError
-from midfill.methods.budget import budget_tokens, check_budget, check_interval
-from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.budget import budget_tokens, check_budget, check_interval, require
+from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
@@ -59,17 +57,15 @@ class LaCache(MethodDefaults):
         check_budget(self.budget, self.sinks)
         check_interval(self.interval)
         for name, least in (("sinks", 0), ("overlap", 0)):
-            if getattr(self, name) < least:
-                raise InvalidRequestError(f"{name} can't be {getattr(self, name)}", param="method")
-        if not self.span > 0 or (self.span >= 1 and self.span != int(self.span)):
-            raise InvalidRequestError(
-                f"span must be a number of layers, or a share below 1, not {self.span:g}",
-                param="method",
-            )
-        if self.ladder not in LADDERS:
-            raise InvalidRequestError(
-                f"ladder must be one of {', '.join(LADDERS)}, not {self.ladder!r}", param="method"
-            )
+            require(getattr(self, name) >= least, f"{name} can't be {getattr(self, name)}")
+        require(
+            self.span > 0 and (self.span < 1 or self.span == int(self.span)),
+            f"span must be a number of layers, or a share below 1, not {self.span:g}",
+        )
+        require(
+            self.ladder in LADDERS,
+            f"ladder must be one of {', '.join(LADDERS)}, not {self.ladder!r}",
+        )
 
     def for_model(self, model: ServedModel) -> "LaCache":
         """Return the method itself.
@@ -89,13 +85,12 @@ class LaCache(MethodDefaults):
         """
         span = int(self.span) if self.span >= 1 else max(1, round(self.span * config.layers))
         ladder = Ladder(config.layers, span, self.overlap, self.sinks, self.ladder)
-        if 1 <= self.budget <= ladder.least:
-            raise InvalidRequestError(
-                f"budget must be above {ladder.least} for a model of {config.layers} layers, not "
-                f"{self.budget:g}: sinks, as many of the newest tokens as there are layers, and a "
-                "step of the ladder always stay",
-                param="method",
-            )
+        require(
+            not (1 <= self.budget <= ladder.least),
+            f"budget must be above {ladder.least} for a model of {config.layers} layers, not "
+            f"{self.budget:g}: sinks, as many of the newest tokens as there are layers, and a "
+            "step of the ladder always stay",
+        )
         return LadderCache(self, ladder)
 
 
@@ -118,17 +113,15 @@ class Ladder:
     shape: str = "modulo"
 
     def __post_init__(self) -> None:
-        if self.overlap >= self.span:
-            raise InvalidRequestError(
-                f"overlap must be below the span of {self.span} layers, not {self.overlap}",
-                param="method",
-            )
-        if not self.freed:
-            raise InvalidRequestError(
-                f"span must be below the model's {self.layers} layers, not {self.span}, or nothing"
-                " would ever go",
-                param="method",
-            )
+        require(
+            self.overlap < self.span,
+            f"overlap must be below the span of {self.span} layers, not {self.overlap}",
+        )
+        require(
+            self.freed > 0,
+            f"span must be below the model's {self.layers} layers, not {self.span}, or nothing"
+            " would ever go",
+        )
 
     @property
     def block(self) -> int:

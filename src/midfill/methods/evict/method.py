@@ -5,7 +5,7 @@ others' slots, and keeps the exact KV of the prompt in the prefix cache as long 
 Compression happens between steps, so nothing stops within one.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -75,7 +75,6 @@ class SequenceCompressor(Protocol):
 
     def fork(self) -> "SequenceCompressor":
         """Return a compressor in the same state, for another answer to the same prompt."""
-        ...
 
     def observe(self, keys: SequenceKeys, queries: Float32Array) -> None:
         """Take note of a block of the prompt's rows; only where the method has ``block_rows``.
@@ -84,7 +83,6 @@ class SequenceCompressor(Protocol):
             keys: of the prompt up to the block's end.
             queries: float32 [layers, n, query_heads, head_dim], rotated: of the block's rows.
         """
-        ...
 
     def select(self, keys: SequenceKeys, queries: Float32Array) -> Selection | None:
         """Decide what stays: once the prompt is computed, then after every ``interval`` tokens.
@@ -98,7 +96,6 @@ class SequenceCompressor(Protocol):
         Returns:
             What stays; None keeps everything.
         """
-        ...
 
 
 @runtime_checkable
@@ -111,7 +108,6 @@ class CompressionMethod(Protocol):
 
         In the prompt, these always run, whatever is cached of it.
         """
-        ...
 
     @property
     def block_rows(self) -> int:
@@ -119,16 +115,13 @@ class CompressionMethod(Protocol):
 
         For methods that observe so many rows that their queries had better not be kept.
         """
-        ...
 
     @property
     def interval(self) -> int:
         """After how many tokens of the answer it decides again; 0: it decides once."""
-        ...
 
     def start(self, config: ModelConfig) -> SequenceCompressor:
         """Return a compressor for a new sequence."""
-        ...
 
 
 @runtime_checkable
@@ -148,4 +141,37 @@ class RecallingMethod(Protocol):
         Returns:
             How many of the first rows it has observed before, and a compressor that has.
         """
-        ...
+
+
+class MethodDefaults:
+    """Answers of a method that observes nothing and decides once; fields of the same name win."""
+
+    @property
+    def observed_rows(self) -> int:
+        """No row."""
+        return 0
+
+    @property
+    def block_rows(self) -> int:
+        """No blocks: all observed rows go to ``select``."""
+        return 0
+
+    @property
+    def interval(self) -> int:
+        """Never again."""
+        return 0
+
+
+class OneShot(MethodDefaults):
+    """Base of methods without state: each is its own compressor."""
+
+    def start(self, config: ModelConfig) -> Self:
+        """Return the method itself; it has no state."""
+        return self
+
+    def fork(self) -> Self:
+        """Return the method itself; it has no state."""
+        return self
+
+    def observe(self, keys: SequenceKeys, queries: Float32Array) -> None:
+        """Do nothing; it has no state."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import BoolArray
-from midfill.errors import InvalidRequestError
+from midfill.methods.budget import require
 from midfill.methods.calibration import Tables
 from midfill.methods.calibration_store import load_tables
 from midfill.methods.evict.method import CompressionMethod
@@ -55,10 +55,8 @@ class RazorAttention:
     def __post_init__(self) -> None:
         check_rule(self.rule)
         for name in ("induction", "echo"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidRequestError(f"{name} must be from 0 to 1", param="method")
-        if self.mean not in (0, 1):
-            raise InvalidRequestError(f"mean must be 0 or 1, not {self.mean}", param="method")
+            require(0 <= getattr(self, name) <= 1, f"{name} must be from 0 to 1")
+        require(self.mean in (0, 1), f"mean must be 0 or 1, not {self.mean}")
 
     @property
     def rule(self) -> StreamingRule:

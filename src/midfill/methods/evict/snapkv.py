@@ -16,8 +16,7 @@ from midfill.methods.budget import (
     check_cascade,
     check_observation,
 )
-from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.evict.method_defaults import OneShot
+from midfill.methods.evict.method import OneShot, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.window_attention import (
     average_pool,

@@ -16,8 +16,8 @@ import numpy as np
 from midfill.arrays import Float32Array, Float64Array, Int32Array
 from midfill.errors import InvalidRequestError
 from midfill.kv.ragged import KeyTerms
-from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.budget import require
+from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import AddedKeys, Selection
 from midfill.models.config import ModelConfig
 
@@ -152,14 +152,8 @@ def check_rule(rule: StreamingRule) -> None:
     """
     for name, least in (("sinks", 0), ("recent", 1), ("interval", 0)):
         value = getattr(rule, name)
-        if value < least:
-            raise InvalidRequestError(
-                f"{name} must be at least {least}, not {value}", param="method"
-            )
-    if not 0 <= rule.share < 1:
-        raise InvalidRequestError(
-            f"share must be from 0 to below 1, not {rule.share:g}", param="method"
-        )
+        require(value >= least, f"{name} must be at least {least}, not {value}")
+    require(0 <= rule.share < 1, f"share must be from 0 to below 1, not {rule.share:g}")
 
 
 def refuse_windows(name: str, config: ModelConfig) -> None:

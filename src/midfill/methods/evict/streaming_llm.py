@@ -14,10 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array
-from midfill.errors import InvalidRequestError
-from midfill.methods.budget import budget_tokens, check_budget, check_interval
-from midfill.methods.evict.method import SequenceKeys
-from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.budget import budget_tokens, check_budget, check_interval, require
+from midfill.methods.evict.method import MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.models.config import ModelConfig
 
@@ -38,8 +36,7 @@ class StreamingLLM(MethodDefaults):
     interval: int = 16
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise InvalidRequestError(f"sinks can't be {self.sinks}", param="method")
+        require(self.sinks >= 0, f"sinks can't be {self.sinks}")
         check_budget(self.budget, self.sinks)
         check_interval(self.interval)
 

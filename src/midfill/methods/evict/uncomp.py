@@ -20,12 +20,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from midfill.arrays import BoolArray, Float32Array, Int32Array, Int64Array
-from midfill.errors import InvalidRequestError
-from midfill.methods.budget import budget_tokens, check_budget, check_interval, check_observation
+from midfill.methods.budget import (
+    budget_tokens,
+    check_budget,
+    check_interval,
+    check_observation,
+    require,
+)
 from midfill.methods.calibration import Tables
 from midfill.methods.calibration_store import load_tables
-from midfill.methods.evict.method import CompressionMethod, SequenceKeys
-from midfill.methods.evict.method_defaults import MethodDefaults
+from midfill.methods.evict.method import CompressionMethod, MethodDefaults, SequenceKeys
 from midfill.methods.evict.selection import Selection
 from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.window_attention import head_attention, max_pool, top_keys
@@ -64,23 +68,17 @@ class UNComp:
         check_observation(self.window, self.kernel)
         check_budget(self.budget, self.window)
         check_interval(self.interval)
-        if self.pair not in PAIRS:
-            raise InvalidRequestError(
-                f"pair must be one of {', '.join(PAIRS)}, not {self.pair!r}", param="method"
-            )
-        if not 1 <= self.ratio < np.inf:
-            raise InvalidRequestError(
-                f"ratio must be 1 or more, not {self.ratio:g}", param="method"
-            )
+        require(self.pair in PAIRS, f"pair must be one of {', '.join(PAIRS)}, not {self.pair!r}")
+        require(1 <= self.ratio < np.inf, f"ratio must be 1 or more, not {self.ratio:g}")
 
     def for_model(self, model: ServedModel) -> CompressionMethod:
         """See ``ModelSpecific.for_model``."""
         refuse_windows(NAME, model.config)
         tables, config = load_tables(NAME, VERSION, model), model.config
-        if tables["marks"].shape != (config.layers, config.kv_heads):
-            raise InvalidRequestError(
-                f"{NAME}: the tables are of a model with other layers or heads", param="method"
-            )
+        require(
+            tables["marks"].shape == (config.layers, config.kv_heads),
+            f"{NAME}: the tables are of a model with other layers or heads",
+        )
         return GroupedHeads(self, tuple(high_heads(tables).tolist()))
 
     def budgets(self, tokens: int, high: BoolArray) -> Int64Array:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Int64Array
-from midfill.errors import InvalidRequestError
+from midfill.methods.budget import require
 from midfill.methods.reuse.method import LayerKV
 from midfill.methods.served_model import ServedModel
 
+NAME = "cacheblend"
 _COMPARED = ("values", "keys")
 
 
@@ -42,14 +43,16 @@ class CacheBlend:
     min_run: int = 16
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.ratio <= 1.0:
-            raise _invalid(f"ratio must be from 0 to 1, not {self.ratio:g}")
-        if self.check_layer < 0:
-            raise _invalid(f"check_layer must be 0 or more, not {self.check_layer}")
-        if self.compare not in _COMPARED:
-            raise _invalid(f"compare must be {' or '.join(_COMPARED)}, not {self.compare!r}")
-        if self.min_run < 1:
-            raise _invalid(f"min_run must be at least 1, not {self.min_run}")
+        require(0.0 <= self.ratio <= 1.0, f"ratio must be from 0 to 1, not {self.ratio:g}", NAME)
+        require(
+            self.check_layer >= 0, f"check_layer must be 0 or more, not {self.check_layer}", NAME
+        )
+        require(
+            self.compare in _COMPARED,
+            f"compare must be {' or '.join(_COMPARED)}, not {self.compare!r}",
+            NAME,
+        )
+        require(self.min_run >= 1, f"min_run must be at least 1, not {self.min_run}", NAME)
 
     def for_model(self, model: ServedModel) -> "CacheBlend":
         """Return the method.
@@ -57,11 +60,12 @@ class CacheBlend:
         Raises:
             InvalidRequestError: the model has no layer above the check layer.
         """
-        if self.check_layer + 1 >= model.config.layers:
-            raise _invalid(
-                f"check_layer must be below {model.config.layers - 1}, the model's last layer,"
-                f" not {self.check_layer}"
-            )
+        require(
+            self.check_layer + 1 < model.config.layers,
+            f"check_layer must be below {model.config.layers - 1}, the model's last layer,"
+            f" not {self.check_layer}",
+            NAME,
+        )
         return self
 
     def recomputed(self, copied: int) -> int:
@@ -75,7 +79,3 @@ class CacheBlend:
         ranked = np.argsort(-deviation, kind="stable")
         chosen: Int64Array = np.sort(ranked[: self.recomputed(len(deviation))])
         return chosen
-
-
-def _invalid(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"cacheblend: {message}", param="method")

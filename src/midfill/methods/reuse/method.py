@@ -33,16 +33,13 @@ class ReuseMethod(Protocol):
     @property
     def check_layer(self) -> int:
         """The last layer that every row is computed through, from 0."""
-        ...
 
     @property
     def min_run(self) -> int:
         """The least number of consecutive tokens that are copied."""
-        ...
 
     def recomputed(self, copied: int) -> int:
         """Return how many of so many copied tokens ``select`` will choose."""
-        ...
 
     def select(self, copied: LayerKV, computed: LayerKV) -> Int64Array:
         """Return which tokens are computed in the layers above the check layer, too.
@@ -54,4 +51,3 @@ class ReuseMethod(Protocol):
         Returns:
             [n] int64, ascending.
         """
-        ...

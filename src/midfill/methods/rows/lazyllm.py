@@ -21,6 +21,7 @@ import numpy as np
 
 from midfill.arrays import Float32Array, Int64Array
 from midfill.errors import InvalidRequestError
+from midfill.methods.budget import require
 from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.served_model import ServedModel
 from midfill.models.config import ModelConfig
@@ -50,14 +51,22 @@ class LazyLLM:
 
     def __post_init__(self) -> None:
         places, shares = self._after, self._keep
-        if not all(0 <= place < 10_000 for place in places):
-            raise _invalid(f"after takes numbers of layers, or shares below 1, not {self.after!r}")
-        if not all(0 <= share <= 1 for share in shares):
-            raise _invalid(f"keep takes shares from 0 to 1, not {self.keep!r}")
-        if len(shares) not in (1, len(places)):
-            raise _invalid(f"keep takes 1 share or {len(places)}, one per layer of after")
-        if self.revive not in (0, 1):
-            raise _invalid(f"revive must be 0 or 1, not {self.revive}")
+        require(
+            all(0 <= place < 10_000 for place in places),
+            f"after takes numbers of layers, or shares below 1, not {self.after!r}",
+            NAME,
+        )
+        require(
+            all(0 <= share <= 1 for share in shares),
+            f"keep takes shares from 0 to 1, not {self.keep!r}",
+            NAME,
+        )
+        require(
+            len(shares) in (1, len(places)),
+            f"keep takes 1 share or {len(places)}, one per layer of after",
+            NAME,
+        )
+        require(self.revive in (0, 1), f"revive must be 0 or 1, not {self.revive}", NAME)
 
     @property
     def _after(self) -> list[float]:
@@ -85,12 +94,16 @@ class LazyLLM:
         """
         refuse_windows(NAME, model.config)
         layers = self.pruning_layers(model.config)
-        if any(first >= second for first, second in pairwise(layers)):
-            raise _invalid(f"after must name layers in ascending order, not {list(layers)}")
-        if layers[-1] >= model.config.layers:
-            raise _invalid(
-                f"after names layer {layers[-1]}, but the model's last is {model.config.layers - 1}"
-            )
+        require(
+            all(first < second for first, second in pairwise(layers)),
+            f"after must name layers in ascending order, not {list(layers)}",
+            NAME,
+        )
+        require(
+            layers[-1] < model.config.layers,
+            f"after names layer {layers[-1]}, but the model's last is {model.config.layers - 1}",
+            NAME,
+        )
         return self
 
     def pruning_layers(self, config: ModelConfig) -> tuple[int, ...]:
@@ -109,8 +122,5 @@ def _numbers(name: str, text: str) -> list[float]:
     try:
         return [float(part) for part in text.split("/")]
     except ValueError:
-        raise _invalid(f"{name} takes numbers separated by slashes, not {text!r}") from None
-
-
-def _invalid(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{NAME}: {message}", param="method")
+        message = f"{NAME}: {name} takes numbers separated by slashes, not {text!r}"
+        raise InvalidRequestError(message, param="method") from None

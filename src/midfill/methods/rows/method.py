@@ -18,7 +18,6 @@ class PruningMethod(Protocol):
     @property
     def scoring_rows(self) -> int:
         """How many of the last rows score the tokens, at least 1."""
-        ...
 
     @property
     def revives(self) -> bool:
@@ -27,11 +26,9 @@ class PruningMethod(Protocol):
         A token that was dropped before then goes on from the layer at which it was, if it is
         chosen. Otherwise what was dropped stays so.
         """
-        ...
 
     def pruning_layers(self, config: ModelConfig) -> tuple[int, ...]:
         """Return the layers after which tokens are dropped: numbers from 0, ascending."""
-        ...
 
     def select(self, place: int, scores: Float32Array, prompt: int) -> Int64Array:
         """Decide which tokens go on.
@@ -45,4 +42,3 @@ class PruningMethod(Protocol):
         Returns:
             [m] int64, ascending: places in ``scores``. The scoring rows go on in any case.
         """
-        ...

@@ -111,12 +111,6 @@ class RowPruning(SequenceMethod):
         """See ``RowChanges.stops``."""
         return self._stops
 
-    @property
-    def put_aside(self) -> int:
-        """Number of tokens whose hidden rows are kept, since some layers lack their KV."""
-        frontier = self.frontier
-        return int(np.count_nonzero((frontier > 0) & (frontier < self._runner.config.layers)))
-
     def restart(self) -> None:
         """See ``SequenceMethod``."""
         self.frontier[:] = 0

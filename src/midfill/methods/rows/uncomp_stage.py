@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import Float32Array, Float64Array, Int64Array
-from midfill.errors import InvalidRequestError
+from midfill.methods.budget import require
 from midfill.methods.calibration_store import load_tables
 from midfill.methods.evict.streaming_heads import refuse_windows
 from midfill.methods.evict.uncomp import NAME as CALIBRATED
@@ -50,25 +50,24 @@ class UNCompStage:
     window: int = 8
 
     def __post_init__(self) -> None:
-        if not 0 < self.least < np.inf:
-            raise _invalid(f"least must be above 0, not {self.least:g}")
-        if not 0 < self.drop < 1:
-            raise _invalid(f"drop must be above 0 and below 1, not {self.drop:g}")
-        if self.window < 1:
-            raise _invalid(f"window must be at least 1, not {self.window}")
+        require(0 < self.least < np.inf, f"least must be above 0, not {self.least:g}", NAME)
+        require(0 < self.drop < 1, f"drop must be above 0 and below 1, not {self.drop:g}", NAME)
+        require(self.window >= 1, f"window must be at least 1, not {self.window}", NAME)
 
     def for_model(self, model: ServedModel) -> "LayerGroups":
         """See ``ModelSpecific.for_model``."""
         refuse_windows(NAME, model.config)
         entropy = load_tables(CALIBRATED, VERSION, model)["entropy"]
-        if len(entropy) != model.config.layers:
-            raise _invalid("the tables are of a model with other layers")
+        require(
+            len(entropy) == model.config.layers, "the tables are of a model with other layers", NAME
+        )
         starts = group_starts(entropy.sum(axis=1), self.drop)
-        if len(starts) < 2:
-            raise _invalid(
-                f"the entropy drops by {self.drop:g} in no layer, so all layers are one group;"
-                " drop takes less"
-            )
+        require(
+            len(starts) >= 2,
+            f"the entropy drops by {self.drop:g} in no layer, so all layers are one group;"
+            " drop takes less",
+            NAME,
+        )
         return LayerGroups(self, tuple(starts))
 
 
@@ -125,7 +124,3 @@ class LayerGroups:
         floor = min(int(np.ceil(least * prompt if least < 1 else least)), prompt)
         steps = len(self.starts) - 1
         return floor + (prompt - floor) // steps * (steps - group)
-
-
-def _invalid(message: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{NAME}: {message}", param="method")

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from midfill.arrays import BoolArray, Float32Array, Int64Array
-from midfill.errors import InvalidRequestError
-from midfill.methods.sparse_prefill.chunks import PROBED_ROWS, ChunkRule
+from midfill.methods.budget import require
+from midfill.methods.sparse_prefill.method import PROBED_ROWS, ChunkRule
 from midfill.methods.sparse_prefill.patterns import block_lists, largest
 from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
 
@@ -32,7 +32,7 @@ class FlexPrefill:
 
     Attributes:
         gamma: share of the attention to be covered; the paper's 0.9 or 0.95.
-        tau: up to which distance the estimate is trusted; the paper's 0.1.
+        tau: largest distance at which the estimate is trusted; the paper's 0.1.
         least: tokens that each head takes at least, as columns and as diagonals.
         block: keys per block, 64 or 128.
         chunk: tokens per chunk.
@@ -48,14 +48,10 @@ class FlexPrefill:
 
     def __post_init__(self) -> None:
         for name in ("gamma", "tau"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InvalidRequestError(f"{name} must be from 0 to 1", param="method")
-        if self.least < 1:
-            raise InvalidRequestError("least must be at least 1", param="method")
-        if self.block not in _BLOCKS:
-            raise InvalidRequestError(f"block must be 64 or 128, not {self.block}", param="method")
-        if self.chunk % self.block:
-            raise InvalidRequestError("chunk must be a multiple of block", param="method")
+            require(0 <= getattr(self, name) <= 1, f"{name} must be from 0 to 1")
+        require(self.least >= 1, "least must be at least 1")
+        require(self.block in _BLOCKS, f"block must be 64 or 128, not {self.block}")
+        require(self.chunk % self.block == 0, "chunk must be a multiple of block")
         ChunkRule(self.chunk, self.dense)
 
     @property

@@ -10,9 +10,11 @@ else does. Chunks are counted from the prompt's first token, so what a chunk com
 tokens up to its end alone, and neither load nor the prefix cache changes an answer.
 """
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from midfill.runners.forward.attention import LayerProbe, SpanLists
+from midfill.methods.budget import require
+from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists
 
 
 @runtime_checkable
@@ -22,12 +24,10 @@ class PrefillMethod(Protocol):
     @property
     def variant(self) -> str:
         """Name what KV computed under it depends on beside the tokens: "minference:chunk=1024"."""
-        ...
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens per chunk, a multiple of 64; the last chunk of a prompt may have fewer."""
-        ...
 
     def is_dense(self, first: int, rows: int) -> bool:
         """Return whether a chunk attends to everything, so that ``plan`` is not asked.
@@ -36,8 +36,37 @@ class PrefillMethod(Protocol):
             first: position of its first row.
             rows: how many it has.
         """
-        ...
 
     def plan(self, probe: LayerProbe) -> SpanLists:
         """Return the keys of one layer's rows; depends on its argument alone."""
-        ...
+
+
+PROBED_ROWS = 64
+"""Rows at a chunk's end whose attention tells where the whole chunk's lies."""
+
+
+@dataclass(frozen=True)
+class ChunkRule:
+    """How a prompt is cut into chunks.
+
+    Attributes:
+        tokens: per chunk; a multiple of 64.
+        dense: a chunk whose last row sees at most so many keys attends to all.
+    """
+
+    tokens: int
+    dense: int
+
+    def __post_init__(self) -> None:
+        require(
+            self.tokens >= QUERY_BLOCK and self.tokens % QUERY_BLOCK == 0,
+            f"chunk must be a multiple of {QUERY_BLOCK}, not {self.tokens}",
+        )
+        require(self.dense >= 0, "dense must be at least 0")
+
+    def is_dense(self, first: int, rows: int) -> bool:
+        """Return whether a chunk attends to everything.
+
+        One with fewer rows than are probed does: it costs about as much to look where they attend.
+        """
+        return rows < PROBED_ROWS or first + rows <= self.dense

@@ -22,12 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 from midfill.arrays import BoolArray, Float32Array
-from midfill.errors import InvalidRequestError
+from midfill.methods.budget import require
 from midfill.methods.calibration import Tables
 from midfill.methods.calibration_store import load_tables
 from midfill.methods.served_model import ServedModel
-from midfill.methods.sparse_prefill.chunks import PROBED_ROWS, ChunkRule
-from midfill.methods.sparse_prefill.method import PrefillMethod
+from midfill.methods.sparse_prefill.method import PROBED_ROWS, ChunkRule, PrefillMethod
 from midfill.methods.sparse_prefill.patterns import block_mask, cross_mask, largest
 from midfill.runners.forward.attention import QUERY_BLOCK, LayerProbe, SpanLists, query_blocks
 
@@ -91,10 +90,7 @@ class MInference:
     dense: int = 1024
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale <= 100:
-            raise InvalidRequestError(
-                f"scale must be above 0 and at most 100, not {self.scale:g}", param="method"
-            )
+        require(0 < self.scale <= 100, f"scale must be above 0 and at most 100, not {self.scale:g}")
         ChunkRule(self.chunk, self.dense)
 
     def for_model(self, model: ServedModel) -> PrefillMethod:

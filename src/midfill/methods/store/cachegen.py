@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midfill.arrays import Float32Array
-from midfill.errors import InvalidRequestError
 from midfill.kernels.cpu.entropy.rans import (
     TOTAL,
     code_bound,
@@ -29,6 +28,7 @@ from midfill.kernels.cpu.entropy.rans import (
     encode_symbols,
 )
 from midfill.kv.blob import BlobError
+from midfill.methods.budget import require
 
 UInt8Array = NDArray[np.uint8]
 UInt16Array = NDArray[np.uint16]
@@ -53,11 +53,10 @@ class CacheGen:
 
     def __post_init__(self) -> None:
         for name in ("shallow", "deep"):
-            if not 4 <= getattr(self, name) <= MAX_BINS:
-                raise InvalidRequestError(
-                    f"cachegen: {name} must be from 4 to {MAX_BINS}, not {getattr(self, name)}",
-                    param="method",
-                )
+            require(
+                4 <= getattr(self, name) <= MAX_BINS,
+                f"cachegen: {name} must be from 4 to {MAX_BINS}, not {getattr(self, name)}",
+            )
 
     @property
     def bins(self) -> int:
@@ -87,10 +86,7 @@ class KvShape:
     head_dim: int
 
     def __post_init__(self) -> None:
-        if self.format not in _DTYPES:
-            raise InvalidRequestError(
-                f"cachegen codes KV in f16, bf16 or f32, not {self.format}", param="method"
-            )
+        require(self.format in _DTYPES, f"cachegen codes KV in f16, bf16 or f32, not {self.format}")
 
     @property
     def channels(self) -> int:

@@ -59,7 +59,6 @@ class DescribedModel(Protocol):
     @property
     def path(self) -> Path:
         """File or folder that it, or its description, was opened from."""
-        ...
 
     @property
     def metadata(self) -> Mapping[str, object]:
@@ -67,7 +66,6 @@ class DescribedModel(Protocol):
 
         FIM token ids, chat template, name, licence, ...
         """
-        ...
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -76,7 +74,6 @@ class DescribedModel(Protocol):
         Raises:
             CheckpointError: it is missing, broken or of an unsupported kind.
         """
-        ...
 
 
 class Checkpoint(DescribedModel, Protocol):
@@ -91,7 +88,6 @@ class Checkpoint(DescribedModel, Protocol):
     @property
     def fingerprint(self) -> str:
         """Hex digest that changes with the content; cheap. Keys caches of derived data."""
-        ...
 
     @property
     def content_digest(self) -> str:
@@ -101,11 +97,9 @@ class Checkpoint(DescribedModel, Protocol):
         fine-tuned or differently quantised model therefore has another digest. Adapters name their
         base by it.
         """
-        ...
 
     def names(self) -> list[str]:
         """Return the canonical names of the tensors it holds."""
-        ...
 
     def tensor(self, name: str) -> StoredTensor:
         """Return one tensor by canonical name.
@@ -113,7 +107,6 @@ class Checkpoint(DescribedModel, Protocol):
         Raises:
             CheckpointError: it is missing, truncated or of an unknown type.
         """
-        ...
 
 
 class MappedFile:

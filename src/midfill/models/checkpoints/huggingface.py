@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,10 +102,10 @@ class SafetensorsFile(MappedFile):
             ) from None
         return {name: self._entry(name, value) for name, value in described.items()}
 
-    def _entry(self, name: str, value: object) -> SafetensorsEntry:
+    def _entry(self, name: str, value: Any) -> SafetensorsEntry:
         where = f"{self.path}: tensor {name!r}"
         try:
-            dtype, shape, (begin, end) = (value[key] for key in ("dtype", "shape", "data_offsets"))  # type: ignore[index]
+            dtype, shape, (begin, end) = (value[key] for key in ("dtype", "shape", "data_offsets"))
             whole = all(type(n) is int and n >= 0 for n in (*shape, begin, end))
         except (TypeError, KeyError, ValueError):
             whole = False

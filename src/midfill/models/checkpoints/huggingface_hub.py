@@ -216,11 +216,11 @@ def _reporting_bar(what: str, progress: Progress) -> type[Any]:
     The hub library runs several bars at once: files done, bytes received, bytes written. Progress
     is that of the furthest one that counts bytes.
     """
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm
 
     bars: list[Any] = []
 
-    class ReportingBar(tqdm):  # type: ignore[misc]
+    class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm has no types
         def __init__(self, *args: object, **kwargs: Any) -> None:
             kwargs.pop("name", None)
             kwargs.update(file=io.StringIO(), disable=False)

@@ -5,8 +5,7 @@ import torch
 
 from midfill.arrays import Float32Array, Int32Array
 from midfill.kernels.cpu.bfloat16 import LARGEST
-from midfill.kernels.cpu.cell_rotation import rotate_cells
-from midfill.kernels.cpu.kv_cache import KVArray, KVCache
+from midfill.kernels.cpu.kv_cache import KVArray, KVCache, rotate_cells
 from midfill.kernels.cpu.memory import aligned_zeros
 from midfill.kernels.cpu.thread_pool import ThreadPool
 from midfill.runners.forward.cells import CellLayout, StoredCells, UInt8Array

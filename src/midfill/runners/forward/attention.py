@@ -103,11 +103,9 @@ class LayerProbe(Protocol):
             diagonals: [query_heads, keys], entry o summed over the weights of the keys o before
                 their row.
         """
-        ...
 
     def last_queries(self, rows: int) -> Float32Array:
         """Return the rotated queries of the last ``rows`` rows: [rows, query_heads, head_dim]."""
-        ...
 
     def mean_queries(self, block: int) -> Float32Array:
         """Return the mean query of each ``block`` rows, the last ones as many as there are.
@@ -115,7 +113,6 @@ class LayerProbe(Protocol):
         Returns:
             [query_heads, blocks, head_dim].
         """
-        ...
 
     def mean_keys(self, block: int) -> Float32Array:
         """Return the mean key of each ``block`` keys, as stored.
@@ -126,7 +123,6 @@ class LayerProbe(Protocol):
         Returns:
             [kv_heads, blocks, head_dim].
         """
-        ...
 
 
 class KeyLister(Protocol):
@@ -137,7 +133,6 @@ class KeyLister(Protocol):
 
         Layers with a sliding window are not asked about: they attend to their window.
         """
-        ...
 
     def record(self, layer: int, pairs: Int64Array) -> None:
         """Note what was computed in a layer.
@@ -147,7 +142,6 @@ class KeyLister(Protocol):
             pairs: [query_heads], products of a query with a key, those of keys that come after
                 their row but share a block with it included.
         """
-        ...
 
 
 class KeyPairs:

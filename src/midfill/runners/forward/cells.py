@@ -47,11 +47,9 @@ class CellStore(Protocol):
         Returns:
             keys, values: float32 [n, head_dim], what the stored numbers stand for.
         """
-        ...
 
     def read_keys(self, cells: Int32Array) -> Float32Array:
         """Return what ``read`` returns of K alone."""
-        ...
 
     def write(self, cells: Int32Array, keys: Float32Array, values: Float32Array) -> None:
         """Store K and V, rounded as a forward pass rounds them.
@@ -60,7 +58,6 @@ class CellStore(Protocol):
             cells: [n] int32, each named once.
             keys, values: float32 [n, head_dim]; keys after the rotary embedding.
         """
-        ...
 
     def take(
         self,
@@ -77,7 +74,6 @@ class CellStore(Protocol):
             layers: [n] int32, whose keys they are, where layers rotate differently
                 (``ModelConfig.local_rope_theta``). None rotates as the first layer does.
         """
-        ...
 
     def put(self, cells: Int32Array, stored: StoredCells) -> None:
         """Store what ``take`` returned.
@@ -86,16 +82,13 @@ class CellStore(Protocol):
             cells: [n] int32, each named once.
             stored: as many cells.
         """
-        ...
 
     @property
     def layout(self) -> CellLayout:
         """How cells are stored."""
-        ...
 
     def dump(self, cells: Int32Array) -> tuple[UInt8Array, ...]:
         """Return copies of [n] int32 cells as bytes: per array of the layout, [n, width]."""
-        ...
 
     def restore(self, cells: Int32Array, arrays: tuple[UInt8Array, ...]) -> None:
         """Store what ``dump`` returned, also in another process.
@@ -104,4 +97,3 @@ class CellStore(Protocol):
             cells: [n] int32, each named once.
             arrays: per array of the layout, [n, width].
         """
-        ...

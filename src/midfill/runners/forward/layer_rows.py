@@ -128,7 +128,6 @@ class RowChanges(Protocol):
     def stops(self) -> tuple[int, ...]:
         """The layers before which ``change`` is called, ascending; the model's number of layers
         stands for the end of the pass."""
-        ...
 
     def change(self, rows: LayerRows) -> None:
         """Change rows that stand before layer ``rows.next_layer``.
@@ -136,4 +135,3 @@ class RowChanges(Protocol):
         Args:
             rows: what goes on; the row of the last token must stay.
         """
-        ...

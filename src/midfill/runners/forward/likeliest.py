@@ -1,6 +1,7 @@
 """The likeliest token of each row of logits, for runners whose forward pass doesn't find it."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,17 +12,23 @@ def likeliest_tokens(logits: torch.Tensor) -> list[int]:
     Args:
         logits: [rows, vocab] float32, on any device.
     """
-    if not len(logits):
+    return [best if math.isfinite(value) else -1 for best, value in argmax(list(logits))]
+
+
+def argmax(vectors: Sequence[torch.Tensor]) -> list[tuple[int, float]]:
+    """Return (index, value) of the largest value of each vector [n], or of one that is NaN.
+
+    Args:
+        vectors: of one length, on one device.
+    """
+    if not vectors:
         return []
-    if logits.device.type == "cpu":
-        # numpy's argmax is a dozen times faster than torch's on the CPU. Like torch's, it returns
-        # the index of a NaN or an infinity, if there is one.
-        rows = logits.numpy()
-        peaks = [int(row.argmax()) for row in rows]
-        return [
-            peak if math.isfinite(row[peak]) else -1 for row, peak in zip(rows, peaks, strict=True)
-        ]
-    ids = logits.argmax(-1)
-    values = logits.gather(-1, ids[:, None])[:, 0]
-    tokens: list[int] = torch.where(values.isfinite(), ids, -1).tolist()
-    return tokens
+    if vectors[0].device.type == "cpu":
+        # numpy's argmax is a dozen times faster than torch's on the CPU.
+        arrays = [vector.numpy() for vector in vectors]
+        places = [int(array.argmax()) for array in arrays]
+        return [(best, float(array[best])) for array, best in zip(arrays, places, strict=True)]
+    stacked = torch.stack(list(vectors))
+    ids = stacked.argmax(-1)
+    values = stacked.gather(-1, ids[:, None])[:, 0]
+    return list(zip(ids.tolist(), values.tolist(), strict=True))

@@ -25,34 +25,28 @@ class Runner(Protocol):
     @property
     def slots(self) -> int:
         """Number of tokens whose KV fits."""
-        ...
 
     @property
     def kv_bytes(self) -> int:
         """Size of the KV cache of all slots, in bytes."""
-        ...
 
     @property
     def weight_bytes(self) -> int:
         """Size of the weights in memory, in bytes."""
-        ...
 
     @property
     def description(self) -> str:
         """What runs the model, in words: "CPU kernels, 2 threads"."""
-        ...
 
     @property
     def cells(self) -> CellStore:
         """The KV cache, cell by cell."""
-        ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write K and V of the batch to its slots; return logits [outputs, vocab] float32.
 
         The next call may overwrite the returned tensor.
         """
-        ...
 
     def likeliest_tokens(self, logits: torch.Tensor) -> list[int]:
         """Return the token of each row's largest logit, of equal ones the first.
@@ -63,7 +57,6 @@ class Runner(Protocol):
         Returns:
             One token id per row; -1 may stand where one of its logits isn't finite.
         """
-        ...
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the tokens' embeddings: new hidden rows [rows, hidden], the caller's own.
@@ -73,7 +66,6 @@ class Runner(Protocol):
         drop, join or reorder rows, if the next part's batch says what the rows then are
         (``ForwardBatch.visible_slots`` where they don't follow one another).
         """
-        ...
 
     def run_layers(
         self, batch: ForwardBatch, hidden: torch.Tensor, first: int, end: int
@@ -88,14 +80,12 @@ class Runner(Protocol):
         Returns:
             The hidden rows, as layer end - 1 leaves them.
         """
-        ...
 
     def compute_logits(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [outputs, vocab] float32 of hidden rows that left the last layer.
 
         The next call may overwrite the returned tensor.
         """
-        ...
 
     def observed_queries(
         self, batch: ForwardBatch, first: int = 0, end: int | None = None
@@ -109,4 +99,3 @@ class Runner(Protocol):
         Returns:
             float32 [layers, observed rows, query_heads, head_dim], the caller's own.
         """
-        ...

@@ -11,10 +11,10 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from midfill.config import RouterName
 from midfill.serving.cluster.front import Front
 from midfill.serving.cluster.replica import EngineReplica
 from midfill.serving.cluster.spec import ENGINE, FRONT, EnginesSpec, FrontSpec, read_spec
+from midfill.serving.options import RouterName
 
 _ROUTERS: dict[RouterName, str] = {
     "document": "midfill.serving.cluster.router.DocumentRouter",

@@ -14,12 +14,10 @@ from midfill.config import (
     FimTokens,
     LogOptions,
     ModelOptions,
-    RouterName,
-    ServeOptions,
-    WindowSize,
 )
 from midfill.errors import MidfillError
 from midfill.models.checkpoints.model_store import resolve, resolve_adapter
+from midfill.serving.options import RouterName, ServeOptions, WindowSize
 from midfill.system.extras import require
 
 FRONT_APP = "midfill"

@@ -4,15 +4,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from midfill.config import (
-    DEFAULT_DOCUMENT_MEMORY,
-    FimTokens,
-    LogOptions,
-    TlsFiles,
-    WindowSize,
-)
+from midfill.config import DEFAULT_DOCUMENT_MEMORY, FimTokens, LogOptions
 from midfill.errors import MidfillError, OptionError
 from midfill.serving.gateway.upstream import ApiName
+from midfill.serving.options import TlsFiles, WindowSize
 
 DEFAULT_UPSTREAM_TIMEOUT = 120.0
 DEFAULT_WAIT = 30.0

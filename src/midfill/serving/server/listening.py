@@ -20,8 +20,8 @@ from typing import NoReturn
 import uvicorn
 from starlette.types import ASGIApp
 
-from midfill.config import ListenOptions, TlsFiles
 from midfill.errors import MidfillError
+from midfill.serving.options import ListenOptions, TlsFiles
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.connections import ConnectionLimits, limited_protocol
 from midfill.serving.server.metrics import ConnectionCollector, ConnectionCounts

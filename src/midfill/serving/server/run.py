@@ -15,7 +15,7 @@ from msgspec import structs
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from midfill.config import FimTokens, ModelOptions, ServeOptions
+from midfill.config import FimTokens, ModelOptions
 from midfill.engine.disaggregated.client import DisaggregatedClient
 from midfill.engine.messages import EngineInfo
 from midfill.engine.process.client import EngineClient
@@ -25,6 +25,7 @@ from midfill.infill.window import WindowRule
 from midfill.methods.shelf import AllowedMethods
 from midfill.models.checkpoints.checkpoint import Checkpoint
 from midfill.models.checkpoints.opening import open_model
+from midfill.serving.options import ServeOptions
 from midfill.serving.server.app import create_app
 from midfill.serving.server.auth import KeyRing
 from midfill.serving.server.key_file import key_digest

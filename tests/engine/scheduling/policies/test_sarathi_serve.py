@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_states import CacheFacts, decoding, prefilling
 
-from midfill.engine.scheduling.policies.sarathi_serve import DynamicChunks, SarathiServe
+from midfill.engine.scheduling.policies.sarathi_serve import SarathiServe
 from midfill.engine.scheduling.scheduler import (
     Chunk,
     RunningSequence,
@@ -244,33 +244,6 @@ class TestPreemption:
         made = plan(SarathiServe(), [decoding(1), decoding(2)], [(3, 5)], 1, cache)
         assert made.preempt == (2,)
         assert made.admit == ()
-
-
-class TestDynamicChunks:
-    def test_sizes_fall_from_high_to_low_and_stay_there(self) -> None:
-        chunks = DynamicChunks(low=64, high=256, max_tokens=1000, stages=4)
-        assert [chunks.size(done) for done in (0, 249, 250, 500, 750, 999, 5000)] == [
-            256,
-            256,
-            192,
-            128,
-            64,
-            64,
-            64,
-        ]
-
-    def test_a_single_stage_is_a_constant(self) -> None:
-        assert DynamicChunks(32, 128, 100, 1).size(10**9) == 128
-
-    def test_the_policy_uses_them(self) -> None:
-        policy = SarathiServe(dynamic_chunks=DynamicChunks(32, 128, 1000, 2))
-        made = plan(policy, [decoding(1), prefilling(2, 900, 600)], [(3, 500)])
-        assert made.chunks == (Chunk(2, 31),)
-        assert made.admit == (Chunk(3, 128 - 32),)
-
-    def test_invalid_sizes_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="low <= high"):
-            DynamicChunks(low=64, high=32, max_tokens=100, stages=2)
 
 
 @settings(max_examples=400, deadline=None)

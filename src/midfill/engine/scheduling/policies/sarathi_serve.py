@@ -21,36 +21,6 @@ _MAX_CONSIDERED = 8
 
 
 @dataclass(frozen=True)
-class DynamicChunks:
-    """Chunk sizes that shrink as a prompt's context grows, so that chunks take similar times.
-
-    Attributes:
-        low: smallest size, in tokens.
-        high: largest size, in tokens.
-        max_tokens: prompt length that the stages are spread over; later chunks have the last size.
-        stages: number of sizes.
-    """
-
-    low: int
-    high: int
-    max_tokens: int
-    stages: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.low <= self.high or self.max_tokens < 1 or self.stages < 1:
-            raise ValueError(f"chunk sizes must satisfy 1 <= low <= high, stages >= 1: {self}")
-
-    def size(self, done: int) -> int:
-        """Return the budget for a prompt of which ``done`` tokens are computed."""
-        stage_tokens = -(-self.max_tokens // self.stages)
-        stage = min(done // stage_tokens, self.stages - 1)
-        steps = max(self.stages - 1, 1)
-        size = self.high - (self.high - self.low) * stage / steps
-        multiple = min(32, self.low)
-        return max(round(size / multiple), 1) * multiple
-
-
-@dataclass(frozen=True)
 class SarathiServe:
     """Decode-first chunked prefill under a token budget; first come, first served.
 
@@ -64,7 +34,6 @@ class SarathiServe:
             exceeded only where the decodes alone exceed it, or one indivisible chunk, beside which
             no other prompt runs.
         max_running: maximum number of sequences that hold slots at a time.
-        dynamic_chunks: the optional chunk sizes of the paper's code; None always uses the budget.
         min_shared_prefix: a new sequence whose prompt shares at least this many uncached tokens
             with one that is being prefilled waits until they are cached instead of computing them
             again. An addition to the paper.
@@ -80,7 +49,6 @@ class SarathiServe:
 
     token_budget: int = 128
     max_running: int = 128
-    dynamic_chunks: DynamicChunks | None = None
     short_share: float = 0.0
     min_shared_prefix: int = 32
     min_shared_rest: int = 4
@@ -106,7 +74,7 @@ class SarathiServe:
         later = [sequence.remaining for sequence in started] + queue
         for place, sequence in enumerate(started):
             left = self._left_to_short(state, sequence.remaining, later[place + 1 :], len(decodes))
-            tokens = self._chunk(state, sequence.remaining, sequence.computed, rows + left)
+            tokens = self._chunk(state, sequence.remaining, rows + left)
             if sequence.indivisible:
                 tokens = self._whole(state, sequence.indivisible, rows, len(decodes))
             if tokens:
@@ -170,13 +138,13 @@ class SarathiServe:
         in_prefill = list(prefilling)
         places = self.max_running - len(state.running)
         for place, sequence in enumerate(state.waiting[: max(places, 0)]):
-            if rows >= self._budget(state, 0):
+            if rows >= self._budget(state):
                 break
             cached = state.cache.cached_prefix(sequence.sequence_id)
             available -= sequence.needs(cached)
             remaining = sequence.length - cached.tokens
             left = self._left_to_short(state, remaining, queue[place + 1 :], decodes)
-            tokens = self._chunk(state, remaining, cached.tokens, rows + left)
+            tokens = self._chunk(state, remaining, rows + left)
             if left and not tokens:
                 tokens = 1  # admitted, it no longer keeps the others waiting
             if sequence.indivisible:
@@ -230,24 +198,23 @@ class SarathiServe:
             return 0
         # Those that the longest of them has to leave rows to come first, however many there are.
         shortest = self._left_to_short(state, max(shorter), shorter, decodes)
-        rows = max(self._budget(state, 0) - decodes, 0) - shortest
+        rows = max(self._budget(state) - decodes, 0) - shortest
         return shortest + min(sum(shorter) - shortest, int(self.short_share * rows))
 
-    def _chunk(self, state: ScheduleState, remaining: int, done: int, rows: int) -> int:
+    def _chunk(self, state: ScheduleState, remaining: int, rows: int) -> int:
         """Return how many tokens a prompt may run beside ``rows`` others.
 
         Decodes alone may exceed the budget.
         """
-        return max(min(remaining, self._budget(state, done) - rows), 0)
+        return max(min(remaining, self._budget(state) - rows), 0)
 
     def _whole(self, state: ScheduleState, tokens: int, rows: int, decodes: int) -> int:
         """Return ``tokens`` if an indivisible chunk of so many may run beside ``rows``, or 0.
 
         A larger one than the budget runs where all others are decodes.
         """
-        return tokens if rows == decodes or rows + tokens <= self._budget(state, 0) else 0
+        return tokens if rows == decodes or rows + tokens <= self._budget(state) else 0
 
-    def _budget(self, state: ScheduleState, done: int) -> int:
-        chunks = self.dynamic_chunks
-        budget = self.token_budget if chunks is None else chunks.size(done)
-        return budget if state.max_rows is None else min(budget, state.max_rows)
+    def _budget(self, state: ScheduleState) -> int:
+        budget, limit = self.token_budget, state.max_rows
+        return budget if limit is None else min(budget, limit)

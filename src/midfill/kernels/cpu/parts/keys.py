@@ -34,7 +34,8 @@ from midfill.kernels.cpu.softmax import SoftmaxSums
 BLOCK = 64
 """Rows of a query block, times the query heads that share a unit; ``QUERY_BLOCK`` of lists."""
 NUMBERS = 4 * SEGMENT + BLOCK
-"""int32 that a thread needs: numbers and cells of two segments, and how many keys a row sees."""
+"""Length of a thread's int32 scratch: numbers and cells of two segments of keys, and how many keys
+each row sees."""
 
 
 class PartScratch(NamedTuple):
